@@ -35,11 +35,11 @@ test-cluster: $(READY)
 	$(BIN)/python -c 'import site; print(*site.getsitepackages(), "$(CURDIR)/src", sep="\n")' \
 	    > $$(echo $(MODELS)/lib/python*/site-packages)/under.pth
 	$(MODELS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cluster-test]'
-	$(MODELS)/bin/python -m pytest -m cluster --ignore tests/cluster/test_slurm_jobs.py tests/cluster
+	$(MODELS)/bin/python -m pytest -m cluster --ignore tests/launch/cluster/test_slurm_jobs.py tests/cluster
 
 # Generated job scripts under a real SLURM on this machine. Needs root, slurm-wlm and munge; without these it says so.
 test-slurm: $(READY)
-	$(BIN)/python -m pytest -m cluster -rP tests/cluster/test_slurm_jobs.py
+	$(BIN)/python -m pytest -m cluster -rP tests/launch/cluster/test_slurm_jobs.py
 
 # The trackers against their real libraries (200 MB). They are installed over the environment, not into it: trackio wants
 # an older pillow than the constraints have.
@@ -48,7 +48,7 @@ test-trackers: $(READY)
 	$(BIN)/python -c 'import site; print(*site.getsitepackages(), "$(CURDIR)/src", sep="\n")' \
 	    > $$(echo $(OVER)/lib/python*/site-packages)/under.pth
 	$(OVER)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[wandb,mlflow,trackio]'
-	$(OVER)/bin/python -m pytest -m "" tests/observe/test_trackers.py
+	$(OVER)/bin/python -m pytest -m "" tests/parts/test_trackers.py
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -64,7 +64,7 @@ def read(path: str, how: str) -> None:
         with open(path) as file:
             kept = json.load(file)
     else:
-        from lockstep.sources.coco_file import read_coco
+        from lockstep.tasks.vision.readers.coco_file import read_coco
 
         kept = read_coco(path, key="data.train", segmentations=how == "segmentation")
     seconds = time.process_time() - begin

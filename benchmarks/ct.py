@@ -40,8 +40,8 @@ class Sides:
     """A model and the ways to compute the gradient of its loss for a batch."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        from lockstep.tasks.volume_risk.options import VolumeRiskOptions
-        from lockstep.tasks.volume_risk.task import VolumeRisk
+        from lockstep.tasks.ct.options import VolumeRiskOptions
+        from lockstep.tasks.ct.task import VolumeRisk
 
         sizes = {
             "hidden_size": arguments.hidden,
@@ -103,7 +103,7 @@ class Sides:
             }
 
     def _padded_loss(self, batch: dict[str, Any], length: int) -> Tensor:
-        from lockstep.tasks.volume_risk.losses import answer_loss
+        from lockstep.tasks.ct.losses import answer_loss
 
         counts = batch["counts"]
         is_slice = torch.arange(length) < counts[:, None]

@@ -29,8 +29,8 @@ class Side:
     def __init__(self, arguments: argparse.Namespace, *, keeps: bool) -> None:
         import torch
 
-        from lockstep.tasks.volume_risk.options import VolumeRiskOptions
-        from lockstep.tasks.volume_risk.task import VolumeRisk
+        from lockstep.tasks.ct.options import VolumeRiskOptions
+        from lockstep.tasks.ct.task import VolumeRisk
 
         sizes = {
             "hidden_size": arguments.hidden,

@@ -18,9 +18,10 @@ import time
 
 
 def as_rank(recipe, overrides, rounds):
-    from lockstep import config_file, run_data
-    from lockstep.distributed.world import join_world
-    from lockstep.trainer import Trainer
+    from lockstep.core import run_data
+    from lockstep.core.config import config_file
+    from lockstep.core.parallel.world import join_world
+    from lockstep.trainer.trainer import Trainer
 
     config = config_file.load(recipe, overrides)
     with join_world("cpu") as world:

@@ -58,8 +58,8 @@ def train(data: Path, epochs: int, seed: int, keep: Path | None) -> None:
 
 def fit(data: Path, epochs: int, seed: int) -> dict[str, float]:
     """Train by the recipe in this process, without moving average."""
-    from lockstep.config_file import load
-    from lockstep.trainer import Trainer
+    from lockstep.core.config.config_file import load
+    from lockstep.trainer.trainer import Trainer
 
     own = [f"train.epochs={epochs}", f"train.eval_every_epochs={epochs}", "train.ema_decay=null", "data.workers=0"]
     config = load("detection", [f"data.train={data}", *OPTIONS, *own, f"seed={seed}", "device=cpu"])
@@ -73,9 +73,9 @@ def plain(data: Path, epochs: int, seed: int) -> dict[str, float]:
     """The same model and the same number of samples in a loop of plain PyTorch."""
     import torch
 
-    from lockstep.config_file import load
-    from lockstep.data.loader import map_tensors
-    from lockstep.tasks.registry import build_task
+    from lockstep.core.config.config_file import load
+    from lockstep.core.config.registry import build_task
+    from lockstep.core.data.loader import map_tensors
 
     torch.manual_seed(seed)
     config = load("detection", [f"data.train={data}", *OPTIONS])
@@ -151,9 +151,9 @@ def gather_on_rank() -> None:
     import torch
     from torchmetrics import MetricCollection
 
-    from lockstep.distributed.world import join_world
-    from lockstep.engine import metric_sync
-    from lockstep.tasks.detection.coco_map import CocoMap
+    from lockstep.core import metric_sync
+    from lockstep.core.parallel.world import join_world
+    from lockstep.tasks.vision.detection.coco_map import CocoMap
 
     class GatheredOnly(CocoMap):
         """pycocotools is not called: what is measured is the gathering."""

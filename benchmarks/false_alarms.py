@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lockstep.tasks.task import Task  # noqa: E402
+from lockstep.core.task import Task  # noqa: E402
 from tests.verify.unusual_tasks import arguments, tasks  # noqa: E402
 
 

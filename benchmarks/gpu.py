@@ -186,7 +186,8 @@ class Ours:
     """The same through Lockstep's own objects and loop, with a log in two files."""
 
     def __init__(self, task, world, options, folder):
-        from lockstep import build, config_file
+        from lockstep.core import build
+        from lockstep.core.config import config_file
 
         config = {
             "name": options["model"],
@@ -214,7 +215,7 @@ class Ours:
         )
 
     def run(self, steps):
-        from lockstep.engine import loop
+        from lockstep.core import loop
 
         state, prepared = self.prepared.state, self.prepared
         loop.fit(
@@ -229,9 +230,9 @@ class Ours:
 
     def save_times(self, device, mode):
         """Seconds for which the training waits for a checkpoint, seconds until it is written, and its bytes."""
-        from lockstep import resume
-        from lockstep.checkpoint.saver import Saver
-        from lockstep.checkpoint.store import Retention
+        from lockstep.core import resume
+        from lockstep.core.checkpoint.saver import Saver
+        from lockstep.core.checkpoint.store import Retention
 
         folder = self.folder / mode
         saver = Saver(folder, self.prepared.state.world, Retention(last=1), tell=print, in_background=mode == "async")
@@ -274,8 +275,8 @@ def measure(task, options, *, rounds, steps, folder, saves):
     """The figures of one case."""
     import torch
 
-    from lockstep import devices
-    from lockstep.distributed.world import join_world
+    from lockstep.core import devices
+    from lockstep.core.parallel.world import join_world
 
     with join_world(options["device"]) as world, contextlib.ExitStack() as stack:
         device = devices.of(world.device)
@@ -373,7 +374,7 @@ def run_model(arguments):
 def peak_flops(name, precision, tf32):
     """What the GPU can do at most in a second. None: not known."""
     try:
-        from lockstep.devices import peaks
+        from lockstep.core.devices import peaks
     except ImportError:
         return None
     return peaks.flops(name, "tf32" if precision == "fp32" and tf32 else precision)

@@ -7,7 +7,7 @@ sample: a random resized crop to 224, and a flip. Batches of 64.
 
     plain        a file is opened by PIL, converted, cropped, resized; NumPy, float, / 255, normalised by channel;
                  default_collate: the usual pipeline
-    lockstep     `MicroBatches` with `DecodedImages` and `lockstep.images`, without the cache: a uint8 batch
+    lockstep     `MicroBatches` with `DecodedImages` and `tasks.vision.pictures`, without the cache: a uint8 batch
     first epoch  the same with an empty cache, which it fills
     cached       the same, from the cache
 
@@ -34,14 +34,14 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
-from lockstep.data.loader import MicroBatches
-from lockstep.data.order import MicroBatchPlan
-from lockstep.images.augment import AugmentOptions, train_picture
-from lockstep.images.cache import CacheOptions
-from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD
-from lockstep.images.picture import Picture, stack_images
-from lockstep.sources.decoded_images import DecodedImages
-from lockstep.sources.image_records import ImageRecords, read_image_records
+from lockstep.core.data.loader import MicroBatches
+from lockstep.core.data.order import MicroBatchPlan
+from lockstep.tasks.vision.pictures.augment import AugmentOptions, train_picture
+from lockstep.tasks.vision.pictures.cache import CacheOptions
+from lockstep.tasks.vision.pictures.normalise import IMAGENET_MEAN, IMAGENET_STD
+from lockstep.tasks.vision.pictures.picture import Picture, stack_images
+from lockstep.tasks.vision.readers.decoded_images import DecodedImages
+from lockstep.tasks.vision.readers.image_records import ImageRecords, read_image_records
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDE, BATCH = 224, 64

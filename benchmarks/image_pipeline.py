@@ -16,7 +16,7 @@ One process, one torch thread, seconds of CPU time, so that other processes coun
 of the clock. Systems alternate in every round. What is quoted is the median of pictures per second, and the median over
 rounds of the ratio to `plain`, with the least and the greatest ratio.
 
-    lockstep      `MicroBatches` with the functions of `lockstep.images`: a uint8 batch, to be normalised on the device
+    lockstep      `MicroBatches` with the functions of `pictures`: a uint8 batch, to be normalised on the device
     normalised    the same, and the batch is normalised on the CPU
     plain         PIL opens, converts, crops, resizes; NumPy, float, / 255, normalised by channel; default_collate
     transformers  PIL opens, converts, crops; transformers' processor (for PIL) resizes, cuts the centre, normalises
@@ -40,12 +40,12 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lockstep.data.loader import Loader, MicroBatches
-from lockstep.data.order import MicroBatchPlan
-from lockstep.images.augment import AugmentOptions, eval_picture, train_picture
-from lockstep.images.decode import decode
-from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
-from lockstep.images.picture import Picture, stack_images
+from lockstep.core.data.loader import Loader, MicroBatches
+from lockstep.core.data.order import MicroBatchPlan
+from lockstep.tasks.vision.pictures.augment import AugmentOptions, eval_picture, train_picture
+from lockstep.tasks.vision.pictures.decode import decode
+from lockstep.tasks.vision.pictures.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
+from lockstep.tasks.vision.pictures.picture import Picture, stack_images
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"A": 224, "B": 128, "C": 224}
@@ -272,7 +272,7 @@ def with_workers(files: Files, options: argparse.Namespace) -> None:
 def operations(files: Files, options: argparse.Namespace) -> None:
     from PIL import ImageEnhance, ImageOps
 
-    from lockstep.images import color, geometry
+    from lockstep.tasks.vision.pictures import color, geometry
 
     pictures = [
         eval_picture(Picture.from_pixels(decode(data)), 224, resize=256) for data in files.pictures[: options.batch]

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.checkpoint import files, store
+from lockstep.core.checkpoint import files, store
 
 HERE = Path(__file__).parent
 STAGES = [

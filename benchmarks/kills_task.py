@@ -2,9 +2,9 @@
 
 import os
 
-from lockstep.engine import loop
-from lockstep.tasks.classification.options import ClassificationOptions
-from lockstep.tasks.classification.task import Classification
+from lockstep.core import loop
+from lockstep.tasks.vision.classification.options import ClassificationOptions
+from lockstep.tasks.vision.classification.task import Classification
 
 _step = loop.train_step
 

@@ -24,7 +24,7 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
-from lockstep.checkpoint import files, store  # noqa: E402
+from lockstep.core.checkpoint import files, store  # noqa: E402
 from tests import processes  # noqa: E402
 from tests.namespaces import Namespaces, Training, kill, tree, why_not  # noqa: E402
 

@@ -117,7 +117,7 @@ class Ours:
     """The same through Lockstep's own objects and loop; a round is one epoch."""
 
     def __init__(self, task, world, folder):
-        from lockstep.trainer import Trainer
+        from lockstep.trainer.trainer import Trainer
 
         config = {
             "batch": {"global": BATCH},
@@ -130,8 +130,8 @@ class Ours:
         self.trainer = Trainer(config, run_dir=folder / "ours")
 
     def run(self, _):
-        from lockstep.distributed.signals import StopConsensus, StopFlag
-        from lockstep.engine import loop
+        from lockstep.core import loop
+        from lockstep.core.parallel.signals import StopConsensus, StopFlag
 
         self.trainer.config = self.trainer.config.model_copy(update={"batch": self.trainer.config.batch.resolve(1)})
         self.trainer.run_dir.mkdir(exist_ok=True)
@@ -157,7 +157,7 @@ def rank_main(size, rounds, kind):
     import torch
 
     torch.set_num_threads(1)
-    from lockstep.distributed.world import join_world
+    from lockstep.core.parallel.world import join_world
 
     with join_world("cpu") as world, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -190,7 +190,7 @@ def memory_main(which):
     import torch
 
     torch.set_num_threads(1)
-    from lockstep.distributed.world import join_world
+    from lockstep.core.parallel.world import join_world
 
     with join_world("cpu") as world, tempfile.TemporaryDirectory() as name:
         task = data(*MEMORY)

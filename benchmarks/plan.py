@@ -5,7 +5,7 @@
     python benchmarks/plan.py --more --real FILE        # with the real bytes of an earlier --json FILE
     python benchmarks/plan.py --large       # the time and the memory of planning a model of 7 billion parameters
 
-Real is the second step of `engine.step.train_step` in a new process for each rank. It shares no code with the estimate:
+Real is the second step of `core.step.train_step` in a new process for each rank. It shares no code with the estimate:
 
 states       bytes of the storages of all tensors as the update begins, without data and batch
 activations  bytes that malloc has given out as the first backward pass begins, less those at the beginning of the step.
@@ -37,8 +37,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
-from lockstep.config import RunConfig
-from lockstep.tasks.task import Task
+from lockstep.core.config.sections import RunConfig
+from lockstep.core.task import Task
 
 SAMPLES = {"small": 4, "bert": 4, "resnet": 2, "vit": 2, "segformer": 2, "gpt2": 2}  # of a micro-batch
 BOUNDS = {"states": 0.01, "activations": 0.10, "peak": 0.15}
@@ -238,7 +238,7 @@ def _rank(rank: int, ranks: int, port: int, model: str, cases: list[Case], queue
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
-    from lockstep.distributed.world import join_world
+    from lockstep.core.parallel.world import join_world
 
     with join_world("cpu") as world:
         try:
@@ -249,8 +249,8 @@ def _rank(rank: int, ranks: int, port: int, model: str, cases: list[Case], queue
 
 
 def _figures(world: object, model: str, case: Case) -> dict[str, float]:
-    from lockstep import build
-    from lockstep.engine.step import train_step
+    from lockstep.core import build
+    from lockstep.core.step import train_step
 
     print(f"{time.strftime('%H:%M:%S')} {model}, {world.size} ranks: {case.name}", file=sys.stderr, flush=True)
     config, task = config_of(model, world.size, case), Pretend(model)

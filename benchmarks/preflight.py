@@ -79,7 +79,7 @@ FAULTS = {
         ["clock of node b is 90 s"],
     ),
     "slow network card": (
-        "from lockstep.distributed import links; import time; send = links._send\n"
+        "from lockstep.core.parallel import links; import time; send = links._send\n"
         "links._send = lambda *arguments: (time.sleep(0.05), send(*arguments))",
         [],
         [],
@@ -97,7 +97,7 @@ def free_port() -> int:
 def start(node: str, command: list[str], folder: Path, code: str, mounts: list[str]) -> subprocess.Popen[str]:
     shim = folder / f"shim-{node}"
     shim.mkdir()
-    (shim / "sitecustomize.py").write_text(code.replace("{devices}", "__import__('lockstep.devices').devices"))
+    (shim / "sitecustomize.py").write_text(code.replace("{devices}", "__import__('lockstep.core.devices').devices"))
     paths = [str(shim), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"LOCKSTEP_NODE": node, "PYTHONPATH": os.pathsep.join(paths if code else paths[1:])}
     if mounts:
@@ -147,8 +147,8 @@ def try_fault(name: str) -> bool:
 def cost(rounds: int) -> None:
     """Seconds of the checks, on the rank that needs longest, with two ranks of one node that are together already."""
     code = (
-        "import time; from pathlib import Path; from lockstep.distributed.world import join_world\n"
-        "from lockstep.preflight import run; from lockstep.preflight.facts import Subject\n"
+        "import time; from pathlib import Path; from lockstep.core.parallel.world import join_world\n"
+        "from lockstep.launch.preflight import run; from lockstep.launch.preflight.facts import Subject\n"
         "def main(_):\n"
         "    with join_world('cpu') as world:\n"
         "        times = []\n"
@@ -167,7 +167,7 @@ def cost(rounds: int) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "measured.py").write_text(code)
-        begin = "from lockstep.distributed import launch; import measured; "
+        begin = "from lockstep.core.parallel import launch; import measured; "
         begin += "launch.prepare(2); launch.launch([], 2, main=measured.main)"
         environment = os.environ | {"PYTHONPATH": folder}
         subprocess.run([sys.executable, "-c", begin], env=environment, check=True, cwd=folder)

@@ -41,8 +41,8 @@ class Loop:
         from torch import nn
         from torch.nn.parallel import DistributedDataParallel
 
-        from lockstep.checkpoint.saver import Saver
-        from lockstep.checkpoint.store import Retention
+        from lockstep.core.checkpoint.saver import Saver
+        from lockstep.core.checkpoint.store import Retention
 
         class Residual(nn.Linear):
             def forward(self, inputs):
@@ -82,8 +82,8 @@ class Loop:
         dist.barrier()
 
     def ours(self):
-        """As `lockstep.trainer.Trainer` does it."""
-        from lockstep.checkpoint.state import capture
+        """As `lockstep.trainer.trainer.Trainer` does it."""
+        from lockstep.core.checkpoint.state import capture
 
         tensors, values = capture(self.model, self.optimizer)
         about = {
@@ -138,7 +138,7 @@ def rank_main(rounds, parameters, busy, folder):
     import torch
 
     torch.set_num_threads(1)
-    from lockstep.distributed.world import join_world
+    from lockstep.core.parallel.world import join_world
 
     with join_world("cpu", folder=folder) as world:
         loop = Loop(world, parameters, folder)

@@ -41,11 +41,12 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Trainer, run_model
-from lockstep.distributed.signals import StopConsensus, StopFlag
-from lockstep.distributed.world import join_world
-from lockstep.engine import loop as engine
-from lockstep.tasks.task import Task
+from lockstep import Trainer
+from lockstep.core import loop as engine
+from lockstep.core import run_model
+from lockstep.core.parallel.signals import StopConsensus, StopFlag
+from lockstep.core.parallel.world import join_world
+from lockstep.core.task import Task
 
 LAYERS, VOCABULARY, LENGTH, HEAD = 12, 8192, 32, 64
 BATCH, LOG, PHASE = 4, 50, 10  # samples over both ranks; steps
@@ -256,10 +257,10 @@ def build_rank(folder, options):
     lockstep = trainer_of("fsdp", folder / "small", False)
     lockstep.fit(Text(SMALL))
     with join_world("cpu") as world:
-        run_model.build_model(lockstep.config, Text(SMALL), world, steps_per_epoch=1)
+        run_model.build_model(lockstep.core.config.sections, Text(SMALL), world, steps_per_epoch=1)
         dist.barrier()
         began = baseline()
-        built = run_model.build_model(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
+        built = run_model.build_model(lockstep.core.config.sections, Text(options.parameters), world, steps_per_epoch=1)
         peak, copy = (
             megabytes("VmHWM") - began,
             sum(parameter.numel() for parameter in built.model.parameters()) * 4 / 2**20,

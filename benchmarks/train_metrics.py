@@ -18,8 +18,8 @@ from pathlib import Path
 
 
 def seconds_per_step(trainer, world, with_metrics):
-    from lockstep.engine import loop
-    from lockstep.engine.train_metrics import TrainMetrics
+    from lockstep.core import loop
+    from lockstep.core.train_metrics import TrainMetrics
 
     task = trainer.task()
     prepared = trainer._prepare(task, world)
@@ -47,9 +47,9 @@ def main():
 
     import torch
 
-    from lockstep import config_file
-    from lockstep.distributed.world import join_world
-    from lockstep.trainer import Trainer
+    from lockstep.core.config import config_file
+    from lockstep.core.parallel.world import join_world
+    from lockstep.trainer.trainer import Trainer
 
     torch.set_num_threads(1)
     for recipe in options.recipes:

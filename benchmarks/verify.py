@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from lockstep import config_file  # noqa: E402
+from lockstep.core.config import config_file  # noqa: E402
 from lockstep.verify import command  # noqa: E402
 from lockstep.verify.workers import Workers  # noqa: E402
 

@@ -7,22 +7,27 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
 ERRORS = ("UsageError", "TrainingError")
 TOPICS = {
     "Tasks: what a user's methods return": [
-        "engine/task_checks.py",
-        "engine/heads.py",
-        "engine/dry_run.py",
-        "tasks/task.py",
+        "core/task_checks.py",
+        "core/heads.py",
+        "core/checks/dry_run.py",
+        "core/task.py",
     ],
-    "Data": ["data", "run_data.py", "engine/untouched_data.py", "engine/same_samples.py"],
-    "Models and their state": ["checkpoint/form.py", "checkpoint/state.py", "first_steps.py", "run_model.py"],
-    "Strategies: DDP, FSDP, ranks": ["distributed", "local_ranks.py", "debugging.py"],
+    "Data": ["core/data", "core/run_data.py", "core/checks/untouched_data.py", "core/checks/same_samples.py"],
+    "Models and their state": [
+        "core/checkpoint/form.py",
+        "core/checkpoint/state.py",
+        "core/checks/first_steps.py",
+        "core/run_model.py",
+    ],
+    "Strategies: DDP, FSDP, ranks": ["core/parallel", "launch/*.py", "trainer/local_ranks.py", "core/debugging.py"],
     "The step: losses, gradients, optimizers, schedules": ["engine"],
     "Runs, checkpoints and going on": [
         "checkpoint",
-        "run_directory.py",
-        "run_folder.py",
-        "resume.py",
-        "training_run.py",
-        "trainer.py",
+        "core/run_directory.py",
+        "core/run_folder.py",
+        "core/resume.py",
+        "core/training_run.py",
+        "trainer/trainer.py",
     ],
 }
 HEAD = """# What is refused
@@ -82,7 +87,7 @@ def page() -> str:
     for topic, places in TOPICS.items():
         rows = []
         for place in places:
-            files = [SOURCE / place] if place.endswith(".py") else sorted((SOURCE / place).rglob("*.py"))
+            files = sorted(SOURCE.glob(place if place.endswith(".py") else f"{place}/**/*.py"))
             for path in files:
                 if path not in done:
                     done.add(path)

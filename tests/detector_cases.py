@@ -4,8 +4,8 @@ import torch
 from torch.utils.data import Dataset
 
 from lockstep import Task
-from lockstep.tasks.detection.models import Targets, models_for
-from lockstep.tasks.detection.options import DetectionOptions
+from lockstep.tasks.vision.detection.models import Targets, models_for
+from lockstep.tasks.vision.detection.options import DetectionOptions
 
 SIZE = 64
 CLASSES = ["circle", "square", "star"]
@@ -136,7 +136,7 @@ class Detectors(Task):
         self.length = length
 
     def model(self):
-        from lockstep.tasks.batch_norm import exchange_batch_norm
+        from lockstep.tasks.vision.batch_norm import exchange_batch_norm
 
         model, _ = self.models.make(CLASSES, size=SIZE, trained=False)
         return exchange_batch_norm(model, "group").double()

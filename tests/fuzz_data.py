@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from lockstep.errors import DataError
+from lockstep.core.errors import DataError
 from tests.fuzz_case import Case, Draws
 
 FEATURES = 4  # the last one is the sample's index / 100: whoever has a sample knows which it is

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data.order import derive_seed, permute
+from lockstep.core.data.order import derive_seed, permute
 from tests.fuzz_case import Case
 from tests.fuzz_data import seed_all
 from tests.fuzz_tasks import FuzzTask, task_of

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from lockstep import Trainer
-from lockstep.engine import loop
-from lockstep.tasks.classification.options import ClassificationOptions
-from lockstep.tasks.classification.task import Classification
+from lockstep.core import loop
+from lockstep.tasks.vision.classification.options import ClassificationOptions
+from lockstep.tasks.vision.classification.task import Classification
 from tests import runs
 
 CLASSES = ("blue", "green", "red")

@@ -7,8 +7,8 @@ import numpy as np
 from PIL import Image
 
 from lockstep import Trainer
-from lockstep.tasks.segmentation.options import SegmentationOptions
-from lockstep.tasks.segmentation.task import Segmentation
+from lockstep.tasks.vision.segmentation.options import SegmentationOptions
+from lockstep.tasks.vision.segmentation.task import Segmentation
 from tests import runs
 from tests.image_cases import killed_at
 

@@ -7,7 +7,7 @@ import signal
 import torch
 
 from lockstep import LockstepError, Part, Trainer
-from lockstep.part import EVENTS
+from lockstep.core.part import EVENTS
 from tests import own_tasks, runs
 
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from lockstep import devices
-from lockstep.devices import Accelerator
+from lockstep.core import devices
+from lockstep.core.devices import Accelerator
 
 NAME = "pygpu"
 READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::masked_select"}

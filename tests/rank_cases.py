@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from lockstep import LockstepError, Trainer
-from lockstep.distributed import failure
-from lockstep.distributed.ddp import DDP
-from lockstep.distributed.strategy import Forward
+from lockstep.core.parallel import failure
+from lockstep.core.parallel.ddp import DDP
+from lockstep.core.parallel.strategy import Forward
 from tests import own_tasks, runs
 
 
@@ -36,20 +36,20 @@ def count_reductions(settings):
 
 def digest_of_everything(kind, options, settings):
     """All parameters, buffers and optimizer tensors after training, as bytes."""
-    import lockstep.run_model
+    import lockstep.core.run_model
 
     kept = {}
-    build = lockstep.run_model.build_optimizer
+    build = lockstep.core.run_model.build_optimizer
 
     def keeping(*arguments, **optionals):
         kept["optimizer"] = build(*arguments, **optionals)
         return kept["optimizer"]
 
-    lockstep.run_model.build_optimizer = keeping
+    lockstep.core.run_model.build_optimizer = keeping
     try:
         weights, _ = runs.fit_kind(kind, options, settings)
     finally:
-        lockstep.run_model.build_optimizer = build
+        lockstep.core.run_model.build_optimizer = build
     slots = [
         value
         for state in kept["optimizer"].state.values()
@@ -86,11 +86,11 @@ def evaluate_and_predict(lengths, micro):
 
     Samples have made-up lengths, which cut the evaluation otherwise, and change no result.
     """
-    from lockstep.data.loader import Loader, MicroBatches
-    from lockstep.data.order import EvaluationPlan
-    from lockstep.distributed.precision import Precision
-    from lockstep.distributed.world import join_world
-    from lockstep.engine.evaluate import evaluate, predict
+    from lockstep.core.data.loader import Loader, MicroBatches
+    from lockstep.core.data.order import EvaluationPlan
+    from lockstep.core.evaluate import evaluate, predict
+    from lockstep.core.parallel.precision import Precision
+    from lockstep.core.parallel.world import join_world
 
     answers = []
     with join_world("cpu") as world:
@@ -116,11 +116,11 @@ def evaluate_and_predict(lengths, micro):
 
 def predict_each_of_files(length, broken, micro):
     """(index, None) of each sample in the order in which outputs come, or (index, the reason) if it cannot be read."""
-    from lockstep.data.loader import Loader, MicroBatches
-    from lockstep.data.order import EvaluationPlan
-    from lockstep.distributed.precision import Precision
-    from lockstep.distributed.world import join_world
-    from lockstep.engine.evaluate import Unreadable, predict_each
+    from lockstep.core.data.loader import Loader, MicroBatches
+    from lockstep.core.data.order import EvaluationPlan
+    from lockstep.core.evaluate import Unreadable, predict_each
+    from lockstep.core.parallel.precision import Precision
+    from lockstep.core.parallel.world import join_world
 
     class Predicting(own_tasks.FromFiles):
         def predict(self, model, batch):
@@ -173,7 +173,7 @@ def batchnorm_buffers(settings, run_dir):
 
 def ledger(run_dir, settings, options):
     """Indices of the samples that this rank trained on, step by step."""
-    from lockstep.engine import loop
+    from lockstep.core import loop
 
     steps = []
     original = loop.train_step
@@ -235,7 +235,7 @@ def fit_quietly(kind, options, settings, run_dir):
 
 def fit_from_file(settings):
     """Weights after training, and how many rows of each tensor this rank has read from the file."""
-    from lockstep.checkpoint import export
+    from lockstep.core.checkpoint import export
 
     opened, read = export._open, {}
 
@@ -271,7 +271,7 @@ def fit_out_of_memory(settings, run_dir, place, least=12):
     Args:
         place: number of the pass from 1 (None: all passes), kind of the pass.
     """
-    from lockstep.data.device_copies import DeviceCopies
+    from lockstep.core.data.device_copies import DeviceCopies
 
     when, where = place
     passes = [0]
@@ -344,7 +344,7 @@ def command(*arguments):
     """What the command line prints on this rank, which torchrun might have started."""
     from typer.testing import CliRunner
 
-    from lockstep.cli import app
+    from lockstep.cli.application import app
 
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.stderr
@@ -355,7 +355,7 @@ def refusal(*arguments):
     """What the command line says on this rank of something that it refuses."""
     from typer.testing import CliRunner
 
-    from lockstep.cli import app
+    from lockstep.cli.application import app
 
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code
@@ -372,21 +372,21 @@ def fit_with_equal_neighbours(settings, neighbours):
     """Weights and results of a training with evaluation in which so many neighbouring ranks see the same samples."""
     import dataclasses
 
-    import lockstep.trainer
+    import lockstep.trainer.trainer
 
-    joined = lockstep.trainer.join_world
+    joined = lockstep.trainer.trainer.join_world
 
     @contextlib.contextmanager
     def joined_in_groups(*arguments):
         with joined(*arguments) as world:
             yield dataclasses.replace(world, model_parallel_size=neighbours)
 
-    lockstep.trainer.join_world = joined_in_groups
+    lockstep.trainer.trainer.join_world = joined_in_groups
     try:
         with runs.shared_folder() as run_dir:
             return runs.fit_kind("Classes", {"eval_length": 21}, settings, run_dir)
     finally:
-        lockstep.trainer.join_world = joined
+        lockstep.trainer.trainer.join_world = joined
 
 
 def shortage(text="CUDA error: out of memory"):
@@ -397,8 +397,8 @@ def shortage(text="CUDA error: out of memory"):
 def update_out_of_memory(settings, run_dir, rank, step, where):
     """Weights of a training in which the update of `step` does not fit on `rank`; or class and text of its error, and
     whether another start may go well."""
-    from lockstep.distributed.precision import Precision
-    from lockstep.engine.ema import Ema
+    from lockstep.core.ema import Ema
+    from lockstep.core.parallel.precision import Precision
 
     owner, name = {"optimizer": (Precision, "step"), "averages": (Ema, "update")}[where]
     original, calls = getattr(owner, name), [0]
@@ -438,8 +438,8 @@ def evaluation_out_of_memory(settings, run_dir, least):
 
 
 def variables_of_ranks():
-    from lockstep.distributed.world import join_world
-    from lockstep.preflight import variables
+    from lockstep.core.parallel.world import join_world
+    from lockstep.launch.preflight import variables
 
     with join_world("cpu") as world:
         return variables.of_ranks(world)

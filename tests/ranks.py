@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.distributed import warm_process
+from lockstep.launch import warm_process
 from lockstep.verify.workers import WorkerEnded, Workers
 from tests.processes import HANG_S
 

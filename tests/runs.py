@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lockstep import Trainer, build, config_file, run_data
-from lockstep.data.order import permute
-from lockstep.distributed.sharded_tensor import gather
-from lockstep.distributed.world import join_world
-from lockstep.engine import evaluate as evaluation
-from lockstep.engine import loop
-from lockstep.errors import exits_are_failures
-from lockstep.trainer import Recorder
+from lockstep import Trainer
+from lockstep.core import build, loop, run_data
+from lockstep.core import evaluate as evaluation
+from lockstep.core.config import config_file
+from lockstep.core.data.order import permute
+from lockstep.core.errors import exits_are_failures
+from lockstep.core.parallel.sharded_tensor import gather
+from lockstep.core.parallel.world import join_world
+from lockstep.trainer.trainer import Recorder
 
 
 def config(**sections):
@@ -27,7 +28,7 @@ def config(**sections):
 
     Drawing takes longer than the few steps of a test. Tests of pictures set `log.pictures`. Operations are not counted,
     because many tests fail at a certain call of the loss, and the count calls it once more; see
-    `tests/engine/test_flops.py`.
+    `tests/parts/test_flops.py`.
     """
     base = {
         "batch": {"global": 24},

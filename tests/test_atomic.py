@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lockstep import atomic
+from lockstep.core import atomic
 
 KILLED = """
 import os, signal, sys

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lockstep.engine.optim import build_optimizer
-from lockstep.errors import TrainingError, UsageError
+from lockstep.core.errors import TrainingError, UsageError
+from lockstep.core.optim import build_optimizer
 from tests import own_tasks, runs
 
 

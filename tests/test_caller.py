@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep import RunConfig, Trainer, caller, config_file
-from lockstep.errors import LockstepError, UsageError
+from lockstep import RunConfig, Trainer
+from lockstep.core import caller
+from lockstep.core.config import config_file
+from lockstep.core.errors import LockstepError, UsageError
 from tests import own_tasks, runs
 
 

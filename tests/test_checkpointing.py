@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import lockstep.training_run
-from lockstep import LockstepError, Trainer, config_file, run_directory
-from lockstep.checkpoint import files, store
-from lockstep.distributed import signals
-from lockstep.errors import DataError
+import lockstep.core.training_run
+from lockstep import LockstepError, Trainer
+from lockstep.core import run_directory
+from lockstep.core.checkpoint import files, store
+from lockstep.core.config import config_file
+from lockstep.core.errors import DataError
+from lockstep.core.parallel import signals
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 from tests.selection import mainly
@@ -140,7 +142,7 @@ def test_averaged_weights_are_torchs_are_evaluated_and_exported(tmp_path):
 def own_tasks_order(length, step, batch=24):
     import numpy as np
 
-    from lockstep.data.order import permute
+    from lockstep.core.data.order import permute
 
     epoch, within = divmod(step, length // batch)
     return torch.from_numpy(permute(np.arange(within * batch, (within + 1) * batch), length, 0, epoch))
@@ -212,11 +214,11 @@ class Ticking(signals.StopConsensus):
 
 def fit_ticking(kind, settings, folder):
     """Steps that are kept in the end."""
-    kept, lockstep.training_run.StopConsensus = lockstep.training_run.StopConsensus, Ticking
+    kept, lockstep.core.training_run.StopConsensus = lockstep.core.training_run.StopConsensus, Ticking
     try:
         runs.fit_kind(kind, {}, settings, folder)
     finally:
-        lockstep.training_run.StopConsensus = kept
+        lockstep.core.training_run.StopConsensus = kept
     return [one.step for one in store.listed(folder / "checkpoints")]
 
 

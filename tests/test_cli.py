@@ -9,12 +9,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lockstep import Trainer, config_file, local_ranks
-from lockstep.cli import app
-from lockstep.commands import train
-from lockstep.commands.options import as_arguments
-from lockstep.commands.reporting import reporting
-from lockstep.errors import Preempted
+from lockstep import Trainer
+from lockstep.cli.application import app, train
+from lockstep.cli.options import as_arguments
+from lockstep.cli.reporting import reporting
+from lockstep.core.config import config_file
+from lockstep.core.errors import Preempted
+from lockstep.trainer import local_ranks
 from tests.users_file import OWN
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lockstep import config_file
-from lockstep.config_layers import read_target
-from lockstep.errors import UsageError
+from lockstep.core.config import config_file
+from lockstep.core.config.config_layers import read_target
+from lockstep.core.errors import UsageError
 
 
 @pytest.fixture

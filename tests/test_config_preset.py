@@ -8,11 +8,12 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
-from lockstep import cli, config_file, config_preset
-from lockstep.commands import ranks as command_ranks
-from lockstep.config import RunConfig, all_keys, training_keys
-from lockstep.distributed.precision import check_supported
-from lockstep.errors import UsageError
+from lockstep.cli import application as cli
+from lockstep.cli import ranks as command_ranks
+from lockstep.core.config import config_file, config_preset
+from lockstep.core.config.sections import RunConfig, all_keys, training_keys
+from lockstep.core.errors import UsageError
+from lockstep.core.parallel.precision import check_supported
 
 RECIPES = ["digits", "toy", "image_folder", "text", "ag_news", "docstrings"]
 SHIPPED = ["a100x8", "g5", "h100x8", "local", "p3"]

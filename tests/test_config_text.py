@@ -3,7 +3,8 @@
 import pytest
 from typer.testing import CliRunner
 
-from lockstep import cli, config_file, config_text
+from lockstep.cli import application as cli
+from lockstep.core.config import config_file, config_text
 from tests.selection import mainly
 
 

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from lockstep import debugging
-from lockstep.errors import UsageError
+from lockstep.core import debugging
+from lockstep.core.errors import UsageError
 from tests.processes import command, environment
 
 TASK = """

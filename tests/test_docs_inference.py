@@ -4,7 +4,8 @@ import re
 
 import torch
 
-from lockstep import Trainer, config_file
+from lockstep import Trainer
+from lockstep.core.config import config_file
 from tests.processes import ROOT
 
 

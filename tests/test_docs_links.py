@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from lockstep.cli import app
+from lockstep.cli.application import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [

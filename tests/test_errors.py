@@ -4,8 +4,8 @@ import pickle
 
 import pytest
 
-from lockstep import errors
-from lockstep.errors import (
+from lockstep.core import errors
+from lockstep.core.errors import (
     CheckpointError,
     DataError,
     DeviceError,

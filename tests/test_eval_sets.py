@@ -6,9 +6,10 @@ import re
 import pytest
 import torch
 
-from lockstep import LockstepError, Trainer, cli
-from lockstep.engine import evaluation_progress
-from lockstep.observe import evaluations_file
+from lockstep import LockstepError, Trainer
+from lockstep.cli import application as cli
+from lockstep.core import evaluation_progress
+from lockstep.parts import evaluations_file
 from tests import runs
 from tests.ranks import run_ranks
 
@@ -129,7 +130,7 @@ def test_a_run_that_was_moved_away_from_its_data_says_how_to_name_them(tmp_path,
 """
     source = TASK.replace("self.shift = float(eval)", "self.path, self.shift = eval, 0")
     source = source.replace("def eval_data(self):\n", f"def eval_data(self):\n{opened}")
-    imports = "from pathlib import Path\nfrom lockstep.errors import DataError\n"
+    imports = "from pathlib import Path\nfrom lockstep.core.errors import DataError\n"
     (tmp_path / "lines.py").write_text(imports + source)
     settings = config | {"data": {"eval": {"near": "here.csv", "far": "here.csv"}}, "checkpoint": {}}
     monkeypatch.chdir(tmp_path)

@@ -11,8 +11,8 @@ import pytest
 
 import lockstep
 from lockstep import Trainer
-from lockstep.errors import UsageError
-from lockstep.observe.live_line import LiveLine
+from lockstep.core.errors import UsageError
+from lockstep.parts.live_line import LiveLine
 from tests import own_tasks, runs
 from tests.processes import HANG_S, ROOT, environment, launched
 

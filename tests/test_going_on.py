@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from lockstep import LockstepError, Trainer
-from lockstep.tasks import source_code
+from lockstep.core import source_code
 from tests import own_tasks, runs
-from tests.observe.cases import run_info
+from tests.parts.cases import run_info
 from tests.selection import mainly
 
 
@@ -209,7 +209,7 @@ def test_log_that_cannot_be_opened_ends_no_training(tmp_path, capsys, name):
 def test_tensorboard_on_a_full_disk_goes_on_in_another_file(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from lockstep.observe.writers.tensorboard import TensorBoard
+    from lockstep.parts.writers.tensorboard import TensorBoard
 
     writer = TensorBoard(run_info(tmp_path))
     writer.record({"step": 1, "loss": 0.5})

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep import LockstepError, Trainer
-from lockstep.errors import DataError, UsageError
+from lockstep.core.errors import DataError, UsageError
 from lockstep.verify.reference import order
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks

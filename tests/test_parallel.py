@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Task
-from lockstep.checkpoint import files, store
+from lockstep.core.checkpoint import files, store
 from tests import own_tasks, rank_cases, runs
-from tests.engine.test_strategies import STEPS, STRATEGIES, settings_for
+from tests.core.test_strategies import STEPS, STRATEGIES, settings_for
 from tests.ranks import run_ranks
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lockstep import LockstepError, Part, Trainer
-from lockstep.checkpoint import manifest
+from lockstep.core.checkpoint import manifest
 from tests import own_tasks, part_cases, runs
 from tests.ranks import RankFailed, run_ranks
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from lockstep import Trainer, cli
-from lockstep.commands import predict
+from lockstep import Trainer
+from lockstep.cli import application as cli
+from lockstep.cli import predict
 from tests import rank_cases
 from tests.ranks import run_ranks
 
@@ -22,7 +23,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.sources.input_files import find_files
+from lockstep.tasks.readers.input_files import find_files
 
 
 class Numbers(torch.utils.data.Dataset):
@@ -286,7 +287,7 @@ def test_ranks_that_find_other_files_say_so(run):
 @pytest.mark.parametrize(("err", "out", "to_file", "shown"), [(1, 0, 0, 1), (1, 1, 0, 0), (1, 1, 1, 1), (0, 1, 1, 0)])
 def test_the_bar_is_on_a_terminal_where_no_predictions_go(run, tmp_path, monkeypatch, err, out, to_file, shown):
     from lockstep import Trainer
-    from lockstep.observe import progress
+    from lockstep.cli import progress
 
     seen = []
     bar = progress.bar

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.checkpoint import files, store
+from lockstep.core.checkpoint import files, store
 from tests import processes, rank_cases
 from tests.processes import HANG_S, children, handles, has_logged, is_running, launched, ranks_of, start, wait_for
 from tests.ranks import run_ranks

@@ -13,12 +13,14 @@ import time
 import pytest
 import yaml
 
-from lockstep import LockstepError, config_file, run_directory
-from lockstep.checkpoint.store import Retention
-from lockstep.distributed.launch import RESTARTS
-from lockstep.errors import UsageError
+from lockstep import LockstepError
+from lockstep.core import run_directory
+from lockstep.core.checkpoint.store import Retention
+from lockstep.core.config import config_file
+from lockstep.core.errors import UsageError
+from lockstep.launch.launch import RESTARTS
 from tests import own_tasks, runs
-from tests.checkpoint.cases import ALONE
+from tests.core.checkpoint.cases import ALONE
 from tests.processes import HANG_S
 
 VARIABLES = (RESTARTS, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID")

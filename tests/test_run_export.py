@@ -8,15 +8,15 @@ import pytest
 import torch
 from PIL import Image
 
-from lockstep.commands.export import next_step
-from lockstep.tasks import use_pictures
+from lockstep.cli.export import next_step
+from lockstep.tasks.vision import use_pictures
 from tests import detector_cases, export_cases, own_tasks, runs
 from tests.box_cases import SMALL, box_folder
 from tests.image_cases import RESNET, picture_folder
 from tests.mask_cases import UNET, shapes_folder
 from tests.selection import mainly
-from tests.tasks.test_segmentation_models import ARCHITECTURES
-from tests.tasks.test_text import ROWS, table
+from tests.tasks.text.test_text import ROWS, table
+from tests.tasks.vision.test_segmentation_models import ARCHITECTURES
 
 ROUNDING = 1e-5
 BOXES = {"score_threshold": 0.0, "most_boxes": 40}

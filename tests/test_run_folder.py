@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import Trainer, config_file, run_folder
-from lockstep.errors import UsageError
-from lockstep.observe.factory import files_of_writers
+from lockstep import Trainer
+from lockstep.core import run_folder
+from lockstep.core.config import config_file
+from lockstep.core.errors import UsageError
+from lockstep.parts.factory import files_of_writers
 from tests import own_tasks, runs
-from tests.checkpoint.cases import commit
+from tests.core.checkpoint.cases import commit
 from tests.test_run_directory import claimed
 
 WRITERS = {"log": {"writers": ["text_log", "json_lines", "tensorboard"], "pictures": 2}}
@@ -165,7 +167,7 @@ def test_a_kill_in_the_middle_of_fresh_leaves_a_run_directory(tmp_path, monkeypa
 def test_a_writer_cannot_name_what_lies_outside(tmp_path, file):
     path = tmp_path / "mine.py"
     path.write_text(
-        f"from lockstep.observe.writer import Writer\n\n\nclass Mine(Writer):\n    files = ({file!r},)\n",
+        f"from lockstep.core.writer import Writer\n\n\nclass Mine(Writer):\n    files = ({file!r},)\n",
     )
     with pytest.raises(UsageError, match=r"Mine\.files: .* is not inside the run directory"):
         files_of_writers([f"{path}:Mine"])

@@ -9,11 +9,11 @@ import tempfile
 
 import pytest
 
-from lockstep import shortages
-from lockstep.data import worker_deaths
-from lockstep.distributed import launch, launch_folder
-from lockstep.errors import DataError, Preempted
-from lockstep.shortages import ShortageError
+from lockstep.core import shortages
+from lockstep.core.data import worker_deaths
+from lockstep.core.errors import DataError, Preempted
+from lockstep.core.shortages import ShortageError
+from lockstep.launch import launch, launch_folder
 from tests.own_tasks import Plain
 from tests.runs import config, fit
 

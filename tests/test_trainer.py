@@ -7,9 +7,9 @@ import pytest
 import torch
 import yaml
 
-import lockstep.trainer
+import lockstep.trainer.trainer
 from lockstep import LockstepError, Trainer
-from lockstep.errors import UsageError
+from lockstep.core.errors import UsageError
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 
@@ -260,7 +260,7 @@ def test_single_strategy_on_several_ranks_is_an_error():
 def test_exit_is_a_failure_before_this_rank_leaves_the_others(tmp_path, monkeypatch):
     """So that they are told of it, as of any error."""
     seen = []
-    join = lockstep.trainer.join_world
+    join = lockstep.trainer.trainer.join_world
 
     @contextlib.contextmanager
     def joined(*arguments):
@@ -275,7 +275,7 @@ def test_exit_is_a_failure_before_this_rank_leaves_the_others(tmp_path, monkeypa
         def loss(self, model, batch):
             raise SystemExit(0)
 
-    monkeypatch.setattr(lockstep.trainer, "join_world", joined)
+    monkeypatch.setattr(lockstep.trainer.trainer, "join_world", joined)
     with pytest.raises(LockstepError, match=r"in loss: the task called sys\.exit\(0\)") as caught:
         Trainer(runs.config(), run_dir=tmp_path, quiet=True).fit(Exiting())
     assert seen == [caught.value]
@@ -311,7 +311,7 @@ def test_unwritable_place_is_named(tmp_path):
 
 
 def test_more_ranks_than_gpus_is_an_error(monkeypatch):
-    from lockstep.distributed.world import pick_device
+    from lockstep.core.parallel.world import pick_device
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -9,7 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from lockstep.cli import app
+from lockstep.cli.application import app
 from tests.users_file import OWN
 
 

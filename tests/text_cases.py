@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional
 
 from lockstep import Task
-from lockstep.data.order import permute
+from lockstep.core.data.order import permute
 from lockstep.tasks.text.options import TextOptions
 from lockstep.tasks.text.task import Text
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges

@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 
 from lockstep import Task
-from lockstep.tasks.volume_risk.aggregators import make_aggregator
-from lockstep.tasks.volume_risk.backbone import make_backbone
-from lockstep.tasks.volume_risk.features import KeptFeatures, batch_entries
-from lockstep.tasks.volume_risk.heads import make_head
-from lockstep.tasks.volume_risk.losses import answer_loss, answer_units
-from lockstep.tasks.volume_risk.model import VolumeRiskModel
+from lockstep.tasks.ct.aggregators import make_aggregator
+from lockstep.tasks.ct.backbone import make_backbone
+from lockstep.tasks.ct.features import KeptFeatures, batch_entries
+from lockstep.tasks.ct.heads import make_head
+from lockstep.tasks.ct.losses import answer_loss, answer_units
+from lockstep.tasks.ct.model import VolumeRiskModel
 
 SIZE = 16
 VIT = {
@@ -136,7 +136,7 @@ def reduced_buckets(options, settings):
     elements, the elements of trainable parameters, and the number of trainable parameters."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    from lockstep.distributed.ddp import DDP
+    from lockstep.core.parallel.ddp import DDP
 
     reduced, wrap = [], DDP.wrap
 

@@ -21,7 +21,7 @@ def walk(run_dir):
     Of rank 0. Files and functions of the shipped task count like all others.
     """
     from lockstep import Trainer
-    from lockstep.engine import loop
+    from lockstep.core import loop
 
     calls, steps, started = [], [0], []
     original = loop.train_step
@@ -65,7 +65,7 @@ def walk(run_dir):
     finally:
         sys.setprofile(None)
         loop.train_step = original
-    return [(0, "engine/loop.py", "fit"), *calls]
+    return [(0, "core/loop.py", "fit"), *calls]
 
 
 if __name__ == "__main__":

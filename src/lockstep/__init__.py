@@ -22,21 +22,21 @@ __version__ = "0.1.0"
 __all__ = ["LockstepError", "Metrics", "Part", "Presenter", "RunConfig", "Task", "Trainer"]
 
 if TYPE_CHECKING:
-    from lockstep.config import RunConfig
-    from lockstep.errors import LockstepError
-    from lockstep.part import Part
-    from lockstep.tasks.presenter import Presenter
-    from lockstep.tasks.task import Metrics, Task
-    from lockstep.trainer import Trainer
+    from lockstep.core.config.sections import RunConfig
+    from lockstep.core.errors import LockstepError
+    from lockstep.core.part import Part
+    from lockstep.core.presenter import Presenter
+    from lockstep.core.task import Metrics, Task
+    from lockstep.trainer.trainer import Trainer
 
 _HOMES = {
-    "LockstepError": "errors",
-    "Metrics": "tasks.task",
-    "Part": "part",
-    "Presenter": "tasks.presenter",
-    "RunConfig": "config",
-    "Task": "tasks.task",
-    "Trainer": "trainer",
+    "LockstepError": "core.errors",
+    "Metrics": "core.task",
+    "Part": "core.part",
+    "Presenter": "core.presenter",
+    "RunConfig": "core.config.sections",
+    "Task": "core.task",
+    "Trainer": "trainer.trainer",
 }
 
 

@@ -30,7 +30,7 @@ def main() -> None:
     for number in heeded:
         signal.signal(number, _stop)
     try:
-        from lockstep import cli
+        from lockstep.cli import application as cli
 
         if sys.argv[1:2] != ["train"]:
             for number in heeded:

@@ -9,11 +9,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from lockstep import Task, Trainer, build, config_file, run_data
-from lockstep.config import ComputeConfig
-from lockstep.distributed.world import join_world
-from lockstep.engine.step import train_step
-from lockstep.trainer import Recorder
+from lockstep import Task, Trainer
+from lockstep.core import build, run_data
+from lockstep.core.config import config_file
+from lockstep.core.config.sections import ComputeConfig
+from lockstep.core.parallel.world import join_world
+from lockstep.core.step import train_step
+from lockstep.trainer.trainer import Recorder
 from tests import runs
 
 

@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from lockstep import devices
+from lockstep.core import devices
 from tests import runs
 
 VARIABLE = "LOCKSTEP_TEST_DEVICE"
@@ -36,7 +36,7 @@ class Place:
         self.kind = kind
         self.python = None
         if kind == "pygpu":
-            from lockstep.distributed import world
+            from lockstep.core.parallel import world
             from tests import python_device
 
             self.python = python_device.install()

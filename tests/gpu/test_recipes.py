@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from lockstep import config_file
-from lockstep.trainer import Trainer
+from lockstep.core.config import config_file
+from lockstep.trainer.trainer import Trainer
 from tests import box_cases, image_cases, mask_cases, risk_cases, text_cases
 from tests.gpu import cases
 

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from lockstep import Trainer, config_file
+from lockstep import Trainer
+from lockstep.core.config import config_file
 from tests import own_tasks, processes, runs
 from tests.gpu import cases
 

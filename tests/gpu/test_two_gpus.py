@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 
-from lockstep.checkpoint import files, store
-from lockstep.distributed.world import join_world
+from lockstep.core.checkpoint import files, store
+from lockstep.core.parallel.world import join_world
 from tests import own_tasks, processes, runs
 from tests.gpu import cases
 from tests.ranks import run_ranks

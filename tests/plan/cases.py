@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
 
 from lockstep import Task
-from lockstep.config import RunConfig
+from lockstep.core.config.sections import RunConfig
 from lockstep.plan.inputs import Affine, ModelFacts, OptimizerFacts, ParameterFacts, PassFacts, Segment, World
 
 

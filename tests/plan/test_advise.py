@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lockstep.errors import UsageError
+from lockstep.core.errors import UsageError
 from lockstep.plan import advise
 from lockstep.plan.run_figures import Figures
 from lockstep.report import run as runs

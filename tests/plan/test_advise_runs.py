@@ -6,7 +6,7 @@ import time
 import pytest
 
 from lockstep import Trainer
-from lockstep.checkpoint import files
+from lockstep.core.checkpoint import files
 from lockstep.plan import advise
 from tests import own_tasks, runs
 from tests.clock import only_sleep_takes_time

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.errors import UsageError
+from lockstep.core.errors import UsageError
 from lockstep.plan.estimate import estimate
 from lockstep.plan.inputs import OptimizerFacts, ParameterFacts, Setting, World
 from tests.plan.cases import adam_parameter, world, written_facts

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep import Task
-from lockstep.errors import UsageError
+from lockstep.core.errors import UsageError
 from lockstep.plan import facts
 from lockstep.plan.facts import facts_of
 from tests.plan.cases import Blocks, Layer, Mlp, Reads, config

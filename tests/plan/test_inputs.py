@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.errors import UsageError
+from lockstep.core.errors import UsageError
 from lockstep.plan import inputs
 
 

@@ -10,11 +10,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
-from lockstep import Task, config_file
-from lockstep.cli import app
-from lockstep.engine.flops import FlopCount
-from lockstep.engine.step import train_step
-from lockstep.errors import TrainingError
+from lockstep import Task
+from lockstep.cli.application import app
+from lockstep.core.config import config_file
+from lockstep.core.errors import TrainingError
+from lockstep.core.step import train_step
+from lockstep.parts.flops import FlopCount
 from lockstep.plan.inputs import Affine, Setting
 from lockstep.plan.measure import Difference, Measured, _kept, compare, measure, setting_of, text
 from tests.plan.cases import world, written_facts

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from lockstep.cli import app
+from lockstep.cli.application import app
 from tests.plan import test_measure
 from tests.plan.test_advise import made_up
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from lockstep import cli, config_file
+from lockstep.cli import application as cli
+from lockstep.core.config import config_file
 from lockstep.plan import command, show
 from lockstep.plan.inputs import World
 from tests.selection import mainly

@@ -4,7 +4,7 @@ import json
 import shutil
 from html.parser import HTMLParser
 
-from lockstep.checkpoint import manifest
+from lockstep.core.checkpoint import manifest
 
 TIME = "2026-03-04T05:06:{:02d}+00:00"
 PNG = b"\x89PNG\r\n\x1a\n" + b"picture"

@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from lockstep.cli import app
+from lockstep.cli.application import app
 from tests.report.cases import write_run
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.errors import UsageError
+from lockstep.core.errors import UsageError
 from lockstep.report import comparison
 from lockstep.report.config_difference import differing, flat
 from tests.report.cases import NASTY, Page, entry, write_run

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lockstep.observe.ending import duration
+from lockstep.parts.ending import duration
 from lockstep.report.page import number_text
 
 

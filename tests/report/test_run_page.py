@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from lockstep import locks
-from lockstep.errors import UsageError
-from lockstep.observe import evaluations_file
+from lockstep.core import locks
+from lockstep.core.errors import UsageError
+from lockstep.parts import evaluations_file
 from lockstep.report import charts, evaluations, run, run_page
 from tests import own_tasks, runs
 from tests.report import cases

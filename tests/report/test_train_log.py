@@ -2,8 +2,8 @@
 
 import pytest
 
-from lockstep.observe.writer import RunInfo
-from lockstep.observe.writers.text_log import TextLog
+from lockstep.core.writer import RunInfo
+from lockstep.parts.writers.text_log import TextLog
 from lockstep.report import timeline, train_log
 from tests.report.cases import LOG, REPORT, TIME
 

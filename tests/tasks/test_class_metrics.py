@@ -6,7 +6,7 @@ from torch.overrides import TorchFunctionMode
 from torchmetrics import MetricCollection, classification
 
 from lockstep.tasks.class_metrics import ConfusionByLabel, class_metrics, update_class_metrics
-from lockstep.tasks.volume_risk.metrics import AnswerAccuracy
+from lockstep.tasks.ct.metrics import AnswerAccuracy
 
 
 class NoWaiting(TorchFunctionMode):

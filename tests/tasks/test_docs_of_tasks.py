@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import lockstep
-from lockstep.errors import UsageError
+from lockstep.core.errors import UsageError
 from tests import own_tasks, runs
 
 PAGE = Path(__file__).resolve().parents[2].joinpath("docs", "tasks.md").read_text()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lockstep.errors import UsageError
+from lockstep.core.errors import UsageError
 from lockstep.tasks import hugging_face
-from lockstep.tasks.image_models import processor_of
+from lockstep.tasks.vision.image_models import processor_of
 
 hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")

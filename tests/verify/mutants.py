@@ -1633,7 +1633,7 @@ def _places(source: str, text: str) -> list[tuple[int, int]]:
 
 def config_of(base: str, task: str | None = None, overrides: Sequence[str] = (), nproc: int = 2) -> dict[str, Any]:
     """The config of a base, as `command.verify` takes it."""
-    from lockstep import config_file
+    from lockstep.core.config import config_file
 
     file, *keys = arguments(Mutant(base, "", base, task=task, overrides=tuple(overrides)))
     settings = config_file.load(file, keys)
@@ -1689,7 +1689,7 @@ def verify_mutant(
 def _verify(
     config: dict[str, Any], wrap: Any, ranks: Any, folder: Path, checks: Sequence[str], nproc: int, steps: int
 ) -> Outcome:
-    from lockstep.errors import LockstepError
+    from lockstep.core.errors import LockstepError
     from lockstep.verify import command
 
     begun = time.perf_counter()

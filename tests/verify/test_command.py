@@ -8,10 +8,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lockstep import config_file, locks, run_directory
-from lockstep.cli import app
-from lockstep.commands.reporting import check_replaceable
-from lockstep.errors import LockstepError, UsageError
+from lockstep.cli.application import app
+from lockstep.cli.reporting import check_replaceable
+from lockstep.core import locks, run_directory
+from lockstep.core.config import config_file
+from lockstep.core.errors import LockstepError, UsageError
 from lockstep.verify import command
 from lockstep.verify.checks import CHECKS
 from lockstep.verify.experiments import ExperimentFailed
@@ -169,7 +170,7 @@ def test_where_nothing_is_shown_the_command_fails_and_says_so(monkeypatch, tmp_p
 
 def test_fewer_gpus_than_ranks_are_not_used_and_this_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(command.devices, "gpus", lambda: 1)
-    monkeypatch.setattr("lockstep.distributed.world.pick_device", lambda *_, **__: torch.device("cpu"))
+    monkeypatch.setattr("lockstep.core.parallel.world.pick_device", lambda *_, **__: torch.device("cpu"))
     monkeypatch.setattr(command.torch.cuda, "get_device_name", lambda *_: pytest.fail("verify itself uses a GPU"))
     monkeypatch.setitem(CHECKS, "loss", lambda experiments: passed(experiments.config["device"]))
     told = []

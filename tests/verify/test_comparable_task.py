@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lockstep import Metrics, Task
-from lockstep.data.loader import MicroBatches
-from lockstep.data.order import MicroBatchPlan
+from lockstep.core.data.loader import MicroBatches
+from lockstep.core.data.order import MicroBatchPlan
 from lockstep.verify import generators
 from lockstep.verify.comparable_task import (
     ComparableTask,

@@ -18,7 +18,7 @@ from lockstep.verify.compare import (
 )
 from lockstep.verify.reference.checkpoint import newest
 from tests import runs
-from tests.checkpoint.cases import commit
+from tests.core.checkpoint.cases import commit
 from tests.own_tasks import Masked
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.errors import UsageError
+from lockstep.core.errors import UsageError
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.constant_baseline import constant_baseline
 from lockstep.verify.free_outputs import FreeOutputs, fit_outputs, least_loss

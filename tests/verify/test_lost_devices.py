@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import devices
-from lockstep.distributed import world
-from lockstep.engine.replica_probe import losses_of_one_batch
+from lockstep.core import devices
+from lockstep.core.parallel import world
+from lockstep.parts.replica_probe import losses_of_one_batch
 from lockstep.verify.worker_functions import answering
 from lockstep.verify.workers import Workers
 from tests.python_device import NAME

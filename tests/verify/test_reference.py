@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.data.loader import MicroBatches
-from lockstep.engine import step
-from lockstep.errors import TrainingError, UsageError
+from lockstep.core import step
+from lockstep.core.data.loader import MicroBatches
+from lockstep.core.errors import TrainingError, UsageError
 from lockstep.verify import worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.recorder import RecorderOptions
@@ -299,7 +299,7 @@ def test_updates_are_those_of_a_new_optimizer(tmp_path, sections):
 
 
 def test_a_wrong_rate_of_a_level_is_seen(monkeypatch, tmp_path):
-    from lockstep.engine import optim
+    from lockstep.core import optim
 
     monkeypatch.setattr(optim, "_depths", lambda model, blocks: {name: 0 for name, _ in model.named_parameters()})
     changes, watch = TaskChanges(exact=True, float64=True), RecorderOptions(repeat_updates=True)

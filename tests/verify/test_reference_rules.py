@@ -9,10 +9,10 @@ import torch
 from torch.optim import lr_scheduler
 from torchmetrics import MeanMetric, MetricCollection
 
-from lockstep.checkpoint import files
-from lockstep.data import order as engine_order
-from lockstep.engine.schedule import Schedule
-from lockstep.engine.schedule import scaled_lr as engine_scaled_lr
+from lockstep.core.checkpoint import files
+from lockstep.core.data import order as engine_order
+from lockstep.core.schedule import Schedule
+from lockstep.core.schedule import scaled_lr as engine_scaled_lr
 from lockstep.verify.reference import data, evaluation, order, schedule
 from lockstep.verify.reference.checkpoint import load_trained_weights, newest
 from tests import runs
@@ -245,7 +245,7 @@ def test_a_checkpoint_is_read_as_the_engine_wrote_it(tmp_path):
     assert results
     state = newest(tmp_path)
     assert state.step == 4
-    from lockstep.checkpoint import store
+    from lockstep.core.checkpoint import store
 
     (checkpoint,) = store.listed(tmp_path / "checkpoints")
     by_engine = dict(files.read(checkpoint.path, checkpoint.index))

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.distributed import signals
-from lockstep.distributed.ddp import DDP
-from lockstep.engine import step as engine
+from lockstep.core import step as engine
+from lockstep.core.parallel import signals
+from lockstep.core.parallel.ddp import DDP
 from lockstep.verify import step_operations, worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.recorder import RecorderOptions
@@ -98,7 +98,7 @@ def reading(path):
 
 @pytest.mark.parametrize(
     ("path", "ours"),
-    [("engine/step.py", True), ("trainer.py", True), ("tasks/classification/task.py", False)],
+    [("core/step.py", True), ("trainer.py", True), ("tasks/vision/classification/task.py", False)],
 )
 def test_a_value_that_the_package_reads_is_its_own_wait_but_for_its_tasks(monkeypatch, tmp_path, path, ours):
     factors, read = engine._factors, reading(PACKAGE / path)

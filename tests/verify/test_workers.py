@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep import config_file
-from lockstep.checkpoint import files
-from lockstep.errors import LockstepError
+from lockstep.core.checkpoint import files
+from lockstep.core.config import config_file
+from lockstep.core.errors import LockstepError
 from lockstep.verify import command, worker_functions
 from lockstep.verify import workers as module
 from lockstep.verify.worker_functions import Answer
@@ -41,7 +41,7 @@ def whoami():
 
 def together(value):
     """The sum of `value` times the rank over a real group."""
-    from lockstep.distributed.world import join_world
+    from lockstep.core.parallel.world import join_world
 
     with join_world("cpu") as world:
         return world.all_sum([value * world.rank])[0], torch.get_num_threads()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from lockstep.tasks.task import Task
+from lockstep.core.task import Task
 
 MODULES = ("unusual_models", "unusual_losses", "unusual_data")
 COMMON = {"optim.lr": "0.01", "batch.global": "40", "device": "cpu"}

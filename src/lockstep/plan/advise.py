@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.observe.ending import duration
+from lockstep.parts.ending import duration
 from lockstep.plan import advice_on_memory
 from lockstep.plan.run_figures import Advice, Figures
 from lockstep.report import run as runs

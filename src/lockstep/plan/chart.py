@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from lockstep.markup import Markup, element
+from lockstep.core.markup import Markup, element
 from lockstep.plan.search import Option, Plan
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart, on white and on black.

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lockstep import shortages
-from lockstep.errors import DataError, UsageError
+from lockstep.core import shortages
+from lockstep.core.config import registry
+from lockstep.core.errors import DataError, UsageError
 from lockstep.plan.facts import facts_of
 from lockstep.plan.inputs import ModelFacts, PrecisionName, World
 from lockstep.plan.search import Plan, save_interval, search
-from lockstep.tasks import registry
 
 if TYPE_CHECKING:
-    from lockstep.config import RunConfig
-    from lockstep.tasks.task import Task
+    from lockstep.core.config.sections import RunConfig
+    from lockstep.core.task import Task
 
 _SAMPLES = 8  # made up
 

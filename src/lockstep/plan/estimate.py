@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from lockstep.engine.schedule import scaled_lr
-from lockstep.errors import UsageError
+from lockstep.core.errors import UsageError
+from lockstep.core.schedule import scaled_lr
 from lockstep.plan.inputs import ModelFacts, ParameterFacts, PassFacts, PrecisionName, Segment, Setting
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep import run_data, run_model, shortages
-from lockstep.data.order import MicroBatchPlan, StepPlan
-from lockstep.data.tensors import map_tensors
-from lockstep.distributed.precision import Precision
-from lockstep.engine import task_checks
-from lockstep.engine.blocks import recompute_activations
-from lockstep.errors import UsageError
+from lockstep.core import run_data, run_model, shortages, task_checks
+from lockstep.core.blocks import recompute_activations
+from lockstep.core.data.order import MicroBatchPlan, StepPlan
+from lockstep.core.data.tensors import map_tensors
+from lockstep.core.errors import UsageError
+from lockstep.core.parallel.precision import Precision
 from lockstep.plan import model
 from lockstep.plan.inputs import (
     Affine,
@@ -38,8 +37,8 @@ from lockstep.plan.search import LARGEST
 from lockstep.plan.trace import LiveBytes, TracedPass, TracedSegment, Untraceable, trace_pass
 
 if TYPE_CHECKING:
-    from lockstep.config import RunConfig
-    from lockstep.tasks.task import Task
+    from lockstep.core.config.sections import RunConfig
+    from lockstep.core.task import Task
 
 _SIZES = (2, 8)  # samples of the micro-batches that are traced
 _REAL_SIZES = (2, 4)  # the same, where tensors need values

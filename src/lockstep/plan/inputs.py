@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.devices import peaks
-from lockstep.errors import UsageError
+from lockstep.core.devices import peaks
+from lockstep.core.errors import UsageError
 
 StrategyName = Literal["single", "ddp", "fsdp", "hybrid"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]

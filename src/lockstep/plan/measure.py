@@ -19,23 +19,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from lockstep import build, devices, shortages
-from lockstep.data.loader import MicroBatch
-from lockstep.devices import peaks
-from lockstep.distributed.sharded_tensor import local
-from lockstep.distributed.world import World as Ranks
-from lockstep.engine.flops import FlopCount
-from lockstep.engine.step import TrainState, train_step
-from lockstep.errors import TrainingError
+from lockstep.core import build, devices, shortages
+from lockstep.core.data.loader import MicroBatch
+from lockstep.core.devices import peaks
+from lockstep.core.errors import TrainingError
+from lockstep.core.parallel.sharded_tensor import local
+from lockstep.core.parallel.world import World as Ranks
+from lockstep.core.step import TrainState, train_step
+from lockstep.parts.flops import FlopCount
 from lockstep.plan.chart import gb
 from lockstep.plan.command import facts_with_or_without_data
 from lockstep.plan.estimate import Estimate, estimate, gathered_bytes, pass_of
 from lockstep.plan.inputs import ModelFacts, PrecisionName, Setting, StrategyName, World
 from lockstep.plan.trace import tensors_of
-from lockstep.trainer import Trainer
+from lockstep.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
-    from lockstep.config import RunConfig
+    from lockstep.core.config.sections import RunConfig
 
 _MEASURED = 7
 """Steps whose memory is measured at most: the first without loss, or that with the least loss. The profiler misses

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
-from lockstep import run_model
-from lockstep.distributed.meta_init import take_values
-from lockstep.distributed.world import World as Ranks
-from lockstep.engine import task_checks
-from lockstep.errors import UsageError
+from lockstep.core import run_model, task_checks
+from lockstep.core.errors import UsageError
+from lockstep.core.parallel.meta_init import take_values
+from lockstep.core.parallel.world import World as Ranks
 
 if TYPE_CHECKING:
-    from lockstep.config import RunConfig
-    from lockstep.tasks.task import Task
+    from lockstep.core.config.sections import RunConfig
+    from lockstep.core.task import Task
 
 _LAST = 2**60  # a step after all parameters are unfrozen
 _CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.errors import UsageError
+from lockstep.core.errors import UsageError
 from lockstep.plan.estimate import Estimate, estimate, pass_of
 from lockstep.plan.inputs import ModelFacts, PrecisionName, Setting, StrategyName, World
 

@@ -6,7 +6,7 @@ import dataclasses
 import io
 from typing import Any, NamedTuple
 
-from lockstep.errors import UsageError
+from lockstep.core.errors import UsageError
 from lockstep.plan.estimate import Estimate
 from lockstep.plan.search import LARGEST, Option, Plan, gigabytes
 

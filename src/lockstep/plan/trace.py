@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.data.tensors import map_tensors
-from lockstep.engine.flops import Operations
+from lockstep.core.data.tensors import map_tensors
+from lockstep.parts.flops import Operations
 
 Phase = Literal["forward", "backward"]
 

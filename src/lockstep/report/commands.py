@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lockstep.markup import Markup, element
+from lockstep.core.markup import Markup, element
 from lockstep.report import page
 from lockstep.report.run import Run
 

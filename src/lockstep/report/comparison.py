@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep import atomic
-from lockstep.errors import UsageError
-from lockstep.markup import Markup, element, shortened
-from lockstep.observe.ending import duration
+from lockstep.core import atomic
+from lockstep.core.errors import UsageError
+from lockstep.core.markup import Markup, element, shortened
+from lockstep.parts.ending import duration
 from lockstep.report import charts, page, run
 from lockstep.report.config_difference import differing
 from lockstep.report.page import number_text, section, table

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
-from lockstep.markup import Markup, element, shortened
+from lockstep.core.markup import Markup, element, shortened
 from lockstep.report import charts
 from lockstep.report.charts import Chart
 

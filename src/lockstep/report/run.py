@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep import config_layers, locks
-from lockstep.checkpoint import manifest
-from lockstep.checkpoint.manifest import Checkpoint, Retention
-from lockstep.errors import UsageError
-from lockstep.observe import evaluations_file
+from lockstep.core import locks
+from lockstep.core.checkpoint import manifest
+from lockstep.core.checkpoint.manifest import Checkpoint, Retention
+from lockstep.core.config import config_layers
+from lockstep.core.errors import UsageError
+from lockstep.parts import evaluations_file
 from lockstep.report import metrics_file, train_log
 from lockstep.report.metrics_file import Metrics
 from lockstep.report.train_log import TrainLog
@@ -37,7 +38,7 @@ class Run:
     verdict: dict[str, Any] = field(default_factory=dict)
     """The content of verify.json. Empty: nothing was verified."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """Results of `lockstep evaluate`, in the order of time: see `observe.evaluations_file`."""
+    """Results of `lockstep evaluate`, in the order of time: see `parts.evaluations_file`."""
     hangs: list[tuple[str, str]] = field(default_factory=list)
     """Name and text of the reports on hangs."""
     model: str = ""

@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 import lockstep
-from lockstep import atomic
-from lockstep.markup import Markup, element, shortened
-from lockstep.observe.ending import duration
+from lockstep.core import atomic
+from lockstep.core.markup import Markup, element, shortened
+from lockstep.parts.ending import duration
 from lockstep.report import charts, commands, evaluations, page, run, timeline
 from lockstep.report.config_difference import flat
 from lockstep.report.page import code, facts, folded, number_text, section, table

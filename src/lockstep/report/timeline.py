@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 
-from lockstep.markup import Markup, element
-from lockstep.observe.ending import duration
+from lockstep.core.markup import Markup, element
+from lockstep.parts.ending import duration
 from lockstep.report import page
 from lockstep.report.page import code, folded, table
 from lockstep.report.run import Run

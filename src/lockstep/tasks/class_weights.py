@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.errors import UsageError
+from lockstep.core.errors import UsageError
 
 
 def class_weights(

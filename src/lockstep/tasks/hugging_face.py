@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import UsageError, did_you_mean
-from lockstep.sources.class_table import listed
-from lockstep.sources.hub import offline_without_network
+from lockstep.core.errors import UsageError, did_you_mean
+from lockstep.tasks.readers.hub import offline_without_network
+from lockstep.tasks.vision.readers.class_table import listed
 
 PROCESSOR = "preprocessor_config.json"
 OTHER_LAYERS = "config_of_other_layers.json"

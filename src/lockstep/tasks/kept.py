@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep import atomic
-from lockstep.errors import UsageError
+from lockstep.core import atomic
+from lockstep.core.errors import UsageError
 
 
 def keep(folder: Path, name: str, about: Callable[[], Any], save: Callable[[Path], None]) -> None:

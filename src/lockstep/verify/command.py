@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep import atomic, devices
-from lockstep.errors import LockstepError, UsageError, did_you_mean
+from lockstep.core import atomic, devices
+from lockstep.core.errors import LockstepError, UsageError, did_you_mean
 from lockstep.verify import html_report, report, worker_functions
 from lockstep.verify.checks import CHECKS
 from lockstep.verify.experiments import ExperimentFailed, Experiments

@@ -17,9 +17,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.data.loader import is_default
-from lockstep.engine import task_checks
-from lockstep.tasks.task import Metrics, Task
+from lockstep.core import task_checks
+from lockstep.core.data.loader import is_default
+from lockstep.core.task import Metrics, Task
 from lockstep.verify.generators import disturb, states
 from lockstep.verify.reference.data import mapped, read
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from lockstep.distributed.world import join_world
-from lockstep.engine import task_checks
-from lockstep.run_model import seed_everything
-from lockstep.tasks.task import Task
-from lockstep.trainer import Trainer
+from lockstep.core import task_checks
+from lockstep.core.parallel.world import join_world
+from lockstep.core.run_model import seed_everything
+from lockstep.core.task import Task
+from lockstep.trainer.trainer import Trainer
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.free_outputs import FreeOutputs, fit_outputs
 from lockstep.verify.reference.evaluation import evaluate_constants, evaluate_model

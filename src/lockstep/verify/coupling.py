@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.tasks.task import Task
+from lockstep.core.task import Task
 from lockstep.verify.comparable_task import sum_of_heads
 from lockstep.verify.derivative import own_backwards
 from lockstep.verify.reference import data

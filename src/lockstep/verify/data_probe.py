@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.distributed.world import join_world
-from lockstep.tasks.task import Task
-from lockstep.trainer import Trainer
+from lockstep.core.parallel.world import join_world
+from lockstep.core.task import Task
+from lockstep.trainer.trainer import Trainer
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.digest import digest_of_batch
 from lockstep.verify.reference import data

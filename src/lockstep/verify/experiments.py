@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep import devices
-from lockstep.engine import same_samples
+from lockstep.core import devices
+from lockstep.core.checks import same_samples
 from lockstep.verify import compare, worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.compare import Difference

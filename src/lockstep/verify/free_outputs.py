@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.world import join_world
-from lockstep.errors import UsageError
-from lockstep.run_model import seed_everything
-from lockstep.tasks.task import Task
-from lockstep.trainer import Trainer
+from lockstep.core.errors import UsageError
+from lockstep.core.parallel.world import join_world
+from lockstep.core.run_model import seed_everything
+from lockstep.core.task import Task
+from lockstep.trainer.trainer import Trainer
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.reference import data
 

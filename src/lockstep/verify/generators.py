@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep import devices
+from lockstep.core import devices
 from lockstep.verify.step_operations import RandomOperations
 
 

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.distributed.world import join_world
-from lockstep.trainer import Trainer
+from lockstep.core.parallel.world import join_world
+from lockstep.trainer.trainer import Trainer
 from lockstep.verify.digest import digest_of_batch
 from lockstep.verify.reference import data
 

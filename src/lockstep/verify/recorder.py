@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep import devices
-from lockstep.build import PreparedRun
-from lockstep.data.loader import MicroBatch
-from lockstep.distributed import sharded_tensor
-from lockstep.distributed.gradients import grad_norm
-from lockstep.engine import replica_probe
-from lockstep.engine.replica_probe import StateDigests
-from lockstep.tasks.task import Task
-from lockstep.trainer import Recorder
+from lockstep.core import devices
+from lockstep.core.build import PreparedRun
+from lockstep.core.data.loader import MicroBatch
+from lockstep.core.parallel import sharded_tensor
+from lockstep.core.parallel.gradients import grad_norm
+from lockstep.core.task import Task
+from lockstep.parts import replica_probe
+from lockstep.parts.replica_probe import StateDigests
+from lockstep.trainer.trainer import Recorder
 from lockstep.verify.comparable_task import ComparableTask
 from lockstep.verify.digest import digest_of_batch
 from lockstep.verify.generators import disturb

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.pretended import pretended_world
+from lockstep.core.parallel.pretended import pretended_world
 from lockstep.verify import generators
 from lockstep.verify.comparable_task import buffers_put_back
 from lockstep.verify.reference import data

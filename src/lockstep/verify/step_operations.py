@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep import devices
-from lockstep.distributed.pretended import pretended_world
-from lockstep.distributed.sharded_tensor import is_sharded
-from lockstep.engine.digest import digest
+from lockstep.core import devices
+from lockstep.core.parallel.pretended import pretended_world
+from lockstep.core.parallel.sharded_tensor import is_sharded
+from lockstep.parts.digest import digest
 
 _TORCH = str(Path(torch.__file__).parent)
 _VERIFY = str(Path(__file__).parent)

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.distributed.world import join_world
-from lockstep.engine import batch_norm
-from lockstep.run_model import build_model, make_optimizer, seed_everything
-from lockstep.tasks.task import Task
-from lockstep.trainer import Trainer
+from lockstep.core import batch_norm
+from lockstep.core.parallel.world import join_world
+from lockstep.core.run_model import build_model, make_optimizer, seed_everything
+from lockstep.core.task import Task
+from lockstep.trainer.trainer import Trainer
 from lockstep.verify import generators
 from lockstep.verify.comparable_task import (
     ComparableTask,

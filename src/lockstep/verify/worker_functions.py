@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep import devices
-from lockstep.checkpoint import files
-from lockstep.data.order import EvaluationPlan, StepPlan
-from lockstep.distributed import device_errors
-from lockstep.distributed.world import join_world
-from lockstep.errors import LockstepError, Preempted, UsageError
-from lockstep.trainer import Trainer
+from lockstep.core import devices
+from lockstep.core.checkpoint import files
+from lockstep.core.data.order import EvaluationPlan, StepPlan
+from lockstep.core.errors import LockstepError, Preempted, UsageError
+from lockstep.core.parallel import device_errors
+from lockstep.core.parallel.world import join_world
+from lockstep.trainer.trainer import Trainer
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.recorder import RecorderOptions, Recording, TrainingRecorder
 from lockstep.verify.reference import checkpoint, evaluation

@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from lockstep import shortages
-from lockstep.distributed import warm_process
+from lockstep.core import shortages
+from lockstep.launch import warm_process
 
 _TIMEOUT_S = 1800.0  # of one function on all ranks
 # For the other ranks after one rank failed. A rank that waits in a collective notices the failure sooner by itself.
@@ -166,8 +166,8 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     import torch
 
-    from lockstep import devices
-    from lockstep.distributed import device_errors, rendezvous
+    from lockstep.core import devices
+    from lockstep.core.parallel import device_errors, rendezvous
 
     if not devices.gpus():
         torch.set_num_threads(1)  # ranks that each use all cores slow each other down

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.tasks.task import Task
+from lockstep.core.task import Task
 from lockstep.verify.free_outputs import FreeOutputs
 from lockstep.verify.reference import data
 

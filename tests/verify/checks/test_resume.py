@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.engine.digest import digest
+from lockstep.parts.digest import digest
 from lockstep.verify import compare
 from lockstep.verify.checks import resume
 from lockstep.verify.compare import Difference, first_difference_of_runs
@@ -15,7 +15,7 @@ from lockstep.verify.recorder import Recording
 from lockstep.verify.task_probe import TaskProbe
 from lockstep.verify.worker_functions import Answer
 from lockstep.verify.workers import WorkerEnded
-from tests.checkpoint.cases import commit
+from tests.core.checkpoint.cases import commit
 from tests.verify.made_up import experiments, recording
 
 # ---- determinism

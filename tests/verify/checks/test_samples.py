@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lockstep.data.order import StepPlan
+from lockstep.core.data.order import StepPlan
 from lockstep.verify.checks import samples
 from lockstep.verify.task_probe import TaskProbe
 from lockstep.verify.worker_functions import Answer

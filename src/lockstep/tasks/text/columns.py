@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.sources.columns import LABEL, named, usual
-from lockstep.sources.table import Table
+from lockstep.tasks.readers.columns import LABEL, named, usual
+from lockstep.tasks.readers.table import Table
 
 _TEXT = (
     "text",

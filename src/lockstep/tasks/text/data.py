@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from lockstep.data.cache import cached, digest_of
-from lockstep.errors import DataError
-from lockstep.sources import labels
-from lockstep.sources.table import Source, Table, place
+from lockstep.core.errors import DataError
+from lockstep.tasks.readers import labels
+from lockstep.tasks.readers.cache import cached, digest_of
+from lockstep.tasks.readers.table import Source, Table, place
 from lockstep.tasks.text.columns import Columns, choose
 
 Array = npt.NDArray[Any]

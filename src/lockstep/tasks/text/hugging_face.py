@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.data.cache import cached, digest_of
-from lockstep.errors import UsageError
+from lockstep.core.errors import UsageError
 from lockstep.tasks import hugging_face
+from lockstep.tasks.readers.cache import cached, digest_of
 from lockstep.tasks.text.options import EMBEDDING_BAG
 
 # The special tokens of a tokenizer that is trained here, by role. They have the names of BERT's tokens.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.sources import doubles
-from lockstep.sources.labels import count_labels
 from lockstep.tasks import confusion
+from lockstep.tasks.readers import doubles
+from lockstep.tasks.readers.labels import count_labels
 from lockstep.tasks.text.data import TextData
 from lockstep.tasks.text.options import EMBEDDING_BAG
 

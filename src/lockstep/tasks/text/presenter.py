@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from lockstep.sources.table import SUFFIXES, Source, lines_of
+from lockstep.core.presenter import Presenter
 from lockstep.tasks import confusion
-from lockstep.tasks.presenter import Presenter
+from lockstep.tasks.readers.table import SUFFIXES, Source, lines_of
 from lockstep.tasks.text import hugging_face, log_header
 from lockstep.tasks.text.data import InputText, InputTexts, TextSample, read_input_texts
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from lockstep import atomic
-from lockstep.errors import DataError, UsageError
-from lockstep.sources.labels import count_labels, match_labels, split
-from lockstep.sources.table import Source
+from lockstep.core import atomic
+from lockstep.core.errors import DataError, UsageError
+from lockstep.core.task import Metrics, Task
 from lockstep.tasks.class_weights import OnDevice, class_weights
-from lockstep.tasks.task import Metrics, Task
+from lockstep.tasks.readers.labels import count_labels, match_labels, split
+from lockstep.tasks.readers.table import Source
 from lockstep.tasks.text import hugging_face
 from lockstep.tasks.text.data import TextData, Texts, TextSample, Tokens, read_texts, tokenise
 from lockstep.tasks.text.options import TextOptions

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from lockstep.tasks.options import TaskOptions
+from lockstep.core.config.task_options import TaskOptions
 
 
 class ToyOptions(TaskOptions):

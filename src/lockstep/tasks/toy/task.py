@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.tasks.presenter import Presenter
-from lockstep.tasks.task import Task
+from lockstep.core.presenter import Presenter
+from lockstep.core.task import Task
 from lockstep.tasks.toy.mlp import MLP
 from lockstep.tasks.toy.options import ToyOptions
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.tasks.task import Task
+from lockstep.core.task import Task
 from lockstep.verify.reference.order import seed_of
 
 EVERY_HEAD = ""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.tasks.task import Metrics, Task, update_from_pair
+from lockstep.core.task import Metrics, Task, update_from_pair
 from lockstep.verify.reference import data
 from lockstep.verify.reference.checkpoint import load_trained_weights, newest
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.tasks.task import Task
+from lockstep.core.task import Task
 from lockstep.verify.reference import data
 from lockstep.verify.reference.order import samples_of_step
 

@@ -1,0 +1,73 @@
+"""The command line: its commands. Only the commands that need torch import it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from lockstep.cli.checkpoints import checkpoints
+from lockstep.cli.config import config
+from lockstep.cli.evaluate import evaluate
+from lockstep.cli.export import export
+from lockstep.cli.init import init
+from lockstep.cli.launch import launch
+from lockstep.cli.plan import plan
+from lockstep.cli.predict import predict
+from lockstep.cli.preflight import preflight
+from lockstep.cli.recipes import presets, recipes
+from lockstep.cli.report import compare, report
+from lockstep.cli.train import train
+from lockstep.cli.verify import verify
+
+_COMMANDS: dict[Callable[..., None], str] = {
+    recipes: "lockstep recipes",
+    presets: "lockstep presets",
+    train: "lockstep train digits --nproc 2 optim.lr=1e-3",
+    evaluate: "lockstep evaluate runs/digits --nproc 2 --checkpoint best",
+    predict: "lockstep predict runs/mine 'photos/**/*.jpg' --out predictions.csv",
+    checkpoints: "lockstep checkpoints runs/digits --check",
+    export: "lockstep export runs/digits weights",
+    verify: "lockstep verify my_task.py:MyTask --nproc 2 --quick",
+    config: "lockstep config digits optim.lr=1e-3 > mine.yaml",
+    report: "lockstep report runs/digits",
+    compare: "lockstep compare runs/digits runs/digits-2",
+    init: "lockstep init my_task.py, or: lockstep init --from lightning | less",
+    plan: "lockstep plan imagenet --gpus 8 --gpu 'A100 80GB'",
+    preflight: "lockstep preflight digits --nproc 2",
+}
+"""The commands in the order of `lockstep --help`, each with the example that its own help ends with."""
+
+app = typer.Typer(
+    add_completion=True,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Distributed PyTorch training whose result does not depend on how it was run.",
+)
+for _command, _example in _COMMANDS.items():
+    app.command(epilog=f"Example: {_example}")(_command)
+app.add_typer(launch, name="launch")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import lockstep
+
+        print(f"lockstep {lockstep.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _application(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> Any:
+    """The `lockstep` command."""
+    app(prog_name="lockstep")

@@ -1,0 +1,34 @@
+"""`lockstep checkpoints`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.options import Debug, RunDir
+from lockstep.cli.reporting import reporting
+
+
+def checkpoints(
+    run_dir: RunDir,
+    check: Annotated[bool, typer.Option("--check", help="Read every file and compare it with its checksum.")] = False,
+    prune: Annotated[
+        bool,
+        typer.Option(
+            "--prune",
+            help="Delete checkpoints that the run's config does not keep, but never the newest valid checkpoint.",
+        ),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """List a run's checkpoints. With --check, the exit code is 3 if a checkpoint is damaged."""
+    with reporting(debug):
+        from lockstep.core.config import config_file
+
+        settings = config_file.read_run(run_dir)
+        from lockstep.core import run_directory
+        from lockstep.core.checkpoint import inventory
+
+        if not inventory.show(run_dir / "checkpoints", run_directory.retention(settings), check, prune):
+            raise typer.Exit(3)

@@ -1,0 +1,27 @@
+"""`lockstep config`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.options import Debug, Overrides
+from lockstep.cli.reporting import reporting
+
+
+def config(
+    target: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="What would be trained.")],
+    overrides: Overrides = None,
+    preset: Annotated[
+        str | None,
+        typer.Option("--preset", metavar="NAME|FILE.yaml", help="With the values of a machine's preset."),
+    ] = None,
+    short: Annotated[bool, typer.Option("--short", help="Without the meaning of each key.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Print the whole config of a training: every key, its meaning, its value, and where the value comes from."""
+    with reporting(debug):
+        from lockstep.core.config import config_text
+
+        print(config_text.resolved(target, overrides or (), preset=preset, explained=not short), end="")

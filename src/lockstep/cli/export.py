@@ -1,0 +1,66 @@
+"""`lockstep export`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.options import Checkpoint, Debug, RunDir
+from lockstep.cli.reporting import reporting, tell_first
+
+
+def export(
+    run_dir: RunDir,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder; with --optimizer a new file.")],
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Write one file for torch.load, with the optimizer's state.")
+    ] = False,
+    program: Annotated[
+        bool,
+        typer.Option("--program/--no-program", help="Write model.pt2, which torch runs without the model's code."),
+    ] = True,
+    checkpoint: Checkpoint = None,
+    debug: Debug = False,
+) -> None:
+    """Write a trained model for use without Lockstep, or with --optimizer the state of its training.
+
+    OUT gets model.safetensors (the weights); model.pt2 (the model as a program for torch.export.load) and model.json
+    (its inputs); for pictures and CT volumes use_model.py, which predicts files; for models of transformers config.json
+    and what its pipelines read; the labels and the preparation of inputs; of a task in FILE.py its source.
+    """
+    with reporting(debug):
+        from lockstep.core.config import config_file
+
+        settings = config_file.with_kept_task(config_file.read_run(run_dir), run_dir, tell_first)
+        from lockstep.trainer.trainer import Trainer
+
+        trainer = Trainer(settings, run_dir=run_dir, checkpoint=checkpoint)
+        if optimizer:
+            print(trainer.export_training_state(out))
+            return
+        print(trainer.export(out, program=program), flush=True)
+        print(f"next, in Python: {next_step(out)}", file=sys.stderr)
+
+
+def next_step(folder: Path) -> str:
+    """A line of Python that uses an export.
+
+    Args:
+        folder: of the export.
+    """
+    place, has = str(folder), {path.name for path in folder.iterdir()}
+    if "use_model.py" in has:
+        inputs = "VOLUME.npz" if "volume_risk.json" in has else "PICTURE.jpg"
+        return f"import runpy; print(runpy.run_path({str(folder / 'use_model.py')!r})['predict']({inputs!r}))"
+    if "tokenizer_config.json" in has:
+        options = ", trust_remote_code=True" if "embedding_bag.py" in has else ""
+        pipeline = f"pipeline('text-classification', model={place!r}{options})"
+        return f"from transformers import pipeline; print({pipeline}('a text'))"
+    if "model.pt2" in has:
+        loading = f"torch.export.load({str(folder / 'model.pt2')!r}).module()"
+        return f"import torch; program = {loading}  # program(batch=...): see model.json"
+    weights = str(folder / "model.safetensors")
+    return f"from safetensors.torch import load_file; weights = load_file({weights!r})"

@@ -1,0 +1,81 @@
+"""`lockstep init`."""
+
+from __future__ import annotations
+
+import enum
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.options import Debug
+from lockstep.cli.reporting import reporting
+from lockstep.core.errors import UsageError
+
+_PAGES = "lockstep.migration"
+_SKELETON = "task_skeleton.py.txt"
+
+
+class Library(enum.StrEnum):
+    """A library with a migration page."""
+
+    LIGHTNING = "lightning"
+    ACCELERATE = "accelerate"
+    TRANSFORMERS = "transformers"
+    DDP = "ddp"
+    FSDP = "fsdp"
+
+
+def skeleton(file: Path) -> str:
+    """The text of a first task that would stand in `file`."""
+    return resources.files(_PAGES).joinpath(_SKELETON).read_text(encoding="utf-8").replace("FILE.py", str(file))
+
+
+def page(library: Library) -> str:
+    """The migration page for users of a library, as Markdown."""
+    return resources.files(_PAGES).joinpath(f"{library.value}.md").read_text(encoding="utf-8")
+
+
+def init(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE.py]", help="A new file, for a first task with made-up data.")
+    ] = None,
+    library: Annotated[
+        Library | None,
+        typer.Option("--from", help="Show the page for users of another library: their names and ours."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the page into this new file.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a first task that trains at once, or show how to come from another library."""
+    with reporting(debug):
+        if file is None and library is None:
+            raise UsageError("nothing to write", where="lockstep init", remedy="give FILE.py, or --from lightning")
+        if file is not None and file.suffix != ".py":
+            raise UsageError("is no Python file", where=str(file), remedy=f"call it {file.with_suffix('.py')}")
+        if out is not None and library is None:
+            raise UsageError("has no meaning without --from", where="--out", remedy="leave it out")
+        if file is not None:
+            _write(file, skeleton(file))
+            print(f"{file}: a first task. Next:")
+            print(f"  lockstep train {file}:MyTask --nproc 2 train.epochs=5 train.eval_every_epochs=1")
+            print(f"  lockstep verify {file}:MyTask --quick")
+        if library is not None and out is not None:
+            _write(out, page(library))
+            print(out)
+        elif library is not None:
+            print(page(library), end="")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UsageError(
+            "exists, and is not overwritten", where=str(path), remedy="give another name, or remove the file"
+        ) from None
+    except OSError as error:
+        remedy = "give a place where you can write"
+        raise UsageError(f"cannot be written: {error.strerror}", where=str(path), remedy=remedy) from error

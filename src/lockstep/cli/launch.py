@@ -1,0 +1,359 @@
+"""`lockstep launch slurm`, `lockstep launch kubernetes` and `lockstep launch ssh`."""
+
+from __future__ import annotations
+
+import enum
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lockstep.cli.options import Debug, Overrides, Target, as_arguments
+from lockstep.cli.reporting import reporting, tell
+from lockstep.core.errors import Preempted, UsageError
+from lockstep.launch.cluster import job as jobs
+from lockstep.launch.cluster import kubernetes, slurm, ssh
+
+if TYPE_CHECKING:
+    from lockstep.core.config.sections import RunConfig
+
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")]
+Gpus = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of each node; 0: the ranks use CPUs.")]
+Nproc = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks on each node. Default: a rank for each GPU.")]
+Preset = Annotated[
+    str | None, typer.Option("--preset", metavar="NAME|FILE.yaml", help="How the nodes run it: lockstep presets.")
+]
+MaxRestarts = Annotated[
+    int | None,
+    typer.Option("--max-restarts", min=0, help="As in lockstep train: restarts of killed ranks. Default: 3."),
+]
+Env = Annotated[
+    list[str] | None,
+    typer.Option("--env", metavar="NAME=VALUE", help="An environment variable. NAME alone takes its value from here."),
+]
+JobName = Annotated[str | None, typer.Option("--job-name", help="Default: the config's name.")]
+Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="The file that is written.")]
+
+
+class Kind(enum.StrEnum):
+    """Which controller reads the manifest."""
+
+    TRAIN_JOB = "TrainJob"
+    PYTORCH_JOB = "PyTorchJob"
+
+
+launch = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Train on several machines.",
+    epilog="Example: lockstep launch slurm imagenet --nodes 4 --gpus-per-node 8 --time 04:00:00",
+)
+
+
+@launch.command(
+    name="slurm",
+    epilog="Example: lockstep launch slurm imagenet --nodes 4 --gpus-per-node 8 --time 04:00:00 --submit",
+)
+def for_slurm(
+    target: Target,
+    overrides: Overrides = None,
+    *,
+    nodes: Nodes,
+    gpus: Gpus,
+    time: Annotated[str, typer.Option(metavar="HH:MM:SS", help="Time limit. Longer runs go on by themselves.")],
+    nproc: Nproc = None,
+    account: Annotated[str | None, typer.Option()] = None,
+    partition: Annotated[str | None, typer.Option()] = None,
+    qos: Annotated[str | None, typer.Option()] = None,
+    cpus_per_task: Annotated[
+        int | None, typer.Option(min=1, help="CPUs of each node. Default: one for each rank and loader worker.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option("--mem", help="Memory of each node, such as 64G.")] = None,
+    container: Annotated[
+        str | None, typer.Option(metavar="IMAGE", help="FILE.sif for apptainer, or an image for pyxis.")
+    ] = None,
+    job_name: JobName = None,
+    run_dir: Annotated[Path | None, typer.Option(help="On a file system of all nodes. Default: runs/NAME.")] = None,
+    directory: Annotated[Path | None, typer.Option(help="Working directory. Default: this one.")] = None,
+    python: Annotated[
+        str | None, typer.Option(help="Interpreter with Lockstep. Default: this one; in a container python.")
+    ] = None,
+    setup: Annotated[
+        list[str] | None, typer.Option(metavar="LINE", help='A line of shell, such as "module load cuda".')
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="OPTION", help='A further option, such as "--constraint=a100".')
+    ] = None,
+    signal_before: Annotated[
+        int, typer.Option(min=1, metavar="SECONDS", help="Save and stop this long before the time limit.")
+    ] = slurm.Allocation.signal_before_s,
+    max_requeues: Annotated[
+        int, typer.Option(min=0, help="Times in a row that the job is queued again without a new checkpoint.")
+    ] = 3,
+    env: Env = None,
+    preset: Preset = None,
+    max_restarts: MaxRestarts = None,
+    output: Output = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Also give the script to sbatch.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a job script for SLURM, show it, and submit it with --submit."""
+    with reporting(debug):
+        settings = _load(target, overrides or (), preset)
+        name = job_name or settings.name
+        job = _job(
+            target,
+            overrides,
+            settings,
+            nodes=nodes,
+            nproc=nproc,
+            gpus=gpus,
+            run_dir=run_dir,
+            env=[text for text in env or () if "=" in text],
+            preset=preset,
+            max_restarts=max_restarts,
+        )
+        jobs.read_environment(env or ())  # a variable without a value: sbatch passes it on as it is here
+        cpus = cpus_per_task or int(job.nproc) * (1 + settings.data.workers)
+        allocation = slurm.Allocation(
+            time, gpus, cpus, memory, account, partition, qos, name, signal_before, tuple(sbatch or ())
+        )
+        slurm.check(allocation)
+        tool = jobs.check_tool("sbatch", "leave --submit out, and submit the file elsewhere") if submit else ""
+        place = str((directory or Path()).absolute())
+        interpreter = python or ("python" if container else sys.executable)
+
+        def text_of(shown: jobs.Job) -> str:
+            return slurm.script(
+                shown,
+                allocation,
+                directory=place,
+                python=interpreter,
+                container=container,
+                setup=setup or (),
+                max_requeues=max_requeues,
+                command=jobs.shown_command(sys.argv[1:]),
+            )
+
+        _warn(job, settings, place)
+        path = output or Path(f"{name}.sbatch")
+        _write_and_show(path, job, text_of, mark=slurm.MARK)
+        _hand_over([tool, str(path)], submit, f"sbatch {shlex.quote(str(path))}")
+
+
+@launch.command(
+    name="kubernetes",
+    epilog="Example: lockstep launch kubernetes imagenet --nodes 4 --gpus-per-node 8 --image train:1 --volume runs",
+)
+def for_kubernetes(
+    target: Target,
+    overrides: Overrides = None,
+    *,
+    nodes: Nodes,
+    gpus: Gpus,
+    image: Annotated[str, typer.Option(help="Container image with Lockstep.")],
+    volume: Annotated[
+        str, typer.Option(metavar="CLAIM[:/PATH]", help="PersistentVolumeClaim for runs, mounted at /runs.")
+    ],
+    nproc: Nproc = None,
+    namespace: Annotated[str, typer.Option()] = "default",
+    kind: Annotated[Kind, typer.Option(help="For Kubeflow Trainer, or the older training operator.")] = Kind.TRAIN_JOB,
+    cpu: Annotated[str | None, typer.Option(help="CPUs of each node.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of each node, such as 64Gi.")] = None,
+    shm: Annotated[str, typer.Option(help="Size of /dev/shm.")] = kubernetes.Pod.shm,
+    grace: Annotated[
+        int, typer.Option(min=1, metavar="SECONDS", help="From the request to stop to the end of a pod.")
+    ] = kubernetes.Pod.grace_s,
+    gpu_resource: Annotated[str, typer.Option(help="How the cluster calls GPUs.")] = kubernetes.Pod.gpu_resource,
+    secret: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A Secret whose keys become environment variables.")
+    ] = None,
+    job_name: JobName = None,
+    run_dir: Annotated[Path | None, typer.Option(help="On the volume. Default: /runs/NAME.")] = None,
+    directory: Annotated[str | None, typer.Option(help="Working directory. Default: the image's.")] = None,
+    python: Annotated[str, typer.Option(help="Interpreter with Lockstep in the image.")] = kubernetes.Pod.python,
+    env: Env = None,
+    preset: Preset = None,
+    max_restarts: MaxRestarts = None,
+    output: Output = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Also give the manifest to kubectl.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a manifest for Kubernetes, show it, and apply it with --apply."""
+    with reporting(debug):
+        settings = _load(target, overrides or (), preset)
+        claim, mount = kubernetes.read_volume(volume)
+        name = job_name or kubernetes.name_of(settings.name)
+        kubernetes.check_name(name)
+        place = run_dir or Path(mount, settings.name)
+        job = _job(
+            target,
+            overrides,
+            settings,
+            nodes=nodes,
+            nproc=nproc,
+            gpus=gpus,
+            run_dir=place,
+            env=env or (),
+            preset=preset,
+            max_restarts=max_restarts,
+        )
+        if place.is_absolute() and not place.is_relative_to(mount):
+            remedy = f"give a folder in {mount}"
+            raise UsageError(f"{place} is not on the volume", where="--run-dir", remedy=remedy)
+        pod = kubernetes.Pod(
+            image, claim, mount, gpus, gpu_resource, cpu, memory, shm, directory, python, secret, grace
+        )
+        kubernetes.check(pod)
+        tool = jobs.check_tool("kubectl", "leave --apply out, and apply the file elsewhere") if apply else ""
+        make = kubernetes.train_job if kind == Kind.TRAIN_JOB else kubernetes.pytorch_job
+
+        def text_of(shown: jobs.Job) -> str:
+            manifests = make(shown, pod, name=name, namespace=namespace)
+            return kubernetes.to_yaml(manifests, about=job.about, command=jobs.shown_command(sys.argv[1:]))
+
+        _warn(job, settings, mount)
+        if ".py:" in target or target.endswith((".yaml", ".yml")):
+            file = target.partition(".py:")[0] + ".py" if ".py:" in target else target
+            tell(f"note: the image must have {file} at this path, from its working directory")
+        path = output or Path(f"{name}.{kind.lower()}.yaml")
+        _write_and_show(path, job, text_of, mark=kubernetes.MARK)
+        _hand_over([tool, "apply", "-f", str(path)], apply, f"kubectl apply -f {shlex.quote(str(path))}")
+
+
+@launch.command(name="ssh", epilog="Example: lockstep launch ssh imagenet --hosts node1,node2 --nproc auto")
+def through_ssh(
+    target: Target,
+    overrides: Overrides = None,
+    *,
+    hosts: Annotated[str, typer.Option(metavar="A,B,C", help="The hosts, as ssh knows them. They meet on the first.")],
+    nproc: Annotated[str, typer.Option("--nproc", help="Ranks on each host; auto: one per GPU.")] = "auto",
+    directory: Annotated[str | None, typer.Option(help="Working directory on the hosts. Default: this one.")] = None,
+    python: Annotated[
+        str | None, typer.Option(help="Interpreter with Lockstep on the hosts. Default: this one.")
+    ] = None,
+    command: Annotated[
+        str, typer.Option("--ssh", metavar="COMMAND", help='With options: --ssh "ssh -p 2222 -i KEY".')
+    ] = "ssh",
+    rendezvous: Annotated[
+        str | None, typer.Option(metavar="HOST[:PORT]", help="Where the hosts meet. Default: the first host:29400.")
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="On a file system of all hosts. Default: runs/NAME.")] = None,
+    env: Env = None,
+    preset: Preset = None,
+    max_restarts: MaxRestarts = None,
+    debug: Debug = False,
+) -> None:
+    """Train on several hosts through ssh. Ctrl-C saves and stops everywhere."""
+    with reporting(debug):
+        settings = _load(target, overrides or (), preset)
+        names = ssh.read_hosts(hosts)
+        if nproc != "auto" and not (nproc.isdigit() and int(nproc)):
+            remedy = "use a number from 1, or auto"
+            raise UsageError(f"{nproc!r} is not a number of ranks", where="--nproc", remedy=remedy)
+        job = _job(
+            target,
+            overrides,
+            settings,
+            nodes=len(names),
+            nproc=nproc,
+            gpus=0,
+            run_dir=run_dir,
+            env=env or (),
+            preset=preset,
+            max_restarts=max_restarts,
+        )
+        words = _split(command, "--ssh")
+        jobs.check_tool(words[0], "install an ssh client, or name it with --ssh")
+        there = ssh.Hosts(names, directory or os.getcwd(), python or sys.executable, tuple(words))
+        _warn(job, settings, there.directory)
+        meeting = rendezvous or ssh.address_of(there)
+        meeting = meeting if ":" in meeting else f"{meeting}:{ssh.PORT}"
+        tell(f"{job.about}: {', '.join(names)}; they meet at {meeting}")
+        code = ssh.run(job, there, meeting)
+        if code == Preempted.exit_code:
+            tell("stopped; the same command goes on from the newest checkpoint")
+        if code:
+            raise typer.Exit(code)
+
+
+def _load(target: str, overrides: Sequence[str], preset: str | None) -> RunConfig:
+    """The config of a training on other machines: with a preset, but without looking at this machine."""
+    from lockstep.core.config import config_file, config_preset
+
+    settings = config_file.load(target, overrides)
+    return settings if preset is None else config_preset.read(preset).apply(settings, overrides)
+
+
+def _job(
+    target: str,
+    overrides: Sequence[str] | None,
+    settings: RunConfig,
+    *,
+    nodes: int,
+    nproc: int | str | None,
+    gpus: int,
+    run_dir: Path | None,
+    env: Sequence[str],
+    preset: str | None,
+    max_restarts: int | None,
+) -> jobs.Job:
+    """The job, after checks of the target's file, the ranks and the environment variables."""
+    jobs.check_target(target)
+    if nproc is None and not gpus:
+        remedy = "give --nproc N, the ranks on each node, or --gpus-per-node"
+        raise UsageError("without GPUs, the number of ranks is not known", where="--gpus-per-node 0", remedy=remedy)
+    if gpus and nproc is not None and int(nproc) > gpus:
+        remedy = "use at most one rank for each GPU"
+        raise UsageError(f"{nproc} ranks share {gpus} GPUs of a node", where="--nproc", remedy=remedy)
+    options = as_arguments({"--preset": preset, "--max-restarts": max_restarts})
+    return jobs.Job(
+        target,
+        settings.name,
+        nodes,
+        str(nproc or gpus),
+        str(run_dir or Path("runs", settings.name)),
+        tuple(overrides or ()),
+        tuple(options),
+        jobs.read_environment(env),
+    )
+
+
+def _split(text: str, option: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r}: {error}", where=option, remedy="close the quotes") from error
+    if not words:
+        raise UsageError("is empty", where=option, remedy="name a command")
+    return words
+
+
+def _warn(job: jobs.Job, settings: RunConfig, directory: str) -> None:
+    for text in jobs.warnings(job, settings.batch.global_, directory):
+        tell(f"warning: {text}")
+
+
+def _write_and_show(path: Path, job: jobs.Job, text_of: Callable[[jobs.Job], str], *, mark: str) -> None:
+    """Write the text into a file, and print it without secrets."""
+    jobs.write(path, text_of(job), mark=mark, is_secret=bool(job.secrets))
+    print(text_of(job.shown), end="", flush=True)
+    for name in job.secrets:
+        tell(f"warning: the value of {name} stands in {path}, which only you can read")
+
+
+def _hand_over(command: Sequence[str], wanted: bool, by_hand: str) -> None:
+    """Run the scheduler's command, or say which command the user may run."""
+    if not wanted:
+        tell(f"written: {command[-1]}. Submit it with: {by_hand}")
+        return
+    done = subprocess.run(command)
+    if done.returncode:
+        raise UsageError(
+            f"exit code {done.returncode}; it said why above", where=by_hand, remedy="change what it names"
+        )

@@ -1,0 +1,316 @@
+"""`lockstep plan`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from lockstep.cli import ranks
+from lockstep.cli.options import Debug, Overrides, as_arguments
+from lockstep.cli.reporting import reporting
+from lockstep.core.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from lockstep.core.config.sections import RunConfig
+    from lockstep.plan.command import MadeUp
+    from lockstep.plan.search import Plan
+    from lockstep.plan.show import Rates
+
+
+def plan(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[RECIPE|FILE.yaml|FILE.py:Task]", help="What would be trained. Not with --advise."),
+    ] = None,
+    overrides: Overrides = None,
+    gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the training.", min=1)] = 1,
+    gpus_per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", help="GPUs of a machine. Default: 8, or --gpus.", min=1)
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of a GPU, such as 80GB.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="NAME", help="A GPU of the table, such as H100 or 'A100 80GB'.")
+    ] = None,
+    link_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            "--link-bandwidth",
+            metavar="RATE",
+            help="Between GPUs of a machine, one GPU in one direction: 50GB/s or 400Gbit/s. Default: the table's.",
+        ),
+    ] = None,
+    network_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            "--network-bandwidth",
+            metavar="RATE",
+            help="Between machines, one GPU in one direction. Default: --link-bandwidth, where it is given.",
+        ),
+    ] = None,
+    utilisation: Annotated[
+        float, typer.Option("--utilisation", help="Share of the GPU's peak that the training reaches.")
+    ] = 0.4,
+    reserve: Annotated[
+        float, typer.Option("--reserve", help="Share of the memory that stays free.", min=0, max=0.9)
+    ] = 0.1,
+    precision: Annotated[
+        list[str] | None, typer.Option("--precision", help="fp32, bf16 or fp16; may be repeated.")
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option("--samples", help="Of the training data, where they are not here. It says epochs.", min=1),
+    ] = None,
+    classes: Annotated[
+        int | None,
+        typer.Option("--classes", help="Of the training data, where they are not here. Default: 10.", min=1),
+    ] = None,
+    failures_per_gpu_year: Annotated[
+        float | None, typer.Option("--failures-per-gpu-year", help="To say how often to save.")
+    ] = None,
+    save_seconds: Annotated[
+        float | None, typer.Option("--save-seconds", help="For which saving stops the training.")
+    ] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE|-", help="Write the plan as JSON; -: to the terminal.")
+    ] = None,
+    chart: Annotated[
+        Path | None,
+        typer.Option("--chart", metavar="FILE.svg", help="Draw the memory of each option against the limit."),
+    ] = None,
+    watts: Annotated[
+        float | None, typer.Option("--watts", help="Of a GPU with its share of the machine: says the energy.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price-per-gpu-hour", help="In any currency: says what the training costs.")
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Train a few real steps here, and say how far the estimate is off."),
+    ] = False,
+    nproc: Annotated[
+        str | None, typer.Option("--nproc", help="With --measure: ranks on this machine, or auto. Default: 1.")
+    ] = None,
+    advise: Annotated[
+        Path | None,
+        typer.Option(
+            "--advise",
+            metavar="RUN_DIR",
+            help="Say from the log of a run what limits it, and which keys to change.",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Say what a training needs of GPUs, before one is paid for: what fits, how fast it may be, what to set.
+
+    The task's model is made without memory, and its step runs on tensors without values. It needs no GPU.
+
+    Example: lockstep plan --advise runs/digits
+
+    Example: lockstep plan digits --measure --nproc 2
+    """
+    with reporting(debug):
+        of_plan = {
+            "--gpu": gpu,
+            "--gpu-memory": gpu_memory,
+            "--chart": chart,
+            "--watts": watts,
+            "--price-per-gpu-hour": price,
+            "--gpus": gpus if gpus > 1 else None,
+            "--precision": precision or None,
+            "--gpus-per-node": gpus_per_node,
+            "--failures-per-gpu-year": failures_per_gpu_year,
+            "--save-seconds": save_seconds,
+            "--link-bandwidth": link_bandwidth,
+            "--network-bandwidth": network_bandwidth,
+            "--samples": samples,
+            "--classes": classes,
+        }
+        if advise is not None:
+            others = {**of_plan, "--measure": measure or None, "--nproc": nproc}
+            _advise(advise, target, json_file, others=others)
+            return
+        target = _checked(target, measure=measure, nproc=nproc, chart=chart, of_plan=of_plan)
+        for path in (chart, _json_path(json_file)):
+            _check_folder(path)
+        from lockstep.core.config import config_file
+        from lockstep.plan import inputs, show
+
+        config = config_file.load(target, overrides or [])
+        if measure:
+            options = {"--utilisation": utilisation, "--json": json_file or None, "--debug": debug, "--measure": True}
+            arguments = ["plan", target, *(overrides or []), *as_arguments(options)]
+            _measure(config, nproc or "1", arguments, utilisation=utilisation, json_file=json_file)
+            return
+        rates = show.Rates(watts, price)
+        rates.check()
+        world = inputs.world(
+            gpus,
+            gpus_per_node=gpus_per_node,
+            gpu_memory=gpu_memory,
+            gpu_name=gpu,
+            link_bandwidth=link_bandwidth,
+            network_bandwidth=network_bandwidth,
+            utilisation=utilisation,
+            fp32_as_tf32=config.compute.matmul_precision in ("high", "medium"),
+        )
+        _check_precisions(precision or ())
+        from lockstep.plan import command
+
+        found = command.plan_of(
+            config,
+            world,
+            precisions=precision,  # type: ignore[arg-type]  # checked above
+            reserve=reserve,
+            failures_per_gpu_year=failures_per_gpu_year,
+            save_seconds=save_seconds,
+            made_up=_made_up(overrides or (), classes, samples),
+        )
+        _show_plan(found, rates, chart, json_file)
+
+
+def _checked(
+    target: str | None, *, measure: bool, nproc: str | None, chart: Path | None, of_plan: Mapping[str, object]
+) -> str:
+    """The target, if the options go together.
+
+    Args:
+        of_plan: options that belong to a plan; None: the option is not given.
+
+    Raises:
+        UsageError: they do not go together, or there is no target.
+    """
+    if target is None:
+        raise UsageError(
+            "says neither what would be trained nor which run to look at",
+            where="lockstep plan",
+            remedy="give a recipe or FILE.py:Task, or --advise RUN_DIR",
+        )
+    given = [option for option, value in of_plan.items() if value is not None]
+    if measure and given:
+        what, remedy = "measures on this machine", "leave this option out, or leave --measure out"
+        raise UsageError(what, where=f"--measure with {given[0]}", remedy=remedy)
+    if nproc is not None and not measure:
+        remedy = "give --gpus for a plan, or add --measure"
+        raise UsageError("has no meaning without --measure", where="--nproc", remedy=remedy)
+    if chart is not None and chart.suffix != ".svg":
+        raise UsageError("is no name of an SVG file", where=f"--chart {chart}", remedy="call it plan.svg")
+    return target
+
+
+def _made_up(overrides: Sequence[str], classes: int | None, samples: int | None) -> MadeUp | None:
+    """What is known of data that need not be here. None: the command line names the data.
+
+    Raises:
+        UsageError: the command line names the data, and also says what is known without them.
+    """
+    from lockstep.plan.command import MadeUp
+
+    if not any(each.startswith("data.train=") for each in overrides):
+        return MadeUp(classes, samples)
+    for option, value in (("--classes", classes), ("--samples", samples)):
+        if value is not None:
+            remedy = "leave this option out, or data.train"
+            raise UsageError("is for data that are not here, and data.train names data", where=option, remedy=remedy)
+    return None
+
+
+def _check_precisions(names: Sequence[str]) -> None:
+    from lockstep.plan.inputs import PrecisionName
+
+    known = get_args(PrecisionName)
+    for name in names:
+        if name not in known:
+            remedy = f"{did_you_mean(name, known)}There are: {', '.join(known)}"
+            raise UsageError(f"there is no precision {name!r}", where="--precision", remedy=remedy)
+
+
+def _advise(folder: Path, target: str | None, json_file: str | None, *, others: Mapping[str, object]) -> None:
+    """Show what limits a run.
+
+    Args:
+        others: options that do not belong to advice; None: the option is not given.
+    """
+    if target is not None:
+        raise UsageError(
+            "reads a run, and takes no target",
+            where="--advise",
+            remedy=f"leave {target} out: lockstep plan --advise {folder}",
+        )
+    given = [option for option, value in others.items() if value is not None]
+    if given:
+        what, remedy = "reads the log of a run, and makes no plan", "leave this option out, or leave --advise out"
+        raise UsageError(what, where=f"--advise with {given[0]}", remedy=remedy)
+    _check_folder(_json_path(json_file))
+    from lockstep.plan import advise
+
+    advised = advise.advise(folder)
+    _show(advise.text(advised), advise.as_json(advised), json_file)
+
+
+def _measure(config: RunConfig, nproc: str, arguments: list[str], *, utilisation: float, json_file: str | None) -> None:
+    """Start the ranks that run `lockstep ARGUMENTS`, or be one of them. Rank 0 shows what was measured."""
+    if ranks.is_launcher(nproc):
+        ranks.launch(arguments, nproc, config)
+        return
+    from lockstep.plan import measure
+
+    found = measure.measure(config)
+    if found is None:  # another rank than 0
+        return
+    setting, rows = measure.compare(config, found, utilisation)
+    _show(measure.text(rows, found, setting.world.peak_flops), measure.as_json(rows, found), json_file)
+
+
+def _show_plan(found: Plan, rates: Rates, chart: Path | None, json_file: str | None) -> None:
+    """Show a plan, with what it costs where that is asked for. Draw its chart, if there is a place for it."""
+    from lockstep.plan import show
+
+    text = show.text(found, rates).removesuffix("\n")
+    if chart is not None:
+        from lockstep.plan import chart as charts
+
+        _write(chart, charts.of_plan(found))
+        text += f"\nwritten: {chart}"
+    _show(text, show.as_json(found, rates), json_file)
+
+
+def _show(text: str, values: Any, json_file: str | None) -> None:
+    """Print the text, and write the values into a file, if there is one; or print them alone, as JSON."""
+    written = json.dumps(values, indent=1)
+    if json_file == "-":
+        print(written)
+        return
+    print(text)
+    if json_file is not None:
+        _write(Path(json_file), written)
+        print(f"written: {json_file}")
+
+
+def _json_path(json_file: str | None) -> Path | None:
+    """The file of --json. None: there is none, or it is the terminal."""
+    return Path(json_file) if json_file not in (None, "-") else None
+
+
+def _check_folder(path: Path | None) -> None:
+    """Before anything is computed, check that the folder of a file exists.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if path is not None and not path.parent.is_dir():
+        remedy = f"make {path.parent}, or give another place"
+        raise UsageError("cannot be written: there is no such folder", where=str(path), remedy=remedy)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        remedy = "give a place where you can write"
+        raise UsageError(f"cannot be written: {error.strerror}", where=str(path), remedy=remedy) from error

@@ -1,0 +1,145 @@
+"""`lockstep predict`."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from lockstep.cli import ranks
+from lockstep.cli.options import Checkpoint, Cold, Debug, Nproc, Preset, RunDir, as_arguments
+from lockstep.cli.reporting import is_first, reporting, tell_first
+from lockstep.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.trainer.trainer import Trainer
+
+
+class OnError(enum.StrEnum):
+    """What happens if an input cannot be read."""
+
+    RAISE = "raise"
+    SKIP = "skip"
+
+
+_POLICY: dict[OnError | None, Literal["raise", "skip"] | None] = {
+    None: None,
+    OnError.RAISE: "raise",
+    OnError.SKIP: "skip",
+}
+_NAMED = 10  # inputs that could not be read are named up to this number
+
+
+def predict(
+    run_dir: RunDir,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[INPUT]...",
+            help="For images: files, folders and patterns such as 'photos/**/*.jpg'; for a detection also a COCO file "
+            "that names pictures. For text: files, texts, and - for "
+            "standard input. Without INPUT: samples of the evaluation data.",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="How many evaluation samples, without INPUT.", min=1)] = 8,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a file instead: .csv, .json, .jsonl, .npz or .safetensors; or into a folder, also the files of "
+            "each prediction, such as masks."
+        ),
+    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="The config's task.top_k, for this prediction.")] = None,
+    on_error: Annotated[
+        OnError | None,
+        typer.Option(help="What happens if an input cannot be read. Default: as the run's data.on_error."),
+    ] = None,
+    checkpoint: Checkpoint = None,
+    nproc: Nproc = None,
+    preset: Preset = None,
+    cold: Cold = False,
+    debug: Debug = False,
+) -> None:
+    """Predict with a checkpoint of a run; prints one JSON object per sample, in the order of the inputs."""
+    with reporting(debug):
+        from lockstep.core.config import config_file
+        from lockstep.trainer import predictions
+
+        settings = config_file.with_kept_task(config_file.read_run(run_dir), run_dir, tell_first)
+        if top_k is not None:
+            settings = config_file.with_task_option(settings, "top_k", top_k, where="--top-k")
+        if out is not None:
+            predictions.check(out, skips=on_error == "skip")  # before anything is computed
+            _check_is_no_source(out, run_dir, inputs or [])
+        settings, nproc = ranks.on_machine(settings, preset, nproc)
+        if ranks.is_launcher(nproc):
+            options = {"--out": out, "--top-k": top_k, "--on-error": on_error, "--preset": preset, "--samples": samples}
+            options |= {"--checkpoint": checkpoint, "--debug": debug}
+            arguments = ["predict", *as_arguments(options), "--", str(run_dir), *(inputs or [])]
+            ranks.launch(arguments, nproc, settings, cold=cold)
+            return
+        from lockstep.trainer.trainer import Trainer
+
+        _predict(Trainer(settings, run_dir=run_dir, checkpoint=checkpoint), inputs or [], samples, out, on_error)
+
+
+def _check_is_no_source(out: Path, run_dir: Path, inputs: list[str]) -> None:
+    """Check that `out` is no input, and no file of the run.
+
+    Raises:
+        UsageError: it is.
+    """
+    remedy = "choose another place"
+    if out.exists() and any(Path(name).exists() and out.samefile(name) for name in inputs):
+        raise UsageError(f"{out} is an input, and would be replaced", where="--out", remedy=remedy)
+    if out.is_file() and out.resolve().is_relative_to(run_dir.resolve()):
+        raise UsageError(f"{out} is a file of the run, and would be replaced", where="--out", remedy=remedy)
+
+
+def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None, on_error: OnError | None) -> None:
+    """Predict, write each prediction as it comes, and say on stderr what was written and what could not be read."""
+    from lockstep.cli import progress
+    from lockstep.trainer import predictions
+
+    unreadable: list[str] = []
+    count = 0
+    # Where the predictions themselves go to the terminal, they show the progress.
+    has_bar = is_first() and sys.stderr.isatty() and not (out is None and sys.stdout.isatty())
+    with contextlib.ExitStack() as stack:
+        # Other ranks pass no predictions on.
+        rows = stack.enter_context(predictions.opened(out)) if is_first() else None
+        bar = stack.enter_context(progress.bar("predicting", shown=has_bar))
+
+        def add(of_sample: list[dict[str, Any]], readable: bool) -> None:
+            nonlocal count
+            count += readable
+            if not readable:
+                unreadable.append(of_sample[0]["error"])
+            if rows is not None:
+                for row in of_sample:
+                    rows.add(row, readable)
+            bar.advance()
+
+        trainer.predict_rows(
+            add,
+            inputs,
+            samples,
+            on_error=_POLICY[on_error],
+            begin=bar.begin,
+            by_row=predictions.takes_rows(out),
+            folder=out if predictions.is_folder(out) else None,
+        )
+    if rows is not None and out is not None:
+        lacking = f"; left out: {', '.join(rows.left_out)}" if rows.left_out else ""
+        print(f"{count} predictions: {out}{lacking}", file=sys.stderr)
+    if unreadable:
+        more = f"\n  and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
+        listed = "\n  ".join(unreadable[:_NAMED])
+        print(
+            f"warning: {len(unreadable)} input{'s' * (len(unreadable) > 1)} could not be read:\n  {listed}{more}",
+            file=sys.stderr,
+        )

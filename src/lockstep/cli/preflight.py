@@ -1,0 +1,90 @@
+"""`lockstep preflight`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lockstep.cli import ranks
+from lockstep.cli.options import Debug, Overrides, as_arguments
+from lockstep.cli.reporting import is_first, reporting
+from lockstep.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.launch.preflight.judgement import Finding
+
+
+def preflight(
+    target: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="What will be trained.")],
+    overrides: Overrides = None,
+    nproc: Annotated[str | None, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")] = None,
+    preset: Annotated[str | None, typer.Option("--preset", metavar="NAME|FILE.yaml", help="As for train.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="As for train.")] = None,
+    nnodes: Annotated[
+        str | None, typer.Option("--nnodes", metavar="N|MIN:MAX", envvar="LOCKSTEP_NNODES", help="As for train.")
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option("--rendezvous", metavar="HOST[:PORT]", envvar="LOCKSTEP_RENDEZVOUS", help="As for train."),
+    ] = None,
+    rendezvous_id: Annotated[
+        str | None,
+        typer.Option("--rendezvous-id", metavar="NAME", envvar="LOCKSTEP_RENDEZVOUS_ID", help="As for train."),
+    ] = None,
+    wait_for_nodes: Annotated[
+        float,
+        typer.Option("--wait-for-nodes", metavar="SECONDS", envvar="LOCKSTEP_WAIT_FOR_NODES", min=1, max=31_536_000),
+    ] = 60,
+    env: Annotated[
+        bool, typer.Option("--env", help="Also show the environment variables of the ranks, by rank where they differ.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Check the machines before a training, and train nothing. Exit code 3: a fault."""
+    with reporting(debug):
+        from lockstep.core.config import config_file
+        from lockstep.launch import node_address
+
+        settings = config_file.load(target, overrides or [])
+        settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [])
+        several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
+        options = as_arguments({"--run-dir": run_dir, "--preset": preset, "--env": env, "--debug": debug})
+        arguments = ["preflight", target, *(overrides or []), *options]
+        if several is not None:
+            run_id = f"{rendezvous_id or (run_dir or Path('runs', settings.name)).resolve().name}-preflight"
+            ranks.launch_on_nodes(arguments, nproc, settings, several, run_id=run_id, wait_s=wait_for_nodes)
+            return
+        if ranks.is_launcher(nproc):
+            ranks.launch(arguments, nproc, settings)
+            return
+        from lockstep.launch.preflight import variables
+        from lockstep.trainer.trainer import Trainer
+
+        trainer = Trainer(settings, run_dir=run_dir)
+        findings = trainer.preflight()
+        if is_first():
+            print(table(findings), flush=True)
+            if env:
+                print(f"\n{variables.table(trainer.variables)}", flush=True)
+        faults = sum(finding.level == "fault" for finding in findings)
+        if faults:
+            raise _fault(faults)
+
+
+def _fault(count: int) -> UsageError:
+    error = UsageError(f"preflight found {count} fault{'s' * (count > 1)}, see the table above")
+    error.exit_code = 3
+    return error
+
+
+def table(findings: list[Finding]) -> str:
+    """The findings as lines for a terminal, with the remedies below those that are not right."""
+    lines = []
+    for finding in findings:
+        level = finding.level.upper() if finding.level in ("fault", "warning") else finding.level
+        lines.append(f"{level:<8} {finding.check:<14} {finding.what}")
+        lines += [f"{'':<23} remedy: {finding.remedy}"] if finding.remedy else []
+    return "\n".join(lines)

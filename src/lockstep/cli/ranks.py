@@ -1,0 +1,96 @@
+"""The ranks of a command on this machine: how many, and how they are started, alone or with those of other nodes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lockstep.cli.reporting import is_first
+from lockstep.trainer import local_ranks
+
+if TYPE_CHECKING:
+    from lockstep.core.config.sections import RunConfig
+    from lockstep.launch.node_address import Several
+
+
+def on_machine(
+    settings: RunConfig, preset: str | None, nproc: str | None, overrides: Sequence[str] = (), default: str = "1"
+) -> tuple[RunConfig, str]:
+    """The config with the keys of a preset, and the number of ranks as text.
+
+    Args:
+        nproc: of the command line. It takes precedence over the preset's.
+        default: the number of ranks where neither the command line nor the preset gives a number.
+
+    Raises:
+        UsageError: there is no such preset, it has errors, or this machine has too few GPUs for it.
+    """
+    from lockstep.core.parallel import allocator
+
+    if preset is None:
+        allocator.use_expandable_segments(settings.device)
+        return settings, nproc or default
+    from lockstep.core.config import config_preset
+    from lockstep.core.parallel.signals import LAUNCHED
+
+    chosen = config_preset.read(preset)
+    changed = chosen.apply(settings, overrides)
+    allocator.use_expandable_segments(changed.device)
+    nproc = nproc or chosen.nproc or default
+    local_ranks.check_nproc(nproc)
+    if changed.device == "cuda" and "RANK" not in os.environ:
+        from lockstep.core import devices
+
+        ranks = None if nproc == "auto" else int(nproc)
+        chosen.check_fits(changed, ranks, gpus=devices.gpus())
+    if is_first() and LAUNCHED not in os.environ:
+        for line in chosen.notes(settings, changed):
+            print(line, file=sys.stderr, flush=True)
+    return changed, nproc
+
+
+def is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
+    """Whether this process must start ranks, and is not a rank itself."""
+    local_ranks.check_nproc(nproc)
+    return "RANK" not in os.environ and (nproc != "1" or bool(max_restarts))
+
+
+def launch(arguments: list[str], nproc: str, settings: RunConfig, *, max_restarts: int = 0, cold: bool = False) -> None:
+    """Run `lockstep ARGUMENTS` as ranks on this machine alone, and wait for their end."""
+    from lockstep.launch import launch as launcher
+
+    launcher.launch(arguments, _prepare(nproc, settings, cold=cold), max_restarts)
+
+
+def launch_on_nodes(
+    arguments: list[str],
+    nproc: str,
+    settings: RunConfig,
+    several: Several,
+    *,
+    run_id: str,
+    wait_s: float,
+    max_restarts: int = 0,
+    cold: bool = False,
+) -> None:
+    """Run `lockstep ARGUMENTS` as ranks on this machine and the other nodes, and wait for their end."""
+    ranks = _prepare(nproc, settings, cold=cold)  # before torch is imported here
+    from lockstep.core.config import config_file
+    from lockstep.launch import launch, node_launch
+    from lockstep.launch.node_session import Nodes
+
+    keys = config_file.training_keys(settings)
+    nodes = Nodes(several.least, several.most, several.endpoint, run_id=run_id, wait_s=wait_s, keys=keys)
+    node_launch.launch(arguments, ranks, nodes, max_restarts, main=launch.run_command)
+
+
+def _prepare(nproc: str, settings: RunConfig, *, cold: bool) -> int:
+    """Start the process from which ranks are forked, and give the number of ranks."""
+    from lockstep.launch import launch
+
+    ranks = local_ranks.ranks_of(nproc)
+    offloads = settings.parallel.cpu_offload
+    launch.prepare(ranks, cold=cold, modules=local_ranks.modules_of(settings), host_computes=offloads)
+    return ranks

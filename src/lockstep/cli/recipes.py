@@ -1,0 +1,23 @@
+"""`lockstep recipes` and `lockstep presets`."""
+
+from __future__ import annotations
+
+
+def recipes() -> None:
+    """List the recipes: the shipped ones, and those of installed packages."""
+    from lockstep.core.config import config_file
+
+    _list(config_file.recipes())
+
+
+def presets() -> None:
+    """List the presets: how kinds of machines run a training, for --preset."""
+    from lockstep.core.config import config_preset
+
+    _list(config_preset.presets())
+
+
+def _list(known: dict[str, str]) -> None:
+    wide = max(map(len, known))
+    for name, about in known.items():
+        print(f"{name:<{wide}}  {about}")

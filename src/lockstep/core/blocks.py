@@ -1,0 +1,189 @@
+"""The repeated blocks of a model. Each block is sharded, compiled and recomputed by itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.core import devices
+from lockstep.core.errors import UsageError
+
+CompileName = Literal["blocks", "model"]
+
+
+def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """The outermost repeated blocks by name, in the model's order.
+
+    The blocks are the modules that `patterns` match, where patterns are given. Without patterns they are modules of the
+    classes that a Hugging Face model must not split (`_no_split_modules`). Without these they are the members of every
+    `nn.ModuleList` or `nn.Sequential` of two or more modules of one class. A module that shares a parameter with the
+    rest of the model is left out: both must use the same tensor.
+
+    Args:
+        patterns: shell patterns (`*` and `?`) over names of modules.
+
+    Raises:
+        UsageError: a pattern matches no module; names some modules.
+    """
+    candidates = {
+        name: module
+        for name, module in model.named_modules()
+        if name and _has_forward(module) and any(True for _ in module.parameters())
+    }
+    if patterns is not None:
+        blocks = _matching(candidates, patterns)
+    else:
+        classes = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        blocks = {name: module for name, module in candidates.items() if type(module).__name__ in classes}
+        repeated = _repeated(model)
+        blocks = blocks or {name: module for name, module in candidates.items() if name in repeated}
+    outermost: dict[str, nn.Module] = {}
+    for name, module in blocks.items():
+        if not any(name.startswith(f"{outer}.") for outer in outermost) and module not in outermost.values():
+            outermost[name] = module
+    return _without_shared_parameters(model, outermost)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward pass. Lists of modules have none."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _matching(modules: dict[str, nn.Module], patterns: Sequence[str]) -> dict[str, nn.Module]:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            raise UsageError(
+                f"{pattern!r} matches no module with parameters",
+                where="parallel.shard_modules",
+                remedy=f"use patterns over the model's module names, such as: {', '.join(list(modules)[:8])}",
+            )
+    return {name: module for name, module in modules.items() if any(fnmatchcase(name, p) for p in patterns)}
+
+
+def _repeated(model: nn.Module) -> set[str]:
+    """Names of the members of lists that hold two or more modules of one class."""
+    names = set()
+    for name, module in model.named_modules():
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
+        if is_list and len({type(child) for child in module.children()}) == 1:
+            names |= {f"{name}.{key}".lstrip(".") for key, _ in module.named_children()}
+    return names
+
+
+def _without_shared_parameters(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The blocks whose parameters occur nowhere else in the model."""
+    parameter_names: dict[int, list[str]] = {}  # all names of each parameter, by id
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter_names.setdefault(id(parameter), []).append(name)
+    prefixes: dict[int, tuple[str, ...]] = {}  # all names of each module, by id: a block may occur in several places
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefixes[id(module)] = (*prefixes.get(id(module), ()), f"{name}.")
+
+    def is_inside(parameter: nn.Parameter, block: nn.Module) -> bool:
+        return all(name.startswith(prefixes[id(block)]) for name in parameter_names[id(parameter)])
+
+    return {name: block for name, block in blocks.items() if all(is_inside(p, block) for p in block.parameters())}
+
+
+def recompute_activations(blocks: Sequence[nn.Module], device: torch.device) -> None:
+    """Do not keep the activations of the blocks: compute them again in the backward pass.
+
+    This is activation checkpointing (Chen et al. 2016, arXiv:1604.06174). The numbers stay the same, also with dropout
+    and BatchNorm: the random state and the buffers are restored.
+
+    Args:
+        device: on which the blocks compute.
+
+    Raises:
+        UsageError: the model has no blocks.
+    """
+    if not blocks:
+        remedy = "name them in parallel.shard_modules"
+        raise UsageError("the model has no repeated blocks", where="compute.activation_checkpointing", remedy=remedy)
+    for block in blocks:
+        has_buffers = any(True for _ in block.buffers())
+        block.forward = partial(_recomputed, block.forward, block if has_buffers else None, device)
+
+
+def _recomputed(
+    forward: Callable[..., Any], block: nn.Module | None, device: torch.device, /, *args: Any, **options: Any
+) -> Any:
+    contexts: dict[str, Any] = {}
+    if block is not None or (devices.of(device).has_own_generator and not torch.compiler.is_compiling()):
+        contexts["context_fn"] = partial(_contexts, block, device)
+    return checkpoint(forward, *args, use_reentrant=False, **contexts, **options)
+
+
+def _contexts(
+    block: nn.Module | None, device: torch.device
+) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Contexts of a block's forward pass and of its recomputation.
+
+    torch restores the CPU's generator. It restores that of a GPU only where a positional argument is a tensor on it:
+    a block that is called with keywords alone would draw another dropout. It never restores that of mps.
+    """
+    return contextlib.nullcontext(), _as_in_forward(block, device, devices.of(device).generator_state())
+
+
+@contextlib.contextmanager
+def _as_in_forward(
+    block: nn.Module | None, device: torch.device, generator_state: Tensor | None
+) -> Generator[None, None, None]:
+    """Inside, a block is recomputed: the device draws the same random numbers, and buffers stay as they are."""
+    with contextlib.ExitStack() as restored:
+        if generator_state is not None:
+            restored.enter_context(devices.of(device).restored_generators())
+            devices.of(device).set_generator_state(generator_state)
+        if block is not None:
+            restored.enter_context(_buffers_kept(block))
+        yield
+
+
+@contextlib.contextmanager
+def _buffers_kept(block: nn.Module) -> Generator[None, None, None]:
+    """Inside, a block is recomputed. Its buffers stay: the forward pass has updated the running statistics already."""
+    before = [buffer.clone() for buffer in block.buffers()]
+    try:
+        yield
+    finally:  # torch ends the recomputation by an exception as soon as it has all activations
+        with torch.no_grad():
+            for buffer, old in zip(block.buffers(), before, strict=True):
+                buffer.copy_(old)
+
+
+def compile_modules(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    *,
+    what: CompileName,
+    backend: str,
+    mode: str = "default",
+    dynamic: bool | None = None,
+) -> None:
+    """Compile the model or its blocks with `torch.compile`, in place: the names of parameters stay.
+
+    Args:
+        mode, dynamic: as `torch.compile` takes them.
+
+    Raises:
+        UsageError: the backend is unknown, or the model has no blocks to compile.
+    """
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        problem = f"torch.compile has no backend {backend!r}"
+        raise UsageError(problem, where="compute.compile_backend", remedy=f"there are: {known}")
+    if what == "blocks" and not blocks:
+        raise UsageError(
+            "the model has no repeated blocks",
+            where="compute.compile=blocks",
+            remedy="name them in parallel.shard_modules, or use model",
+        )
+    for module in blocks if what == "blocks" else [model]:
+        module.compile(backend=backend, mode=None if mode == "default" else mode, dynamic=dynamic)

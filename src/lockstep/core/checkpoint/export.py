@@ -1,0 +1,328 @@
+"""Exports weights for use without Lockstep, as safetensors, and loads weights to start from.
+
+`torch_file` reads and writes files of `torch.save`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core import atomic
+from lockstep.core.checkpoint.run_weights import RunWeights
+from lockstep.core.checkpoint.store import Checkpoint
+from lockstep.core.checkpoint.torch_file import TorchFile, unwrapped
+from lockstep.core.errors import CheckpointError, UsageError
+from lockstep.core.parallel.sharded_tensor import is_sharded, local_shard
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"  # of weights in several files, as Hugging Face writes them
+_STAGING = ".staging-export-"
+_SHOWN = 8  # names in an error
+
+# Types that a file may hold. Others, such as eight-bit floats, mean nothing without the scales that belong to them.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def export_weights(
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    about: Mapping[str, str],
+    extras: Callable[[Path], None] = lambda _: None,
+) -> Path:
+    """Write `folder/model.safetensors`. A kill at any instant leaves the whole folder, or nothing of that name.
+
+    Args:
+        tensors: whole tensors, on any device. Tied and non-contiguous tensors are each written separately.
+        folder: a new or an empty folder. Missing parents are made.
+        about: text for the metadata of the file, besides `{"format": "pt"}`.
+        extras: writes further files into the folder that it is given, which becomes `folder`, before the weights are
+            there. What it raises comes through, except an OSError.
+
+    Returns:
+        the file with the weights.
+
+    Raises:
+        UsageError: `folder` is a file, or is not empty; or `extras` writes `model.safetensors`.
+        CheckpointError: the disk is full or not writable; nothing is left behind.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    folder = folder.resolve()
+    missing: list[Path] = []  # parents that are made
+    try:
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise UsageError(
+                "exists and is not empty" if folder.is_dir() else "is a file",
+                where=str(folder),
+                remedy="give a new or empty folder",
+            )
+        missing = [parent for parent in folder.parents if not parent.exists()]
+        with atomic.staged_folder(folder, folder.parent / f"{_STAGING}{folder.name}") as staging:
+            extras(staging)
+            if (staging / _WEIGHTS).exists():
+                raise UsageError(
+                    f"it writes {_WEIGHTS}",
+                    where="Presenter.export",
+                    remedy="leave the weights to Lockstep, which writes this file under the names of Task.model, "
+                    "or give the file another name",
+                )
+            save_file(_independent(tensors), staging / _WEIGHTS, metadata={"format": "pt", **about})
+            (staging / _WEIGHTS).chmod(staging.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read
+    except BaseException as error:
+        for parent in missing:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise
+        free = _free_mib(folder)
+        raise CheckpointError(
+            f"cannot be written with {free} MiB free: {error}",
+            where=str(folder),
+            remedy="free disk space, repair permissions, or give another folder",
+        ) from error
+    return folder / _WEIGHTS
+
+
+def load_weights(
+    model: nn.Module,
+    source: Path,
+    skip: Sequence[str] = (),
+    checkpoint: Checkpoint | None = None,
+    torch_file: TorchFile | None = None,
+) -> list[str]:
+    """Copy weights by name into the parameters and persistent buffers of `model`, in their dtype and on their device.
+
+    The file must have every tensor of the model's state_dict, with its shape, and no others, except names that match a
+    pattern in `skip`. What wrappers put in front of all names in a file (`module.`) is left out. Of tied parameters one
+    name is enough. All tensors are checked before the first is loaded: on an
+    error nothing is loaded. If the model is sharded, every rank reads its own rows.
+
+    Args:
+        model: as the task made it, or sharded; not inside DDP.
+        source: a safetensors file, or a folder with `model.safetensors`, or with several files and
+            `model.safetensors.index.json`.
+        skip: shell patterns. Matching tensors of the model stay as they are; matching tensors of the file are ignored.
+        checkpoint: of the run in `source`, where `source` is a run directory.
+        torch_file: what is in `source`, where `source` is a file of `torch.save`.
+
+    Returns:
+        names of the model that were skipped, sorted, without names that are tied to a loaded name.
+
+    Raises:
+        UsageError: there is no such file, it is damaged or of another model, or a pattern matches nothing.
+    """
+    with contextlib.ExitStack() as opened:
+        own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+        if checkpoint is not None:
+            stored = _tensors_of(checkpoint)
+        else:
+            files = (
+                _open_tensors(source, opened) if torch_file is None else dict.fromkeys(torch_file.keys(), torch_file)
+            )
+            stored = {name: _Stored(files[key], key) for name, key in unwrapped(files, own).items()}
+        loaded = _names_to_load(own, stored, skip, source)
+        with torch.no_grad():
+            for name in loaded:
+                shard = local_shard(own[name])
+                if is_sharded(own[name]):
+                    end = shard.start + len(shard.local) if shard.shape else None
+                    shard.local.copy_(stored[name].slice()[shard.start : end])
+                else:
+                    shard.local.copy_(stored[name].tensor())
+    filled = {_memory(own[name]) for name in loaded}
+    return sorted(name for name in own if _memory(own[name]) not in filled)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of an open file, or of what has its methods."""
+
+    file: Any
+    name: str
+    """Its name there."""
+
+    def tensor(self) -> Tensor:
+        whole: Tensor = self.file.get_tensor(self.name)
+        return whole
+
+    def slice(self) -> Any:
+        return self.file.get_slice(self.name)
+
+
+def _names_to_load(
+    own: Mapping[str, Tensor], stored: Mapping[str, _Stored], skip: Sequence[str], source: Path
+) -> list[str]:
+    """The names of the tensors to load, after it is sure that all of them can be loaded.
+
+    Args:
+        own: tensors of the model.
+        stored: the tensors of the file.
+        skip: shell patterns over the names that are left out.
+
+    Raises:
+        UsageError: a pattern matches nothing, a tensor is missing, unknown or of another shape, or nothing is left.
+    """
+    for pattern in skip:
+        if not any(fnmatchcase(name, pattern) for name in own.keys() | stored.keys()):
+            what = f"{pattern!r} matches no tensor of the model and none of {source}"
+            remedy = f"use patterns over names such as: {_listed(own)}"
+            raise UsageError(what, where="train.init_skip", remedy=remedy)
+    wanted, given = _unmatched(own, skip), _unmatched(stored, skip)
+    both = [name for name in wanted if name in given]
+    first: dict[object, str] = {}  # for each tensor of the model, the first of its names that is loaded
+    for name in both:
+        first.setdefault(_memory(own[name]), name)
+    missing = [name for name in wanted if name not in given and _memory(own[name]) not in first]
+    unexpected = sorted(name for name in given if name not in own)
+    differing = [text for name in both if (text := _difference(name, first[_memory(own[name])], own, stored))]
+    if missing or unexpected or differing:
+        kinds = {"missing in the file": missing, "unknown to the model": unexpected, "differing": differing}
+        raise UsageError(
+            f"{source} is of another model: "
+            + "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names),
+            where="train.init_from",
+            remedy="use the task that the weights were made with, or add patterns to train.init_skip "
+            "for the tensors that shall stay as the model makes them",
+        )
+    if not both:
+        remedy = "use narrower patterns, or leave out train.init_from"
+        raise UsageError(f"leaves nothing of {source} to load", where="train.init_skip", remedy=remedy)
+    return both
+
+
+def _independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous CPU tensors that share no memory, as safetensors requires."""
+    seen: set[int] = set()
+    own: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().contiguous()
+        storage = plain.untyped_storage().data_ptr()
+        own[name] = plain.clone() if storage in seen else plain
+        seen.add(storage)
+    return own
+
+
+def _free_mib(folder: Path) -> int:
+    """Free MiB on the disk of `folder`, also if it does not exist."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free // 2**20
+    return 0
+
+
+def _tensors_of(checkpoint: Checkpoint) -> dict[str, _Stored]:
+    weights = RunWeights(checkpoint)
+    return {name: _Stored(weights, name) for name in weights.keys()}  # noqa: SIM118
+
+
+def _open_tensors(source: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
+    """The open file of each tensor, by its name."""
+    if source.is_dir() and not (source / _WEIGHTS).exists():
+        return _open_several(source, opened)
+    file = _open(source / _WEIGHTS if source.is_dir() else source, opened)
+    return dict.fromkeys(file.keys(), file)
+
+
+def _open_several(folder: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
+    """The same for weights in several files with an index."""
+    path = folder / _INDEX
+    if not path.exists():
+        what = f"{folder} has neither {_WEIGHTS} nor {_INDEX}"
+        remedy = "give a safetensors file, a folder with one of these, or the directory of a run"
+        raise UsageError(what, where="train.init_from", remedy=remedy)
+    try:
+        places = {name: folder / part for name, part in json.loads(path.read_text())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"{path} is no index of safetensors files: {error!r}"
+        raise UsageError(what, where="train.init_from", remedy="it is damaged; fetch or export it again") from error
+    files = {part: _open(part, opened) for part in sorted(set(places.values()))}
+    names = {part: set(file.keys()) for part, file in files.items()}
+    if lost := [name for name, part in places.items() if name not in names[part]]:
+        what = f"{path} places tensors in files that lack them: {_listed(lost)}"
+        raise UsageError(
+            what, where="train.init_from", remedy="the folder mixes files of several models; fetch or export it again"
+        )
+    return {name: files[part] for name, part in places.items()}
+
+
+def _open(path: Path, opened: contextlib.ExitStack) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return opened.enter_context(safe_open(path, framework="pt"))
+    except FileNotFoundError as error:
+        remedy = (
+            f"give a file of safetensors or torch.save, or a folder with {_WEIGHTS} or {_INDEX} and the files it names"
+        )
+        raise UsageError(f"there is no {path}", where="train.init_from", remedy=remedy) from error
+    except (OSError, SafetensorError) as error:
+        remedy = "it is damaged, or of another format: fetch or export it again, as safetensors"
+        what = f"{path} cannot be read as a safetensors file: {error}"
+        if Path(path).is_file() and Path(path).suffix != ".safetensors":
+            is_empty = not Path(path).stat().st_size
+            what = f"{path} is {'empty' if is_empty else 'neither a file of torch.save nor of safetensors'}"
+            remedy = "write or fetch it again: it is damaged or of another format"
+        raise UsageError(what, where="train.init_from", remedy=remedy) from error
+
+
+def _difference(name: str, first: str, own: Mapping[str, Tensor], stored: Mapping[str, _Stored]) -> str | None:
+    """Why a tensor cannot be loaded; None if it can.
+
+    Args:
+        first: the first loaded name of the same tensor of the model; `name` itself unless tensors are tied.
+    """
+    tensor, stored_slice = own[name], stored[name].slice()
+    shape, dtype = stored_slice.get_shape(), stored_slice.get_dtype()
+    if shape != list(tensor.shape):
+        return f"{name} (file {shape}, model {list(tensor.shape)})"
+    if dtype not in _DTYPES or (_DTYPES[dtype].is_floating_point, _DTYPES[dtype].is_complex) != (
+        tensor.is_floating_point(),
+        tensor.is_complex(),
+    ):
+        return f"{name} (file {dtype}, model {tensor.dtype})"
+    if first != name and not torch.equal(*(stored[key].tensor().to(tensor.dtype) for key in (name, first))):
+        return f"{name} (in the model the same tensor as {first}, in the file another)"
+    return None
+
+
+def _memory(tensor: Tensor) -> object:
+    """A key that is equal for tensors that share their memory."""
+    if is_sharded(tensor):
+        return id(tensor)  # this rank may hold no row of it
+    return tensor.device, tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride()
+
+
+def _unmatched(values: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
+    return {
+        name: value for name, value in values.items() if not any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

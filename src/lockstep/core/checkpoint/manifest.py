@@ -1,0 +1,133 @@
+"""The manifests of checkpoints, and what they say: which checkpoints there are, why each stays, and which is the best.
+
+It imports no torch, so that a page on a run is there at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.core.checkpoint import files
+
+MANIFEST = "manifest.json"
+INDEX = "index.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory with a manifest. `check` compares its files with the manifest."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Step after which the state was saved."""
+        return int(self.manifest["step"])
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(about["bytes"] for about in self.manifest["files"].values())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the evaluation at this step; empty if there was none, or it has not ended yet."""
+        return dict(self.manifest["metrics"])
+
+    @cached_property
+    def contents(self) -> dict[str, Any]:
+        """What the index says: `tensors` and `values`."""
+        content: dict[str, Any] = json.loads((self.path / INDEX).read_bytes())
+        return content
+
+    @property
+    def index(self) -> files.Index:
+        """The place of each tensor, by name."""
+        return dict(self.contents["tensors"])
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """State that is not a tensor, by name."""
+        return dict(self.contents["values"])
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the newest, the best by a metric, and those of every n-th step."""
+
+    last: int = 3
+    """How many of the newest stay."""
+    best: tuple[str, str] | None = None
+    """`min` or `max`, and the name of the metric."""
+    every_steps: int | None = None
+    """Checkpoints stay whose step is a multiple of this number."""
+
+    def reasons(self, checkpoints: Iterable[Checkpoint]) -> dict[int, list[str]]:
+        """Why a checkpoint stays, by step. Steps whose checkpoint may be deleted are left out."""
+        by_step = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+        reasons: dict[int, list[str]] = {}
+        for checkpoint in by_step[-self.last :]:
+            reasons.setdefault(checkpoint.step, []).append("last")
+        best = self.best_of(by_step)
+        if best is not None:
+            reasons.setdefault(best.step, []).append("best")
+        for checkpoint in by_step if self.every_steps else ():
+            if checkpoint.step % (self.every_steps or 1) == 0:
+                reasons.setdefault(checkpoint.step, []).append(f"every {self.every_steps}")
+        return reasons
+
+    def best_of(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+        """The best by the metric, and the latest of equal ones. None: no metric was chosen, or none was evaluated."""
+        if self.best is None:
+            return None
+        sign, metric = (-1 if self.best[0] == "min" else 1), self.best[1]
+        rated = [one for one in checkpoints if not math.isnan(one.metrics.get(metric, math.nan))]
+        return max(rated, key=lambda one: (sign * one.metrics[metric], one.step), default=None)
+
+
+def listed(folder: Path) -> list[Checkpoint]:
+    """All checkpoints with a valid manifest, newest first. Their other files are not checked."""
+    checkpoints = [Checkpoint(path, manifest) for path in folders(folder) if isinstance(manifest := read(path), dict)]
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+
+def unreadable(folder: Path) -> list[str]:
+    """A complaint for each manifest that is damaged."""
+    return [f"{path.name}: {fault}" for path in folders(folder) if isinstance(fault := read(path), str)]
+
+
+def folders(folder: Path) -> list[Path]:
+    """Directories with a manifest file, the newest last."""
+    named = [
+        path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and (path / MANIFEST).exists()
+    ]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def signed(content: Mapping[str, Any]) -> str:
+    """A manifest as text, with a checksum of the manifest itself."""
+    return json.dumps({"crc32": zlib.crc32(json.dumps(content).encode()), "checkpoint": content})
+
+
+def read(path: Path) -> dict[str, Any] | str | None:
+    """The content of a manifest; text on what is wrong with it; or None if there is no manifest."""
+    try:
+        text = (path / MANIFEST).read_text()
+        content: dict[str, Any] = json.loads(text)["checkpoint"]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{MANIFEST} cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError):
+        return f"{MANIFEST} is damaged"
+    return content if text == signed(content) else f"{MANIFEST} differs from its checksum"

@@ -1,0 +1,266 @@
+"""Saves checkpoints: copies the state to host memory, then writes it in a thread while the training goes on."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core import devices
+from lockstep.core.checkpoint import files, finite, store
+from lockstep.core.checkpoint.staging import buffers_like
+from lockstep.core.checkpoint.store import Retention
+from lockstep.core.errors import CheckpointError, TrainingError
+from lockstep.core.parallel.faults import fail_at
+from lockstep.core.parallel.sharded_tensor import LocalShard, local_shard
+from lockstep.core.parallel.world import World
+
+
+class Saver:
+    """Writes the checkpoints of a run. Every rank writes a share of the tensors.
+
+    If a checkpoint cannot be written (disk full, no permission), the user gets a message at once, `failures` keeps it,
+    and the training goes on; earlier checkpoints stay. A state that is not finite is not saved, and ends the training.
+
+    Args:
+        folder: folder of all checkpoints.
+        retention: which checkpoints stay.
+        tell: shows a message to the user. Called on rank 0, from any thread.
+        in_background: `save` returns as soon as the state is in host memory.
+        allowed: tensors that need not be finite, see `finite.at_start`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        retention: Retention,
+        *,
+        tell: Callable[[str], None],
+        in_background: bool = True,
+        allowed: Mapping[str, int] | None = None,
+    ) -> None:
+        self.folder, self.retention, self.tell, self.in_background = folder, retention, tell, in_background
+        self.allowed = allowed or {}
+        self.world = world.in_background()
+        self.failures: list[str] = []
+        self.saved: int | None = None  # step of the newest checkpoint that this process wrote
+        self.blocked_s = 0.0  # seconds that the last call of `save` took
+        self.buffers: dict[str, Tensor] = {}
+        self.thread: threading.Thread | None = None
+        self.fault: BaseException | None = None
+
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], manifest: Mapping[str, Any]
+    ) -> None:
+        """Save the state after `step`. Called on all ranks, after the previous checkpoint was written.
+
+        Returns when `tensors` may change again; without `in_background`, when the checkpoint is written.
+
+        Args:
+            tensors: the same names on all ranks; replicated or sharded.
+            values: state that is no tensor, the same on all ranks.
+            manifest: what manifest.json says, besides the files.
+
+        Raises:
+            TrainingError: on all ranks, if this or the previous state is not finite.
+        """
+        begun = time.perf_counter()
+        self.wait()
+        share = self._stage(tensors)
+        fail_at("staged", step)
+        self._start(partial(self._write, step, share, dict(values), dict(manifest)))
+        self.blocked_s = time.perf_counter() - begun
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float], parts: Mapping[str, Any] | None = None) -> None:
+        """Add the results of an evaluation to the checkpoint of `step`, once it is written. Called on all ranks.
+
+        Args:
+            parts: what the checkpoint keeps of the training's Parts from now on. None or empty: there are none.
+        """
+        if self.world.rank == 0:
+            more = {"parts": dict(parts)} if parts else {}
+            self._start(partial(self._add_metrics, step, dict(metrics), more))
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk, or could not be written.
+
+        Raises:
+            TrainingError: on all ranks, if the checkpoint was refused because the state is not finite.
+        """
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.fault is not None:
+            raise self.fault
+
+    def kept(self) -> str:
+        """A sentence on the checkpoint from which the next start goes on. Waits for the thread, and raises nothing."""
+        if self.thread is not None:
+            self.thread.join()
+        step = self._newest()
+        if step is None:
+            return "No checkpoint is saved"
+        return f"The checkpoint of step {step} is saved, and the same command goes on from there"
+
+    def _newest(self) -> int | None:
+        return next((checkpoint.step for checkpoint in store.listed(self.folder)), None)
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint at the end of a training.
+
+        Raises:
+            CheckpointError: checkpoints could not be written; says how many, and why the first.
+            TrainingError: see `wait`.
+        """
+        self.wait()
+        if self.failures:
+            newest = f"the newest is of step {self.saved}" if self.saved is not None else "this process wrote none"
+            raise CheckpointError(
+                f"{len(self.failures)} checkpoints could not be written, {newest}; the first: {self.failures[0]}",
+                where=str(self.folder),
+                remedy="free disk space or repair permissions, then run the same command",
+            )
+
+    def close(self) -> None:
+        """Wait up to 10 s for a checkpoint that is being written, when the training failed."""
+        if self.thread is not None:
+            self.thread.join(10)
+
+    def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, LocalShard]:
+        """Copy this rank's share into buffers. The next save uses them again: new memory takes five times as long."""
+        shards = {name: local_shard(tensor, number) for number, (name, tensor) in enumerate(tensors.items())}
+        replicated = [name for name, shard in shards.items() if shard.writer is None]
+        owners = files.owners([shards[name].local.nbytes for name in replicated], self.world.size)
+        mine = {name for name, owner in zip(replicated, owners, strict=True) if owner == self.world.rank}
+        mine |= {name for name, shard in shards.items() if shard.writer and (shard.local.numel() or not shard.start)}
+        share = {name: shards[name] for name in tensors if name in mine}
+        local = {name: shard.local for name, shard in share.items()}
+        device, host = devices.of(self.world.device), devices.of(torch.device("cpu"))
+        apart = {name: tensor for name, tensor in local.items() if device.holds(tensor)}
+        if _kinds(self.buffers) != _kinds(local):
+            self.buffers = {}  # before there are new ones
+            here = {name: tensor for name, tensor in local.items() if name not in apart}
+            new = buffers_like(apart, device) | buffers_like(here, host)
+            self.buffers = {name: new[name] for name in local}
+        for name, tensor in local.items():
+            self.buffers[name].copy_(tensor, non_blocking=name in apart)
+        if apart:
+            device.current_stream().synchronize()
+        return {name: replace(shard, local=self.buffers[name]) for name, shard in share.items()}
+
+    def _start(self, work: Callable[[], None]) -> None:
+        """Do `work` in a thread, after the work that was started before. Without `in_background`, wait for it."""
+        before = self.thread
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            try:
+                if self.fault is None:
+                    work()
+            except BaseException as error:  # a rank is lost, or this code is wrong: the training must end
+                self.fault = error
+
+        self.thread = threading.Thread(target=run, name="lockstep-saver", daemon=True)
+        self.thread.start()
+        if not self.in_background:
+            self.wait()
+
+    def _write(
+        self, step: int, share: Mapping[str, LocalShard], values: dict[str, Any], manifest: dict[str, Any]
+    ) -> None:
+        mine: dict[str, Any] = {}
+        not_finite = finite.faults({name: shard.local for name, shard in share.items()}, self.allowed)
+        if not_finite:
+            mine["not_finite"] = not_finite
+        else:
+            mine |= self._write_share(step, share)
+        shares = self.world.gather(mine)
+        fault = self.world.broadcast(self._commit(step, shares, values, manifest) if shares is not None else None)
+        if isinstance(fault, TrainingError):
+            raise fault
+        if fault is None:
+            self.saved = step
+        else:
+            self.failures.append(fault)
+
+    def _write_share(self, step: int, share: Mapping[str, LocalShard]) -> dict[str, Any]:
+        """The `files` and `index` that this rank wrote, or the `fault` that kept it from writing."""
+        mine: dict[str, Any] = {}
+        try:
+            staged = store.staging(self.folder, step)
+            staged.mkdir(parents=True, exist_ok=True)
+            fail_at("before-share", step)
+            name = files.share_name(self.world.rank)
+            mine["files"], mine["index"] = {}, {}
+            if share:
+                mine["files"][name], mine["index"] = files.write_share(
+                    staged / name, share, partial(self._reached, step)
+                )
+            fail_at("after-share", step)
+        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+            mine = {"fault": f"rank {self.world.rank}: {error}"}
+        return mine
+
+    def _add_metrics(self, step: int, metrics: dict[str, float], more: dict[str, Any]) -> None:
+        """Runs on rank 0."""
+        try:
+            if store.add_metrics(self.folder, step, metrics, **more):
+                self._prune(step)
+        except OSError as error:
+            self.tell(f"warning: the checkpoint of step {step} stays without the metrics of its evaluation: {error}")
+
+    def _prune(self, step: int) -> None:
+        try:
+            store.prune(self.folder, self.retention, newest=step)
+        except OSError as error:
+            self.tell(f"warning: old checkpoints could not be deleted: {error}")
+
+    def _reached(self, step: int, place: str) -> None:
+        self.world.heartbeat.beats += 1  # so that a slow disk is not taken for a hang
+        fail_at(place, step)
+
+    def _commit(
+        self,
+        step: int,
+        shares: list[dict[str, Any]],
+        values: dict[str, Any],
+        manifest: dict[str, Any],
+    ) -> str | TrainingError | None:
+        """Complete the checkpoint on rank 0, after all ranks have written. Returns what went wrong; None if nothing."""
+        for rank, share in enumerate(shares):
+            if "not_finite" in share:
+                shutil.rmtree(store.staging(self.folder, step), ignore_errors=True)
+                refusal = finite.refusal(share["not_finite"], rank, step, self._newest())
+                if self.in_background:  # the training gets the error only when it waits for this checkpoint
+                    self.tell(f"error: {refusal}")
+                return refusal
+        fault = next((share["fault"] for share in shares if "fault" in share), None)
+        try:
+            if fault is None:
+                manifest["files"] = {name: about for share in shares for name, about in share["files"].items()}
+                index = files.merge(share["index"] for share in shares)
+                store.commit(self.folder, step, manifest, index=index, values=values)
+        except (OSError, RuntimeError) as error:
+            fault = f"rank 0: {error}"
+        if fault is None:
+            self._prune(step)
+            return None
+        free = shutil.disk_usage(self.folder).free // 2**20 if self.folder.is_dir() else 0
+        shutil.rmtree(store.staging(self.folder, step), ignore_errors=True)
+        fault = f"the checkpoint of step {step} could not be written with {free} MiB free: {fault}"
+        self.tell(f"warning: {fault}; training goes on, and what was saved before stays")
+        return fault
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

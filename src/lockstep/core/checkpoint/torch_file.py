@@ -1,0 +1,234 @@
+"""Files of `torch.save`, as plain training scripts write them: the weights, and the state of an optimizer beside them.
+
+They are read with `weights_only`: tensors and plain values. Nothing that a file asks for is called.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Container, Iterable, KeysView, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core import atomic
+from lockstep.core.checkpoint.run_weights import DTYPES
+from lockstep.core.errors import CheckpointError, UsageError
+
+WHERE = "train.init_from"
+OPTIMIZER_CLASS = "optimizer_class"
+"""The key under which `lockstep export --optimizer` writes the name of the optimizer's class."""
+
+# Under which keys scripts save what. All of them are looked for; a file may have one key of each kind.
+_WEIGHTS = ("model", "state_dict", "model_state_dict", "model_state", "net", "network", "module", "weights")
+_OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optimizer_state", "optim", "optimizer_states")
+_SCALERS = ("scaler", "scaler_state_dict", "grad_scaler", "grad_scaler_state_dict")
+_ABOUT = (OPTIMIZER_CLASS, "lockstep")
+_SHOWN = 8  # keys in an error or in a line of the log
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+_COMPILED = "_orig_mod."
+_UNSAFE = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message: what the pickle would call
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """What a file of `torch.save` holds. It has the methods of an open safetensors file, for its weights."""
+
+    path: Path
+    weights: Mapping[str, Tensor]
+    """By the names that they have in the file."""
+    place: str
+    """Where in the file they are, in words."""
+    optimizer: Any = None
+    """The state of an optimizer; None: there is none."""
+    optimizer_class: str | None = None
+    """The name of its class, where the file says it."""
+    scaler: Any = None
+    """The state of a `GradScaler`; None: there is none."""
+    others: tuple[str, ...] = ()
+    """What else the file holds, in words."""
+
+    def keys(self) -> KeysView[str]:
+        """The names of the weights."""
+        return self.weights.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A whole tensor, on the CPU."""
+        return self.weights[name]
+
+    def get_slice(self, name: str) -> TorchSlice:
+        """A tensor of which single rows can be read."""
+        return TorchSlice(self.weights[name])
+
+
+@dataclass(frozen=True)
+class TorchSlice:
+    """A tensor of a file of `torch.save`, of which single rows can be read."""
+
+    tensor: Tensor
+
+    def get_shape(self) -> list[int]:
+        """The shape of the tensor."""
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        """The name of the type in safetensors files; torch's name for types that these files do not have."""
+        name = str(self.tensor.dtype).removeprefix("torch.")
+        return DTYPES.get(name, name)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self.tensor[rows]
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether a file begins as `torch.save` writes it, and does not call itself a safetensors file."""
+    if path.suffix == ".safetensors" or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(2)
+    return start in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04")  # a zip file, or before torch 1.6 a pickle
+
+
+def read(path: Path) -> TorchFile:
+    """Read a file of `torch.save`. The bytes of a tensor are read when the tensor is used.
+
+    Raises:
+        UsageError: it is damaged, it holds more than tensors and plain values, or it has no weights.
+    """
+    content = _load(path)
+    if not isinstance(content, Mapping):
+        raise UsageError(
+            f"{path} holds a {type(content).__name__}, and no weights by name", where=WHERE, remedy=_remedy()
+        )
+    values = {str(key): value for key, value in content.items()}
+    found = [key for key in _WEIGHTS if _tensors(values.get(key))]
+    if len(found) > 1:
+        raise UsageError(
+            f"{path} holds weights under {' and under '.join(map(repr, found))}",
+            where=WHERE,
+            remedy="save the weights that are meant in a file of their own: torch.save(weights, FILE)",
+        )
+    if not found:
+        if not _tensors(values):
+            what = f"{path} holds no weights by name. It has the keys {_listed(map(repr, values))}"
+            raise UsageError(what, where=WHERE, remedy=_remedy())
+        return TorchFile(path, _tensors(values), "the whole file", others=_no_tensors(values, ()))
+    optimizer, scaler = (
+        next((key for key in keys if isinstance(values.get(key), Mapping | list)), None)
+        for keys in (_OPTIMIZERS, _SCALERS)
+    )
+    state = values[optimizer] if optimizer else None
+    inner = _no_tensors(values[found[0]], (), f"{found[0]}.")
+    return TorchFile(
+        path,
+        _tensors(values[found[0]]),
+        f"its key {found[0]!r}",
+        optimizer=state[0] if isinstance(state, list) and len(state) == 1 else state,  # Lightning writes a list
+        optimizer_class=values.get(OPTIMIZER_CLASS),
+        scaler=(values[scaler] or None) if scaler else None,
+        others=(*_no_tensors(values, (found[0], optimizer, scaler, *_ABOUT), tensors=True), *inner),
+    )
+
+
+def unwrapped(names: Iterable[str], own: Container[str] | Iterable[str]) -> dict[str, str]:
+    """The names in a file by the names that they have without what wrappers put in front of all of them.
+
+    DDP and DataParallel put `module.` in front, torch.compile `_orig_mod.` (also in the middle of a name), and modules
+    of Lightning often `model.`.
+
+    Args:
+        own: the names in the model. What one of them begins with belongs to the model.
+    """
+    own_names = list(own)  # type: ignore[arg-type]
+    found = {name: name for name in names}
+    if not any(_COMPILED in name for name in own_names):
+        shorter = {name.replace(_COMPILED, ""): name for name in found}
+        found = shorter if len(shorter) == len(found) else found
+    for _ in range(len(_PREFIXES)):
+        for prefix in _PREFIXES:
+            is_before_all = bool(found) and all(name.startswith(prefix) for name in found)
+            if is_before_all and not any(name.startswith(prefix) for name in own_names):
+                found = {name.removeprefix(prefix): in_file for name, in_file in found.items()}
+    return found
+
+
+def write(content: Mapping[str, Any], path: Path) -> Path:
+    """Write `content` with `torch.save`. A kill at any instant leaves the whole file, or nothing of that name.
+
+    Raises:
+        UsageError: `path` exists.
+        CheckpointError: the disk is full or not writable.
+    """
+    path = path.resolve()
+    if path.exists():
+        raise UsageError("exists already", where=str(path), remedy="give the name of a new file, such as training.pt")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.staged_file(path) as staging:
+            torch.save(dict(content), staging)
+        atomic.sync(path.parent)
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a stream cannot be written
+        remedy = "free disk space, repair permissions, or give another place"
+        raise CheckpointError(f"cannot be written: {error}", where=str(path), remedy=remedy) from error
+    return path
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        match = _UNSAFE.search(str(error))
+        if match is None:
+            raise _damaged(path, error) from error
+        raise UsageError(
+            f"{path} is not read: it asks to call {match[1]}. A file of torch.save can run any code in this way, so "
+            "only tensors and plain values are read (weights_only=True)",
+            where=WHERE,
+            remedy=f"if you trust the file, load it where it was written, and save its state dicts alone. {_remedy()}",
+        ) from error
+    except Exception as error:  # a damaged zip file or pickle may raise any exception
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> UsageError:
+    first = (str(error).splitlines() or [""])[0] or type(error).__name__
+    remedy = "it is damaged, or no file of torch.save: fetch or save it again"
+    return UsageError(f"{path} cannot be read as a file of torch.save: {first}", where=WHERE, remedy=remedy)
+
+
+def _remedy() -> str:
+    return 'Save a dict such as {"model": model.state_dict(), "optimizer": optimizer.state_dict()}'
+
+
+def _tensors(value: Any) -> dict[str, Tensor]:
+    """The tensors that stand directly in a mapping, by name; empty where `value` is no such mapping."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(name): tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
+
+
+def _no_tensors(
+    values: Mapping[Any, Any], taken: Container[str | None], prefix: str = "", tensors: bool = False
+) -> tuple[str, ...]:
+    """What else stands in a mapping, in words.
+
+    Args:
+        taken: keys that are left out.
+        tensors: whether tensors count, too.
+    """
+    words = []
+    for key, value in values.items():
+        if key in taken or (isinstance(value, Tensor) and not tensors):
+            continue
+        words.append(f"{prefix}{key}={value!r}" if isinstance(value, int | float) else f"{prefix}{key}")
+    return tuple(words)
+
+
+def _listed(words: Iterable[str]) -> str:
+    shown = list(words)
+    return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")

@@ -1,0 +1,275 @@
+"""Before the first step of a new run: try the loss and the evaluation on a few samples. This leaves no trace.
+
+Without it, a fault in the evaluation would show only after an epoch, and a loss that is a mean would never show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core import metric_sync, task_checks
+from lockstep.core.checkpoint import store
+from lockstep.core.checks import same_samples
+from lockstep.core.checks.same_output import check_same_output
+from lockstep.core.data.loader import Loader, MicroBatch
+from lockstep.core.data.order import EvaluationPlan, MicroBatchPlan, StepPlan
+from lockstep.core.data.randomness import restored_generators, seed_forward
+from lockstep.core.errors import DataError, UsageError, did_you_mean
+from lockstep.core.evaluate import check_names, measure, predicted, split
+from lockstep.core.parallel.buffers import restored_state
+from lockstep.core.parallel.precision import Precision
+from lockstep.core.parallel.world import World
+
+if TYPE_CHECKING:
+    from lockstep.core.task import Task
+
+_SAMPLES = 8
+_TRAINING_DATA = "Task.train_data or Task.prepare"
+_APART = 0.1  # a loss is a mean only if it differs from the sum by more than this share of the losses
+_NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # a share of the losses that rounding explains, by precision
+
+
+@contextlib.contextmanager
+def without_trace(forward: nn.Module, world: World, compiled: bool, kind: str = "") -> Generator[None, None, None]:
+    """Inside: evaluation mode, without gradients. Afterwards: training mode, and model and random states as before.
+
+    Args:
+        kind: see `restored_state`.
+        compiled: whether `torch.compile` was applied to `forward`. Inside, the compiler is off, because it would
+            otherwise specialise on the shapes of these few samples.
+    """
+    as_written = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+    try:
+        forward.eval()
+        with restored_state(forward, kind), restored_generators(world.device), torch.no_grad(), as_written:
+            yield
+    finally:
+        forward.train()
+
+
+def look_at_losses(
+    forward: nn.Module,
+    loader: Loader,
+    plan: StepPlan,
+    *,
+    world: World,
+    precision: Precision,
+    must_run: bool,
+    allow_mean: bool = False,
+) -> list[str]:
+    """Check that all ranks read the same samples, and that the loss is a sum over its units, and not a mean.
+
+    The loss of some samples of the first step is compared with the losses of their two halves.
+
+    Args:
+        forward: a `Forward`. All ranks call this with the same samples, so that they gather shards together.
+        must_run: whether evaluations will call the loss in evaluation mode. If so, its exceptions are raised here.
+            Otherwise they are left to the first step, which calls the loss in training mode.
+        allow_mean: whether a loss that is a mean is a warning, and no error.
+
+    Returns:
+        a warning, where the samples change or such a loss is allowed; else nothing.
+
+    Raises:
+        UsageError: the ranks have different samples, or the loss is a mean.
+    """
+    indices = plan.indices(0)[0][: min(_SAMPLES, max(2, plan.micro_batch_at(0)))].tolist()
+    if len(indices) < 2:
+        return []
+    half = len(indices) // 2
+    parts = read(loader, [indices, indices[:half], indices[half:]])  # the whole, then its halves
+    remarks = same_samples.check_batch(parts[0], loader, what="training", where=_TRAINING_DATA, world=world)
+    mean = _mean_losses(forward, plan, parts, precision=precision, must_run=must_run)
+    if mean is None:
+        return remarks
+    if not allow_mean:
+        raise mean
+    return [*remarks, f"WARNING: {mean.where}: {mean.what}: train.allow_mean_loss=true wants it so"]
+
+
+def _mean_losses(
+    forward: nn.Module, plan: StepPlan, parts: Sequence[MicroBatch], *, precision: Precision, must_run: bool
+) -> UsageError | None:
+    """The error, where the loss is a mean. See `look_at_losses`; `parts` are some samples and their two halves."""
+    if any(part.filler for part in parts):  # no sample of a part can be read
+        return None
+    tensors: list[dict[str, Any]] = []
+    try:
+        for part in parts:
+            seed_forward(0, precision.device)  # the same noise for the whole and for its halves, and on every rank
+            with precision.autocast():
+                tensors.append(forward(part.batch))
+    except Exception:
+        if must_run:
+            raise
+        return None
+    values = [loss for by_head in tensors for loss in by_head.values()]
+    if not values or not all(map(_is_number, values)):
+        return None  # the first step reports the fault
+    near = max(_NEAR[precision.name], *(4 * torch.finfo(loss.dtype).eps for loss in values))
+    losses = [{head: float(loss) for head, loss in by_head.items()} for by_head in tensors]
+    heads = [head for head in losses[0] if _is_mean(head, losses, parts, near=near)]
+    if not heads:
+        return None
+    samples = plan.samples(0) / (plan.world * plan.count(0))
+    share = samples * _units(parts[0], heads[0]) / parts[0].samples
+    if share < 1.5:  # a micro-batch has about one unit, so its mean is its sum
+        return None
+    whole, first, second = (by_head[heads[0]] for by_head in losses)
+    named = f", head{'s' * (len(heads) > 1)} {' and '.join(map(repr, heads))}," if len(losses[0]) > 1 else ""
+    return UsageError(
+        f"it{named} returns a mean, not the SUM over its units: {parts[0].samples} samples give {whole:.4g}, and their "
+        f"two halves {first:.4g} and {second:.4g}. Lockstep divides the sum by the units of the global batch, so this "
+        f"run would train with about 1/{share:.0f} of the gradient",
+        where=f"Task.loss ({task_checks.line_of(forward.loss)})",
+        remedy="return the sum (reduction='sum'), or the mean times its number of units; for a loss that is meant as "
+        "it is: train.allow_mean_loss=true",
+    )
+
+
+class LookedAt(NamedTuple):
+    """An evaluation of some samples."""
+
+    messages: list[str]
+    """Warnings for the log."""
+    names: list[str] | None = None
+    """Names of the results of an evaluation. None: they are not known, because the metrics need more samples."""
+
+
+def look_at_evaluation(
+    task: Task,
+    forward: nn.Module,
+    loader: Loader,
+    *,
+    plan: EvaluationPlan,
+    world: World,
+    precision: Precision,
+) -> LookedAt:
+    """Evaluate some samples, spread over the data set. Each rank evaluates them by itself.
+
+    Args:
+        forward: a `Forward`. All ranks call this with the same samples, so that they gather shards together.
+
+    Raises:
+        UsageError: `Task.loss` gives another output than `Task.predict`.
+    """
+    count = min(_SAMPLES, plan.micro_batch, plan.length)
+    (micro_batch,) = read(loader, [[number * plan.length // count for number in range(count)]])
+    metrics, update = task_checks.metrics(task)
+    by_head, output = measure(task, forward, micro_batch, precision=precision, wants_output=False)
+    names = ["loss", *(f"loss/{head}" for head in by_head if len(by_head) > 1), "samples", "bad"]
+    messages = same_samples.check_batch(
+        micro_batch, loader, what="evaluation", where="Task.eval_data or Task.prepare", world=world
+    )
+    if metrics is not None:
+        if output is None:
+            with precision.autocast():
+                output = forward(micro_batch.batch, partial(predicted, task))
+        else:
+            near = _NEAR[precision.name]
+            check_same_output(task, forward, micro_batch.batch, precision=precision, world=world, near=near)
+        messages += _check_shape(output, len(micro_batch.indices))
+        update = metric_sync.place(metrics, update, world.device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # metrics warn of classes that these few samples lack
+            update(metrics, output, micro_batch.batch)
+            try:
+                values, _ = metric_sync.compute(metrics, World(0, 1, 0, world.device))
+            except Exception as error:  # some metrics need more samples
+                cause = f"{type(error).__name__}: {error}"
+                return LookedAt([*messages, f"warning: the metrics of {count} samples cannot be computed ({cause})"])
+            finally:
+                metrics.reset()
+        check_names(values)
+        names += values
+        for metric in metrics.values():  # such as an AUC, which is undefined where a few samples have one class
+            names += getattr(metric, "possible_results", ())
+    return LookedAt(messages, names)
+
+
+def check_results(chosen: Mapping[str, str], names: Sequence[str]) -> None:
+    """Raises UsageError where a key of the config names a result, and `names` lack that result.
+
+    Args:
+        chosen: name of the result by key.
+    """
+    for key, result in chosen.items():
+        if result not in names:
+            remedy = f"{did_you_mean(result, names)}There are: {', '.join(names)}"
+            raise UsageError(f"there is no metric {result}", where=key, remedy=remedy)
+
+
+def check_is_evaluated(chosen: Mapping[str, str], evaluates: bool) -> None:
+    """Raises UsageError where a key of the config names a result, but the run evaluates nothing."""
+    for key, result in () if evaluates else chosen.items():
+        left_out = key.removesuffix(".metric")  # train.stop_when must have a metric
+        remedy = f"set train.eval_every_epochs or train.eval_every_steps, or leave out {left_out}"
+        raise UsageError(f"nothing is evaluated, so there is no {result}", where=key, remedy=remedy)
+
+
+def check_results_of_saved(chosen: Mapping[str, str], checkpoints: Path, world: World) -> None:
+    """Raises UsageError where checkpoints hold results of evaluations, and lack a result that the config names."""
+    saved = world.on_rank0(lambda: store.listed(checkpoints))
+    known = sorted({name for checkpoint in saved for name in checkpoint.metrics})
+    if known:
+        check_results(chosen, known)
+
+
+def read(loader: Loader, parts: Sequence[Sequence[int]]) -> list[MicroBatch]:
+    """A micro-batch for each list of sample indices in `parts`, prepared for epoch 0."""
+    plans = [MicroBatchPlan(tuple(part), 0, False) for part in parts]
+    with contextlib.closing(loader.run(lambda: plans)) as micro_batches:
+        return list(micro_batches)
+
+
+def _units(part: MicroBatch, head: str) -> float:
+    return part.weights.get(head, 0.0) if part.weights is not None else float(part.samples)
+
+
+def _is_mean(head: str, losses: Sequence[Mapping[str, float]], parts: Sequence[MicroBatch], *, near: float) -> bool:
+    """Whether the loss of the whole is the mean of the losses of its halves, and not their sum.
+
+    Args:
+        losses, parts: of the whole, the first half and the second half.
+        near: difference that rounding explains, as a share of the losses.
+    """
+    whole, *halves = (by_head.get(head, math.nan) for by_head in losses)
+    units, *units_of_halves = (_units(part, head) for part in parts)
+    scale = sum(map(abs, halves))
+    if not (math.isfinite(whole) and 0 < scale < math.inf) or not units or not sum(units_of_halves):
+        return False
+    # A weight may itself be 1 for each micro-batch, and not add up. So the losses per unit are compared.
+    expected = sum(halves) * units / sum(units_of_halves)
+    if not abs(whole - expected) > _APART * scale:
+        return False
+    samples_of_halves = [part.samples for part in parts[1:]]
+    for first, second in (units_of_halves, samples_of_halves, (1, 1)):
+        mean = (first * halves[0] + second * halves[1]) / (first + second)
+        if abs(whole - mean) <= near * scale:
+            return True
+    # A mean with other weights, such as those of classes, lies between the means of the halves. Their sum is far away.
+    first, second = sorted(halves)
+    return first * second > 0 and first < whole < second
+
+
+def _is_number(loss: Any) -> bool:
+    return isinstance(loss, Tensor) and loss.is_floating_point() and not loss.ndim
+
+
+def _check_shape(output: Any, count: int) -> list[str]:
+    """A warning, where the output has no part for each sample: predictions need the parts, evaluations do not."""
+    try:
+        split(output, count)
+    except DataError as error:
+        text = f"warning: {error.where} gave {error.what}: metrics get it as it is, but predictions fail"
+        return [f"{text}. {error.remedy}" if error.remedy else text]
+    return []

@@ -1,0 +1,154 @@
+"""Checks after the first steps, and before each checkpoint, that a resumed run gets all that the training changes."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from lockstep.core import task_checks
+from lockstep.core.build import PreparedRun
+from lockstep.core.checkpoint import state as checkpoint_state
+from lockstep.core.checkpoint.form import Kind, described, kinds
+from lockstep.core.checks.outside_state import OutsideState
+from lockstep.core.data.loader import MicroBatch
+from lockstep.core.data.randomness import restored_generators, seed_all
+from lockstep.core.errors import LockstepError, TrainingError
+from lockstep.core.task import Task
+from lockstep.parts.replica_probe import differing, digests_of
+
+
+class FirstSteps:
+    """Compares the state that would be saved with the state of a newly built model: names, shapes and dtypes.
+
+    Buffers may take another shape, and extra states may be anything: a checkpoint restores them. A model in which they
+    changed is built once more, on rank 0, and loads them. State outside of what is saved is looked at, too.
+
+    It is made before anything runs the model.
+    """
+
+    def __init__(self, prepared: PreparedRun, task: Task, tell: Callable[[str], None]) -> None:
+        self.prepared, self.task, self.tell = prepared, task, tell
+        self.loads: Mapping[str, Kind] = kinds(prepared.built.model.state_dict())
+        """The form of a state that a newly built model is known to load."""
+        self.tried: set[str] = set()
+        """Names of what has another form than in a new model, and was loaded into one."""
+        self.outside = OutsideState(prepared.built.model, task) if prepared.state.world.rank == 0 else None
+        self._look()
+
+    def checked(self, batches: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+        """The batches of the first two steps. When the next batch is asked for, the step before it is checked."""
+        state, first, done = self.prepared.state, self.prepared.state.step, 0
+        for micro_batches in batches:
+            yield micro_batches
+            done = state.step - first
+            self._look()
+            if done == 1:
+                self._check_replicas()
+                state.strategy.sync_buffers()
+                self.check_loadable()
+            else:
+                self._warn()
+                return
+
+    def _check_replicas(self) -> None:
+        """Check that all ranks hold the same parameters, where each holds all of them.
+
+        Raises:
+            TrainingError: on all ranks; names the first parameter that differs.
+        """
+        state, world = self.prepared.state, self.prepared.state.world
+        if state.strategy.is_sharded or world.size == 1:
+            return
+        by_rank = world.gather(digests_of(dict(self.prepared.built.model.named_parameters())))
+        found = world.broadcast(differing(by_rank) if by_rank is not None else None)
+        if found:
+            raise TrainingError(
+                f"after step {state.step} the ranks do not hold the same parameters: {found[0].who} in {found[0].name}",
+                where="Task.model",
+                remedy="change parameters by the optimizer alone. What forward passes compute from samples, such as a "
+                "code book, belongs into buffers (register_buffer): every rank gets those of rank 0",
+            )
+
+    def _look(self) -> None:
+        if self.outside is not None:
+            self.outside.look()
+
+    def _warn(self) -> None:
+        warnings = self.prepared.warnings
+        for text in self.outside.warnings() if self.outside is not None else ():
+            if text not in warnings:
+                warnings.append(text)
+                self.tell(text)
+
+    def check_loadable(self) -> None:
+        """Check that the optimizer has the model's parameters, and that a newly built model can load the state.
+
+        All ranks call it, after their buffers were made the same.
+
+        Raises:
+            TrainingError: on all ranks; names the tensors, and how they differ.
+        """
+        world, state = self.prepared.state.world, self.prepared.state
+        state.strategy.check_kept()
+        found = kinds(self.prepared.built.model.state_dict())
+        code = zlib.crc32(repr(sorted(found.items())).encode())
+        if world.all_max(code) != -world.all_max(-code):
+            self._refuse_uneven(found)
+        if found == self.loads:
+            return
+        new = self.prepared.form
+        if names := new.misfits(found):
+            remedy = "make all parameters when the model is made, with their final shapes and dtypes. "
+            remedy += "A tensor that changes its shape must be a buffer (register_buffer)"
+            if state.strategy.is_sharded:
+                remedy += ", and parallel.strategy ddp or single: with fsdp, a buffer keeps its shape"
+            raise TrainingError(
+                f"after step {state.step} no checkpoint of this run can be loaded: "
+                f"{described(new.kinds, found, names)}",
+                where="Task.model",
+                remedy=f"{remedy}. Then start anew with --fresh",
+            )
+        changed = {name for name, of in found.items() if new.kinds.get(name, ()) != of}
+        if changed - self.tried and not state.strategy.is_sharded:
+            world.on_rank0(self._try_to_load)
+            self.tried |= changed
+        self.loads = found
+
+    def _refuse_uneven(self, found: Mapping[str, Kind]) -> None:
+        world = self.prepared.state.world
+        of_rank0: Mapping[str, Kind] = world.broadcast(found)
+        names = of_rank0.keys() | found.keys()
+        differing = sorted(name for name in names if of_rank0.get(name, ()) != found.get(name, ()))
+        by_rank = world.broadcast(world.gather((world.rank, differing)))
+        rank, names_there = next((rank, names) for rank, names in by_rank if names)
+        raise TrainingError(
+            f"after step {self.prepared.state.step} the state of rank {rank} has another form than that of rank 0: "
+            f"{', '.join(names_there[:5])}",
+            where="Task.model",
+            remedy="keep in buffers what depends on samples: every rank gets the buffers of rank 0. "
+            "What get_extra_state returns must have the same form on all ranks",
+        )
+
+    def _try_to_load(self) -> None:
+        """Let a newly built model load the state, in the host's memory."""
+        prepared = self.prepared
+        tensors, values = checkpoint_state.capture(prepared.built.model, prepared.state.optimizer)
+        of_model = ((name, tensor.cpu()) for name, tensor in tensors.items() if name.startswith("model."))
+        plain = {name: value for name, value in values.items() if name.startswith("model.")}
+        with restored_generators(prepared.state.world.device), torch.device("cpu"):
+            seed_all(prepared.state.seed)
+            try:
+                model = task_checks.model(copy.copy(self.task))  # it may keep the model in an attribute
+                checkpoint_state.restore(of_model, plain, model)
+            except LockstepError:
+                raise
+            except Exception as error:
+                raise TrainingError(
+                    f"after step {prepared.state.step} a model cannot be made anew, as a resumed run must: "
+                    f"{type(error).__name__}: {error}",
+                    where="Task.model",
+                    remedy="let Task.model return a new model at every call",
+                ) from error

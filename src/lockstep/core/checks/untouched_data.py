@@ -1,0 +1,266 @@
+"""Before the first step: does a task change the samples of a data set that hands out its own memory?"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lockstep.core.data import worker_deaths
+from lockstep.core.data.executed_files import ExecutedFiles
+from lockstep.core.data.fingerprint import digest_of_sample
+from lockstep.core.data.loader import Loader, MicroBatches
+from lockstep.core.data.order import derive_seed
+from lockstep.core.data.randomness import restored_generators, seed_all
+from lockstep.core.errors import UsageError
+
+_SAMPLES = 8
+_CONTROLS = 16
+
+
+def check(loader: Loader, indices: Sequence[int], last_epoch: int = 0) -> list[str]:
+    """Read some samples as batches do, and look whether the data set then gives other samples.
+
+    A data set whose samples are new objects at each read cannot be changed so, and one sample of it is read. The
+    samples are read in another process where the loader has workers, which must not inherit files. A change is
+    harmless where the batch stays the same, such as tokens that `prepare` keeps in its sample.
+
+    Args:
+        indices: of samples; the first 8 are read.
+        last_epoch: the last epoch of the training, from 0. Samples are prepared for this epoch and for epoch 0.
+
+    Returns:
+        a warning, where a sample is another one at the second read, though all generators are seeded alike; or where
+        `prepare` or `collate` then gives another result.
+
+    Raises:
+        UsageError: `prepare` or `collate` changes the data set; names the method.
+    """
+    micro_batches = loader.micro_batches
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(
+            _Reads(micro_batches, sorted({0, last_epoch})),
+            batch_size=None,
+            sampler=[tuple(indices[:_SAMPLES])],
+            num_workers=int(loader.workers > 0),
+            collate_fn=_identity,
+            generator=torch.Generator(),
+        )
+
+    with restored_generators(loader.device):
+        (found,) = worker_deaths.read_all(make, "samples to look at")
+    which = "training" if micro_batches.training else "evaluation"
+    data = type(micro_batches.data).__name__
+    if found is None:
+        return []
+    if found.method is None:
+        return [
+            f"warning: sample {found.index} of the {which} data ({data}) is another one when it is read again, under "
+            "the same seeds of torch, NumPy and Python. So a training depends on what was read before, and cannot be "
+            "repeated or resumed exactly: to go on with it needs --allow-change data. Draw random numbers from these "
+            "generators, and let reading change no sample"
+        ]
+    if found.draws:
+        return [
+            f"warning: Task.{found.method} gives another result for sample {found.index} of the {which} data ({data}) "
+            "when it is called again, under the same seeds of torch, NumPy and Python. So a training cannot be "
+            "repeated or resumed exactly. Draw from the global generators of torch, NumPy or random, which Lockstep "
+            "seeds before each call, and not from a generator of your own, such as numpy.random.default_rng()"
+        ]
+    raise _refusal(micro_batches, found)
+
+
+@contextlib.contextmanager
+def watched(loader: Loader, index: int) -> Iterator[None]:
+    """Inside, `Task.loss` and `Task.predict` run. Where a task's own `collate` lets them, they may change the data.
+
+    Raises:
+        UsageError: they did.
+    """
+    look = _Reads(loader.micro_batches)
+    before: set[str] = set()
+    if not loader.workers and loader.micro_batches.collates:
+        with contextlib.suppress(Exception), restored_generators(loader.device):
+            before = {look.digest_when_used(index) for _ in range(2)}
+    yield
+    if len(before) == 1:
+        with restored_generators(loader.device):
+            after = look.digest_when_used(index)
+        if after not in before:
+            raise _refusal(loader.micro_batches, Changed(index, "loss"))
+
+
+def _refusal(micro_batches: MicroBatches, found: Changed) -> UsageError:
+    which = "training" if micro_batches.training else "evaluation"
+    remedy = "change a copy: sample.clone() for a tensor, sample.copy() for an array or an image, "
+    remedy += "copy.deepcopy(sample) for nested values"
+    if found.method == "loss":
+        remedy = "change a copy (clone), or let Task.collate return one, as torch.stack does"
+    return UsageError(
+        f"it changes a sample in place, and with it the {which} data: sample {found.index} of "
+        f"{type(micro_batches.data).__name__} is another one afterwards. The training would depend on the number of "
+        "epochs, evaluations and workers before",
+        where="Task.loss or Task.predict" if found.method == "loss" else f"Task.{found.method}",
+        remedy=remedy,
+    )
+
+
+@dataclass
+class Changed:
+    """A sample of a data set that is another one when it is read again."""
+
+    index: int
+    method: str | None
+    """The method of the task that changed it. None: reading alone."""
+    draws: bool = False
+    """The method changed nothing, but gives another result when it is called again."""
+
+
+class _Reads(Dataset[Changed | None]):
+    """What is found out about some samples, by their indices."""
+
+    def __init__(self, micro_batches: MicroBatches, epochs: Sequence[int] = (0,)) -> None:
+        self.files = ExecutedFiles()  # comes before objects of the classes in them
+        self.micro_batches, self.epochs = micro_batches, epochs
+
+    def __getitem__(self, indices: tuple[int, ...]) -> Changed | None:
+        with contextlib.suppress(Exception):  # the loader decides what an unreadable sample means
+            return self._look(indices)
+        return None
+
+    def _look(self, indices: tuple[int, ...]) -> Changed | None:
+        one = self.micro_batches
+        if type(one.data) is TensorDataset and not one.prepares and not one.collates:
+            return None
+        for index in indices:
+            first = self._read(index)
+            before, own = digest_of_sample(first), set(_memory(first))
+            again = self._read(index)
+            if digest_of_sample(again) != before:
+                return Changed(index, None)
+            if own.isdisjoint(_memory(again)):
+                break
+            if changed := self._use(index, before):
+                return changed
+        return self._draws(indices[0])
+
+    def _draws(self, index: int) -> Changed | None:
+        """Whether equal samples give other batches under the same seeds, and by which method."""
+        if self.digest_of_batch(index) == self.digest_of_batch(index):
+            return None
+        prepared = {digest_of_sample(self._prepared(index, 0, self._read(index))) for _ in range(2)}
+        method = "prepare" if len(prepared) > 1 else "collate"
+        return Changed(index, method, draws=True) if self._has_own(method) else None
+
+    def digest_of_batch(self, index: int) -> str | None:
+        """The digest of a batch of one sample. None: it cannot be compared."""
+        return self.batch(index, 0, [self._read(index)])
+
+    def _use(self, index: int, before: str) -> Changed | None:
+        """Prepare and collate a sample for each epoch, and read it again."""
+        one, unused = self.micro_batches, None
+        with contextlib.suppress(Exception):
+            unused = copy.deepcopy(self._read(index))
+        for epoch in self.epochs:
+            value = self._read(index)
+            for method in ("prepare", "collate"):
+                value = self._prepared(index, epoch, value) if method == "prepare" else one.task.collate([value])
+                if (after := self.digest(index)) == before:
+                    continue
+                if not self._has_own(method) or not self._repeats(index):
+                    return Changed(index, None)
+                if unused is None or not self._is_harmless(index, unused):
+                    return Changed(index, method)
+                before = after
+        return None
+
+    def _prepared(self, index: int, epoch: int, sample: Any) -> Any:
+        one = self.micro_batches
+        seed_all(derive_seed(one.seed, epoch, index))
+        return one.task.prepare(sample, epoch, one.training)
+
+    def _is_harmless(self, index: int, unused: Any) -> bool:
+        """Whether a sample that was used before gives the same batches as an unused copy of it, in each epoch.
+
+        The batches have an unused copy of the sample beside it, before and after it.
+        """
+        epochs = {*self.epochs, 1} if self.micro_batches.training else self.epochs  # a training may be made longer
+
+        def batch(epoch: int, sample: Any, place: int) -> str | None:
+            samples = [copy.deepcopy(unused)]
+            samples.insert(place, sample)
+            return self.batch(index, epoch, samples)
+
+        return all(
+            (first := batch(epoch, copy.deepcopy(unused), place)) is not None
+            and batch(epoch, self._read(index), place) == first
+            for epoch in epochs
+            for place in (0, 1, 0)
+        )
+
+    def batch(self, index: int, epoch: int, samples: Sequence[Any]) -> str | None:
+        """The digest of a batch of raw samples, all of them of this index. None: it cannot be compared."""
+        task, prepared = self.micro_batches.task, [self._prepared(index, epoch, sample) for sample in samples]
+        seed_all(derive_seed(self.micro_batches.seed, epoch, index))
+        batch = task.collate(prepared)
+        return digest_of_sample(batch) if _is_comparable(batch) else None
+
+    def _has_own(self, method: str) -> bool:
+        """Without a method of its own, the task has changed nothing: the data set reads other samples by itself."""
+        return self.micro_batches.prepares if method == "prepare" else self.micro_batches.collates
+
+    def _repeats(self, index: int) -> bool:
+        """Read a sample several times more. It would differ again where the data set draws its samples."""
+        return len({self.digest(index) for _ in range(_CONTROLS)}) == 1
+
+    def digest_when_used(self, index: int) -> str:
+        """The digest of a batch of one sample, or that of the raw sample, where batches cannot be compared."""
+        return self.digest_of_batch(index) or self.digest(index)
+
+    def digest(self, index: int) -> str:
+        """The digest of a raw sample."""
+        return digest_of_sample(self._read(index))
+
+    def _read(self, index: int) -> Any:
+        one = self.micro_batches
+        seed_all(derive_seed(one.seed, 0, index))
+        return one.data[index]
+
+
+def _memory(value: Any) -> Iterator[int]:
+    """What can be changed in place in a sample: addresses of tensors and arrays, identities of other objects."""
+    if isinstance(value, Tensor):
+        yield value.data_ptr() if value.layout == torch.strided else id(value)
+    elif isinstance(value, np.ndarray):
+        yield value.__array_interface__["data"][0]
+    elif isinstance(value, str | bytes | int | float | complex | None | np.generic):
+        return
+    else:
+        if not isinstance(value, tuple | frozenset):
+            yield id(value)
+        for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+            yield from _memory(item)
+
+
+def _is_comparable(value: Any) -> bool:
+    """Whether `digest_of_sample` takes all that is in a value, and not only the names of types."""
+    if isinstance(value, Mapping):
+        return all(map(_is_comparable, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_comparable, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return all(_is_comparable(getattr(value, field.name)) for field in fields(value))
+    known = isinstance(value, Tensor | np.ndarray | np.generic | str | bytes | int | float | complex | None)
+    return known or (hasattr(value, "tobytes") and hasattr(value, "size"))
+
+
+def _identity(value: Any) -> Any:
+    return value

@@ -1,0 +1,133 @@
+"""A fingerprint of a data set, to notice that a resumed run has other data: its length and a few raw samples."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep.core.data import worker_deaths
+
+
+def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
+    """The length as `samples`, and a `digest` (hexadecimal SHA-256) of the first, the middle and the last raw sample.
+
+    Args:
+        in_worker: read the samples in a process of their own. Loader workers must not inherit files that a data set
+            opens with its first sample (HDF5, LMDB).
+
+    Raises:
+        DataError: this process was killed again and again.
+    """
+    return of_digests(len(data), digests(data, looked_at(len(data)), in_worker))
+
+
+def looked_at(length: int) -> list[int]:
+    """The indices of the first, the middle and the last sample."""
+    return sorted({0, (length - 1) // 2, length - 1}) if length else []
+
+
+def of_digests(length: int, digests: Sequence[str]) -> dict[str, Any]:
+    """The fingerprint of a data set of this length, from the digests of its samples `looked_at`."""
+    return {"samples": length, "digest": hashlib.sha256("".join([str(length), *digests]).encode()).hexdigest()}
+
+
+def digests(data: Any, indices: Sequence[int], in_worker: bool = False) -> list[str]:
+    """Digests of raw samples, each read under a seed of its own; see `fingerprint`."""
+    return _read_all(_Digests(data), indices, in_worker)
+
+
+def sample(data: Any, index: int, in_worker: bool = False) -> Any:
+    """A raw sample, read under the seed with which its digest is made."""
+    return _read_all(_Samples(data), [index], in_worker)[0]
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256 (hexadecimal) of a sample or a batch."""
+    digest = hashlib.sha256()
+    _add(digest, value)
+    return digest.hexdigest()
+
+
+UNREADABLE = hashlib.sha256(b"unreadable").hexdigest()
+"""In the place of the digest of a sample that cannot be read."""
+
+
+def _read_all(data: Dataset[Any], indices: Sequence[int], in_worker: bool) -> list[Any]:
+    def make() -> DataLoader[Any]:
+        options: dict[str, Any] = {"num_workers": int(in_worker), "generator": torch.Generator()}
+        return DataLoader(data, batch_size=None, sampler=indices, collate_fn=_as_it_is, **options)
+
+    return worker_deaths.read_all(make, f"samples {list(indices)}")
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+class _Samples(Dataset[Any]):
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __getitem__(self, index: int) -> Any:
+        torch.default_generator.manual_seed(index)
+        random.seed(index)
+        np.random.seed(index % 2**32)
+        return self.data[index]
+
+
+class _Digests(_Samples):
+    def __getitem__(self, index: int) -> str:
+        try:
+            return digest_of(super().__getitem__(index))
+        except Exception:  # the loader decides whether an unreadable sample is an error
+            return UNREADABLE
+
+
+def digest_of_sample(value: Any) -> str:
+    """A digest of the values in a sample, however they are nested."""
+    digest = hashlib.sha256()
+    _add(digest, value)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, value: Any) -> None:
+    """Add tensors, arrays, images, text, numbers and containers of them to a digest; of other values their repr."""
+    digest.update(f"|{type(value).__name__}:".encode())
+    if isinstance(value, torch.Tensor):
+        value = value.to_dense() if value.layout != torch.strided else value
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray | np.generic):
+        digest.update(f"{value.dtype}{value.shape}".encode())
+        if value.dtype.hasobject:
+            _add(digest, value.tolist())
+        else:
+            digest.update(value.tobytes())
+    elif isinstance(value, bytes):
+        digest.update(value)
+    elif isinstance(value, str | int | float | bool | None):
+        digest.update(repr(value).encode())
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _add(digest, key)
+            _add(digest, item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _add(digest, item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            _add(digest, getattr(value, field.name))
+    elif hasattr(value, "tobytes") and hasattr(value, "size"):  # a PIL image
+        digest.update(str(value.size).encode())
+        digest.update(value.tobytes())
+    elif isinstance(value, set | frozenset):
+        digest.update(",".join(sorted(map(repr, value))).encode())
+    elif " at 0x" not in (text := repr(value)):  # a repr with an address would differ in the next process
+        digest.update(text.encode())

@@ -1,0 +1,501 @@
+"""From planned indices to batches: samples are read in worker processes, each under its own seed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import numbers
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lockstep.core.data import worker_deaths
+from lockstep.core.data.device_copies import Copy, DeviceCopies
+from lockstep.core.data.executed_files import ExecutedFiles
+from lockstep.core.data.order import MicroBatchPlan, StepPlan, derive_seed, derive_seeds
+from lockstep.core.data.randomness import SampleSeeding, restored_generators, seed_all
+from lockstep.core.data.sample_errors import error_of_batch, error_of_sample
+from lockstep.core.data.tensors import pinned
+from lockstep.core.errors import DataError, LockstepError, TrainingError, exit_of_task
+
+OnError = Literal["raise", "skip"]
+Weights = dict[str, float] | None
+Plans = Callable[[], Iterable[MicroBatchPlan]]
+Bad = tuple[tuple[int, str], ...]  # index and message of each sample that could not be read
+
+_NONE_BAD: Bad = ()
+_LAST_BATCHES_S = 15.0  # how long a worker stays after SIGTERM
+_COLLATE = 0x0BA7C4  # a word in the seeds of micro-batches, so that no sample has the same seed
+_SUBSTITUTES = 32  # how many samples are tried if no sample of a micro-batch can be read
+
+
+class SampleTask(Protocol):
+    """The part of a `Task` that runs in loader workers."""
+
+    def prepare(self, sample: Any, epoch: int, training: bool) -> Any: ...
+    def collate(self, samples: list[Any]) -> Any: ...
+    def weight(self, batch: Any) -> Any: ...
+
+
+def is_default(method: Callable[..., Any]) -> bool:
+    """Whether a bound method of a task is the method of `Task` itself.
+
+    The functions of `Task` have an attribute `default` that holds the function. A mark that is just True would not do:
+    decorators copy attributes to the function that they return.
+    """
+    function = getattr(method, "__func__", None)
+    return function is not None and getattr(function, "default", None) is function
+
+
+@dataclass
+class MicroBatch:
+    """A micro-batch, ready for the forward pass."""
+
+    collated: Any
+    """What the task's `collate` returned, in the host's memory."""
+    indices: tuple[int, ...]
+    """Indices of its samples."""
+    epoch: int
+    """Epoch of its samples."""
+    weights: Weights
+    """Units by head, as the task counts them; None: the unit is the sample."""
+    filler: bool
+    """True if the micro-batch counts with weight zero."""
+    bad: Bad = ()
+    """Index and message of each sample that could not be read and was left out."""
+    copy: Callable[[Any], Copy] | None = field(default=None, repr=False)
+    """Begins to copy `collated` to the device. None: it is there already."""
+    _copied: Copy | None = field(default=None, repr=False)
+
+    def begin_copy(self) -> None:
+        """Begin to copy the batch to the device, if that has not begun yet."""
+        if self._copied is None and self.copy is not None:
+            self._copied = self.copy(self.collated)
+
+    @property
+    def batch(self) -> Any:
+        """The batch on the device. It is copied when it is first asked for, if its copy has not begun yet."""
+        self.begin_copy()
+        return self.collated if self._copied is None else self._copied.wait()
+
+    def let_go(self) -> None:
+        """Free the copy on the device."""
+        self._copied = None
+
+    @property
+    def samples(self) -> int:
+        """Number of samples that count."""
+        return 0 if self.filler else len(self.indices)
+
+    def pin_memory(self) -> MicroBatch:
+        """A copy in page-locked memory. Called by torch's DataLoader."""
+        return replace(self, collated=pinned(self.collated))
+
+
+def one_ahead(micro_batches: Sequence[MicroBatch]) -> Generator[MicroBatch, None, None]:
+    """The micro-batches. Each is on the device until the next is asked for, and the copy of the next has begun."""
+    for place, micro_batch in enumerate(micro_batches):
+        micro_batch.begin_copy()
+        if place + 1 < len(micro_batches):
+            micro_batches[place + 1].begin_copy()
+        yield micro_batch
+        micro_batch.let_go()
+
+
+class MicroBatches(Dataset[MicroBatch]):
+    """A data set of micro-batches: `micro_batches[plan]` reads, prepares and collates samples.
+
+    The random numbers of a sample (torch, NumPy, Python) depend on the run's seed, the epoch and the index alone.
+    Those of `collate` depend on the seed, the epoch and the first index of the micro-batch.
+
+    Args:
+        data: raw samples by index.
+        task: prepares and collates them.
+        seed: of the run.
+        training: passed on to `Task.prepare`.
+        on_error: `raise`, or `skip` samples that cannot be read.
+    """
+
+    def __init__(
+        self, data: Dataset[Any], task: SampleTask, seed: int, *, training: bool, on_error: OnError = "raise"
+    ) -> None:
+        self.data, self.task, self.seed, self.training, self.on_error = data, task, seed, training, on_error
+        # Bound methods are compared: methods may be set on the object, and a wrapper may pass on those of another task.
+        self.prepares, self.collates = not is_default(task.prepare), not is_default(task.collate)
+        self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
+        self.read_many = None if self.prepares else getattr(data, "__getitems__", None)
+        self.seeding = SampleSeeding(lazily=self.read_many is not None)
+
+    def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch:
+        if self.at_once:  # the same as reading each sample and collating them
+            indices = torch.tensor(plan.indices)
+            batch = [tensor[indices] for tensor in self.data.tensors]  # type: ignore[attr-defined]
+            return self._micro_batch(plan, batch, plan.indices, plan.filler, _NONE_BAD)
+        while True:
+            self.seeding.begin(derive_seed(self.seed, plan.epoch))
+            samples, read, bad = self._read(plan)
+            if not self.seeding.found_more():  # otherwise read again, at most once for each generator
+                break
+        filler = plan.filler or not read
+        if not read:
+            samples, read = self._substitute(plan)
+        if self.collates:
+            seed_all(derive_seed(self.seed, plan.epoch, plan.indices[0], _COLLATE))
+        try:
+            batch = self.task.collate(samples)
+        except Exception as raised:
+            if (error := error_of_batch(read, raised)) is None:
+                raise
+            raise error from raised
+        return self._micro_batch(plan, batch, read, filler, _NONE_BAD if plan.filler else bad)
+
+    def _micro_batch(
+        self, plan: MicroBatchPlan, batch: Any, indices: tuple[int, ...], filler: bool, bad: Bad
+    ) -> MicroBatch:
+        if batch is None:
+            raise TrainingError(
+                "it returned None",
+                where="Task.collate",
+                remedy="return a batch: tensors, or dicts, lists or tuples of them",
+            )
+        return MicroBatch(batch, indices, plan.epoch, _as_floats(self.task.weight(batch), filler), filler, bad)
+
+    def _read(self, plan: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...], Bad]:
+        """The samples, their indices, and the samples that could not be read.
+
+        Raises:
+            DataError: a sample cannot be read, and `on_error` is `raise`.
+            TrainingError: the code that reads or prepares samples is at fault; see `error_of_sample`.
+        """
+        indices, epoch = plan.indices, plan.epoch
+        try:
+            if self.read_many is not None and not self.seeding.drawn:
+                samples = list(self.read_many(list(indices)))
+                if len(samples) == len(indices):
+                    return samples, indices, _NONE_BAD
+            return self._read_seeded(indices, epoch), indices, _NONE_BAD
+        except Exception:
+            return self._read_each(plan)
+
+    def _read_each(self, plan: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...], Bad]:
+        samples, indices, bad = [], [], []
+        for index in plan.indices:
+            method = f"{type(self.data).__name__}.__getitem__"
+            try:
+                self.seeding.seed(derive_seed(index, state=derive_seed(self.seed, plan.epoch)))
+                sample = self.data[index]
+                method = "Task.prepare"
+                samples.append(self.task.prepare(sample, plan.epoch, self.training) if self.prepares else sample)
+                indices.append(index)
+            except Exception as raised:
+                error = error_of_sample(index, raised, where=self._name(index), method=method)
+                if self.on_error == "raise" or not isinstance(error, DataError):
+                    raise error from raised
+                bad.append((index, f"{error.where}: {error.what}"))  # the remedy would advise to leave the sample out
+        return samples, tuple(indices), tuple(bad)
+
+    def _read_seeded(self, indices: tuple[int, ...], epoch: int) -> list[Any]:
+        """The samples, each under its own seed. This runs for every sample, so it calls little else."""
+        data, prepare, training, samples = self.data, self.task.prepare, self.training, []
+        for index, seed in zip(indices, derive_seeds(indices, state=derive_seed(self.seed, epoch)), strict=True):
+            for generator in self.seeding.drawn:
+                generator.seed(seed)
+            sample = data[index]
+            samples.append(prepare(sample, epoch, training) if self.prepares else sample)
+        return samples
+
+    def sample(self, index: int, epoch: int) -> Any:
+        """Sample `index` as the task prepares it for `epoch`: the same in every process and after every restart."""
+        seed_all(derive_seed(self.seed, epoch, index))
+        return self.task.prepare(self.data[index], epoch, self.training)
+
+    def _substitute(self, plan: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...]]:
+        """A readable sample and its index. A micro-batch of bad samples still needs a forward pass, of weight zero."""
+        length = len(self.data)  # type: ignore[arg-type]
+        for step in range(1, min(length, _SUBSTITUTES) + 1):
+            index = (plan.indices[0] + step) % length
+            try:
+                return [self.sample(index, plan.epoch)], (index,)
+            except Exception:  # noqa: S112 - the next sample may be readable; if none is, an error follows
+                continue
+        raise DataError(
+            f"none of {_SUBSTITUTES} samples in a row can be read",
+            where=self._name(plan.indices[0]),
+            remedy="data.on_error=skip is for single bad samples; check the path and format of the data",
+        )
+
+    def _name(self, index: int) -> str:
+        """The file of a sample, if the data set has a method `where`; else its index."""
+        where = getattr(self.data, "where", None)
+        return str(where(index)) if where else f"{type(self.data).__name__}[{index}]"
+
+
+@dataclass
+class Failure:
+    """Carries an exception out of a loader worker. torch would rebuild the exception from its text alone."""
+
+    error: Exception
+
+    def pin_memory(self) -> Failure:
+        """Called by torch's DataLoader, as for micro-batches."""
+        return self
+
+
+class Loader:
+    """Micro-batches of this rank in the order of a plan, prepared by worker processes, and copied to the device ahead.
+
+    Args:
+        micro_batches: reads the micro-batches.
+        workers: number of processes that prepare samples; 0: this process does.
+        device: device of the batches.
+        channels_last: give tensors of four dimensions (images) that memory format.
+    """
+
+    def __init__(
+        self, micro_batches: MicroBatches, workers: int, device: torch.device, *, channels_last: bool = False
+    ) -> None:
+        self.micro_batches, self.workers, self.device, self.order = micro_batches, workers, device, _Order()
+        self.copies = DeviceCopies(device, channels_last=channels_last)
+        self.tell: Callable[[str], None] = print_warning
+        """Shows a warning. By default, it goes to stderr."""
+        self.batches = self._new_batches()
+
+    def _new_batches(self) -> DataLoader[MicroBatch]:
+        return DataLoader(
+            _CatchErrors(self.micro_batches),
+            batch_size=None,
+            sampler=self.order,
+            num_workers=self.workers,
+            collate_fn=_identity,
+            pin_memory=self.copies.stream is not None,
+            persistent_workers=self.workers > 0,
+            worker_init_fn=_leave_signals_to_the_rank,
+            generator=torch.Generator(),  # else the DataLoader draws its seed from the training's generator
+        )
+
+    def run(self, plans: Plans) -> Generator[MicroBatch, None, None]:
+        """The micro-batches of `plans`, in order.
+
+        Where a worker was killed, all workers are started again, and go on with the next micro-batch. As a sample
+        depends on nothing but its index, the epoch and the seed, nothing changes.
+
+        Raises:
+            LockstepError: a sample cannot be read, the task failed to prepare it, or a worker was killed again and
+                again without a micro-batch in between.
+        """
+        done = deaths = 0
+        self.order.plans = plans
+        batches, processes = worker_deaths.start(self.batches)
+        while True:
+            try:
+                micro_batch = next(batches)
+            except StopIteration:
+                return
+            except (RuntimeError, OSError, EOFError) as error:
+                if not worker_deaths.caused(error, processes):
+                    raise
+                deaths += 1
+                how = worker_deaths.describe(processes, error)
+                if deaths == worker_deaths.MOST_DEATHS:
+                    raise self._workers_lost(how, plans, done) from error
+                self.tell(f"warning: {how}: workers are started again, and go on with the same samples")
+                del batches  # ends the other workers
+                self.batches = self._new_batches()
+                self.order.plans = functools.partial(_after, plans, done)
+                batches, processes = worker_deaths.start(self.batches)
+                continue
+            if isinstance(micro_batch, Failure):
+                raise micro_batch.error
+            done, deaths = done + 1, 0
+            micro_batch.copy = self.copies.begin
+            yield micro_batch
+            micro_batch.let_go()
+
+    def _workers_lost(self, how: str, plans: Plans, done: int) -> DataError:
+        indices = next(iter(_after(plans, done))).indices
+        listed = f"{list(indices[:8])}{' ...' if len(indices) > 8 else ''}"
+        return worker_deaths.killed_again(how, f"while samples {listed} and later ones were read")
+
+    def read_apart(self, keys: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[Any, Any]]:
+        """Read samples for people to look at. No random state of this process changes.
+
+        If there are workers, another worker reads the samples: this process then opens no file of the data, which later
+        workers would inherit.
+
+        Args:
+            keys: index and epoch of each sample.
+
+        Returns:
+            the raw and the prepared sample by key. Samples that cannot be read are left out.
+
+        Raises:
+            DataError: the worker was killed again and again.
+        """
+
+        def make() -> DataLoader[Any]:
+            return DataLoader(
+                _Pairs(self.micro_batches),
+                batch_size=None,
+                sampler=keys,
+                num_workers=int(self.workers > 0),
+                collate_fn=_identity,
+                worker_init_fn=_leave_signals_to_the_rank,
+                generator=torch.Generator(),
+            )
+
+        with restored_generators(self.device):
+            pairs = dict(zip(keys, worker_deaths.read_all(make, "samples to look at"), strict=True))
+        return {key: pair for key, pair in pairs.items() if pair is not None}
+
+    def batch_of(self, index: int) -> Any:
+        """A batch of sample `index` alone, read in this process."""
+        return self.copies.begin(self.micro_batches[MicroBatchPlan((index,), 0, False)].collated).wait()
+
+
+class StepIterator:
+    """Iterates over steps `start` to `stop` - 1, and gives a list of this rank's micro-batches, as `plan` cuts them."""
+
+    def __init__(self, loader: Loader, plan: StepPlan, *, rank: int, start: int, stop: int) -> None:
+        self.loader, self.plan = loader, plan
+        self._steps = _steps(loader, plan, rank, start, stop)
+
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
+        return self
+
+    def __next__(self) -> list[MicroBatch]:
+        return next(self._steps)
+
+
+def _steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> Generator[list[MicroBatch], None, None]:
+    # Not a method: a generator that holds `self` is freed late, and the loader's workers would outlive the run.
+    def plans() -> Iterator[MicroBatchPlan]:
+        for step in range(start, stop):
+            yield from plan.rank_micro_batches(step, rank)
+
+    with contextlib.closing(loader.run(plans)) as micro_batches:
+        for step in range(start, stop):
+            yield list(itertools.islice(micro_batches, plan.count(step)))
+
+
+class _Order(torch.utils.data.Sampler[MicroBatchPlan]):
+    """What the DataLoader reads next. A DataLoader keeps its workers while this object is given other plans."""
+
+    plans: Plans = staticmethod(tuple)
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[MicroBatchPlan]:
+        return iter(self.plans())
+
+
+class _CatchErrors(Dataset[Any]):
+    """Returns errors of Lockstep instead of raising them."""
+
+    def __init__(self, micro_batches: MicroBatches) -> None:
+        self.files = ExecutedFiles()  # comes before objects of the classes in them
+        self.micro_batches = micro_batches
+
+    def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch | Failure:
+        try:
+            return self.micro_batches[plan]
+        except LockstepError as error:
+            return Failure(error)
+        except SystemExit as error:
+            return Failure(exit_of_task(error))
+
+
+class _Pairs(Dataset[Any]):
+    """Raw and prepared sample by index and epoch; None for a sample that cannot be read."""
+
+    def __init__(self, micro_batches: MicroBatches) -> None:
+        self.files = ExecutedFiles()  # comes before objects of the classes in them
+        self.micro_batches = micro_batches
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Any] | None:
+        try:
+            prepared = self.micro_batches.sample(*key)
+            return self.micro_batches.data[key[0]], prepared
+        except Exception:
+            return None
+
+
+def _leave_signals_to_the_rank(_: int) -> None:
+    """Make a loader worker ignore requests to stop. The rank follows them, and needs batches until all ranks agree.
+
+    A terminal or a scheduler signals all processes of a job. On SIGTERM, which may also come from the rank itself, a
+    worker stays long enough for the agreement, and then exits without an error.
+    """
+    signal.set_wakeup_fd(-1)  # a forked worker shares the rank's file
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _leave_soon)
+
+
+def _leave_soon(*_: object) -> None:
+    timer = threading.Timer(_LAST_BATCHES_S, os._exit, (0,))
+    timer.daemon = True  # a worker that is done need not wait for it
+    timer.start()
+
+
+def _after(plans: Plans, done: int) -> Iterable[MicroBatchPlan]:
+    """`plans` without the first `done` of them."""
+    return itertools.islice(plans(), done, None)
+
+
+def print_warning(text: str) -> None:
+    """Print `text` and the rank to stderr."""
+    print(f"[rank {os.environ.get('RANK', 0)}] {text}", file=sys.stderr, flush=True)
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _as_floats(weights: Any, filler: bool) -> Weights:
+    """What `Task.weight` returned, as numbers by head. Heads are sorted by name: their order is the same on all ranks.
+
+    Raises:
+        TrainingError: a weight is not a number, is negative, or is not finite.
+    """
+    if weights is None:
+        return None
+    by_head = weights if isinstance(weights, Mapping) else {"loss": weights}
+    if not by_head:
+        raise TrainingError(
+            "it returned an empty dict", where="Task.weight", remedy="return None where the unit is the sample"
+        )
+    named = {head: _number(head, value) for head, value in by_head.items()}
+    return {head: 0.0 if filler else named[head] for head in sorted(named)}
+
+
+def _number(head: Any, value: Any) -> float:
+    remedy = "return how many units the loss sums over: a number, a tensor of one number, or a dict of these by head"
+    if not isinstance(head, str):
+        raise TrainingError(
+            f"a head is called {head!r}, a {type(head).__name__}", where="Task.weight", remedy="use text as keys"
+        )
+    is_number = isinstance(value, torch.Tensor | numbers.Real | np.ndarray | np.generic) and not isinstance(value, bool)
+    try:
+        number = float(value.item() if isinstance(value, np.ndarray) else value) if is_number else math.nan
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers
+        is_number = False
+    if not is_number:
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else f" {value!r}"
+        raise TrainingError(
+            f"the weight of head {head!r} is a {type(value).__name__}{shape}", where="Task.weight", remedy=remedy
+        )
+    if not 0 <= number < math.inf:
+        raise TrainingError(f"the weight of head {head!r} is {number}", where="Task.weight", remedy=remedy)
+    return number

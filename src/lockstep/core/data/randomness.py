@@ -1,0 +1,124 @@
+"""The global random number generators of torch, NumPy and Python, and how they are seeded for each sample."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lockstep.core import devices
+
+_ANY = torch.empty((), dtype=torch.int64)
+
+
+class _Generator(NamedTuple):
+    """A global generator."""
+
+    seed: Callable[[int], object]
+    """Seeds it with 64 bits."""
+    draw: Callable[[], int | float]
+    """Returns its next number, of at least 53 random bits."""
+
+
+def _seed_torch(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` does the same, 100 times slower
+
+
+def _seed_numpy(seed: int) -> None:
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def _seed_python(seed: int) -> None:
+    random.seed(seed)
+
+
+def _draw_torch() -> int:
+    return int(_ANY.random_())
+
+
+def _draw_numpy() -> float:
+    return float(np.random.random_sample())
+
+
+def _draw_python() -> int:
+    return random.getrandbits(64)
+
+
+# Named functions of modules: loader workers that are not forked get them by pickle.
+GENERATORS = (
+    _Generator(_seed_torch, _draw_torch),
+    _Generator(_seed_numpy, _draw_numpy),
+    _Generator(_seed_python, _draw_python),
+)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of torch (on the CPU), NumPy and Python."""
+    for generator in GENERATORS:
+        generator.seed(seed)
+
+
+def seed_forward(seed: int, device: torch.device) -> None:
+    """Seed the generators that a forward pass may draw from, such as for dropout: of the CPU and of `device`."""
+    seed_all(seed)
+    devices.of(device).seed(seed)
+
+
+@contextlib.contextmanager
+def restored_generators(device: torch.device) -> Generator[None, None, None]:
+    """At the end, the global generators of torch (on the CPU and on `device`), NumPy and Python are as before."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with devices.of(device).restored_generators():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+class SampleSeeding:
+    """Gives every sample random numbers of its own, at little cost for samples that draw none.
+
+    torch's generator is seeded for each sample. NumPy's and Python's generators take longer to seed, so they are seeded
+    only after a sample was seen to draw from them. Before a micro-batch is read, `begin` puts the generators from which
+    no sample has drawn so far into a known state. Afterwards `found_more` says whether a generator left that state.
+    If so, the caller reads the micro-batch again, and from then on `seed` seeds this generator too. So a sample that
+    draws is always read under its own seed, and a sample that draws nothing is the same under any seed.
+
+    Args:
+        lazily: treat torch's generator like the others. For data sets that read many samples at once.
+    """
+
+    def __init__(self, lazily: bool = False) -> None:
+        self.drawn: tuple[_Generator, ...] = () if lazily else GENERATORS[:1]  # samples draw from these generators
+        self._others = tuple(generator for generator in GENERATORS if generator not in self.drawn)
+        self._seed: int | None = None
+        self._first: tuple[int | float, ...] = ()  # the first number of each of `_others` after `_seed`
+
+    def begin(self, seed: int) -> None:
+        """Prepare for reading a micro-batch. A seed that rarely changes, such as one per epoch, costs less."""
+        if seed != self._seed:
+            self._seed = seed
+            self._first = tuple((generator.seed(seed), generator.draw())[1] for generator in self._others)
+        for generator in self._others:
+            generator.seed(seed)
+
+    def seed(self, seed: int) -> None:
+        """Prepare for reading a sample: seed the generators that samples draw from."""
+        for generator in self.drawn:
+            generator.seed(seed)
+
+    def found_more(self) -> bool:
+        """Whether the samples drew from a generator for the first time: then read the micro-batch again."""
+        pairs = zip(self._others, self._first, strict=True)
+        newly_drawn = [generator for generator, first in pairs if generator.draw() != first]
+        if newly_drawn:
+            drawn = (GENERATORS[0], *self.drawn, *newly_drawn)
+            self.drawn = tuple(generator for generator in GENERATORS if generator in drawn)
+            self._others = tuple(generator for generator in GENERATORS if generator not in self.drawn)
+            self._seed = None
+        return bool(newly_drawn)

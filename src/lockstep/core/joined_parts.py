@@ -1,0 +1,255 @@
+"""The Parts of a training: calls them at their events, hears their requests, and keeps their states.
+
+All ranks call each method after the same step. A method that no Part needs costs nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.core.checkpoint import nested
+from lockstep.core.errors import LockstepError, TrainingError, UsageError, frame_of_task
+from lockstep.core.parallel.sharded_tensor import local
+from lockstep.core.parallel.world import World
+from lockstep.core.part import EVENTS, Part, Training, label, overrides
+from lockstep.core.step import TrainState
+
+
+class JoinedParts:
+    """The Parts of a training on this rank.
+
+    Args:
+        parts: in the order in which they are called.
+        tell: writes a line for people into the logs.
+        last_step, steps_per_epoch, folder: see `Training`.
+
+    Raises:
+        UsageError: two Parts have the same name, or something else is no Part.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        state: TrainState,
+        *,
+        last_step: int,
+        steps_per_epoch: int,
+        folder: Path = Path(),
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        check(parts)
+        self.state, self.tell = state, tell
+        self.by_name = {label(part): part for part in parts}
+        self.results: dict[str, float] = {}
+        """The last value of everything logged. The log adds to it."""
+        self.ended: tuple[str, str] | None = None
+        """The Part that ended the training, and its reason: the same on all ranks."""
+        self.left_out: set[str] = set()
+        """Parts that failed on this rank."""
+        self.has_started = False
+        self._needs = {
+            event: [name for name, part in self.by_name.items() if overrides(part, event)] for event in EVENTS
+        }
+        self._trainings = {
+            name: Training(
+                model=state.strategy.model,
+                optimizer=state.optimizer,
+                rank=state.world.rank,
+                ranks=state.world.size,
+                is_sharded=state.strategy.is_sharded,
+                last_step=last_step,
+                steps_per_epoch=steps_per_epoch,
+                folder=folder,
+                results=MappingProxyType(self.results),
+                step=state.step,
+                _tell=tell,
+                _gather=partial(_gathered, state.world) if part.required else None,
+                _gradients=partial(_gradients, state.strategy.model),
+            )
+            for name, part in self.by_name.items()
+        }
+
+    # ---- events
+
+    def start(self) -> None:
+        """Before the first step of this start. Where a Part needs gradients, the optimizer calls `before_update`."""
+        if not self.has_started:
+            self.has_started = True
+            self.call("start")
+            if self._needs["before_update"]:
+                parts = weakref.ref(self)  # a cycle would be freed late, and with it the memory of the model
+                self.state.optimizer.register_step_pre_hook(lambda *_: _call(parts(), "before_update"))
+
+    def call(self, event: str) -> None:
+        """Call the Parts that need an event, in their order.
+
+        Raises:
+            TrainingError: a required Part failed; names the Part, the event, the step, the rank, the file and the line.
+        """
+        for name in self._needs[event]:
+            self._attempt(name, event, self._trainings[name])
+
+    def _attempt(self, name: str, method: str, *arguments: Any) -> Any:
+        """What a method of a Part returns. None where the Part has failed."""
+        if name in self.left_out:
+            return None
+        part = self.by_name[name]
+        self._trainings[name].step = self.state.step
+        try:
+            return getattr(part, method)(*arguments)
+        except LockstepError:  # of a collective, or another that says what to do
+            raise
+        except Exception as error:
+            frame = frame_of_task(error)
+            what = f"the Part {name} failed in {method}: {type(error).__name__}: {error}"
+            where = f"step {self.state.step}, rank {self.state.world.rank}, {frame.filename}:{frame.lineno}"
+            if part.required:
+                remedy = "correct the Part; or, where the training can do without it, give it required = False"
+                raise TrainingError(what, where=where, remedy=remedy) from error
+            self.left_out.add(name)
+            text = f"warning: {where}: {what}; the training goes on without this Part"
+            self.tell(text)
+            if self.state.world.rank:  # the logs are those of rank 0
+                print(text, file=sys.stderr, flush=True)
+            return None
+
+    def take_logged(self) -> dict[str, float]:
+        """The numbers that Parts have logged since the last call."""
+        found: dict[str, float] = {}
+        for training in self._trainings.values():
+            found |= {name: float(value) for name, value in training._logged.items()}
+            training._logged.clear()
+        self.results |= found
+        return found
+
+    # ---- requests to end the training
+
+    def wants_end(self) -> bool:
+        """Whether a Part asks for the end on this rank."""
+        return any(training._reason is not None for training in self._trainings.values())
+
+    def agree(self, *, now: bool) -> bool:
+        """Whether the training ends after this step, the same on all ranks.
+
+        Args:
+            now: whether the ranks look for requests. They then communicate.
+        """
+        if self.ended is None and self._trainings and now:
+            named = ((name, training._reason) for name, training in self._trainings.items())
+            own = next(((name, reason) for name, reason in named if reason is not None), None)
+            if self.state.world.size == 1 or self.state.world.all_sum([float(own is not None)])[0]:
+                of_ranks = _gathered(self.state.world, own)
+                self.ended = next((found for found in of_ranks if found is not None), None)
+        return self.ended is not None
+
+    # ---- states
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the Parts, as JSON: equal on all ranks. Empty where there are no Parts.
+
+        Raises:
+            TrainingError: a state cannot be saved, or the ranks have different states.
+        """
+        if not self.by_name:
+            return {}
+        states: dict[str, Any] = {}
+        for name in self._stateful():
+            value = self._attempt(name, "state_dict")
+            if name in self.left_out:
+                continue
+            try:
+                states[name] = nested.encode(value)
+            except nested.NotSavedError as error:
+                remedy = "return numbers, texts, bytes, tensors, and nested lists, tuples, sets and dicts of these"
+                what = f"the state cannot be saved: {error}"
+                raise TrainingError(what, where=f"{name}.state_dict", remedy=remedy) from error
+        if states and self.state.world.size > 1:
+            self._check_alike(states)
+        return {"states": states, "ended": self.ended}
+
+    def _check_alike(self, states: Mapping[str, Any]) -> None:
+        digests = {name: zlib.crc32(repr(_comparable(value)).encode()) for name, value in states.items()}
+        of_ranks = _gathered(self.state.world, digests)
+        for name, own in of_ranks[0].items():
+            rank = next((rank for rank, others in enumerate(of_ranks) if others.get(name, own) != own), None)
+            if rank is not None:
+                raise TrainingError(
+                    f"rank {rank} has another state than rank 0, whose state would be saved",
+                    where=f"{name}.state_dict, step {self.state.step}",
+                    remedy="bring together in before_save what differs by rank, with training.gather or "
+                    "training.all_sum; or change the state on all ranks, and only print or write on rank 0",
+                )
+
+    def restore(self, saved: Mapping[str, Any]) -> list[str]:
+        """Give the Parts the states that a checkpoint has.
+
+        Args:
+            saved: what `saved` returned. Empty: the checkpoint is of a training without Parts.
+
+        Returns:
+            notes for the log.
+        """
+        states = saved.get("states", {})
+        notes = []
+        for name in self._stateful():
+            if name in states:
+                self._attempt(name, "load_state_dict", nested.decode(states[name], self.state.world.device))
+            else:
+                notes.append(f"note: the checkpoint has no state of the Part {name}, which begins anew")
+        for name in states.keys() - self.by_name.keys():
+            notes.append(f"note: the checkpoint's state of {name} is left out, because there is no Part of this name")
+        ended = saved.get("ended")
+        if ended and ended[0] in self.by_name:
+            self.ended = (ended[0], ended[1])
+        return notes
+
+    def _stateful(self) -> list[str]:
+        return [name for name, part in self.by_name.items() if overrides(part, "state_dict")]
+
+
+def check(parts: Sequence[Part]) -> None:
+    """Check that these are Parts with different names.
+
+    Raises:
+        UsageError: they are not.
+    """
+    names: set[str] = set()
+    for part in parts:
+        if not isinstance(part, Part):
+            kind = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
+            raise UsageError(f"{kind} is no Part", where="parts", remedy="give objects of subclasses of lockstep.Part")
+        if label(part) in names:
+            what = f"two Parts have the name {label(part)!r}"
+            raise UsageError(what, where="parts", remedy="give one of them another name: name = ...")
+        names.add(label(part))
+
+
+def _gathered(world: World, value: Any) -> list[Any]:
+    """The `value` of every rank, on every rank."""
+    gathered: list[Any] = world.broadcast(world.gather(value))
+    return gathered
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: local(of.grad) for name, of in model.named_parameters() if of.grad is not None}
+
+
+def _call(parts: JoinedParts | None, event: str) -> None:
+    if parts is not None:
+        parts.call(event)
+
+
+def _comparable(value: Any) -> Any:
+    """An encoded value without the kind of device of its tensors."""
+    if isinstance(value, dict):
+        return {key: _comparable(item) for key, item in value.items() if key != "on_host"}
+    return [_comparable(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,279 @@
+"""FSDP2: rows of parameters, gradients and optimizer state are spread over ranks; a block is gathered when it runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core import devices
+from lockstep.core.errors import UsageError
+from lockstep.core.parallel import torch_internals
+from lockstep.core.parallel import world as worlds
+from lockstep.core.parallel.gathered_writes import GatheredWrites
+from lockstep.core.parallel.meta_init import build_on_meta, materialise
+from lockstep.core.parallel.sharded_tensor import is_sharded
+from lockstep.core.parallel.single import Single, constant_loss_error, leaves
+from lockstep.core.parallel.strategy import CallsVary, Forward, FSDPOptions, Losses
+from lockstep.core.parallel.world import World
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class FSDP(Single):
+    """`torch.distributed.fsdp.fully_shard` on the blocks and on the `Forward`. For the methods, see `Strategy`."""
+
+    forward: Any
+    is_sharded = True
+
+    def __init__(self, world: World, options: FSDPOptions) -> None:
+        super().__init__(world)
+        self.options = options
+        self._waits: list[tuple[Any, Any]] | None = []  # marks around the gathering of blocks; None: not marked
+        self._modules: list[Any] = []  # those to which `fully_shard` was applied
+        self._writes: GatheredWrites | None = None  # until the first step has been looked at
+        self._values: dict[str, Tensor] = {}  # on rank 0, from `build_model` to `wrap`: the values of the model
+
+    def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
+        model, self._values, messages = build_on_meta(make, self.world)
+        return model, messages
+
+    def wrap(self, forward: Forward, blocks: Sequence[nn.Module]) -> None:
+        _check_parameters(forward, blocks)
+        mesh = _mesh(self.world, self.options.shard_ranks)
+        self._shard(forward, blocks, mesh)
+        self.forward = self.unwrapped = forward
+        self._modules = _fsdp_modules(forward)
+        device = torch.device("cpu") if self.options.cpu_offload else self.world.device
+        materialise(forward.model, self._values, self.world, device)
+        self._let_passes_agree(forward)
+        self._mark_waits(forward)
+        if self._waits is not None:  # a hook would cut compiled code into pieces
+            self._writes = GatheredWrites(forward, self._modules)
+        self._note_trainable()
+
+    def _mark_waits(self, forward: nn.Module) -> None:
+        """Mark when a forward pass begins to gather a block, and when the block is there.
+
+        A slow rank makes the others wait there, so that the passes of all ranks take equally long.
+        """
+        if any(getattr(module, "_compiled_call_impl", None) is not None for module in forward.modules()):
+            self._waits = None  # a hook would cut the compiled code into pieces
+            return
+        if self.world.size == 1:
+            return
+        device, waits = devices.of(self.world.device), self._waits
+        begun: list[Any] = []
+
+        def begin(module: nn.Module, _: Any) -> None:
+            if module.training:  # nobody takes the marks of an evaluation
+                begun[:] = [device.mark()]
+
+        def end(module: nn.Module, _: Any) -> None:
+            if module.training and waits is not None:
+                waits.append((begun[0], device.mark()))
+
+        for module in _fsdp_modules(forward):  # whose own hook gathers, between these two
+            module.register_forward_pre_hook(begin, prepend=True)
+            module.register_forward_pre_hook(end)
+
+    def _take_waits(self) -> list[tuple[Any, Any]] | None:
+        if self._waits is None:
+            return None
+        taken = self._waits[:]
+        self._waits.clear()
+        return taken
+
+    def _let_passes_agree(self, forward: nn.Module) -> None:
+        """Let modules whose calls vary call their blocks equally often on all ranks."""
+        world = self.world
+
+        def largest(number: int) -> int:  # a function, and no bound method: a copy of the module shares the world
+            return world.all_max(number)
+
+        for module in forward.modules():
+            if isinstance(module, CallsVary):
+                module.largest_over_ranks = largest
+
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        self.forward.set_requires_gradient_sync(last)
+        return contextlib.nullcontext()
+
+    def rewrap(self) -> None:
+        super().rewrap()
+        for parameter, gathered in self._gathered():  # otherwise a block gets its value when it is gathered again
+            gathered.requires_grad_(parameter.requires_grad)
+
+    def _changed_while_gathered(self) -> set[int]:
+        return {
+            id(parameter)
+            for parameter, gathered in self._gathered()
+            if parameter.requires_grad != gathered.requires_grad
+        }
+
+    def _gathered(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for module in self._modules:
+            yield from torch_internals.gathered_parameters(module)
+
+    def _check_all_used(self, losses: Losses) -> None:
+        if self._writes is not None:
+            writes, self._writes = self._writes, None
+            writes.check()
+        super()._check_all_used(losses)
+
+    def _zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
+        raise constant_loss_error(constants[0], "parallel.strategy=fsdp")
+
+    @contextlib.contextmanager
+    def inference(self) -> Generator[Forward, None, None]:
+        self._reshard()
+        # A block that stays gathered after its first call needs no collective in further calls, of which other ranks
+        # may have less. The root always stays gathered.
+        blocks = [module for module in self._modules if module is not self.forward]
+        kept = blocks if self.forward.calls_vary else []
+        for block in kept:
+            block.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield self.unwrapped
+        finally:
+            for block in kept:
+                block.set_reshard_after_forward(self.options.reshard_after_forward, recurse=False)
+            self._reshard()
+
+    def _reshard(self) -> None:
+        for module in self._modules:
+            module.reshard()
+
+    def _replaced(self) -> list[str]:
+        # A block is sharded again after its forward pass, and then has FSDP's own objects: `_unused_parameters` finds
+        # that the pass has used others.
+        names = {id(module): name for name, module in self.model.named_modules()}
+        return [
+            f"{names.get(id(owner), '')}.{key}".lstrip(".")
+            for module in _fsdp_modules(self.forward)
+            for owner, key, known in torch_internals.sharded_places(module)
+            if (now := owner._parameters.get(key)) is not None
+            and not any(now is one for one in known)
+            and (now.requires_grad or known[0].requires_grad)
+        ]
+
+    def _unused_parameters(self, losses: Losses) -> dict[str, bool]:
+        # Blocks are gathered one by one: the graph knows the tensors into which the parameters were gathered.
+        used = leaves(losses)
+        unused: dict[str, bool] = {}
+        for block in (None, *(module for module in self._modules if module is not self.forward)):
+            was_sharded = block is not None and any(is_sharded(parameter) for parameter in block.parameters())
+            if was_sharded:
+                block.unshard()
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad and not is_sharded(parameter):
+                    unused.setdefault(name, id(parameter) not in used)
+            if was_sharded:
+                block.reshard()
+        return unused
+
+    def _shard(self, forward: nn.Module, blocks: Sequence[nn.Module], mesh: Any) -> None:
+        """Apply `fully_shard` to each of `blocks`, then to `forward` as the root.
+
+        Parameters outside the blocks belong to the root: they are gathered for the whole forward and backward pass. All
+        parameters stay in their own dtype, whatever dtype they are gathered in. They may be on the meta device.
+        """
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
+
+        options = self.options
+        attributes = {name: vars(parameter) for name, parameter in forward.named_parameters()}
+        # Inputs keep their dtype: autocast chooses one for each operation, and targets of a regression are no
+        # parameters.
+        param_dtype = _DTYPES[options.param_dtype] if options.param_dtype else None
+        reduce_dtype = (
+            _DTYPES[options.reduce_dtype] if options.reduce_dtype else (torch.float32 if param_dtype else None)
+        )
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        offload = (
+            CPUOffloadPolicy(pin_memory=devices.of(self.world.device).has_own_memory)
+            if options.cpu_offload
+            else OffloadPolicy()
+        )
+        # Annotated, because the types of the options differ between torch versions.
+        common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=options.reshard_after_forward, **common)
+        fully_shard(forward, **common)
+        for name, parameter in forward.named_parameters():
+            vars(parameter).update(
+                attributes[name]
+            )  # attributes that a model sets on its parameters; FSDP makes new objects
+        sharded: list[Any] = [block for block in blocks if isinstance(block, FSDPModule)]
+        for place, block in enumerate(sharded):
+            if options.forward_prefetch:
+                block.set_modules_to_forward_prefetch(sharded[place + 1 : place + 1 + options.forward_prefetch])
+            if options.backward_prefetch:
+                block.set_modules_to_backward_prefetch(sharded[max(0, place - options.backward_prefetch) : place][::-1])
+
+
+def _fsdp_modules(model: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _check_parameters(forward: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raise where FSDP cannot shard a parameter, with its name."""
+    of_block = {id(parameter): number for number, block in enumerate(blocks) for parameter in block.parameters()}
+    groups: dict[int, dict[torch.dtype, str]] = {}  # by block (-1: the root): the name of a parameter of each dtype
+    for name, parameter in forward.named_parameters():
+        name = name.removeprefix("model.")
+        if parameter.ndim == 0:
+            raise UsageError(
+                f"parameter {name} has no dimension to shard",
+                where="parallel.strategy=fsdp",
+                remedy="make it a tensor of one element, shape (1,), or use ddp",
+            )
+        if parameter.requires_grad:
+            groups.setdefault(of_block.get(id(parameter), -1), {}).setdefault(parameter.dtype, name)
+    for group in groups.values():
+        if len(group) > 1:
+            named = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in group.items())
+            raise UsageError(
+                f"parameters that are sharded together have several dtypes: {named}",
+                where="parallel.strategy=fsdp",
+                remedy="use one dtype, or give modules of another dtype a place of their own in parallel.shard_modules",
+            )
+
+
+def _mesh(world: World, shard_ranks: int | None) -> Any:
+    """The device mesh: one dimension `shard`, after a dimension `replicate` where `shard_ranks` is less than the world.
+
+    Raises:
+        UsageError: `shard_ranks` does not divide the number of ranks.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = shard_ranks or world.size
+    if size > world.size or world.size % size:
+        divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
+        raise UsageError(
+            f"{world.size} ranks cannot be cut into groups of {size}",
+            where="parallel.shard_ranks",
+            remedy=f"use one of {', '.join(map(str, divisors))}",
+        )
+    shape: tuple[int, ...] = (world.size // size, size)
+    names: tuple[str, ...] = ("replicate", "shard")
+    if size == world.size:
+        shape, names = shape[1:], names[1:]
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    groups = [mesh.get_group(name) for name in names]
+    if world.timeout is not None:  # groups of a hybrid mesh would have torch's own timeout
+        for group in groups:
+            torch_internals.set_timeout(group, world.timeout)
+    worlds.retire(groups)
+    return mesh

@@ -1,0 +1,145 @@
+"""What a strategy would break: hooks on gradients of parameters, references to parameters, and `max_norm`."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.core.errors import UsageError, listed
+from lockstep.core.parallel import torch_internals
+
+_ITEMS, _VALUES = 10_000, 200_000  # looked at in a collection; looked at in all
+_LEAVES = (str, bytes, int, float, complex, type(None), type, types.ModuleType)
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def check_hooks(model: nn.Module, *, ranks: int, sharded: bool) -> list[str]:
+    """Check that the hooks on gradients of parameters (`register_hook`) see gradients that they can change.
+
+    A hook runs on the gradient of one micro-batch of one rank. A hook that is linear in it, such as a mask, changes the
+    sum of all gradients alike.
+
+    Returns:
+        notes for the log.
+
+    Raises:
+        UsageError: a hook would be lost, or would run before gradients are added over ranks; names the parameters.
+    """
+    before: list[str] = []
+    after: list[str] = []
+    for name, parameter in model.named_parameters():
+        before += [name] if torch_internals.has_gradient_hooks(parameter) else []
+        after += [name] if torch_internals.has_hooks_after_accumulation(parameter) else []
+    if sharded and (before or after):
+        raise UsageError(
+            f"the gradients of these parameters have hooks, which sharding loses: {listed(before + after)}",
+            where="parallel.strategy=fsdp",
+            remedy="compute what the hooks do in the model or the loss (for a mask: weight * mask), or use ddp",
+        )
+    if after and ranks > 1:
+        raise UsageError(
+            "register_post_accumulate_grad_hook runs before gradients are added over ranks, so each rank would do "
+            f"something else. These parameters have such hooks: {listed(after)}",
+            where="Task.model",
+            remedy="use register_hook for what is linear in the gradient, such as a mask; or train on one rank",
+        )
+    if not before and not after:
+        return []
+    return [
+        f"note: the gradients of these parameters have hooks: {listed(before + after)}. A hook runs for each "
+        "micro-batch of each rank. A mask or another factor is right. What is not linear in the gradient, such as a "
+        "clamp, trains another model with another batch.micro or number of ranks"
+    ]
+
+
+def check_renormalised(model: nn.Module, *, ranks: int) -> None:
+    """Check that no forward pass shortens rows of an embedding (`max_norm`), where each rank has other samples.
+
+    Each rank would shorten the rows that its own samples look up: replicas differ, and shards lose the change.
+
+    Raises:
+        UsageError: names the modules.
+    """
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    found = [name for name, one in model.named_modules() if isinstance(one, kinds) and one.max_norm is not None]
+    if found and ranks > 1:
+        raise UsageError(
+            f"with max_norm, each rank shortens the rows that its own samples look up, so {ranks} ranks would hold "
+            f"other weights: {listed(found)}",
+            where="Task.model",
+            remedy="leave max_norm out and shorten what is looked up, in the model: "
+            "vectors * (max_norm / vectors.norm(dim=-1, keepdim=True)).clamp(max=1); or train on one rank",
+        )
+
+
+def check_references(model: nn.Module, task: object) -> None:
+    """Check that nothing holds a parameter of `model` but the modules that register it.
+
+    Sharding puts new parameters in place of those that `model` has now. A list of parameters, say, would keep the
+    values of the beginning, and its gradients would be lost. Attributes of the task and of modules are followed through
+    collections, objects, partial functions and closures.
+
+    Raises:
+        UsageError: names the parameters and who holds them.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    own = {id(module) for module in model.modules()}
+    pending: deque[tuple[str, Any]] = deque([("the task", vars(task) if hasattr(task, "__dict__") else {})])
+    for name, module in model.named_modules():
+        kept = {key: value for key, value in vars(module).items() if key not in _REGISTERED}
+        if isinstance(module, nn.RNNBase):
+            kept.pop("_flat_weights", None)  # follows each new parameter by itself
+        pending.append((name or "the model", kept))
+    seen = {id(task)}
+    found: list[str] = []
+    visits = 0
+    while pending and visits < _VALUES:
+        path, holder = pending.popleft()
+        for key, value in _inside(holder):
+            visits += 1
+            if isinstance(value, Tensor):
+                if id(value) in names:
+                    found.append(f"{path}{key} is {names[id(value)]}")
+            elif not isinstance(value, _LEAVES) and id(value) not in own and id(value) not in seen:
+                seen.add(id(value))
+                pending.append((f"{path}{key}", value))
+    if found:
+        raise UsageError(
+            f"parameters are held outside the modules that register them: {listed(found, 5)}",
+            where="parallel.strategy=fsdp",
+            remedy="sharding puts new parameters in their place, so these would keep their first values: hold the "
+            "module, and take its parameters where they are used (module.weight); or use ddp",
+        )
+
+
+def _inside(holder: Any) -> Iterator[tuple[str, Any]]:
+    """The values that `holder` holds, each with its place: `.name` or `[key]`."""
+    items: Iterator[tuple[str, Any]]
+    if isinstance(holder, Mapping):
+        is_attributes = all(isinstance(key, str) for key in holder)
+        items = ((f".{key}" if is_attributes else f"[{key!r}]", value) for key, value in holder.items())
+    elif isinstance(holder, list | tuple | set | frozenset | deque):
+        items = ((f"[{number}]", value) for number, value in enumerate(holder))
+    elif isinstance(holder, functools.partial):
+        items = iter([(".func", holder.func), (".args", holder.args), (".keywords", holder.keywords)])
+    elif isinstance(holder, types.MethodType):
+        items = iter([(".__self__", holder.__self__)])
+    elif isinstance(holder, types.FunctionType):
+        variables = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=True)
+        items = ((f".{name}", cell.cell_contents) for name, cell in variables if _is_filled(cell))
+    else:
+        items = ((f".{name}", value) for name, value in getattr(holder, "__dict__", {}).items())
+    for _, item in zip(range(_ITEMS), items, strict=False):
+        yield item
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return bool([cell.cell_contents])
+    except ValueError:
+        return False

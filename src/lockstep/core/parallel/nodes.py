@@ -1,0 +1,165 @@
+"""Which ranks share a node, and how the ranks of a node pass on what one of them has read."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.core.errors import LockstepError
+
+if TYPE_CHECKING:
+    from lockstep.core.parallel.world import World
+
+NODE = "LOCKSTEP_NODE"
+"""Environment variable: the name of this node in messages. Default: the host name."""
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_SHOWN = 4  # so many single ranks are named
+_PIECE_BYTES = 1 << 26  # of one broadcast: a rank that receives a large tensor shows signs of life in between
+
+
+def own_name() -> str:
+    """The name of the node of this process."""
+    return os.environ.get(NODE) or socket.gethostname()
+
+
+def own_key() -> str:
+    """What processes of this node have in common, and no process of another node has.
+
+    Two machines may have the same host name, as containers do, but each start of a system has an id of its own.
+    """
+    with contextlib.suppress(OSError):
+        return f"{own_name()} {_BOOT.read_text().strip()}"
+    return own_name()
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The node of each rank."""
+
+    keys: tuple[str, ...]
+    """By rank: what the ranks of a node have in common."""
+    names: tuple[str, ...]
+    """By rank: the name of its node, for messages. Two nodes may have the same name."""
+    devices: tuple[str, ...]
+    """By rank: the device on which it computes, for messages."""
+
+    @property
+    def count(self) -> int:
+        """Number of nodes."""
+        return len(set(self.keys))
+
+    def ranks_with(self, rank: int) -> list[int]:
+        """The ranks on the node of `rank`, in order, with `rank` itself."""
+        return [other for other, key in enumerate(self.keys) if key == self.keys[rank]]
+
+    @property
+    def first_ranks(self) -> list[int]:
+        """The first rank of each node, in order."""
+        return [rank for rank, key in enumerate(self.keys) if self.keys.index(key) == rank]
+
+    def describe(self, ranks: Sequence[int]) -> str:
+        """Some ranks with their nodes and devices: `rank 3 (node b, cuda:1)`, `all 8 ranks of node b`, or a list."""
+        if len(ranks) == 1:
+            return f"rank {ranks[0]} (node {self.names[ranks[0]]}, {self.devices[ranks[0]]})"
+        left, texts = list(ranks), []
+        for first in self.first_ranks if self.count > 1 else ():
+            of_node = self.ranks_with(first)
+            if len(of_node) > 1 and set(of_node) <= set(left):
+                texts.append(f"all {len(of_node)} ranks of node {self.names[first]}")
+                left = [rank for rank in left if rank not in of_node]
+        texts += [self.describe([rank]) for rank in left[:_SHOWN]]
+        more = [f"{len(left) - _SHOWN} more ranks"] if len(left) > _SHOWN else []
+        return ", ".join([*texts, *more])
+
+
+def exchange(world: World) -> Nodes:
+    """The nodes of all ranks, on every rank. A collective."""
+    own = (own_key(), own_name(), str(world.device))
+    found: list[tuple[str, str, str]] = world.broadcast(world.gather(own))
+    keys, names, devices = zip(*found, strict=True)
+    return Nodes(keys, names, devices)
+
+
+class NodeGroup:
+    """The ranks of this node, one of which reads for all."""
+
+    def __init__(
+        self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, beat: Callable[[], None]
+    ) -> None:
+        self.ranks, self.rank, self.group, self.beat = list(ranks), rank, group, beat
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank is the one that reads."""
+        return self.rank == self.ranks[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of every rank of the node, on all of them. Any picklable object."""
+        values: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def pass_on(self, size: int, read: Callable[[memoryview], None]) -> memoryview:
+        """`size` bytes that one rank reads, on all ranks of the node.
+
+        Args:
+            read: fills a buffer of `size` bytes. It is called on one rank.
+
+        Raises:
+            LockstepError: on all ranks of the node, where `read` raises it.
+        """
+        buffer = torch.empty(size, dtype=torch.uint8)
+        view = memoryview(buffer.numpy().data)
+        fault: LockstepError | None = None
+        if self.reads:
+            try:
+                read(view)
+            except LockstepError as error:
+                fault = error
+        failed = torch.tensor([int(fault is not None)])
+        self._send(failed)
+        if int(failed):
+            box = [fault]
+            dist.broadcast_object_list(box, self.ranks[0], group=self.group)
+            assert box[0] is not None
+            raise box[0]
+        for piece in torch.split(buffer, _PIECE_BYTES) if size else ():
+            self._send(piece)
+            self.beat()
+        return view
+
+    def _send(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, self.ranks[0], group=self.group)
+
+
+def group_of(world: World) -> NodeGroup | None:
+    """The ranks that share this rank's node. None: this rank has its node alone. A collective."""
+    if world.size == 1:
+        return None
+    nodes = world.nodes
+    ranks = nodes.ranks_with(world.rank)
+    # A rank that waits here for a failed rank is told of the failure. Within `new_group`, it would wait while it holds
+    # the interpreter's lock.
+    world.all_sum([0.0])
+    if len(ranks) == 1:
+        return None
+    group = world.group
+    if len(ranks) < world.size:
+        group = dist.new_group(
+            ranks, backend="gloo", timeout=datetime.timedelta(days=1), use_local_synchronization=True
+        )
+
+    def beat() -> None:
+        world.heartbeat.beats += 1
+
+    return NodeGroup(ranks, world.rank, group, beat)

@@ -1,0 +1,199 @@
+"""Requests to stop: a signal sets a flag, and the ranks agree on the step at which they stop. A second signal kills.
+
+This file imports no torch: a signal that arrives during the import of torch must be handled too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.core.errors import Preempted
+from lockstep.core.parallel import heartbeat
+
+if TYPE_CHECKING:
+    from lockstep.core.parallel.world import World
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask a training to save and to stop. SIGHUP says that the terminal is gone."""
+STOP_FILE = "stop"
+"""In the folder of heartbeats: names the signal that asked the launcher to stop. Ranks that start later see it."""
+LAUNCHED = "LOCKSTEP_LAUNCHED"
+"""Environment variable of ranks that our launcher started: it shows their errors, and decides about second signals."""
+STOPPED_AT_ONCE = "\nstopped at once, without saving; the same command goes on from the newest checkpoint"
+_ONCE_S = 1.0  # a launcher and a scheduler may both pass on the same request
+_KEY_S = 0.2  # a wrapper repeated one Ctrl-C after 5 ms at most (30 tries, 2 cores, 6 busy processes)
+_EVERY_S = 1.0
+
+
+def tell(text: str) -> None:
+    """Write a line to stderr, from a signal handler too. Nobody reads it where the terminal is gone."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def is_another(number: int, asked_at: float) -> bool:
+    """Whether a signal that arrives now is a new request, and not that of `asked_at` (monotonic seconds) again."""
+    return time.monotonic() - asked_at > (_KEY_S if number == signal.SIGINT else _ONCE_S)
+
+
+def not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """Those of `numbers` that this process does not ignore. Under nohup it ignores SIGHUP, and should go on so."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+class StopFlag:
+    """The signal that asked this process to stop, if there was a signal."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self.saves = False
+        """There is something to save. As long as there is nothing, a signal raises `Preempted` at once."""
+        self.asked_at = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name of the signal that the user sent, even where the launcher passed it on as another signal."""
+        sent = Path(os.environ.get(heartbeat.FOLDER, os.devnull), STOP_FILE)
+        return sent.read_text() if sent.is_file() else self.signal.name if self.signal else "a signal to another rank"
+
+    def handle(self, number: int, frame: object) -> None:
+        """The signal handler: runs in the main thread, between two instructions."""
+        self.note(number)
+        if not self.saves:
+            raise Preempted(f"stopped by {self.name} before training began; nothing was lost")
+
+    def note(self, number: int) -> bool:
+        """Set the flag. True where an earlier request had set it."""
+        again = self.signal is not None and is_another(number, self.asked_at)
+        if self.signal is None:
+            self.asked_at = time.monotonic()
+            self.signal = signal.Signals(number)
+        return again
+
+
+_active: StopFlag | None = None
+
+
+def _forget() -> None:
+    """In a forked child: a signal to the child is no request to its parent."""
+    if _active is not None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def current() -> StopFlag:
+    """The flag of this process; outside `listening`, a new flag that nobody sets."""
+    return _active or StopFlag()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[StopFlag]:
+    """Inside, the signals of `ASKING` set the flag, except those that this process ignores.
+
+    Inside another `listening`, and outside the main thread, this changes nothing.
+    """
+    global _active
+    if _active is not None or threading.current_thread() is not threading.main_thread():
+        yield current()
+        return
+    flag = _active = StopFlag()
+    heartbeat.own()  # from here the launcher knows this process
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = {number: signal.signal(number, flag.handle) for number in not_ignored(ASKING)}
+    # The system writes signals into this pipe at once, while Python's handlers wait until the main thread leaves a
+    # collective.
+    old_pipe = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(flag, reading), name="lockstep-signals", daemon=True).start()
+    try:
+        if Path(os.environ.get(heartbeat.FOLDER, os.devnull), STOP_FILE).exists():
+            raise Preempted(f"stopped by {flag.name} before training began; nothing was lost")
+        yield flag
+    finally:
+        signal.set_wakeup_fd(old_pipe)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(writing)  # ends the thread
+        _active = None
+
+
+def _watch(flag: StopFlag, pipe: int) -> None:
+    """Handle the signals that cannot wait for the main thread."""
+    while arrived := os.read(pipe, 1):
+        number = arrived[0]
+        if number not in ASKING:  # another signal that Python handles
+            continue
+        again = flag.note(number)
+        if LAUNCHED in os.environ:
+            # After a rank died, torch's agent ends the others with SIGTERM: they can neither agree nor save any more.
+            folder = os.environ.get(heartbeat.FOLDER)
+            if (
+                number == signal.SIGTERM
+                and folder
+                and not all(heartbeat.is_alive(rank.pid) for rank in heartbeat.all_in(Path(folder)))
+            ):
+                os._exit(1)
+        elif again:
+            tell(STOPPED_AT_ONCE)
+            os._exit(128 + number)
+    os.close(pipe)
+
+
+class StopConsensus:
+    """Whether any rank was asked to stop: the same answer on all ranks, at the same call.
+
+    Call it after equal amounts of work on every rank. The ranks communicate about once a second. The number of calls in
+    a second follows from the time that the earlier calls took. It is summed over ranks, so that all ranks compute the
+    same.
+    """
+
+    def __init__(self, world: World, flag: StopFlag) -> None:
+        self.world, self.flag = world, flag
+        self.left = self.between = 1
+        self.begun = self.since = time.perf_counter()
+        self._agreed_s = 0.0
+        self.wants_end: Callable[[], bool] = lambda: False
+        """Whether something on this rank asks that the training ends as after its last step."""
+        self.ends = False
+        """Whether something on any rank asked for it, at the last communication."""
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this object was made: a mean over ranks at their last communication, so equal on all."""
+        return time.perf_counter() - self.begun if self.world.size == 1 else self._agreed_s
+
+    def __call__(self) -> bool:
+        if self.world.size == 1:
+            self.ends = self.wants_end()
+            return self.flag.signal is not None
+        self.left -= 1
+        if self.left:
+            return False
+        now = time.perf_counter()
+        values = [float(self.flag.signal is not None), float(self.wants_end()), now - self.since, now - self.begun]
+        asked, wanted, seconds, elapsed = self.world.all_sum(values)
+        self.ends = wanted > 0
+        self._agreed_s = elapsed / self.world.size
+        per_call = seconds / self.world.size / self.between
+        # At most twice as many calls as before: the first steps may be quicker than those that follow.
+        self.left = self.between = max(1, min(2 * self.between, int(_EVERY_S / max(per_call, 1e-9))))
+        self.since = now
+        return asked > 0
+
+    def restart(self) -> None:
+        """Forget how long calls took, because the work between the next calls is another."""
+        self.left = self.between = 1
+        self.since = time.perf_counter()

@@ -1,0 +1,287 @@
+"""How a model is spread over ranks: what every strategy owes to training, and the strategy that a config asks for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lockstep.core.errors import TrainingError
+from lockstep.core.parallel.precision import Precision
+from lockstep.core.parallel.world import World
+
+StrategyName = Literal["single", "ddp", "fsdp"]
+NumberFormat = Literal["fp32", "bf16", "fp16"]
+Losses = dict[str, Tensor]
+"""Loss sums by head: scalar tensors."""
+
+
+@dataclass(frozen=True)
+class DDPOptions:
+    """How DDP sends gradients. The names are those of `torch.nn.parallel.DistributedDataParallel`."""
+
+    find_unused_parameters: bool = False
+    """Some trainable parameters get no gradient in some batches."""
+    static_graph: bool = False
+    """The same parameters are used in every step."""
+    bucket_mb: float | None = None
+    """Gradients that travel together, in MiB. None: DDP's own default."""
+    gradient_as_bucket_view: bool = True
+    """Gradients are views of the buckets, which saves one copy of them."""
+
+
+@dataclass(frozen=True)
+class FSDPOptions:
+    """How `fully_shard` is used."""
+
+    reshard_after_forward: bool = True
+    """Free the gathered parameters of a block after its forward pass, and gather them again for the backward pass."""
+    shard_ranks: int | None = None
+    """Shard over groups of this many neighbouring ranks, and replicate across groups (hybrid). None: shard over all."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    forward_prefetch: int = 0
+    """Blocks to gather ahead in the forward pass. 0: FSDP's default, which gathers the next block."""
+    backward_prefetch: int = 0
+    """Blocks to gather ahead in the backward pass. 0: FSDP's default, which gathers the next block."""
+    param_dtype: NumberFormat | None = None
+    """Number format in which parameters are gathered. None: the format in which they are stored."""
+    reduce_dtype: NumberFormat | None = None
+    """Number format in which gradients are reduced. None: fp32 where `param_dtype` is set, else the stored format."""
+
+
+_TUPLES = (
+    "return the loss alone, or the pair (loss, output), where `output` is the result of `predict`: put several outputs "
+    "into one tuple or dict. Several losses are a dict of scalar tensors by head"
+)
+
+
+@runtime_checkable
+class CallsVary(Protocol):
+    """A module of a model that calls its blocks as often as its batch wants, in training too.
+
+    Where a call is a collective, all ranks must call a block equally often. A strategy then replaces this attribute.
+    The module calls it with its number of calls, and makes the calls that it lacks with zeros.
+    """
+
+    largest_over_ranks: Callable[[int], int]
+    """From a number to the largest over all ranks. As the module is made: the number itself."""
+
+
+class Forward(nn.Module):
+    """From a batch to the task's loss sums, as one module.
+
+    DDP and FSDP wrap this module and not the model. The task's loss may then call the model several times, or use any
+    of its methods and attributes, with the same meaning on one rank and on many.
+
+    Args:
+        loss: `Task.loss`.
+        calls_vary: `Task.calls_vary`.
+        uses_graphs: the model may run as CUDA graphs. A graph writes its results into the same memory each time, so
+            they are copied.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Any], Any],
+        *,
+        calls_vary: bool = False,
+        uses_graphs: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.calls_vary = calls_vary
+        self.uses_graphs = uses_graphs
+        self.keeps_output = False
+        """Whether the next call in training keeps the output that `loss` returns with the losses; see `take_output`."""
+        self._output: Any = None
+
+    def take_output(self) -> Any:
+        """The output of the last call, if it was to be kept. None: `loss` returned the losses alone.
+
+        Outputs do not pass through the wrappers: DDP and FSDP prepare a backward pass from all that a module returns.
+        """
+        output, self._output, self.keeps_output = self._output, None, False
+        return output
+
+    def forward(self, batch: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+        """Loss sums by head; a single loss is the head `loss`. With `call`: the result of `call(model, batch)`."""
+        if self.uses_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        returned = self.loss(self.model, batch) if call is None else call(self.model, batch)
+        if self.uses_graphs:
+            returned = tree_map_only(Tensor, torch.clone, returned)
+        if call is not None:
+            return returned
+        losses, output = split_output(returned)
+        if isinstance(output, Tensor) and output.ndim == 0:  # a second loss, which would not be trained
+            raise TrainingError("it returned a tuple of two scalars", where="Task.loss", remedy=_TUPLES)
+        if self.keeps_output and self.model.training:
+            self._output = output
+        return by_head(losses)
+
+
+@dataclass(frozen=True)
+class Waits:
+    """When a rank waited for other ranks in the forward passes of a step."""
+
+    ended: Any
+    """A mark of the device before gradients are exchanged, see `Device.mark`."""
+    between: list[tuple[Any, Any]] | None
+    """Marks before and after each wait since the step began. None: it waited, and the times are not known."""
+
+
+class Strategy(Protocol):
+    """What the rest of the package may ask of a strategy. Nobody else looks at wrappers or at sharded modules.
+
+    `factory.make_strategy` makes a strategy. First it builds the model, then it wraps the `Forward` of the model. After
+    that it serves the training steps and the evaluations. A new strategy implements these attributes and methods in a
+    file of its own; `Single` has a default for each, which is right where ranks share nothing.
+    """
+
+    world: World
+    """The ranks over which the model is spread."""
+    is_sharded: bool
+    """Each rank holds only some rows of each parameter. Every forward pass is then a collective, on all ranks alike."""
+
+    trainable: dict[str, nn.Parameter]
+    """The parameters, by name, for which the exchange of gradients was arranged."""
+    frozen: dict[str, nn.Parameter]
+    """The other parameters."""
+
+    @property
+    def forward(self) -> nn.Module:
+        """The module that a training step calls with a batch: the `Forward`, inside the wrapper if there is one."""
+        ...
+
+    @property
+    def model(self) -> nn.Module:
+        """The task's model, without `Forward` and wrapper."""
+        ...
+
+    @property
+    def unwrapped(self) -> Forward:
+        """The `Forward` inside the wrapper, or `forward` itself."""
+        ...
+
+    def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
+        """The model that `make` returns, in the place where `wrap` wants it; and messages for the log.
+
+        Raises:
+            TrainingError: `make` returns different models on different ranks.
+        """
+        ...
+
+    def wrap(self, forward: Forward, blocks: Sequence[nn.Module]) -> None:
+        """Spread `forward` over the ranks: from now on `self.forward` gives gradients that are the mean over ranks.
+
+        Args:
+            forward: holds the model that `build_model` returned.
+            blocks: the repeated blocks of the model, outermost first; they are the units of sharding.
+
+        Raises:
+            UsageError: the options do not fit the number of ranks or the model.
+        """
+        ...
+
+    def rewrap(self) -> None:
+        """Arrange the exchange of gradients anew, after other parameters became trainable."""
+        ...
+
+    def sync_buffers(self) -> None:
+        """Give every rank the buffers of rank 0 (such as BatchNorm statistics).
+
+        Every step of training begins with that. So it changes no result, at whatever step it is also done before
+        evaluating or saving.
+        """
+        ...
+
+    def begin_step(self, batch: Callable[[], Any], precision: Precision, ignored_heads: Sequence[str]) -> Any:
+        """Get ready for the forward passes of a step: buffers are those of rank 0, and what must run once has run.
+
+        Args:
+            batch: gives a batch of this rank.
+            ignored_heads: heads with coefficient 0, whose losses may be constants.
+
+        Returns:
+            a mark of the device, after which only this rank computes; see `Device.mark`. None on one rank.
+        """
+        ...
+
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around the passes of one micro-batch. Gradients travel only with the last micro-batch of a step."""
+        ...
+
+    def backward(self, losses: Losses, factors: Losses, last: bool) -> Waits | None:
+        """Add the gradient of sum_k factors[k] * losses[k] to the parameters. With the last micro-batch of a step, the
+        gradients become the mean over the ranks.
+
+        Args:
+            losses: by head.
+            factors: by head; heads that are missing here take no part.
+
+        Returns:
+            with the last micro-batch, on several ranks: when this rank waited for others. Otherwise None.
+
+        Raises:
+            TrainingError: a parameter has no gradient, is another object than before, or changed whether it trains.
+                Names the parameters.
+        """
+        ...
+
+    def check_kept(self) -> None:
+        """Raise where the model has another object in the place of a parameter that was there when it was wrapped.
+
+        The optimizer has the first object, so the new one would never be trained.
+
+        Raises:
+            TrainingError: names the parameters.
+        """
+        ...
+
+    def inference(self) -> contextlib.AbstractContextManager[Forward]:
+        """Around passes without gradient. Gives the `Forward`. If it is sharded, all ranks call it equally often.
+
+        At the beginning and at the end, sharded parameters that are gathered are let go of: values that are set
+        in between count, and no memory stays taken.
+        """
+        ...
+
+
+def split_output(returned: Any) -> tuple[Any, Any]:
+    """The losses and the output that `Task.loss` returned. The output is None if it returned the losses alone."""
+    return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+
+
+def by_head(losses: Any, where: str = "Task.loss") -> Losses:
+    """The losses that a task returned, by head, in the order of the heads' names; a single loss is the head `loss`.
+
+    Raises:
+        TrainingError: `losses` is neither a scalar tensor of floating-point numbers nor a dict of such tensors.
+    """
+    if isinstance(losses, tuple):
+        raise TrainingError(f"it returned a tuple of {len(losses)}", where=where, remedy=_TUPLES)
+    remedy = "return the SUM of the loss over its units: a scalar tensor, or a dict of scalar tensors by head"
+    heads: Mapping[Any, Any] = losses if isinstance(losses, Mapping) else {"loss": losses}
+    if not heads:
+        raise TrainingError("it returned an empty dict", where=where, remedy=remedy)
+    for head, value in heads.items():
+        named = f"head {head!r} is" if isinstance(losses, Mapping) else "it returned"
+        if not isinstance(head, str):
+            raise TrainingError(
+                f"a head is called {head!r}, a {type(head).__name__}", where=where, remedy="use text as keys"
+            )
+        if not isinstance(value, Tensor):
+            shown = "" if value is None or isinstance(value, Mapping | list | tuple | set) else f" ({value!r})"
+            raise TrainingError(f"{named} a {type(value).__name__}{shown}", where=where, remedy=remedy)
+        if value.ndim or not value.is_floating_point():
+            what = f"{named} a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
+            raise TrainingError(what, where=where, remedy=remedy)
+    return {head: heads[head] for head in sorted(heads)}

@@ -1,0 +1,427 @@
+"""The processes of a run: which of them this process is, and how they exchange values and fail together."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import functools
+import gc
+import io
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from lockstep.core import devices, shortages
+from lockstep.core.errors import LockstepError, Preempted, UsageError, described
+from lockstep.core.parallel import device_errors, flight_recorder, heartbeat, torch_internals
+from lockstep.core.parallel.failure import FailureBoard
+from lockstep.core.parallel.heartbeat import Heartbeat, Phase
+from lockstep.core.parallel.nodes import NodeGroup, Nodes, exchange, group_of, own_name
+from lockstep.core.parallel.rendezvous import store_of_ranks
+from lockstep.core.parallel.signals import LAUNCHED
+from lockstep.core.parallel.watchdog import Watchdog
+from lockstep.launch.launch import report_failure
+
+T = TypeVar("T")
+_ABORT_S = 10.0  # after a failure, so long for the end of the process groups
+_retired: list[dist.ProcessGroup | None] = []
+
+
+@atexit.register
+def _release_groups() -> None:
+    """Drop process groups that are not used any more, after everything else that refers to them.
+
+    gloo's threads may still need the interpreter's lock to drop the tensors of the last collective. The destructor of
+    the Python object waits for these threads without holding the lock. DDP's reducer, if it has the last reference,
+    waits with the lock and never wakes (seen with torch 2.13). So the Python object must be dropped last.
+    """
+    if _retired:
+        gc.collect()
+        _retired.clear()
+
+
+def retire(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Keep process groups alive until this process has left the world; see `_release_groups`."""
+    _retired.extend(groups)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of the run. One process is a world of size 1, with the same methods.
+
+    `rank` and `size` are for control: who writes, and what all ranks must agree on. `data_rank` and `data_size` are for
+    samples: which of them this rank reads, and what is summed over them.
+    """
+
+    rank: int
+    """0 to size - 1, over all nodes."""
+    size: int
+    """Number of processes."""
+    local_rank: int
+    """Number of this process on its node, from 0."""
+    device: torch.device
+    """The device on which this rank computes."""
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    """Where this rank notes its progress, for the launcher and the watchdog."""
+    group: dist.ProcessGroup | None = None
+    """The process group of the collectives. None: the default group."""
+    timeout: datetime.timedelta | None = None
+    """How long a collective waits for other ranks. None: torch's default."""
+    model_parallel_size: int = 1
+    """Neighbouring ranks that see the same samples, as with tensor parallelism. 1: every rank sees its own samples."""
+    data_rank: int = field(init=False)
+    """Position among the groups of ranks that see different samples, from 0."""
+    data_size: int = field(init=False)
+    """Number of groups of ranks that see different samples."""
+    counts_samples: bool = field(init=False)
+    """Whether this rank's samples count in sums over ranks: true for one of the ranks that see the same samples."""
+
+    def __post_init__(self) -> None:
+        if self.size % self.model_parallel_size:
+            raise ValueError(f"{self.size} ranks cannot be cut into groups of {self.model_parallel_size}")
+        object.__setattr__(self, "data_rank", self.rank // self.model_parallel_size)
+        object.__setattr__(self, "data_size", self.size // self.model_parallel_size)
+        object.__setattr__(self, "counts_samples", self.rank % self.model_parallel_size == 0)
+
+    @functools.cached_property
+    def nodes(self) -> Nodes:
+        """Which ranks share a node. The first use is a collective: all ranks make it at the same place."""
+        return exchange(self)
+
+    @functools.cached_property
+    def node_group(self) -> NodeGroup | None:
+        """The ranks of this node, one of which reads for all. None: this rank has its node alone.
+
+        The first use is a collective: all ranks make it at the same place.
+        """
+        found = group_of(self)
+        if found is not None and found.group is not None:
+            retire([found.group])
+        return found
+
+    def all_sum(self, values: Sequence[float]) -> list[float]:
+        """Sum each of `values` over all ranks, in float64 on the host (exact for integers below 2**53)."""
+        if self.size == 1:
+            return list(values)
+        packed = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(packed, group=self.group)
+        return packed.tolist()
+
+    def all_max(self, value: int) -> int:
+        """The largest of `value` over all ranks."""
+        if self.size == 1:
+            return value
+        largest = torch.tensor([value])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return int(largest.tolist()[0])
+
+    def data_sum(self, values: Sequence[float]) -> list[float]:
+        """As `all_sum`, for values that come from samples: of the ranks that see the same samples, one counts."""
+        return self.all_sum(values if self.counts_samples else [0.0] * len(values))
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The `value` of every rank, in rank order, on rank 0; None elsewhere. Any picklable object.
+
+        Tensors in it arrive on the CPU.
+        """
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(_packed(value), values, group=self.group)
+        return None if values is None else [pickle.loads(packed) for packed in values]
+
+    def data_gather(self, value: Any) -> list[Any] | None:
+        """As `gather`, for values that come from samples: one value for each `data_rank`, in their order."""
+        values = self.gather(value)
+        return None if values is None else values[:: self.model_parallel_size]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's `value`, on every rank. Any picklable object. On other ranks, tensors in it arrive on the CPU."""
+        if self.size == 1:
+            return value
+        box = [_packed(value) if self.rank == 0 else None]
+        dist.broadcast_object_list(box, group=self.group)
+        return value if self.rank == 0 else pickle.loads(box[0] or b"")
+
+    def on_rank0(self, call: Callable[[], T]) -> T:
+        """The value that `call` returns on rank 0, on every rank.
+
+        Raises:
+            LockstepError: on every rank, where `call` raises it on rank 0.
+        """
+        outcome: Any = None
+        if self.rank == 0:
+            try:
+                outcome = call()
+            except LockstepError as error:
+                outcome = error
+        outcome = self.broadcast(outcome)
+        if isinstance(outcome, LockstepError):
+            raise outcome
+        value: T = outcome
+        return value
+
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite `tensors` with those of rank 0. Tensors with the same dtype and device travel together."""
+        if self.size == 1:
+            return
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for alike in kinds.values():
+            flat = [tensor.detach().reshape(-1) for tensor in alike]
+            packed = flat[0] if len(flat) == 1 else torch.cat(flat)
+            dist.broadcast(packed.view(torch.uint8), 0, group=self.group)  # gloo does not know every dtype
+            if self.rank and (len(alike) > 1 or not alike[0].is_contiguous()):
+                for tensor, values in zip(
+                    alike, torch.split(packed, [tensor.numel() for tensor in alike]), strict=True
+                ):
+                    tensor.copy_(values.view(tensor.shape))
+
+    def in_background(self) -> World:
+        """The same ranks with another gloo group, for a background thread: threads that share a group deadlock."""
+        if self.size == 1:
+            return self
+        # A rank that waits here for a failed rank is told of the failure. Within `new_group`, it would wait while it
+        # holds the interpreter's lock.
+        self.all_sum([0.0])
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+        retire([group])
+        return replace(self, group=group)
+
+
+class _HostPickler(pickle.Pickler):
+    """Writes tensors as tensors on the CPU. A tensor on a GPU would arrive on the same GPU, which has another owner."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            on_host = value.detach().cpu().requires_grad_(value.requires_grad)
+            return on_host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
+        return NotImplemented
+
+
+def _packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    _HostPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1) -> torch.device:
+    """The device of a local rank: `auto` takes CUDA where there is a GPU, and mps for a single rank on a Mac.
+
+    Where a rank sees a single GPU, this is its GPU, whatever its number: a scheduler may show each rank its own GPU
+    alone (srun --gpus-per-task=1). `join_world` checks that no other rank has the same GPU.
+
+    Args:
+        wanted: auto, cpu, cuda or mps.
+        local_size: ranks on this machine.
+        size: ranks on all machines.
+
+    Raises:
+        UsageError: `cuda` or `mps` is wanted and absent, a node has fewer GPUs than ranks, or there are several ranks
+            with `mps`.
+    """
+    if wanted == "mps":
+        return _mps(max(size, local_size))
+    gpus = devices.gpus() if wanted != "cpu" else 0
+    if wanted == "auto" and not gpus and max(size, local_size) == 1 and devices.has_mps():
+        return _mps(1)
+    if wanted == "cpu" or (wanted == "auto" and not gpus):
+        return torch.device("cpu")
+    if gpus == 0:
+        raise UsageError("no CUDA device is visible", where="device=cuda", remedy="use device=cpu or device=auto")
+    if gpus == 1 and LAUNCHED not in os.environ:  # our launcher gives all ranks the same environment
+        return torch.device("cuda", 0)
+    if local_size > gpus:
+        raise UsageError(
+            f"{local_size} ranks on a machine with {gpus} GPU{'s' * (gpus > 1)}",
+            where="--nproc",
+            remedy=f"use --nproc {gpus}, or device=cpu",
+        )
+    if local_rank >= gpus:
+        raise UsageError(
+            f"local rank {local_rank} needs a GPU of its own, and {gpus} GPUs are visible, numbered from 0",
+            where=f"LOCAL_RANK={local_rank}",
+            remedy=f"start at most {gpus} ranks on a machine, or let the scheduler bind one GPU to each rank",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _mps(ranks: int) -> torch.device:
+    if ranks > 1:
+        raise UsageError(
+            f"{ranks} ranks, but mps is a device for one rank: a Mac has one GPU, and gloo and NCCL do not know it",
+            where="device=mps",
+            remedy="use --nproc 1, or device=cpu",
+        )
+    if not devices.has_mps():
+        what = "this machine has no Metal device, or its macOS is too old for torch"
+        if not torch.backends.mps.is_built():
+            what = "this build of torch has no mps"
+        raise UsageError(what, where="device=mps", remedy="use device=cpu or device=auto")
+    return torch.device("mps", 0)
+
+
+@contextlib.contextmanager
+def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | None = None) -> Iterator[World]:
+    """Join the ranks that RANK, WORLD_SIZE and LOCAL_RANK describe (set by torchrun), and leave them at the end.
+
+    Where this rank fails, the other ranks end with a `RankError` that names it and shows its traceback; see
+    `FailureBoard`.
+
+    Args:
+        device: auto, cpu, cuda or mps.
+        timeout_s: seconds without progress on any rank after which all end with a report; see `Watchdog`.
+        folder: where the report is written. None: there is no watchdog.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    place = pick_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), size=size)
+    devices.of(place).select()
+    # A rank that waits is not at fault. Where there is a watchdog, it finds the rank that makes the others wait.
+    patience = datetime.timedelta(seconds=timeout_s) if folder is None else datetime.timedelta(days=7)
+    world = World(rank, size, local_rank, place, heartbeat.own(), timeout=patience)
+    if size == 1:
+        with _watched(world, None, timeout_s, folder), device_errors.explained(), shortages.explained():
+            yield world
+        return
+    # A process has one store. Each world has a part of it, because the same ranks may join and leave several times.
+    shared, numbers = store_of_ranks(rank, size, timeout_s)
+    store = PrefixStore(f"lockstep/{next(numbers)}", shared)
+    backend = devices.of(place).group_backend
+    flight_recorder.switch_on()
+    # The failure board and the watchdog live until the group is gone: to leave a group may take for ever, too.
+    with (
+        contextlib.closing(FailureBoard(store, rank, size)) as failures,
+        _watched(world, PrefixStore("watchdog", store), timeout_s, folder),
+    ):
+        try:
+            with device_errors.explained(), shortages.explained():
+                _check_own_rank(world, PrefixStore("ranks", store))
+                _check_own_device(world, PrefixStore("devices", store))
+                dist.init_process_group(
+                    backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=patience
+                )
+                _release_groups()
+                _retired.append(dist.group.WORLD)
+                yield world
+        except Preempted:  # all ranks stop together
+            _leave()
+            raise
+        except BaseException as error:
+            other = failures.explain(error) if isinstance(error, Exception) else None
+            _leave_after(other or error, rank)
+            if other is not None:
+                raise other from error
+            raise
+        _leave()
+
+
+def _leave() -> None:
+    """Leave the process groups, when all collectives have ended."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _forget_meshes()
+
+
+def _leave_after(error: BaseException, rank: int) -> None:
+    """Leave the process groups after a failure, without waiting for collectives, which may never end.
+
+    A rank that has failed may be missing in them. Even giving them up takes for ever where a driver hangs. So the
+    failure is reported first, and this process ends if the groups are not gone after `_ABORT_S`.
+    """
+    if dist.is_initialized():
+        text = str(error) if isinstance(error, LockstepError) else described(error)
+        if isinstance(error, Exception):
+            report_failure(error, text)
+        thread = threading.Thread(target=_abort, name="lockstep-abort", daemon=True)
+        thread.start()
+        thread.join(_ABORT_S)
+        if thread.is_alive():
+            if LAUNCHED not in os.environ:
+                print(f"[rank {rank}] error: {text}", file=sys.stderr, flush=True)
+            os._exit(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1))
+    _forget_meshes()
+
+
+def _abort() -> None:
+    try:
+        torch_internals.abort_groups()
+    except Exception as error:  # the failure of the run matters more
+        print(f"note: the process groups could not be given up: {error}", file=sys.stderr, flush=True)
+
+
+def _check_own_rank(world: World, store: Store) -> None:
+    """Check that no other process has this rank.
+
+    Raises:
+        UsageError: another process has it; names both.
+    """
+    own = f"process {os.getpid()} on {own_name()}"
+    owner = store.compare_set(str(world.rank), "", own).decode()
+    if owner != own:
+        raise UsageError(
+            f"two processes are rank {world.rank}: {owner}, and {own}",
+            where=f"RANK={world.rank}",
+            remedy="give each process a rank of its own, from 0 to WORLD_SIZE - 1: with torchrun, let the nodes have "
+            "different --node-rank, or use --rdzv-endpoint",
+        )
+
+
+def _check_own_device(world: World, store: Store) -> None:
+    """Check that no other rank computes on this rank's device, where a device takes one rank.
+
+    A rank that sees a single GPU cannot know whether the other ranks of its machine see another GPU, or the same. Two
+    parts of a divided GPU (MIG) may have the same identity, but not the same environment.
+
+    Raises:
+        UsageError: another rank has this GPU; names both ranks.
+    """
+    identity = devices.of(world.device).identity()
+    if identity is None:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    name = f"{own_name()}/{identity}/{visible}"
+    owner = int(store.compare_set(name, "", str(world.rank)))
+    if owner != world.rank:
+        raise UsageError(
+            f"ranks {owner} and {world.rank} on {own_name()} have the same GPU",
+            where=f"LOCAL_RANK={world.local_rank}, CUDA_VISIBLE_DEVICES={visible or 'not set'}",
+            remedy="give each rank a GPU: start fewer ranks, set LOCAL_RANK to 0, 1, ... on each machine, or let the "
+            "scheduler bind a GPU to each task (srun --gpus-per-task=1)",
+        )
+
+
+def _forget_meshes() -> None:
+    """Let torch forget the meshes of the groups that are gone.
+
+    torch keeps these meshes in its cache of operations on sharded tensors, and gives them to the next tensors on an
+    equal mesh. The names of their groups then belong to other groups, or to none.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # private; tested by joining again
+
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _watched(world: World, store: Store | None, timeout_s: float, folder: Path | None) -> Iterator[None]:
+    if folder is None:
+        yield
+        return
+    world.heartbeat.enter(Phase.STARTING)  # this process may have trained before
+    watchdog = Watchdog(world.heartbeat, store, rank=world.rank, size=world.size, timeout_s=timeout_s, folder=folder)
+    try:
+        yield
+    finally:
+        watchdog.close()

@@ -1,0 +1,217 @@
+"""How a task shows its samples, outputs and results to people. Optional: every method has a default that works."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lockstep.core.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from lockstep.core.task import Task
+    from lockstep.tasks.program import Program
+
+
+class Presenter:
+    """The texts and files about a task that people read. Training does not depend on it.
+
+    A task names its presenter in its attribute `presenter`. Lockstep makes it with `task.presenter(task)`.
+    """
+
+    has_program: bool = True
+    """Whether an export has a program, `model.pt2`. False: another library makes the model from the exported files."""
+
+    def __init__(self, task: Task) -> None:
+        self.task: Any = task
+
+    def inputs(self, arguments: Sequence[str]) -> Dataset[Any]:
+        """Samples from the INPUT arguments of `lockstep predict`.
+
+        Every rank calls this, and finds the same samples.
+        They go through `prepare` and `collate` as evaluation samples do. An optional method `where(index)` of the data
+        set names the source of a sample.
+
+        Raises:
+            UsageError: the task reads no files. This is the default.
+        """
+        raise UsageError(
+            f"{type(self.task).__name__} reads no files",
+            where="Presenter.inputs",
+            remedy="write this method, or predict without INPUT",
+        )
+
+    def describe(self, output: Any) -> dict[str, Any]:
+        """The output of a single sample, as plain values by name."""
+        return {"output": output}
+
+    def truth(self, sample: Any) -> Any:
+        """The label of a raw sample, in the form that `describe` gives a prediction.
+
+        None if the sample has no label.
+        """
+        return None
+
+    def show(self, sample: Any) -> dict[str, Any]:
+        """A raw sample as plain values by name. `lockstep predict` writes them beside the prediction."""
+        return {}
+
+    show.default = show  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
+
+    def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
+        """A text about an evaluation, for the log. An empty text is not logged.
+
+        Args:
+            values: the results of `Task.metrics` by name. Results with two or more dimensions, such as a confusion
+                matrix, are not logged as numbers, so this is the place to show them.
+            samples: a few pairs (raw sample, output of this sample).
+        """
+        return ""
+
+    report.default = report  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
+
+    def picture(self, sample: Any, prepared: Any, output: Any) -> npt.NDArray[np.uint8] | None:
+        """A sample as a picture, with what can be drawn into it: masks, boxes, in their true and predicted form.
+
+        The log shows such pictures of some training samples before the first step, and of the same few evaluation
+        samples at every evaluation. None: there is no picture. This is the default.
+
+        Args:
+            sample: a raw sample.
+            prepared: what `Task.prepare` made of it.
+            output: the output of this sample. None for a training sample.
+
+        Returns:
+            uint8 (height, width, 3), RGB. Small pictures are enlarged later.
+        """
+        return None
+
+    picture.default = picture  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
+
+    def caption(self, sample: Any, prepared: Any, output: Any) -> str:
+        """Up to three lines below a picture, for the arguments of `picture`. By default: `prediction` and
+        `probability` of `describe`, and `truth`."""
+        described = self.describe(output) if output is not None else {}
+        lines = []
+        if "prediction" in described:
+            probability = described.get("probability")
+            share = f"{probability:.2f} " if isinstance(probability, float) else ""
+            lines.append(f"{share}{described['prediction']}")
+        truth = self.truth(sample)
+        if truth is not None:
+            lines.append(f"truth: {truth}" if lines else str(truth))
+        return "\n".join(lines)
+
+    picture_side: int = 160
+    """The most pixels of the longer side of a picture on a sheet. Larger pictures are reduced to it, and pictures of
+    less than 160 pixels are enlarged, so that a text in them may be hard to read. Others are shown as they are."""
+
+    def mistakes(self, output: Any, batch: Any) -> Tensor | None:
+        """How wrong the output of each sample of an evaluation batch is, such as its loss, or the number of missed and
+        invented boxes.
+
+        The log shows the samples of an evaluation with the highest numbers on one sheet, drawn by `picture`. The
+        numbers of a sample must not depend on the other samples of its batch. NaN counts as the highest number. Samples
+        with the number -inf are not shown.
+
+        Args:
+            output: of the whole batch, as the metrics get it, on the device of the batch.
+
+        Returns:
+            (samples,), floating-point numbers. None: nobody can tell. This is the default.
+        """
+        return None
+
+    mistakes.default = mistakes  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
+
+    def pictures(self, values: Mapping[str, Tensor]) -> Mapping[str, npt.NDArray[np.uint8]]:
+        """Pictures of the results of an evaluation by name, such as a precision-recall curve. None by default.
+
+        A confusion matrix needs no picture from here. A metric that returns the points of a curve should return a
+        tensor of two dimensions: it is kept in metric_arrays.jsonl, and is not logged as numbers.
+
+        Args:
+            values: the results of `Task.metrics` by name.
+
+        Returns:
+            arrays of uint8 (height, width, 3), RGB. They are shown as they are.
+        """
+        return {}
+
+    def files(self, sample: Any, output: Any) -> Mapping[str, bytes]:
+        """The files of one prediction, which `lockstep predict --out FOLDER` writes: masks, pictures with boxes.
+
+        The rank that computed the output calls this and writes the files.
+
+        Args:
+            sample: a raw sample.
+            output: the output of this sample.
+
+        Returns:
+            the contents by path below FOLDER. Each path contains a `*`, such as `masks/*.png`. Lockstep replaces it
+            by a name of the sample that no other sample of the prediction has. By default there are no files.
+        """
+        return {}
+
+    files.default = files  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
+
+    def rows(self, sample: Any, output: Any) -> list[dict[str, Any]]:
+        """The rows of one prediction in files of CSV, JSON and JSON lines: any number of dicts of plain values.
+
+        Lockstep puts `input` (the source of the sample) or `sample` (its number) before the values of each row. A
+        detection has a row for each box with the keys of COCO's results, so that `--out boxes.json` is a file of COCO
+        results. By default there is a single row: `describe(output)`, with `truth` and `show` beside it.
+
+        Args:
+            sample: a raw sample.
+            output: the output of this sample.
+        """
+        return [{**self.describe(output)}]
+
+    rows.default = rows  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
+
+    def class_names(self) -> Sequence[str]:
+        """Names of the classes, for the picture of a confusion matrix. Empty, the default: classes have numbers."""
+        return ()
+
+    def epoch_header(self, epoch: int) -> str:
+        """What the log says of the task where an epoch begins, such as `image size 160`. An empty text adds nothing.
+
+        Args:
+            epoch: counted from 0, as `Task.prepare` gets it.
+        """
+        return ""
+
+    def log_header(self) -> list[str]:
+        """Lines about the data and the model, for the head of the log."""
+        return []
+
+    def program(self, model: nn.Module) -> Program:
+        """What `lockstep export` writes as `model.pt2`, which torch runs without the code of the model. Optional.
+
+        By default, it is `Task.predict` for batches like that of the first samples of the data.
+
+        Args:
+            model: as `Task.model` makes it, with the trained weights, on the CPU.
+
+        """
+        raise NotImplementedError
+
+    program.default = program  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
+
+    def export(self, model: nn.Module, folder: Path) -> Sequence[str] | None:
+        """Write the files that users of the weights need besides `model.safetensors` (labels, a tokenizer).
+
+        Args:
+            folder: exists, and is empty. The weights come later: a file of that name is an error.
+
+        Returns:
+            warnings for whoever exports, such as that a library cannot load the files. None: there are none.
+        """
+        return None

@@ -1,0 +1,263 @@
+"""What a checkpoint holds of a run, and how a run goes on from a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.core.build import PreparedRun
+from lockstep.core.checkpoint import files, finite, nested, room, store, torch_optimizer
+from lockstep.core.checkpoint import state as checkpoint_state
+from lockstep.core.checkpoint.saver import Saver
+from lockstep.core.checkpoint.store import Checkpoint
+from lockstep.core.checkpoint.torch_file import OPTIMIZER_CLASS
+from lockstep.core.config.sections import RunConfig, config_digest
+from lockstep.core.ema import Ema
+from lockstep.core.errors import UsageError
+from lockstep.core.parallel.heartbeat import Phase
+from lockstep.core.parallel.world import World
+from lockstep.core.run_directory import SCHEDULE_LENGTH_KEYS
+from lockstep.core.schedule import Schedule, set_lr
+from lockstep.core.step import TrainState
+
+
+def restore(checkpoint: Checkpoint, prepared: PreparedRun, config: RunConfig, allow_change: Sequence[str]) -> list[str]:
+    """Load a checkpoint into a prepared run.
+
+    Args:
+        allow_change: keys of the config (or `data`) that may differ from the run's.
+
+    Returns:
+        messages for the log.
+
+    Raises:
+        UsageError: the data or the schedule are not the run's, and `allow_change` does not name them.
+        CheckpointError: the checkpoint does not fit the model, or is damaged.
+    """
+    manifest, state, model = checkpoint.manifest, prepared.state, prepared.built.model
+    node = state.world.node_group
+    store.read_contents(checkpoint, node)
+    _check_data(checkpoint, prepared.fingerprint, allow_change)
+    messages = _check_schedule(config, state, manifest, allow_change)
+    has_averages = any(name.startswith("ema.") for name in checkpoint.index)
+    averages = state.averages.tensors if state.averages and has_averages else None
+    messages += checkpoint_state.check_fits(checkpoint.index, model, averages, checkpoint.values)
+    optimizer = state.optimizer if manifest["optimizer"] == _kind_of_optimizer(config) else None
+    if optimizer is None:
+        messages.append(f"the state of {manifest['optimizer'][0]} is left out: the config has another optimizer now")
+    needed = checkpoint_state.wanted(checkpoint.index, model, optimizer, averages)
+    tensors = files.read(checkpoint.path, checkpoint.index, needed, node)
+    checkpoint_state.restore(tensors, checkpoint.values, model, optimizer, averages, state.world.device)
+    if state.averages and averages is None:
+        state.averages = Ema(model, config.train.ema_decay or 0.0)
+        messages.append("averages begin with the weights of this step")
+    state.precision.load(manifest["loss_scale"])
+    state.step, state.skipped = checkpoint.step, manifest["skipped"]
+    stopping = prepared.stopping
+    messages += stopping.restore(manifest.get("evaluations", ()), manifest.get("evaluations_of"))
+    stopping.earlier_s = manifest.get("trained_s", 0.0)
+    if checkpoint.metrics:
+        stopping.add(state.step, checkpoint.metrics)
+    if state.step > state.skipped:  # the rate of the last update, which is logged where no other update follows
+        set_lr(state.optimizer, state.schedule(state.step - state.skipped - 1))
+    return messages
+
+
+def _check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any], allow_change: Sequence[str]) -> None:
+    saved = checkpoint.manifest["data"]
+    if saved == fingerprint or "data" in allow_change:
+        return
+    change = "samples differ"
+    if saved["samples"] != fingerprint["samples"]:
+        change = f"{saved['samples']} samples then, {fingerprint['samples']} now"
+    raise UsageError(
+        f"the training data are not those that the run began with: {change}",
+        where=str(checkpoint.path),
+        remedy="give the same data, --allow-change data to go on with these, or --fresh to start anew",
+    )
+
+
+def _check_schedule(
+    config: RunConfig, state: TrainState, manifest: Mapping[str, Any], allow_change: Sequence[str]
+) -> list[str]:
+    """Compare the length of the schedule's curve with the length that a checkpoint was trained with.
+
+    A warm-up that is a share of the length stays as long as it was when the run began.
+
+    Returns:
+        a warning, where the lengths differ and `allow_change` allows it.
+
+    Raises:
+        UsageError: on the config's curve, the updates so far would have had other learning rates.
+    """
+    then = dataclasses.replace(state.schedule, total_steps=manifest.get("schedule_steps", state.schedule.length))
+    # Runs of earlier versions did not keep their warm-up. It was that of the curve's length.
+    share, warmup = manifest.get("schedule_warmup", (then.warmup_share, then.warmup))
+    then = dataclasses.replace(then, warmup_share=share, kept_warmup=warmup)
+    done = manifest["step"] - manifest["skipped"]
+    now = state.schedule = state.schedule.with_warmup_of(then)
+    if now.same_until(then, done):
+        return []
+    train = config.train
+    key, value = ("train.steps", train.steps) if train.steps else ("train.epochs", train.epochs or 1)
+    if config.schedule.total_steps:
+        key, value = "schedule.total_steps", config.schedule.total_steps
+    group = state.optimizer.param_groups[0]
+    before, after = (f"{group['base_lr'] * factor:.4g}" for factor in (then(done - 1), now(done)))
+    text = f"the {now.name} schedule had {then.length} steps and has {now.length} now"
+    text += f": after {done} updates the learning rate goes from {before} to {after}"
+    if any(f"{name}.".startswith(f"{allowed}.") for name in SCHEDULE_LENGTH_KEYS for allowed in allow_change):
+        return [f"warning: {text}"]
+    raise UsageError(
+        text,
+        where=f"{key}={value}",
+        remedy=f"schedule.total_steps={then.length} keeps the curve, and the last rate after its end; "
+        f"--allow-change {key} goes on with the new curve; --fresh deletes the run and starts anew",
+    )
+
+
+def may_be_infinite(prepared: PreparedRun) -> finite.Grades:
+    """The tensors that are not finite at the start: checkpoints may hold them. A collective."""
+    state = prepared.state
+    averages = state.averages.tensors if state.averages else None
+    tensors, _ = checkpoint_state.capture(prepared.built.model, state.optimizer, averages)
+    return finite.at_start(prepared.built.model, tensors, state.world)
+
+
+def estimated_bytes(prepared: PreparedRun) -> int:
+    """About how many bytes a checkpoint of a new run has: those of its tensors. All ranks call it."""
+    state = prepared.state
+    averages = state.averages.tensors if state.averages else None
+    return room.estimated_bytes(prepared.built.model, state.optimizer, averages)
+
+
+def save_function(
+    prepared: PreparedRun,
+    saver: Saver,
+    config: RunConfig,
+    elapsed_s: Callable[[], float],
+    *,
+    check_loadable: Callable[[], None] = lambda: None,
+    parts: Callable[[], dict[str, Any]] = dict,
+) -> Callable[[dict[str, float]], None]:
+    """A function that saves the run as it is. It takes the results of the evaluation of this step, if there was any.
+
+    Args:
+        check_loadable: is called before, on all ranks; see `FirstSteps`.
+        elapsed_s: seconds since this start of the training; the same number on all ranks.
+        parts: what is kept of the training's Parts. All ranks call it.
+    """
+    state = prepared.state
+
+    def save(evaluated: dict[str, float]) -> None:
+        phase = state.world.heartbeat.phase
+        state.world.heartbeat.enter(Phase.SAVING)
+        state.strategy.sync_buffers()
+        check_loadable()
+        averages = state.averages.tensors if state.averages else None
+        tensors, values = checkpoint_state.capture(prepared.built.model, state.optimizer, averages)
+        manifest = _manifest(prepared, config, evaluated)
+        manifest["trained_s"] = prepared.stopping.earlier_s + elapsed_s()
+        if joined := parts():
+            manifest["parts"] = joined
+        saver.save(state.step, tensors, values, manifest)
+        state.world.heartbeat.enter(Phase(phase))
+
+    return save
+
+
+def _manifest(prepared: PreparedRun, config: RunConfig, evaluated: dict[str, float]) -> dict[str, Any]:
+    state = prepared.state
+    return {
+        "step": state.step,
+        "skipped": state.skipped,
+        "loss_scale": state.precision.state(),
+        "metrics": evaluated,
+        "data": prepared.fingerprint,
+        "optimizer": _kind_of_optimizer(config),
+        "config": config_digest(config),
+        "versions": {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": state.world.size},
+        "schedule_steps": state.schedule.length,
+        "schedule_warmup": [state.schedule.warmup_share, state.schedule.warmup],
+        "warnings": prepared.warnings,
+        "evaluations": prepared.stopping.results,
+        "evaluations_of": prepared.stopping.rule.metric if prepared.stopping.rule else None,
+    }
+
+
+def _kind_of_optimizer(config: RunConfig) -> list[Any]:
+    """What decides how the optimizer's state looks: the class and its arguments."""
+    return [config.optim.name, json.loads(json.dumps(config.optim.args, sort_keys=True))]
+
+
+def load_trained_weights(checkpoint: Checkpoint, model: nn.Module, world: World) -> None:
+    """Load a checkpoint's weights: their moving average, where the run kept an average. All ranks call it."""
+    node = world.node_group
+    store.read_contents(checkpoint, node)
+    checkpoint_state.check_fits(checkpoint.index, model, values=checkpoint.values)
+    averages = dict(model.named_parameters())
+    needed = checkpoint_state.wanted(checkpoint.index, model, averages=averages)
+    for kind in ("model.", "ema."):
+        part = {name: rows for name, rows in needed.items() if name.startswith(kind)}
+        tensors = files.read(checkpoint.path, checkpoint.index, part, node)
+        checkpoint_state.restore(tensors, checkpoint.values, model, averages=averages, device=world.device)
+
+
+def as_torch(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig
+) -> dict[str, Any]:
+    """A checkpoint in the formats of plain torch, with whole tensors on the CPU, whichever strategy has saved it.
+
+    Args:
+        model, optimizer: of the run. Only names, order and settings of their parameters are read.
+
+    Returns:
+        - model: the weights with which the training goes on; `model.load_state_dict` takes it
+        - optimizer: `load_state_dict` of the optimizer takes it. Learning rates are those of the next update
+        - optimizer_class: a class of torch.optim
+        - model_ema: averaged weights by name, where the run keeps an average
+        - scaler: the state of a GradScaler, with fp16
+        - step, epoch: steps and whole epochs that are done
+        - lockstep: the version that wrote it
+
+    Raises:
+        CheckpointError: the checkpoint does not fit the model, or is damaged.
+    """
+    manifest = checkpoint.manifest
+    checkpoint_state.check_fits(checkpoint.index, model, values=checkpoint.values)
+    found: dict[str, Any] = {
+        name: nested.decode(saved, torch.device("cpu")) for name, saved in checkpoint.values.items()
+    }
+    found |= files.read(checkpoint.path, checkpoint.index)
+    of_kind: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "ema": {}}
+    for name, value in found.items():
+        kind, _, rest = name.partition(".")
+        of_kind[kind][rest] = value
+    slots: torch_optimizer.Slots = {}
+    for name, value in of_kind["optimizer"].items():
+        parameter, _, slot = name.rpartition(".")
+        slots.setdefault(parameter, {})[slot] = value
+    per_epoch = -(-manifest["data"]["samples"] // (config.batch.global_ or 1))
+    if config.data.drop_last:
+        per_epoch = max(1, manifest["data"]["samples"] // (config.batch.global_ or 1))
+    curve = config.schedule.model_dump() | {"total_steps": manifest.get("schedule_steps")}
+    set_lr(optimizer, Schedule(steps_per_epoch=per_epoch, **curve)(manifest["step"] - manifest["skipped"]))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    integers = ("growth_interval", "_growth_tracker")
+    scale = {key: int(value) if key in integers else value for key, value in manifest["loss_scale"].items()}
+    return {
+        "model": {name: of_kind["model"][name] for name in model.state_dict() if name in of_kind["model"]},
+        "optimizer": torch_optimizer.as_state_dict(slots, optimizer.param_groups, names),
+        OPTIMIZER_CLASS: manifest["optimizer"][0],
+        **({"model_ema": of_kind["ema"]} if of_kind["ema"] else {}),
+        **({"scaler": scale} if scale else {}),
+        "step": manifest["step"],
+        "epoch": manifest["step"] // per_epoch,
+        "lockstep": lockstep.__version__,
+    }

@@ -1,0 +1,235 @@
+"""The data of a run: which samples a step and an evaluation take, and how they are read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lockstep.core import task_checks
+from lockstep.core.checks import same_samples
+from lockstep.core.config.sections import RunConfig
+from lockstep.core.data import fingerprint
+from lockstep.core.data.loader import Loader, MicroBatches
+from lockstep.core.data.order import EvaluationPlan, StepPlan
+from lockstep.core.data.randomness import restored_generators
+from lockstep.core.errors import DataError, UsageError
+from lockstep.core.parallel.world import World
+from lockstep.core.task import Samples, Task
+
+
+@dataclass
+class EvaluationData:
+    """The samples of an evaluation, and how they are read."""
+
+    data: Dataset[Any]
+    loader: Loader
+    plan: EvaluationPlan
+
+
+def asked_micro_batches(config: RunConfig, world: World) -> list[list[int]]:
+    """The sizes of micro-batches that the config asks for: pairs of an epoch and the size in samples from it on."""
+    batch = config.batch
+    global_batch = batch.global_ or 1
+    by_epoch = batch.micro if isinstance(batch.micro, dict) else {0: batch.micro or global_batch}
+    whole = -(-global_batch // world.data_size)
+    return [[epoch, min(size, whole)] for epoch, size in sorted(by_epoch.items())]
+
+
+def evaluated_at_once(config: RunConfig) -> int:
+    """Samples of a micro-batch of an evaluation: the same for every number of ranks."""
+    return config.batch.smallest_micro or min(config.batch.global_ or 32, 256)
+
+
+def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: int) -> StepPlan:
+    """Which samples every step takes.
+
+    Args:
+        micro_batch: largest number of samples in a forward pass, also where the config asks for more.
+
+    Raises:
+        DataError: the data set is empty, or smaller than the only batch of an epoch, or its lengths are not numbers.
+        UsageError: samples are to be grouped by length, and their lengths are not known.
+    """
+    length = len(data)  # type: ignore[arg-type]
+    if length == 0:
+        raise DataError("the training data set is empty", where="Task.train_data", remedy="check data.train")
+    global_batch = config.batch.global_ or 1
+    if config.data.drop_last and length < global_batch:
+        remedy = "lower batch.global, or set data.drop_last=false"
+        raise DataError(
+            f"{length} samples do not fill one batch of {global_batch}", where="data.drop_last", remedy=remedy
+        )
+    lengths = _sample_lengths(data, "Task.train_data")
+    if config.data.group_by_length and lengths is None:
+        raise UsageError(
+            "the lengths of the samples are not known",
+            where="data.group_by_length",
+            remedy="leave it out, or let Task.train_data return a data set with the attribute `lengths`: "
+            "an array of the length of each sample",
+        )
+    return StepPlan(
+        length,
+        global_batch,
+        micro_batch,
+        world.data_size,
+        config.seed,
+        config.data.drop_last,
+        lengths,
+        config.batch.micro if isinstance(config.batch.micro, dict) else None,
+        config.data.group_by_length,
+    )
+
+
+def grouping(plan: StepPlan) -> list[str]:
+    """Lines for the log where lengths choose the samples of a batch."""
+    count, batches = plan.group_by_length, plan.length // plan.global_batch
+    if not count:
+        return []
+    lines = [f"data.group_by_length={count}: windows of {count} batches are sorted by the length of their samples"]
+    if count >= batches:
+        lines.append(
+            f"  a window holds the whole epoch ({batches} batches), so every epoch has almost the same batches; "
+            f"data.group_by_length={max(1, batches // 4)} makes four windows"
+        )
+    return lines
+
+
+def make_loader(config: RunConfig, data: Dataset[Any], task: Task, world: World, *, training: bool) -> Loader:
+    """The loader of this rank's micro-batches of `data`."""
+    micro_batches = MicroBatches(data, task, config.seed, training=training, on_error=config.data.on_error)
+    return Loader(micro_batches, config.data.workers, world.device, channels_last=config.compute.channels_last)
+
+
+def evaluation_data(
+    config: RunConfig,
+    task: Task,
+    world: World,
+    data: Samples | None = None,
+    *,
+    micro_batch: int,
+    limit: int | None = None,
+) -> EvaluationData:
+    """`data`, by default the task's evaluation data, ready to be read: cut alike for every world size.
+
+    Args:
+        micro_batch: samples of a micro-batch, see `memory_shortage.fitting`.
+        limit: at most so many samples, spread evenly. None: all samples.
+
+    Raises:
+        DataError: the task has no evaluation data, or an empty data set.
+    """
+    if data is None:
+        data = required_evaluation_data(task)
+    else:
+        data = task_checks.data(data, "the data to predict")
+    lengths = _sample_lengths(data, "the evaluation data")
+    plan = EvaluationPlan(len(data), micro_batch, lengths, limit)  # type: ignore[arg-type]
+    return EvaluationData(data, make_loader(config, data, task, world, training=False), plan)
+
+
+def limited(plan: EvaluationPlan, name: str = "") -> str:
+    """A line on an evaluation of some samples. `name` is that of the evaluation data, where there are several."""
+    of = f" of {name}" if name else ""
+    return f"note: evaluated on {plan.count:,} of {plan.length:,} samples{of}, evenly spread (data.eval_limit)"
+
+
+class NoEvaluationData(DataError):
+    """A task has no evaluation data."""
+
+
+def required_evaluation_data(task: Task) -> Dataset[Any]:
+    """The task's evaluation data.
+
+    Raises:
+        NoEvaluationData: the task has none.
+        DataError: the data set is empty.
+    """
+    evaluation_data = task.eval_data()
+    if evaluation_data is None:
+        remedy = "set data.eval, or let Task.eval_data return a data set; train.eval_every_epochs=0 trains without it"
+        raise NoEvaluationData("there is no evaluation data", where="Task.eval_data", remedy=remedy)
+    data = task_checks.data(evaluation_data, "Task.eval_data")
+    if len(data) == 0:  # type: ignore[arg-type]
+        raise DataError("the evaluation data set is empty", where="Task.eval_data", remedy="check data.eval")
+    return data
+
+
+def _sample_lengths(data: Dataset[Any], where: str) -> Any:
+    """Lengths of the samples, where the data set has the attribute `lengths`.
+
+    Raises:
+        DataError: the attribute is not an array of one number for each sample.
+    """
+    lengths = getattr(data, "lengths", None)
+    if lengths is None:
+        return None
+    found, expected = np.asarray(lengths), (len(data),)  # type: ignore[arg-type]
+    if found.shape != expected or found.dtype.kind not in "iuf":
+        raise DataError(
+            f"`lengths` of the data set has the shape {found.shape} and the type {found.dtype}; expected: one number "
+            f"for each of {len(data)} samples",  # type: ignore[arg-type]
+            where=where,
+            remedy="correct `lengths`, or give the attribute another name",
+        )
+    return found
+
+
+def agreed_fingerprint(data: Dataset[Any], world: World, *, in_worker: bool) -> tuple[dict[str, Any], list[str]]:
+    """The fingerprint of the training data, and warnings about them. Each rank reads a few samples of its own data.
+
+    Raises:
+        UsageError: the nodes or the ranks have different data.
+    """
+    indices = fingerprint.looked_at(len(data))  # type: ignore[arg-type]
+    is_first = world.size == 1 or world.rank in world.nodes.first_ranks
+    # The generators of other ranks stay as they are: no rank draws other numbers because it is looked at.
+    with contextlib.nullcontext() if is_first else restored_generators(world.device):
+        digests = fingerprint.digests(data, indices, in_worker)
+    own = fingerprint.of_digests(len(data), digests)  # type: ignore[arg-type]
+    if world.size == 1:
+        return own, []
+    gathered = world.gather(own)
+    first: dict[str, Any] = world.on_rank0(lambda: _first_of_nodes(gathered or [], world))
+
+    def read(index: int) -> Any:
+        with restored_generators(world.device):
+            return fingerprint.sample(data, index, in_worker)
+
+    readable = ["" if digest == fingerprint.UNREADABLE else digest for digest in digests]
+    remarks = same_samples.check(readable, indices, read, what="training", where="Task.train_data", world=world)
+    return first, remarks
+
+
+def _first_of_nodes(gathered: Sequence[dict[str, Any]], world: World) -> dict[str, Any]:
+    """The fingerprint of rank 0.
+
+    Args:
+        gathered: fingerprints by rank.
+
+    Raises:
+        UsageError: the first ranks of the nodes have different data, or a rank has another number of samples.
+    """
+    first, names = gathered[0], world.nodes.names
+    others = {rank: gathered[rank] for rank in world.nodes.first_ranks if gathered[rank] != first}
+    if others:
+        counts = {names[rank]: found["samples"] for rank, found in others.items()}
+        differ = [f"{count} samples on node {name}" for name, count in counts.items() if count != first["samples"]]
+        what = "; ".join(differ) or f"other samples on node {', '.join(counts)}"
+        raise UsageError(
+            f"the nodes have different training data: {first['samples']} samples on node {names[0]}, {what}",
+            where="data.train",
+            remedy="give all nodes the same data under this path, or put the data on a shared disk",
+        )
+    numbers = [f"{found['samples']} on rank {rank}" for rank, found in enumerate(gathered)]
+    if any(found["samples"] != first["samples"] for found in gathered):
+        raise UsageError(
+            f"{same_samples.DIFFERENT} training data: the number of samples is {', '.join(numbers)}",
+            where="Task.train_data",
+            remedy=same_samples.REMEDY,
+        )
+    return first

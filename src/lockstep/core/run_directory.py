@@ -1,0 +1,347 @@
+"""The run directory: who may train in it, and what is kept in it besides checkpoints and logs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lockstep
+from lockstep.core import atomic, devices, locks, run_folder, source_code
+from lockstep.core.checkpoint import store
+from lockstep.core.checkpoint.store import Retention
+from lockstep.core.config import config_file
+from lockstep.core.config.sections import RunConfig, training_keys
+from lockstep.core.errors import LockstepError, UsageError, did_you_mean
+from lockstep.core.parallel.world import World
+from lockstep.core.task import Task
+from lockstep.launch.launch import LOST_NODE, RESTARTS
+from lockstep.parts import evaluations_file, model_table
+from lockstep.parts.factory import files_of_writers
+
+DESCRIBING = ("config.yaml", run_folder.MARKER, "task", "source", model_table.FILE, "train.log", "metrics.jsonl")
+"""Files and folders that describe a run. With a checkpoint they are a run directory that can be evaluated."""
+# Keys that change the length of the schedule's curve.
+SCHEDULE_LENGTH_KEYS = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")
+# Environment variables that change how ranks communicate, which GPUs they see, and how memory is allocated.
+_VARIABLES = re.compile(r"(TORCH_)?NCCL_|CUDA_|CUBLAS_|HIP_|ROCR_|PYTORCH_.*ALLOC_CONF$|OMP_NUM_THREADS$")
+_DYING_S = 20.0  # how long the ranks of an earlier launch may take to end
+
+
+@contextlib.contextmanager
+def claim(
+    folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str] = ()
+) -> Iterator[RunConfig]:
+    """Make `folder` the run directory of `config`, or check that it is, and keep other processes out. Rank 0 decides.
+
+    The record of a run with checkpoints stays as it is until `keep_record`: a start that fails before has changed
+    nothing, and the command of the run before this start goes on with it.
+
+    Args:
+        fresh: delete what an earlier run left in the folder.
+        allow_change: keys (or beginnings of keys, such as `optim`) that may differ from the run's.
+
+    Yields:
+        the config with its global batch as a number: the number that the first launch recorded.
+
+    Raises:
+        UsageError: the folder belongs to a run with other training keys (names the keys), holds something else than a
+            run, cannot be written, or another process trains in it.
+    """
+    with contextlib.ExitStack() as held:
+        yield world.on_rank0(lambda: _claim(folder, config, world, fresh, allow_change, held))
+
+
+def _claim(
+    folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str], held: contextlib.ExitStack
+) -> RunConfig:
+    try:
+        run_folder.check_free(folder)  # first: a folder that is not ours must not even get a lock
+        held.enter_context(locked(folder, tell=_tell_of_wait if _patience_s() > _DYING_S else None))
+        logs = files_of_writers(config.log.writers)  # an error in the config is found before anything is deleted
+        with contextlib.suppress(UsageError):
+            logs |= files_of_writers(config_file.read_run(folder).log.writers)
+        if fresh and not _was_restarted(folder) and run_folder.is_run(folder):
+            _check_first_weights_stay(folder, config, run_folder.ours(folder, logs))
+            run_folder.delete_ours(folder, logs)
+        store.clear_leftovers(folder / "checkpoints")
+        _put_task_back(folder)  # a start was killed that had not kept its record
+        resolved = config.model_copy(update={"batch": config.batch.resolve(world.data_size)})
+        if _has_checkpoints(folder):
+            resolved = _same_training(folder, config, resolved, allow_change)
+            if allow_change:
+                _keep_task_as_it_is(folder)
+                held.callback(_put_task_back, folder)
+        else:
+            _write_environment(folder, world, {})
+            atomic.write_text(folder / "config.yaml", config_file.to_yaml(resolved))
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return resolved
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    found = (folder / "checkpoints").glob("step-*")
+    return any(re.fullmatch(run_folder.OURS["checkpoints"], path.name) for path in found)
+
+
+def _write_environment(folder: Path, world: World, more: Mapping[str, Any]) -> None:
+    atomic.write_text(folder / run_folder.MARKER, json.dumps(_environment(world) | dict(more), indent=1))
+
+
+def _keep_task_as_it_is(folder: Path) -> None:
+    """Copy what the task keeps: a changed task may write other files before it is known that the run goes on."""
+    with atomic.staged_folder(folder / run_folder.TASK_BEFORE) as staging:
+        if (folder / "task").is_dir():
+            shutil.copytree(folder / "task", staging, dirs_exist_ok=True)
+
+
+def _put_task_back(folder: Path) -> None:
+    """Undo what a start has written into the folder `task`, unless the run goes on since then."""
+    before = folder / run_folder.TASK_BEFORE
+    if before.is_dir():
+        with contextlib.suppress(OSError):  # the next claim tries it again
+            atomic.remove(folder / "task")
+            before.rename(folder / "task")
+            (folder / "task").rmdir()  # if it is empty
+
+
+def _check_first_weights_stay(folder: Path, config: RunConfig, deleted: Sequence[Path]) -> None:
+    """Check that `--fresh` does not delete the weights with which the new run is to begin."""
+    if config.train.init_from is None:
+        return
+    source, checkpoints = Path(config.train.init_from).expanduser().resolve(), (folder / "checkpoints").resolve()
+    of_this_run = source in (folder.resolve(), checkpoints) and checkpoints.is_dir()
+    if of_this_run or any(source.is_relative_to(path.resolve()) for path in deleted):
+        raise UsageError(
+            f"{config.train.init_from} belongs to the run that --fresh would delete",
+            where="train.init_from",
+            remedy="give the new run another place with --run-dir, or export the weights to another folder first",
+        )
+
+
+def _unwritable(folder: Path, error: OSError) -> UsageError:
+    where = str(error.filename or folder)
+    return UsageError(f"cannot write: {error.strerror}", where=where, remedy="choose another place with --run-dir")
+
+
+@contextlib.contextmanager
+def locked(folder: Path, name: str = ".lock", tell: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Keep other processes that ask for the same `name` out of `folder`, which is made if it is not there.
+
+    Args:
+        tell: gets the name of the other process, if there is one, before the wait for its end begins.
+
+    Raises:
+        UsageError: another process holds the lock, or the folder cannot be written.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locks.locked(folder / name, wait_s=_patience_s(), poll_s=0.2, tell=tell))
+        except locks.LockedError as error:
+            remedy = "wait for it, stop it, or give another --run-dir"
+            raise UsageError(f"in use by {error}", where=str(folder), remedy=remedy) from None
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        yield
+
+
+def _patience_s() -> float:
+    """How long to wait for the ranks of an earlier launch, or of a node that was lost, in seconds."""
+    return float(os.environ.get(LOST_NODE, _DYING_S))
+
+
+def _tell_of_wait(holder: str) -> None:
+    text = f"waiting for {holder}, which still has the run directory, for {_patience_s():g} s at most"
+    print(text, file=sys.stderr, flush=True)
+
+
+def _was_restarted(folder: Path) -> bool:
+    """Whether this is a restart within one launch. The first start has then followed --fresh already."""
+    begun = run_folder.recorded(folder).get("launch")
+    return _restarts() > 0 and begun is not None and begun == os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def git_commit(config: RunConfig, world: World) -> dict[str, Any] | None:
+    """The git commit of the task's code: `commit` and `dirty`. None: not in git. Rank 0 looks for all ranks."""
+    return world.on_rank0(lambda: source_code.commit(_home(config)))
+
+
+def _restarts() -> int:
+    return int(os.environ.get(RESTARTS, 0)) + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_change: Sequence[str]) -> RunConfig:
+    """`resolved`, if its training keys are those that the folder records, but for the keys in `allow_change`."""
+    if not (folder / "config.yaml").exists():
+        raise UsageError(
+            "the folder has checkpoints, but no config.yaml that says what they belong to",
+            where=str(folder),
+            remedy="bring the file back, or give --fresh to delete the checkpoints",
+        )
+    recorded = config_file.read_run(folder)
+    if config.batch.per_rank:  # another number of ranks keeps the global batch of the first launch
+        batch = recorded.batch.model_copy(update={"micro": config.batch.per_rank})
+        resolved = resolved.model_copy(update={"batch": batch})
+    old, new = _as_json(training_keys(recorded)), _as_json(training_keys(resolved))
+    keys = old.keys() | new.keys()
+    changed = {key for key in keys if old.get(key) != new.get(key)}
+    changed -= _allowed(allow_change, {*keys, *SCHEDULE_LENGTH_KEYS, "data", "task"})
+    if changed:
+        differences = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in sorted(changed)]
+        raise UsageError(
+            "\n    ".join(["the run directory belongs to a run with another config:", *differences]),
+            where=str(folder),
+            remedy="give the same values, --allow-change KEY to go on with another value, another --run-dir, "
+            "or --fresh to delete that run and start anew",
+        )
+    return resolved
+
+
+def _as_json(keys: dict[str, Any]) -> dict[str, Any]:
+    """With lists in the place of tuples, as config.yaml has them."""
+    same: dict[str, Any] = json.loads(json.dumps(keys))
+    return same
+
+
+def _allowed(allow_change: Sequence[str], known: set[str]) -> set[str]:
+    """The keys that `allow_change` names, or of which it names the beginning.
+
+    Raises:
+        UsageError: no key has this name or beginning.
+    """
+    found: set[str] = set()
+    for allowed in allow_change:
+        keys = {key for key in known if f"{key}.".startswith(f"{allowed}.")}
+        if not keys:
+            raise UsageError(
+                f"no key that determines the training is called {allowed!r}",
+                where="--allow-change",
+                remedy=f"{did_you_mean(allowed, known)}There are: {', '.join(sorted(known))}",
+            )
+        found |= keys
+    return found
+
+
+def is_verified(folder: Path, config: RunConfig) -> bool:
+    """Whether `verify.json` in `folder` tells of a training with the training keys of `config`."""
+    try:
+        written = json.loads((folder / "verify.json").read_text())
+        verified = config_file.parse(written["config"], needs_task=False)
+    except (OSError, ValueError, LookupError, TypeError, LockstepError):  # there is none, or another version wrote it
+        return False
+    return _as_json(training_keys(verified)) == _as_json(training_keys(config))
+
+
+def _home(config: RunConfig) -> Path:
+    """The folder of the task's file; for a task without a file, the working directory."""
+    path, is_file, _ = str(config.task.get("kind", "")).rpartition(".py:")
+    return Path(path).parent if is_file else Path()
+
+
+def check_source(folder: Path, task: Task, config: RunConfig, world: World, allow_change: Sequence[str]) -> list[str]:
+    """For a run that goes on, compare the task's source with the kept source. Rank 0 does this for all ranks.
+
+    Returns:
+        messages for the log.
+
+    Raises:
+        UsageError: the task's code has changed, and `allow_change` does not have `task`.
+    """
+
+    def check() -> list[str]:
+        kept = source_code.read(folder / "source") if _has_checkpoints(folder) else {}
+        found = source_code.of_task(task, config.task.get("kind"), kept)
+        if kept and not found:
+            return ["the source of the task cannot be read, so it cannot be compared with the source of the run"]
+        change = source_code.difference(kept, found) if kept else None
+        if change and "task" not in allow_change:
+            raise UsageError(
+                f"the task's code has changed since the run began: {change}",
+                where=str(folder),
+                remedy="undo the change, or give --allow-change task to go on with it, another --run-dir, "
+                "or --fresh to delete that run",
+            )
+        return [f"warning: the task's code has changed: {change}"] if change else []
+
+    return world.on_rank0(check)
+
+
+def keep_record(
+    folder: Path, task: Task, config: RunConfig, world: World, *, git: Mapping[str, Any] | None = None
+) -> None:
+    """Write what a run is: the source of its task, its config, and where it runs. Rank 0 does this for all ranks.
+
+    It is called when the state of the run is loaded and all checks are made, before the first step. A kill in between
+    leaves files of this start and of the start before. The command of this start is then still accepted.
+
+    Args:
+        git: of `git_commit`.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+
+    def keep() -> None:
+        kept = source_code.read(folder / "source") if _has_checkpoints(folder) else {}
+        found = source_code.of_task(task, config.task.get("kind"), kept)
+        about = {"task": source_code.digest(found) if found else None, "git": git}
+        if kept and not found:
+            about["task"] = run_folder.recorded(folder).get("task")
+        try:
+            if kept != found and (found or not kept):
+                source_code.write(folder / "source", source_code.of_task(task, config.task.get("kind")))
+            atomic.write_text(folder / "config.yaml", config_file.to_yaml(config))
+            _write_environment(folder, world, about)
+            atomic.remove(folder / run_folder.TASK_BEFORE)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+
+    world.on_rank0(keep)
+
+
+def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
+    """A warning if the task's code has changed since the run was trained."""
+    kept = source_code.read(folder / "source")
+    found = source_code.of_task(task, config.task.get("kind"), kept)
+    change = source_code.difference(kept, found) if kept and found else None
+    return [f"warning: the task's code has changed since the run was trained: {change}"] if change else []
+
+
+def retention(config: RunConfig) -> Retention:
+    """Which checkpoints the config keeps."""
+    keep = config.checkpoint
+    best = keep.keep_best.split() if keep.keep_best else None
+    return Retention(keep.keep_last, (best[0], best[1]) if best else None, keep.keep_every_steps)
+
+
+def _environment(world: World) -> dict[str, Any]:
+    device = devices.of(world.device).name()
+    versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions["launch"] = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    about: dict[str, Any] = {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}
+    about |= {"cpus": os.cpu_count(), "device_memory": devices.of(world.device).memory()}
+    variables = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
+    return versions | devices.of(world.device).libraries() | about | {"variables": variables}
+
+
+def note_evaluation(folder: Path, step: int, changes: Sequence[str], results: Mapping[str, float]) -> None:
+    """Keep the results of an evaluation of the checkpoint of `step` with the run. Where this fails, a warning says so.
+
+    Args:
+        changes: to the run's config, as KEY=VALUE.
+    """
+    try:
+        evaluations_file.append(folder, step=step, changes=changes, results=results)
+    except OSError as error:  # such as a run that may only be read
+        print(f"warning: {evaluations_file.FILE} cannot be written: {error.strerror}", file=sys.stderr)

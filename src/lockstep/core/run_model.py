@@ -1,0 +1,325 @@
+"""The model and the optimizer of a run, as its config says."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.core import batch_norm, run_directory, task_checks
+from lockstep.core.blocks import compile_modules, find_blocks, recompute_activations
+from lockstep.core.checkpoint import choice, torch_file, torch_optimizer
+from lockstep.core.checkpoint.export import load_weights
+from lockstep.core.checkpoint.torch_file import TorchFile
+from lockstep.core.config import config_file
+from lockstep.core.config.sections import ParallelConfig, RunConfig, TrainConfig
+from lockstep.core.errors import TrainingError, UsageError, listed
+from lockstep.core.optim import Group, build_optimizer
+from lockstep.core.parallel import held_parameters
+from lockstep.core.parallel.factory import make_strategy
+from lockstep.core.parallel.precision import Precision
+from lockstep.core.parallel.strategy import DDPOptions, Forward, FSDPOptions, Strategy
+from lockstep.core.parallel.world import World
+from lockstep.core.schedule import scaled_lr
+from lockstep.core.task import Task
+from lockstep.core.unfreeze import Stage, Unfreezing
+
+# Found by training with every class of torch.optim (tests/core/parallel/test_sharding.py). Muon would silently train
+# another model.
+_NEED_WHOLE_MATRICES = ("Muon", "Adafactor", "Rprop")
+_NO_SHARDED_KERNEL = ("SGD", "Adagrad")
+
+
+@dataclass
+class BuiltModel:
+    """A model on this rank."""
+
+    model: nn.Module
+    """The model that the task made."""
+    strategy: Strategy
+    """How the model is spread over ranks; it holds the module that runs it."""
+    blocks: list[str]
+    """Names of the model's repeated blocks."""
+    unfreezing: Unfreezing | None
+    messages: list[str]
+    """Lines about the model for the log."""
+    begun_from: TorchFile | None = None
+    """The file of `torch.save` from which the weights are. It may have a state of the optimizer, too."""
+
+
+def seed_everything(config: RunConfig) -> None:
+    """Seed torch, NumPy and Python, so that a task draws the same data and the same model in every process."""
+    torch.manual_seed(config.seed)
+    random.seed(config.seed)
+    np.random.seed(config.seed % 2**32)
+
+
+def build_model(
+    config: RunConfig,
+    task: Task,
+    world: World,
+    *,
+    steps_per_epoch: int | None = None,
+    step: int = 0,
+    init: bool = False,
+) -> BuiltModel:
+    """The task's model, with the weights that the task gave it or with the weights of `train.init_from`.
+
+    Args:
+        steps_per_epoch: steps of an epoch, where the model will be trained. None: the model only runs forward.
+        step: step at which training begins or goes on.
+        init: whether to load `train.init_from`.
+
+    Raises:
+        TrainingError: the model has no trainable parameters, or parameters that cannot be trained.
+        UsageError: the config does not fit the model or the ranks; sharding would break what the task does with
+            parameters.
+    """
+    parallel, compute = config.parallel, config.compute
+    training = steps_per_epoch is not None
+    strategy = make_strategy(
+        parallel.strategy, world, trains=training, ddp=_ddp_options(parallel), fsdp=_fsdp_options(parallel)
+    )
+    seed_everything(config)
+    notes: list[str] = []
+
+    def make() -> nn.Module:
+        made, notes[:] = batch_norm.without_unsupported(_check_parameters(task_checks.model(task)), world)
+        if training:
+            notes.extend(held_parameters.check_hooks(made, ranks=world.size, sharded=strategy.is_sharded))
+            held_parameters.check_renormalised(made, ranks=world.size)
+        if strategy.is_sharded:
+            held_parameters.check_references(made, task)
+        return made
+
+    model, messages = strategy.build_model(make)
+    messages += notes
+    if compute.channels_last and not strategy.is_sharded:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.zero_grad(set_to_none=True)  # the first step would add to gradients that a task has left
+    blocks = find_blocks(model, parallel.shard_modules)
+    unfreezing = None
+    if steps_per_epoch is not None:
+        unfreezing = _unfreezing(config, task, model, steps_per_epoch=steps_per_epoch, step=step)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            remedy = "set requires_grad_(True) on some parameters, or unfreeze fewer of them later"
+            raise TrainingError("the model has no trainable parameter", where="Task.model", remedy=remedy)
+    if training and compute.activation_checkpointing:
+        recompute_activations(list(blocks.values()), world.device)
+    if compute.compile is not None:
+        compile_modules(
+            model,
+            list(blocks.values()),
+            what=compute.compile,
+            backend=compute.compile_backend,
+            mode=compute.compile_mode,
+            dynamic=compute.compile_dynamic,
+        )
+    forward = Forward(model, task.loss, calls_vary=task.calls_vary, uses_graphs=compute.uses_cuda_graphs)
+    strategy.wrap(forward, list(blocks.values()))
+    built = BuiltModel(
+        model=model, strategy=strategy, blocks=list(blocks), unfreezing=unfreezing, messages=list(messages)
+    )
+    if init and config.train.init_from:
+        _load_first_weights(built, config.train, world)
+    return built
+
+
+def _load_first_weights(built: BuiltModel, train: TrainConfig, world: World) -> None:
+    """Load the weights of `train.init_from`. Adds lines that say which weights these are."""
+    source = Path(train.init_from or "").expanduser()
+    folder = source / "checkpoints"
+    if not folder.is_dir():
+        if train.init_checkpoint is not None:
+            raise UsageError(
+                f"{source} is not the directory of a run",
+                where="train.init_checkpoint",
+                remedy="leave it out, or let train.init_from name a run directory",
+            )
+        built.begun_from = torch_file.read(source) if torch_file.is_torch_file(source) else None
+        left = load_weights(built.model, source, train.init_skip, torch_file=built.begun_from)
+        place = f"the weights are from {built.begun_from.place}" if built.begun_from is not None else ""
+        stay = f"these stay as Task.model made them: {', '.join(left)}" if left else ""
+        built.messages += [f"train.init_from={train.init_from}: {text}" for text in (place, stay) if text]
+        return
+    retention = run_directory.retention(config_file.read_run(source))
+    lines = choice.read(
+        folder,
+        world,
+        retention,
+        train.init_checkpoint,
+        load=lambda checkpoint: load_weights(built.model, source, train.init_skip, checkpoint),
+        where="train.init_checkpoint",
+    )
+    built.messages += [f"train.init_from={train.init_from}: {line}" for line in lines]
+
+
+def load_first_state(
+    built: BuiltModel, train: TrainConfig, optimizer: torch.optim.Optimizer, precision: Precision
+) -> None:
+    """Load what the file of `train.init_from` has besides weights: a state of the optimizer, and a loss scale.
+
+    Adds a line that says what was taken and what was not.
+    """
+    file, built.begun_from = built.begun_from, None
+    if file is None:
+        return
+    kind, texts = type(optimizer).__name__, []
+    if file.optimizer is not None:
+        try:
+            if train.init_skip:
+                raise torch_optimizer.NotTaken("train.init_skip leaves out some of its weights")
+            count = torch_optimizer.load(file.optimizer, built.model, optimizer, saved_class=file.optimizer_class)
+            texts.append(f"the state of {kind} is taken, of {count} parameters; its settings are the config's")
+        except torch_optimizer.NotTaken as error:
+            texts.append(f"the optimizer's state is not taken: {error}")
+    if file.scaler is not None:
+        taken = precision.load_foreign(file.scaler)
+        texts.append(
+            f"the loss scale is {'' if taken else 'not '}taken" + f" (precision={precision.name})" * (not taken)
+        )
+    texts.append("a new training begins at step 0")
+    if file.others:
+        texts.append(f"not taken: {', '.join(file.others)}")
+    built.messages.append(f"train.init_from={train.init_from}: {'; '.join(texts)}")
+
+
+def _check_parameters(model: nn.Module) -> nn.Module:
+    """Check that parameters and buffers of `model` have shapes and are dense, and gradients, too. Returns `model`.
+
+    Raises:
+        TrainingError: some module is lazy or has sparse gradients, or a tensor is sparse; names them and the remedy.
+    """
+    lazy = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(value)]
+    if lazy:
+        raise TrainingError(
+            f"the model is not complete: {', '.join(lazy[:5])} get a shape only when a batch passes through",
+            where="Task.model",
+            remedy="give lazy modules (LazyLinear, ...) their sizes, or pass a batch through the model",
+        )
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    layouts = {name: str(tensor.layout).removeprefix("torch.") for name, tensor in tensors.items()}
+    scattered = [f"{name} ({layout})" for name, layout in layouts.items() if layout != "strided"]
+    if scattered:
+        raise TrainingError(
+            f"{listed(scattered, 5)}: a model needs dense tensors, which other ranks and checkpoints get",
+            where="Task.model",
+            remedy="keep a sparse matrix as dense tensors, such as buffers of its indices and values, and make it "
+            "of them in `forward`: torch.sparse_coo_tensor(self.indices, self.values, size)",
+        )
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    sparse = [
+        name or "the model"
+        for name, embedding in embeddings.items()
+        if embedding.sparse and embedding.weight.requires_grad
+    ]
+    if sparse:
+        raise TrainingError(
+            f"{', '.join(sparse[:5])} would have sparse gradients: most optimizers and clipping cannot use them",
+            where="Task.model",
+            remedy="make the embedding with sparse=False: it learns the same",
+        )
+    return model
+
+
+def _unfreezing(
+    config: RunConfig, task: Task, model: nn.Module, *, steps_per_epoch: int, step: int
+) -> Unfreezing | None:
+    """The phases of `train.unfreeze`, applied to the model. None: all parameters stay as the model made them.
+
+    Raises:
+        UsageError: a pattern matches no parameter, or a parameter trains that the task needs frozen.
+    """
+    stages = [
+        Stage(stage.step or math.ceil((stage.epoch or 0) * steps_per_epoch), stage.match)
+        for stage in config.train.unfreeze
+    ]
+    unfreezing = Unfreezing(model, stages)
+    unfreezing.check_frozen({pattern: epochs * steps_per_epoch for pattern, epochs in task.frozen_epochs.items()})
+    if not stages:
+        return None
+    unfreezing.apply(step)
+    return unfreezing
+
+
+def _ddp_options(parallel: ParallelConfig) -> DDPOptions:
+    return DDPOptions(
+        find_unused_parameters=parallel.find_unused_parameters,
+        static_graph=parallel.static_graph,
+        bucket_mb=parallel.bucket_mb,
+        gradient_as_bucket_view=parallel.gradient_as_bucket_view,
+    )
+
+
+def _fsdp_options(parallel: ParallelConfig) -> FSDPOptions:
+    return FSDPOptions(
+        reshard_after_forward=parallel.reshard_after_forward,
+        shard_ranks=parallel.shard_ranks,
+        cpu_offload=parallel.cpu_offload,
+        forward_prefetch=parallel.forward_prefetch,
+        backward_prefetch=parallel.backward_prefetch,
+        param_dtype=parallel.param_dtype,
+        reduce_dtype=parallel.reduce_dtype,
+    )
+
+
+def make_optimizer(
+    config: RunConfig,
+    model: nn.Module,
+    blocks: Sequence[str] = (),
+    *,
+    sharded: bool = False,
+    fuses_adam: bool = False,
+) -> torch.optim.Optimizer:
+    """The config's optimizer, with learning rates scaled by the global batch.
+
+    Args:
+        blocks: names of the model's repeated blocks, in the model's order.
+        sharded: whether each rank holds only shards of the parameters.
+        fuses_adam: whether Adam and AdamW use their fused kernel, where `optim.fused` is None.
+
+    Raises:
+        UsageError: the optimizer cannot train shards: it needs whole matrices, or torch has no kernel for shards.
+    """
+    optim = config.optim
+    fused = bool(optim.fused if optim.fused is not None else optim.args.get("fused"))
+    if sharded:
+        check_shardable(optim.name, fused=fused)
+    scale = scaled_lr(
+        1.0, optim.lr_scaling, global_batch=config.batch.global_ or 1, reference_batch=optim.reference_batch
+    )
+    groups = [
+        Group(group.name, group.match, lr=group.lr * scale if group.lr else None, weight_decay=group.weight_decay)
+        for group in optim.groups
+    ]
+    return build_optimizer(
+        model,
+        optim.name,
+        optim.lr * scale,
+        weight_decay=optim.weight_decay,
+        groups=groups,
+        args=optim.args,
+        fused=optim.fused,
+        fuses_adam=fuses_adam,
+        layer_decay=optim.layer_decay,
+        blocks=blocks,
+    )
+
+
+def check_shardable(optimizer: str, *, fused: bool) -> None:
+    """Check that an optimizer can train shards.
+
+    Raises:
+        UsageError: it needs whole matrices, or torch has no kernel for shards.
+    """
+    if optimizer in _NEED_WHOLE_MATRICES or (fused and optimizer in _NO_SHARDED_KERNEL):
+        remedy = "use AdamW, SGD or another optimizer that updates each element by itself, or parallel.strategy=ddp"
+        what = f"{'fused ' if optimizer in _NO_SHARDED_KERNEL else ''}{optimizer} cannot train sharded parameters"
+        raise UsageError(what, where="optim.name", remedy=remedy)

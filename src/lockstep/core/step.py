@@ -1,0 +1,290 @@
+"""The exact step: one optimizer update that is the same however its global batch was cut.
+
+    W[k] = sum over ranks and micro-batches of w[r,m,k]          units (samples, labels, pixels) of head k
+    loss = sum_k c[k] * L[r,m,k] * world / W[k]                  L: the SUM of the loss over this micro-batch's units
+
+DDP and FSDP average gradients over `world` ranks. So the gradient is that of sum_k c[k] * (sum of L[k]) / W[k]: a mean
+over the units of the whole global batch, and never a mean of means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core import batch_norm, heads
+from lockstep.core.data.loader import MicroBatch, one_ahead
+from lockstep.core.data.order import derive_seed
+from lockstep.core.data.randomness import seed_forward
+from lockstep.core.data.tensors import map_tensors
+from lockstep.core.ema import Ema
+from lockstep.core.errors import TrainingError
+from lockstep.core.parallel.gradients import clip_grads, grad_norm, scale_grads
+from lockstep.core.parallel.precision import Precision
+from lockstep.core.parallel.strategy import Losses, Strategy
+from lockstep.core.parallel.world import World
+from lockstep.core.schedule import Schedule, set_lr
+from lockstep.core.train_metrics import TrainMetrics
+from lockstep.core.unfreeze import Unfreezing
+from lockstep.parts.flops import FlopCount
+
+SAMPLES = ""
+"""The key of W where the unit of every head is the sample."""
+
+
+@dataclass
+class TrainState:
+    """The state of a training on this rank: everything that a step reads or changes."""
+
+    strategy: Strategy
+    """How the model is spread over ranks. It holds the module that the step calls."""
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    schedule: Schedule
+    seed: int = 0
+    clip_norm: float | None = None
+    """Largest norm of the gradient. None: gradients are not clipped."""
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+    """Factors of the losses by head; 1 for heads that are not here."""
+    must_agree_on_weights: bool = False
+    """Whether ranks may lose samples, and so must count them together where the unit is the sample."""
+    averages: Ema | None = None
+    """Moving averages of the weights, where they are wanted."""
+    flops: FlopCount | None = None
+    """Counts floating-point operations, where the log shall have them."""
+    metrics: TrainMetrics | None = None
+    """Gets the outputs of the training, where the log shall have metrics of them."""
+    unfreezing: Unfreezing | None = None
+    """Which parameters are trainable at which step. `strategy` is wrapped for the parameters of `step`."""
+    step: int = 0
+    """Global batches consumed so far."""
+    skipped: int = 0
+    """Steps so far that changed no weight: fp16 overflowed, or the global batch had no valid unit. The schedule counts
+    updates, which are `step - skipped`."""
+    weight_heads: heads.HeadNames | None = None
+    """Heads of `Task.weight` that all ranks agreed on. None before the first step of this process."""
+    agreed: heads.AgreedLosses | None = None
+    """What all ranks know about the losses. None before the first step of this process, and whenever other parameters
+    begin to train."""
+
+    @property
+    def forward(self) -> nn.Module:
+        """The module that the step calls."""
+        return self.strategy.forward
+
+    @property
+    def world(self) -> World:
+        """The ranks that train."""
+        return self.strategy.world
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that train."""
+        return list(self.strategy.trainable.values())
+
+    def unfreeze(self) -> None:
+        """Make the parameters trainable that train from this step on."""
+        if self.unfreezing is not None and self.step in self.unfreezing.steps:
+            self.unfreezing.apply(self.step)
+            self.agreed = None
+            self.strategy.rewrap()
+
+
+@dataclass
+class StepResult:
+    """The results of one step on this rank. Tensors stay on the device: only steps that log read them."""
+
+    step: int
+    """Global batches consumed before this step."""
+    samples: int
+    """Samples in the global batch, over all ranks."""
+    totals: dict[str, float]
+    """W: units by head over all ranks; under `SAMPLES` for all heads."""
+    indices: list[tuple[int, ...]]
+    """Indices of the samples of each micro-batch."""
+    counted: list[bool]
+    """Whether each micro-batch counts. A filler does not."""
+    bad: list[str]
+    """Messages about unreadable samples."""
+    losses: list[Losses] = field(default_factory=list)
+    """Loss sums by head, of each micro-batch that ran."""
+    grad_norm: Tensor | None = None
+    """Global norm of the gradient before clipping. None where it was not computed."""
+    applied: bool = False
+    """Whether the update was applied."""
+    marks: list[Any] = field(default_factory=list)
+    """With several ranks: marks of the device before and after what this rank computed before gradients were exchanged;
+    see `Device.mark`."""
+    waits: list[tuple[Any, Any]] | None = field(default_factory=list)
+    """Marks around the times in between for which it waited for other ranks; see `strategy.Waits`."""
+
+
+def train_step(
+    state: TrainState, micro_batches: Sequence[MicroBatch], samples: int, *, want_norm: bool = False
+) -> StepResult:
+    """Consume one global batch and apply one update.
+
+    Args:
+        micro_batches: this rank's micro-batches, equally many on every rank. Only the batch in use and the next are on
+            the device.
+        samples: size of the global batch, over all ranks, from the plan.
+        want_norm: compute the gradient norm also where gradients are not clipped.
+
+    Raises:
+        TrainingError: the loss and the weight have different heads; in the first step of a process, a parameter has no
+            gradient; the loss or the model has frozen or unfrozen parameters.
+    """
+    strategy, optimizer, scaler = state.strategy, state.optimizer, state.precision.scaler
+    state.unfreeze()
+    result = StepResult(
+        step=state.step,
+        samples=samples,
+        totals=_count_units(state, micro_batches, samples),
+        indices=[micro_batch.indices for micro_batch in micro_batches],
+        counted=[not micro_batch.filler for micro_batch in micro_batches],
+        bad=[message for micro_batch in micro_batches for _, message in micro_batch.bad],
+    )
+    state.step += 1
+    if not any(result.totals.values()):  # no unit on any rank. All ranks know the totals, so all ranks skip
+        state.skipped += 1
+        return result
+
+    ignored = [head for head, coefficient in state.coefficients.items() if not coefficient]
+    began = strategy.begin_step(lambda: micro_batches[0].batch, state.precision, ignored)
+    result.marks += [] if began is None else [began]
+    for number, micro_batch in enumerate(one_ahead(micro_batches)):
+        last = number == len(micro_batches) - 1
+        rest = forward_backward_step(state, micro_batch, result, number=number, last=last)
+
+    parameters = state.parameters
+    if rest != 1.0:
+        scale_grads(parameters, rest)
+    scaler.unscale_(optimizer)
+    if want_norm or state.clip_norm is not None:
+        result.grad_norm = grad_norm(parameters)
+        if state.clip_norm is not None:
+            clip_grads(parameters, state.clip_norm, result.grad_norm)
+    set_lr(optimizer, state.schedule(result.step - state.skipped))
+    result.applied = state.precision.step(optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    state.skipped += not result.applied
+    if state.averages is not None and result.applied:
+        state.averages.update(state.step - state.skipped)
+    return result
+
+
+def forward_backward_step(
+    state: TrainState, micro_batch: MicroBatch, result: StepResult, *, number: int, last: bool
+) -> float:
+    """The forward and the backward pass of a micro-batch. Adds its losses to `result`.
+
+    Args:
+        number: of the micro-batch in this step, from 0.
+        last: whether it is the last of this step.
+
+    Returns:
+        the factor by which gradients must be multiplied after the last backward pass; see `_factors`.
+    """
+    strategy, world = state.strategy, state.strategy.world
+    metrics = None if micro_batch.filler else state.metrics
+    seed_forward(derive_seed(state.seed, result.step, world.data_rank, number), world.device)
+    without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
+    with strategy.gradient_sync(last), without_trace:
+        strategy.unwrapped.keeps_output = metrics is not None and metrics.wants_output
+        with state.precision.autocast():
+            losses: Losses = strategy.forward(micro_batch.batch)
+        output = map_tensors(strategy.unwrapped.take_output(), Tensor.detach)
+        losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
+        factors, rest = _factors(state, losses, result.totals, micro_batch)
+        scaled = {head: state.precision.scaler.scale(factor) for head, factor in factors.items()}
+        waits = strategy.backward(losses, scaled, last)
+    if waits is not None:
+        result.marks.append(waits.ended)
+        result.waits = waits.between
+    result.losses.append({head: value.detach() for head, value in losses.items()})
+    if metrics is not None and output is not None:
+        metrics.add(output, micro_batch.batch)
+    return rest
+
+
+def _count_units(state: TrainState, micro_batches: Sequence[MicroBatch], samples: int) -> dict[str, float]:
+    """W: units by head over all ranks.
+
+    Where the unit is the sample and no sample can be lost, the plan knows W, and the ranks do not communicate.
+    """
+    for micro_batch in micro_batches:
+        names = tuple(micro_batch.weights or ())
+        if names != state.weight_heads:
+            state.weight_heads = heads.agree(state.weight_heads, names, method="Task.weight", world=state.world)
+    if not state.weight_heads:
+        if not state.must_agree_on_weights:
+            return {SAMPLES: float(samples)}
+        return {SAMPLES: state.world.data_sum([sum(micro_batch.samples for micro_batch in micro_batches)])[0]}
+    units = [
+        sum(micro_batch.weights[head] for micro_batch in micro_batches if micro_batch.weights)
+        for head in state.weight_heads
+    ]
+    return dict(zip(state.weight_heads, state.world.data_sum(units), strict=True))
+
+
+def _factors(
+    state: TrainState, losses: Losses, totals: Mapping[str, float], micro_batch: MicroBatch
+) -> tuple[dict[str, Tensor], float]:
+    """The factor of each loss in the backward pass, and the factor of the gradients afterwards.
+
+    The factor of a loss is c[k] * world / W[k]. It is zero for a filler, and for a head without units in the global
+    batch. Losses that are constants and have coefficient 0 have no factor.
+
+    A loss of 16 bits would round this factor by up to 0.2 %, and differently for another number of ranks. So its factor
+    is a power of two. The rest of c[k] * world / W[k] is the factor of the gradients: they are multiplied by it after
+    the last backward pass of the step. With several heads, the rest is that of the first head, and the factors of the
+    other heads are relative to it.
+
+    Raises:
+        TrainingError: the loss and the weight have different heads, a coefficient belongs to no head, or a loss with
+            units depends on no trainable parameter.
+    """
+    if SAMPLES not in totals and losses.keys() != totals.keys():
+        raise TrainingError(
+            f"the loss has the heads {sorted(losses)}, the weight has {sorted(totals)}",
+            where="Task.loss and Task.weight",
+            remedy="return the same keys from both; a single tensor is the head 'loss'",
+        )
+    weights, world = micro_batch.weights, state.world.data_size
+    with_units = set(losses) if weights is None else {head for head, weight in weights.items() if weight}
+    with_units = set() if micro_batch.filler else with_units
+    if state.agreed is None:
+        heads.check_coefficients(state.coefficients, losses)
+        state.agreed = heads.agree_on_losses(
+            losses, with_units=with_units, may_be_frozen=bool(state.strategy.frozen), world=state.world
+        )
+    if tuple(losses) != state.agreed.names:
+        heads.agree(state.agreed.names, tuple(losses), method="Task.loss", world=state.world)
+    units = {head: totals.get(head, totals.get(SAMPLES, 0.0)) for head in losses}
+    coefficients = {head: state.coefficients.get(head, 1.0) for head in losses}
+    rest = 1.0
+    if state.agreed.is_narrow:
+        first = next((head for head in losses if units[head] and coefficients[head]), None)
+        if first is not None:
+            rest = 2 * math.frexp(coefficients[first] * world / units[first])[0]
+    factors = {}
+    for head, value in losses.items():
+        if not value.requires_grad and (not coefficients[head] or head in state.agreed.frozen):
+            continue  # this loss is only logged, or none of its parameters is trainable
+        if not value.requires_grad and head in with_units and not state.strategy.frozen:
+            raise TrainingError(
+                f"the loss of head {head!r} depends on no trainable parameter",
+                where="Task.loss",
+                remedy="compute it from the model's output, without detach(), .item() or torch.no_grad(); "
+                "or give it the coefficient 0",
+            )
+        counts = bool(units[head]) and not micro_batch.filler
+        factor = coefficients[head] * world / units[head] if counts else 0.0
+        factors[head] = torch.full_like(value, factor / rest)
+    return factors, rest

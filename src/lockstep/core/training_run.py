@@ -1,0 +1,557 @@
+"""One training from its first checks to its last checkpoint: the loop, and what the loop calls."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from lockstep.core import (
+    batch_norm,
+    build,
+    caller,
+    devices,
+    loop,
+    memory_shortage,
+    resume,
+    run_data,
+    run_directory,
+    task_checks,
+)
+from lockstep.core import evaluate as evaluation
+from lockstep.core.build import PreparedRun
+from lockstep.core.checkpoint import choice, manifest
+from lockstep.core.checkpoint.saver import Saver
+from lockstep.core.checks import dry_run, untouched_data
+from lockstep.core.checks.first_steps import FirstSteps
+from lockstep.core.config.sections import RunConfig
+from lockstep.core.data.loader import Loader, MicroBatch, is_default, print_warning
+from lockstep.core.data_check import check_data
+from lockstep.core.errors import CheckpointError, Preempted
+from lockstep.core.evaluation_progress import EvaluationProgress
+from lockstep.core.joined_parts import JoinedParts
+from lockstep.core.parallel.buffers import restored_state
+from lockstep.core.parallel.signals import StopConsensus, StopFlag
+from lockstep.core.part import Part
+from lockstep.core.run_data import EvaluationData
+from lockstep.core.task import Task
+from lockstep.core.writer import WriteGuard, Writer
+from lockstep.parts import ending, metric_arrays
+from lockstep.parts.metric_arrays import MetricArrays
+from lockstep.parts.profile import FOLDER, Profiler, Window
+from lockstep.parts.replica_probe import ReplicaProbe
+from lockstep.parts.run_pictures import RunPictures
+
+T = TypeVar("T")
+_SHOWN = 4  # samples that a report gets
+
+
+@dataclass
+class TrainingRun:
+    """A prepared run on this rank, with all that its training needs."""
+
+    task: Task
+    prepared: PreparedRun
+    config: RunConfig
+    run_dir: Path
+    flag: StopFlag
+    """Says whether a signal asked this process to stop."""
+    writers: Sequence[Writer]
+    """Receive the log. Empty but on rank 0."""
+    evaluated_tasks: Mapping[str, Task]
+    """For each set of evaluation data, by its name, the task that has it. The first is `task`."""
+    profile: Window | None = None
+    """Steps to profile."""
+    git: Mapping[str, Any] | None = None
+    """The git commit of the task's code; see `run_directory.git_commit`."""
+    own_parts: Sequence[Part] = ()
+    """Parts that the user adds."""
+    parts: JoinedParts = field(init=False)
+    consensus: StopConsensus = field(init=False)
+    arrays: WriteGuard = field(init=False)
+    """Receives metrics of two and more dimensions."""
+    pictures: RunPictures = field(init=False)
+    """Draws samples and confusion matrices, and describes the model."""
+    evaluated: dict[str, EvaluationData] = field(init=False, default_factory=dict)
+    """What the training evaluates, by name. Empty: nothing."""
+
+    def __post_init__(self) -> None:
+        self.consensus = StopConsensus(self.prepared.state.world, self.flag)
+        # Nothing that `self` holds may refer to `self`: a cycle is freed late, and loader workers would live on.
+        tell = partial(_tell, self.writers)
+        self.arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, tell), tell)
+        self.parts = JoinedParts(
+            self.own_parts,
+            self.prepared.state,
+            last_step=self.prepared.stop,
+            steps_per_epoch=self.prepared.plan.steps_per_epoch,
+            folder=self.run_dir,
+            tell=tell,
+        )
+        log = self.config.log
+        self.pictures = RunPictures(
+            self.task,
+            count=log.pictures,
+            describes_model=log.model_summary,
+            folder=self.run_dir,
+            writers=self.writers,
+            tell=tell,
+        )
+
+    def tell(self, text: str) -> None:
+        """Write lines for people into all logs."""
+        _tell(self.writers, text)
+
+    def train(self, batches: Iterator[list[MicroBatch]]) -> dict[str, float]:
+        """Make all checks that are possible before the first step, then run the loop.
+
+        Args:
+            batches: the micro-batches of the prepared run, which somebody may look at on their way.
+
+        Returns:
+            the last value of everything logged.
+
+        Raises:
+            Preempted: a rank was asked to stop. The state is saved.
+            TrainingError: see `loop.fit`.
+        """
+        prepared, state = self.prepared, self.prepared.state
+        first = FirstSteps(prepared, self.task, partial(_tell, self.writers))
+        intervals = self._check_before_first_step()
+        run_directory.keep_record(self.run_dir, self.task, self.config, state.world, git=self.git)
+        self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
+        self.consensus.wants_end = self.parts.wants_end
+        saver, begun = self._saver(), state.step
+        self.flag.saves = True
+        profiler = self._profiler()
+        if profiler is not None:
+            batches = profiler.watch(batches, lambda: state.step)
+        batches = itertools.chain(first.checked(batches), batches)
+        try:
+            self._tell_if_complete()
+            latest = loop.fit(
+                state,
+                batches,
+                plan=prepared.plan,
+                stop=prepared.stop,
+                intervals=intervals,
+                hooks=self._hooks(saver, first.check_loadable),
+                writers=self.writers,
+                evaluated=prepared.evaluated,
+                stopping=prepared.stopping,
+                memory_tables=self.config.log.memory == "table",
+                parts=self.parts,
+            )
+            saver.finish()
+            self._give_artifacts()
+            self._tell_why_it_ended()
+            loop.check_any_update(state)
+            self._tell_end(latest, since=begun)
+        except Preempted:
+            raise self._preempted(saver) from None
+        finally:
+            if profiler is not None:
+                profiler.end(state.step)
+            saver.close()
+            for loader in self._loaders:  # a recorder among the writers may hold the loader: again, no cycles
+                loader.tell = print_warning
+            for warning in prepared.warnings:  # again, for a reader who looks at the end
+                self.tell(warning)
+        return latest
+
+    def _check_before_first_step(self) -> loop.Intervals:
+        """Open the evaluation data, make all checks that are possible now, and draw what people look at before a run.
+
+        Returns:
+            when the loop logs, evaluates and saves.
+        """
+        prepared = self.prepared
+        intervals = build.intervals(self.config, prepared.plan)
+        if not intervals.evaluate and type(self.task).eval_data is not Task.eval_data:
+            self.tell("note: nothing is evaluated; train.eval_every_epochs=1 evaluates after each epoch")
+        if intervals.evaluate:
+            self.evaluated = self._evaluation_data()
+            intervals = intervals if self.evaluated else replace(intervals, evaluate=0)
+        if prepared.state.averages is not None:
+            decay = prepared.state.averages.decay
+            self.tell(
+                f"evaluations and exports use the averages of the weights (train.ema_decay={decay:g}), not the weights"
+            )
+        is_first = prepared.state.world.rank == 0
+        for loader in self._loaders if is_first else ():
+            loader.tell = partial(_tell, self.writers)
+        note = devices.of(prepared.state.world.device).note()
+        kept = self.parts.restore(prepared.parts) if prepared.state.step else []
+        notes = [*([note] if note else []), *kept]
+        for text in [*notes, *self._check_model(), *self.look_ahead(), *prepared.warnings]:
+            self.tell(text)
+        if is_first:
+            self.pictures.begin(prepared, self._first_evaluated, compiled=self.config.compute.compile is not None)
+        return intervals
+
+    def _hooks(self, saver: Saver, check_loadable: Callable[[], None]) -> loop.Hooks:
+        return loop.Hooks(
+            evaluate=self.evaluate,
+            save=resume.save_function(
+                self.prepared,
+                saver,
+                self.config,
+                lambda: self.consensus.elapsed_s,
+                check_loadable=check_loadable,
+                parts=self.parts.saved,
+            ),
+            add_metrics=partial(self.add_metrics, saver),
+            describe_checkpoints=saver.kept,
+            elapsed_s=lambda: self.consensus.elapsed_s,
+            stop_requested=self.consensus,
+            epoch_header=partial(epoch_header, self.task),
+            end_requested=lambda: self.consensus.ends,
+            finish=saver.finish,
+            probe=self._probe(),
+        )
+
+    def _probe(self) -> ReplicaProbe | None:
+        state, every = self.prepared.state, self.config.train.probe_every
+        if every and state.world.size == 1:
+            self.tell("note: train.probe_every compares nothing on one rank")
+        if not every or state.world.size == 1:
+            return None
+        return ReplicaProbe(state, every, partial(_tell, self.writers))
+
+    @property
+    def _loaders(self) -> list[Loader]:
+        return [self.prepared.batches.loader, *(evaluated.loader for evaluated in self.evaluated.values())]
+
+    def _profiler(self) -> Profiler | None:
+        if self.profile is None:
+            return None
+        state = self.prepared.state
+        return Profiler(
+            self.profile,
+            self.run_dir / FOLDER,
+            rank=state.world.rank,
+            step=state.step,
+            stop=self.prepared.stop,
+            activities=devices.of(state.world.device).profiled(),
+            tell=partial(_tell, self.writers),
+        )
+
+    def _tell_if_complete(self) -> None:
+        state, stopping = self.prepared.state, self.prepared.stopping
+        key = "train.steps" if self.config.train.steps else "train.epochs"
+        if state.step < self.prepared.stop:
+            key = "train.stop_when" if stopping.reason() else "train.max_time" if stopping.time_is_up(0.0) else ""
+        if not key and self.parts.ended:
+            name, reason = self.parts.ended
+            done = f"{self.run_dir} is complete at step {state.step}: {name}: {reason}"
+            self.tell(caller.words(f"{done}. Leave this Part out to go on, or start anew with --fresh"))
+        if key:
+            change = "change" if key == "train.stop_when" else "raise"
+            done = f"{self.run_dir} is complete at step {state.step}"
+            self.tell(caller.words(f"{done}: {change} {key} to go on, or start anew with --fresh"))
+
+    def _tell_why_it_ended(self) -> None:
+        """Say why the training ended before its last step, if it did."""
+        state, stopping, stop = self.prepared.state, self.prepared.stopping, self.prepared.stop
+        if state.step >= stop:
+            return
+        if self.parts.ended:
+            name, reason = self.parts.ended
+            self.tell(f"the training ended at step {state.step} of {stop}: {name}: {reason}")
+            return
+        trained = stopping.earlier_s + self.consensus.elapsed_s
+        why = (
+            stopping.reason() or f"its time is up after {trained:,.0f} s (train.max_time={stopping.max_time_s:,.0f} s)"
+        )
+        self.tell(f"the training ended at step {state.step} of {stop}: {why}")
+
+    def _tell_end(self, latest: Mapping[str, float], *, since: int) -> None:
+        """Give the writers the last lines of the log.
+
+        Args:
+            since: the step from which this start went on.
+        """
+        state, per_epoch, config = self.prepared.state, self.prepared.plan.steps_per_epoch, self.config
+        elapsed_s = max(self.consensus.elapsed_s, 1e-9)
+        samples = (state.step - since) / per_epoch * self.prepared.plan.length
+        rule = config.train.stop_when
+        chosen = (config.checkpoint.keep_best or "").split() or ([rule.mode, rule.metric] if rule else [])
+        text = ending.lines(
+            self.run_dir,
+            step=state.step,
+            epoch=state.step / per_epoch,
+            trained_s=self.prepared.stopping.earlier_s + elapsed_s,
+            samples_per_s=samples / elapsed_s if samples else None,
+            since=since,
+            compared=(chosen[0], chosen[1]) if chosen else ("min", "eval/loss"),
+            kept=[checkpoint.step for checkpoint in manifest.listed(self.run_dir / "checkpoints")],
+            latest=latest,
+        )
+        for writer in self.writers:
+            writer.end(text)
+
+    @property
+    def _first_evaluated(self) -> EvaluationData | None:
+        """The evaluation data of which pictures are drawn."""
+        return next(iter(self.evaluated.values()), None)
+
+    def _evaluation_data(self) -> dict[str, EvaluationData]:
+        """The evaluation data by name. Empty, and a warning: this kind of task has such data, its source has none."""
+        state = self.prepared.state
+        limit = self.config.data.eval_limit
+        most = memory_shortage.fitting(self.run_dir, self.config, state.world).evaluation
+        try:
+            evaluated = {
+                name: run_data.evaluation_data(self.config, task, state.world, micro_batch=most, limit=limit)
+                for name, task in self.evaluated_tasks.items()
+            }
+            for name, data in evaluated.items():
+                if data.plan.count < data.plan.length:
+                    self.tell(run_data.limited(data.plan, name))
+            for data in evaluated.values() if state.step == 0 else ():
+                for remark in check_data(data.data, state.world):
+                    self.tell(remark)
+            return evaluated
+        except run_data.NoEvaluationData:
+            if type(self.task).eval_data is Task.eval_data:
+                raise
+        text = "warning: nothing is evaluated, because there is no evaluation data: set data.eval, or "
+        text += "train.eval_every_epochs=0 if this is meant"
+        warnings = self.prepared.warnings
+        warnings += [text] if text not in warnings else []
+        return {}
+
+    def _check_model(self) -> list[str]:
+        """Put the model into training mode, and check that BatchNorm can take the smallest micro-batch.
+
+        Returns:
+            notes for the log.
+        """
+        prepared, state = self.prepared, self.prepared.state
+        notes = loop.set_training_mode(state.strategy)
+        notes += batch_norm.notes(state.strategy.model, prepared.plan)
+        with state.strategy.inference() as forward:
+            batch_norm.check_smallest_micro_batch(
+                forward, prepared.plan, read=prepared.batches.loader.batch_of, precision=state.precision
+            )
+        return notes
+
+    def _saver(self) -> Saver:
+        return Saver(
+            self.run_dir / "checkpoints",
+            self.prepared.state.world,
+            run_directory.retention(self.config),
+            tell=self.tell,
+            in_background=self.config.checkpoint.mode == "async",
+            allowed=self.prepared.may_be_infinite,
+        )
+
+    def _give_artifacts(self) -> None:
+        """Give the files of the trained run to the writers, if the config says so. A collective."""
+        if not self.config.log.artifacts:
+            return
+        retention = run_directory.retention(self.config)
+        try:
+            checkpoint, _ = choice.choose(self.run_dir / "checkpoints", self.prepared.state.world, retention)
+        except CheckpointError as error:
+            self.tell(f"warning: no files are given to the writers: {error}")
+            return
+        paths = [path for path in map(self.run_dir.joinpath, run_directory.DESCRIBING) if path.exists()]
+        for writer in self.writers:
+            writer.artifacts([*paths, checkpoint.path])
+
+    def _preempted(self, saver: Saver) -> Preempted:
+        """Wait for the last checkpoint; the text says how far the run is."""
+        state = self.prepared.state
+        saver.wait()
+        if saver.failures and saver.saved != state.step:
+            saver.finish()
+        text = f"stopped by {self.flag.name} before the first step"
+        if state.step:
+            text = f"stopped by {self.flag.name} at step {state.step} of {self.prepared.stop}, saved"
+        self.tell(text)
+        return Preempted(text)
+
+    def look_ahead(self) -> list[str]:
+        """Before the first step of a new run, try the loss and the evaluation on a few samples.
+
+        Adds to the run's warnings.
+
+        Returns:
+            further messages for the log.
+
+        Raises:
+            UsageError: `checkpoint.keep_best` or `train.stop_when` names no result of an evaluation.
+        """
+        prepared, state, chosen = self.prepared, self.prepared.state, self._chosen_results
+        dry_run.check_is_evaluated(chosen, bool(self.evaluated))
+        if state.step:  # a restart must be quick
+            dry_run.check_results_of_saved(chosen, self.run_dir / "checkpoints", state.world)
+            return []
+        samples = {prepared.batches.loader: prepared.plan.indices(0)[0].tolist()}
+        samples |= {evaluated.loader: evaluated.plan.first(8) for evaluated in self.evaluated.values()}
+        last_epoch = max(0, prepared.stop - 1) // prepared.plan.steps_per_epoch
+        for loader, indices in samples.items():
+            of_training = loader is prepared.batches.loader
+            prepared.warnings += untouched_data.check(loader, indices, last_epoch if of_training else 0)
+        compiled = self.config.compute.compile is not None
+        with contextlib.ExitStack() as stack:
+            for loader, indices in samples.items():
+                stack.enter_context(untouched_data.watched(loader, indices[0]))
+            forward = stack.enter_context(state.strategy.inference())
+            stack.enter_context(dry_run.without_trace(forward, state.world, compiled))
+            prepared.warnings += dry_run.look_at_losses(
+                forward,
+                prepared.batches.loader,
+                prepared.plan,
+                world=state.world,
+                precision=state.precision,
+                must_run=bool(self.evaluated),
+                allow_mean=self.config.train.allow_mean_loss,
+            )
+            messages: list[str] = []
+            names: list[str] = []
+            for name, evaluated in self.evaluated.items():
+                found = dry_run.look_at_evaluation(
+                    self.evaluated_tasks[name],
+                    forward,
+                    evaluated.loader,
+                    plan=evaluated.plan,
+                    world=state.world,
+                    precision=state.precision,
+                )
+                messages += [text for text in found.messages if text not in messages]
+                names += [f"eval/{of_set}" for of_set in named_results(name, dict.fromkeys(found.names or (), 0.0))]
+                if found.names is None:  # the metrics need more samples
+                    chosen = {}
+            if self.evaluated:
+                dry_run.check_results(chosen, names)
+            return messages
+
+    # ---- what the loop calls
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the averaged weights, or the weights if there are no averages.
+
+        Raises:
+            Preempted: a rank was asked to stop.
+        """
+        state = self.prepared.state
+        results: dict[str, float] = {}
+        arrays: dict[str, Any] = {}
+        with contextlib.ExitStack() as stack:
+            self.consensus.restart()
+            stack.callback(self.consensus.restart)
+            state.strategy.sync_buffers()
+            forward = stack.enter_context(state.strategy.inference())
+            stack.enter_context(restored_state(forward, "evaluation"))
+            if state.averages is not None:
+                stack.enter_context(state.averages.applied())
+            for name in self.evaluated:
+                results |= named_results(name, self._evaluate(name, forward, arrays))
+        self.arrays.record({"step": state.step, **arrays})
+        return results
+
+    def _evaluate(self, name: str, forward: nn.Module, arrays: dict[str, Any]) -> dict[str, float]:
+        """Evaluate a set of data. Adds what the metrics computed to `arrays`, by name."""
+        state, evaluated, task = self.prepared.state, self.evaluated[name], self.evaluated_tasks[name]
+        is_first = evaluated is self._first_evaluated
+
+        progress = EvaluationProgress(self.tell, evaluated.plan, state.world.data_size, name)
+
+        def tick() -> None:
+            progress.tick()
+            if self.consensus():
+                raise Preempted
+
+        reported = samples_of_report(task, evaluated)
+        drawn = self.pictures.samples_to_draw(evaluated) if is_first else ()
+        worst = self.pictures.worst_samples() if is_first else None
+
+        def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
+            by_index = dict(outputs)
+            arrays.update(named_results(name, values))
+            if values and (text := report(task, evaluated, values, _of(by_index, reported))):
+                for writer in self.writers:
+                    writer.details(f"{name}:\n{text}" if name else text)
+                    writer.text(f"eval/{name}/report" if name else "eval/report", text, state.step)
+            if is_first:
+                self.pictures.draw_results(state.step, values)
+                self.pictures.draw_samples(state.step, evaluated, by_index)
+            if worst is not None:
+                self.pictures.draw_worst(state.step, evaluated, worst)
+
+        return evaluation.evaluate(
+            task,
+            forward,
+            evaluated.loader,
+            plan=evaluated.plan,
+            world=state.world,
+            precision=state.precision,
+            tick=tick,
+            show=show,
+            show_samples=tuple(dict.fromkeys((*reported, *drawn))),
+            worst=worst,
+        )
+
+    def add_metrics(self, saver: Saver, results: dict[str, float]) -> None:
+        """Add the results of an evaluation to the checkpoint of its step."""
+        saver.add_metrics(self.prepared.state.step, results, self.parts.saved())
+        dry_run.check_results(self._chosen_results, list(results))
+
+    @property
+    def _chosen_results(self) -> dict[str, str]:
+        """The results of evaluations that keys of the config name, by key."""
+        best, stop_when = self.config.checkpoint.keep_best, self.config.train.stop_when
+        chosen = {"checkpoint.keep_best": best.split()[1]} if best else {}
+        return chosen | ({"train.stop_when.metric": stop_when.metric} if stop_when else {})
+
+
+def named_results(name: str, results: Mapping[str, T]) -> dict[str, T]:
+    """Results with the name of their evaluation data in front: `clean/loss`. The empty name changes nothing."""
+    return {f"{name}/{result}" if name else result: value for result, value in results.items()}
+
+
+def _of(outputs: Mapping[int, Any], indices: Sequence[int]) -> list[tuple[int, Any]]:
+    return [(index, outputs[index]) for index in indices if index in outputs]
+
+
+def _tell(writers: Sequence[Writer], text: str) -> None:
+    for writer in writers:
+        writer.message(text)
+
+
+def epoch_header(task: Task, epoch: int) -> str:
+    """What the task's presenter says about an epoch, counted from 0."""
+    try:
+        return task_checks.presenter(task).epoch_header(epoch)
+    except Exception as error:
+        return f"warning: Presenter.epoch_header failed: {type(error).__name__}: {error}"
+
+
+def samples_of_report(task: Task, evaluated: EvaluationData) -> tuple[int, ...]:
+    """Indices of the samples that the task's report may show. They are the same for every number of ranks.
+
+    Empty, where the task's presenter has no report of its own.
+    """
+    return () if is_default(task_checks.presenter(task).report) else evaluated.plan.first(_SHOWN)
+
+
+def report(task: Task, evaluated: EvaluationData, values: Mapping[str, Any], outputs: Sequence[tuple[int, Any]]) -> str:
+    """The text that the task's presenter gives for an evaluation.
+
+    Args:
+        values: what the metrics computed.
+        outputs: (index, output) of some samples.
+    """
+    samples = [(evaluated.data[index], output) for index, output in outputs]
+    try:
+        return task_checks.presenter(task).report(values, samples)
+    except Exception as error:  # what is only shown must not end a training
+        return f"warning: Presenter.report failed: {type(error).__name__}: {error}"

@@ -1,1 +1,0 @@
-"""The only home of torch.distributed."""

@@ -1,1 +1,0 @@
-"""Time and arithmetic: knows no task and no config."""

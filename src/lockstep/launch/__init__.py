@@ -1,0 +1,1 @@
+"""Processes and machines: ranks are started, watched and started again."""

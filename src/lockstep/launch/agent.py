@@ -1,0 +1,324 @@
+"""Torch's elastic agent for this machine: it starts ranks, waits for them, and reports how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from lockstep.core.parallel import heartbeat
+from lockstep.launch import launch_folder, warm_process
+from lockstep.launch.rank_output import RankOutput, call_with_stderr
+
+_LOOK_EVERY_S = 0.5  # the longest time between two turns of the base class's loop
+_REPORT_S = 0.1  # for ranks that another rank's error ends; they may know more about its cause
+_LOOK_AGAIN_S = 0.01
+_ENDS_S = 30.0  # from the moment when a process closes its files to the moment when its parent can ask how it ended
+_UNKNOWN = 255  # the exit code in `multiprocessing` of a process whose fork server is gone
+_END_S = 2.0  # after ranks of another node have failed
+_SAVE_S = 30  # between SIGTERM and SIGKILL
+_ADDRESS = "127.0.0.1"
+_QUOTED_LINES = 12
+_TOO_EARLY = {
+    "text": "it ended with exit code 0 before the end of the command, as os._exit(0) in the task or in a library does",
+    "from_outside": False,
+}
+_OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""Signals by which a process ends itself. It may have said why on stderr."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of ranks on several nodes, which have met already."""
+
+    rank: int
+    """The number of this node, from 0."""
+    sizes: list[int]
+    """The number of ranks of each node."""
+    address: str
+    """Where ranks meet: on the node of rank 0."""
+    port: int
+    run_id: str
+    """The same for all starts of one launch."""
+    look: Callable[[], bool]
+    """Called twice a second. It says whether the ranks of this node must end because of another node."""
+
+
+class Known(RendezvousHandler):
+    """The rendezvous of an agent that is alone, or whose launcher has met the others.
+
+    Torch's own rendezvous over the network waits up to 0.3 s at random, so that many agents do not arrive at once.
+    """
+
+    def __init__(self, start: Start | None = None) -> None:
+        self.start, self.closed = start, False
+
+    def get_backend(self) -> str:
+        return "known"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = HashStore()
+        if self.start is None:
+            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, local_addr=_ADDRESS))
+        place = RendezvousStoreInfo(self.start.address, self.start.port)
+        return RendezvousInfo(store, self.start.rank, len(self.start.sizes), place)
+
+    def is_closed(self) -> bool:
+        return self.closed
+
+    def set_closed(self) -> None:
+        self.closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self.start.run_id if self.start else f"lockstep-{os.getpid()}"
+
+    def shutdown(self) -> bool:
+        self.set_closed()
+        return True
+
+
+class RankAgent(SimpleElasticAgent):
+    """Starts the ranks of this machine as processes of `lockstep.launch.warm_process`.
+
+    The base class does the rendezvous, and gives each rank its number. Torch's own `LocalElasticAgent` reports only the
+    first failure of processes that are forked; this agent reports the failures of all ranks of this machine.
+
+    Args:
+        spec: `entrypoint` is a function that can be pickled. A rank calls it with `spec.args`.
+        folder: a directory for the reports of ranks that fail.
+        start: where the ranks of other nodes belong to the run, too.
+    """
+
+    def __init__(self, spec: WorkerSpec, folder: Path, start: Start | None = None) -> None:
+        super().__init__(spec)
+        self.folder, self.start = folder, start
+        self.processes: dict[int, BaseProcess] = {}
+        """The processes of this machine by global rank."""
+        self.output = RankOutput()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        assert callable(spec.entrypoint)
+        self.processes = {}
+        for worker in worker_group.workers:
+            variables, rank = self._variables(worker_group, worker), worker.global_rank
+            with self.output.writer(rank) as writer:
+                self.processes[rank] = warm_process.start_process(
+                    call_with_stderr, writer, spec.entrypoint, *spec.args, **variables
+                )
+        self.output.start()
+        return {worker.local_rank: self.processes[worker.global_rank].pid for worker in worker_group.workers}
+
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        if self.start is None:
+            workers: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+            return workers
+        first, size = sum(self.start.sizes[:group_rank]), sum(self.start.sizes)
+        return [
+            Worker(local_rank=place, global_rank=rank, role_rank=rank, world_size=size, role_world_size=size)
+            for place, rank in enumerate(range(first, first + spec.local_world_size))
+        ]
+
+    def _exit_barrier(self) -> None:
+        """The launchers of several nodes wait for each other themselves."""
+
+    def _variables(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
+        """The environment variables of a rank, with torch's names."""
+        spec = group.spec
+        values: dict[str, object] = {
+            "RANK": worker.global_rank,
+            "LOCAL_RANK": worker.local_rank,
+            "WORLD_SIZE": worker.world_size,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "GROUP_RANK": group.group_rank,
+            "GROUP_WORLD_SIZE": group.group_world_size,
+            "ROLE_NAME": spec.role,
+            "ROLE_RANK": worker.role_rank,
+            "ROLE_WORLD_SIZE": worker.role_world_size,
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": group.master_port,
+            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self._remaining_restarts,
+            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+            "TORCHELASTIC_ERROR_FILE": self._report(worker.global_rank),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+        return {name: str(value) for name, value in values.items()}
+
+    def _report(self, rank: int) -> Path:
+        return self.folder / f"error-{rank}.json"
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._wait(_LOOK_EVERY_S)
+        if self._must_end():
+            self._end_because_of_another_node()
+        silent = self._ended_too_early()
+        if not silent and not any(process.exitcode for process in self.processes.values()):
+            done = all(process.exitcode == 0 for process in self.processes.values())
+            values = dict.fromkeys(self.processes) if done else {}
+            return RunResult(state=WorkerState.SUCCEEDED if done else WorkerState.HEALTHY, return_values=values)
+        if self._warm_process_is_gone():
+            self._kill_orphans()
+        if all((process.exitcode or 0) >= 0 for process in self.processes.values()):  # no rank was killed
+            self._wait_for_all(_REPORT_S)
+        self._shutdown()
+        self.output.close()
+        for rank in silent:
+            if not self._report(rank).exists():
+                self._write_report(rank, _TOO_EARLY | {"timestamp": str(int(time.time()))})
+        for rank, process in self.processes.items():
+            if process.exitcode in [-number for number in _OWN_SIGNALS]:
+                self._keep_last_lines(rank)
+        failures = {
+            rank: ProcessFailure(
+                local_rank=worker_group.workers[place].local_rank,
+                pid=process.pid or 0,
+                exitcode=process.exitcode or 0,
+                error_file=str(self._report(rank)),
+            )
+            for place, (rank, process) in enumerate(self.processes.items())
+            if process.exitcode or rank in silent
+        }
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _ended_too_early(self) -> list[int]:
+        """The ranks with exit code 0 that have not come to the end of their main function."""
+        ended = [rank for rank, process in self.processes.items() if process.exitcode == 0]
+        return [rank for rank in ended if not heartbeat.has_ended(self.folder, rank)]
+
+    def _must_end(self) -> bool:
+        """Whether the ranks of another node have failed."""
+        try:
+            return self.start is not None and self.start.look()
+        except BaseException:
+            self._kill()  # the ranks could neither agree nor save
+            raise
+
+    def _end_because_of_another_node(self) -> None:
+        """Give the ranks a moment, in which they may find and report the cause themselves, and kill them."""
+        self._wait_for_all(_END_S)
+        for rank in self._kill():
+            if not self._report(rank).exists():
+                extra = {"stopped": True, "timestamp": str(int(time.time()))}
+                self._write_report(rank, extra)
+
+    def _kill(self) -> list[int]:
+        """Kill the ranks that run, and return them."""
+        left = [rank for rank, process in self.processes.items() if process.exitcode is None]
+        self._shutdown(signal.SIGKILL)
+        return left
+
+    def _keep_last_lines(self, rank: int) -> None:
+        """Put the last lines of a rank's stderr where its report would be, if it left no report."""
+        lines, report = self.output.tails[rank].last(_QUOTED_LINES), self._report(rank)
+        if lines and not report.exists():
+            extra = {"last_lines": lines, "timestamp": str(int(time.time()))}
+            self._write_report(rank, extra)
+
+    def _write_report(self, rank: int, extra: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the disk is full; the exit code says the rest
+            content = json.dumps({"message": {"message": "", "extraInfo": extra}})
+            launch_folder.write(self._report(rank), content.encode())
+
+    def _warm_process_is_gone(self) -> bool:
+        """Whether the warm process has ended. Ranks whose exit codes are unknown are the first to show it."""
+        deadline = time.monotonic() + _ENDS_S
+        while warm_process.how_it_ended() is None:
+            unknown = any(process.exitcode == _UNKNOWN for process in self.processes.values())
+            if not unknown or time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_AGAIN_S)
+        return True
+
+    def _kill_orphans(self) -> None:
+        """End the ranks whose exit codes nobody can tell any more, since the warm process has ended.
+
+        They would end by themselves soon, but the next ranks may need their devices at once.
+        """
+        left = [process.pid for process in self.processes.values() if process.pid]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _SAVE_S
+        while any(heartbeat.is_alive(pid) for pid in left) and time.monotonic() < deadline:
+            time.sleep(_LOOK_AGAIN_S)
+
+    def _wait(self, timeout_s: float) -> None:
+        """Wait until another process has ended."""
+        connection.wait(self._running(), timeout_s)
+
+    def _wait_for_all(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._running() and time.monotonic() < deadline:
+            self._wait(deadline - time.monotonic())
+
+    def _running(self) -> Sequence[int]:
+        return [process.sentinel for process in self.processes.values() if process.exitcode is None]
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _SAVE_S) -> None:
+        """Send `death_sig` to the ranks that run, and SIGKILL to those that still run after `timeout` seconds."""
+        for number in (death_sig, signal.SIGKILL):
+            for process in self.processes.values():
+                if process.exitcode is None and process.pid:
+                    with contextlib.suppress(ProcessLookupError):  # it has ended by now
+                        os.kill(process.pid, number)
+            self._wait_for_all(timeout)
+
+
+def run_ranks(
+    entrypoint: Any, arguments: tuple[Any, ...], *, nproc: int, folder: Path, start: Start | None = None
+) -> dict[int, ProcessFailure]:
+    """Start `nproc` ranks on this machine that call `entrypoint(*arguments)`, and wait for their end.
+
+    Args:
+        folder: a directory for the reports of ranks that fail, and for the heartbeats (`heartbeat.FOLDER`).
+        start: where the ranks of other nodes belong to the run, too.
+
+    Returns:
+        the failures by rank; empty if all ranks ended without error.
+    """
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=nproc,
+        entrypoint=entrypoint,
+        args=arguments,
+        rdzv_handler=Known(start),
+        max_restarts=0,  # `lockstep.launch.launch` decides about restarts
+        monitor_interval=0.001,  # `RankAgent` itself waits for the end of a process
+        local_addr=_ADDRESS,
+    )
+    agent = RankAgent(spec, folder, start)
+    try:
+        result: RunResult = agent.run()
+    finally:
+        agent.output.close()
+    return result.failures

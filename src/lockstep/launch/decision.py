@@ -1,0 +1,243 @@
+"""After ranks have ended: is the training done, are all ranks started again, or does the run end, and why?
+
+Pure functions, without processes. On several nodes, every launcher calls them with the same `Ending`, so that all nodes
+decide the same.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lockstep.core.errors import LockstepError, Preempted, RankError
+
+NOT_BEGUN = "stopped before training began; nothing was lost"
+NO_MEMORY = "often the system ran out of memory: lower batch.micro or the number of ranks"
+_SAME_STEP, _SAME_STEP_KILLED = 2, 5
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How a rank ended that did not end well."""
+
+    rank: int
+    exit_code: int
+    """Negative: the signal that ended it, as in `subprocess`."""
+    time: int
+    """Of its report, in seconds since 1970; 0 if it left none."""
+    report: dict[str, Any]
+    """What it wrote with `launch.report_failure`, with `text`; empty if it wrote nothing."""
+    node: str = ""
+    """The node on which it ran; empty where there is one node."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the ranks of all nodes ended, from one start to their end."""
+
+    failures: tuple[RankFailure, ...]
+    """Empty: all ranks ended well."""
+    step: int = -1
+    """The largest step of any rank; -1 if training did not begin."""
+    asked: bool = False
+    """Whether a launcher was asked to stop."""
+    joining: bool = False
+    """Whether the ranks were stopped because another node wants to join."""
+    lost: tuple[str, ...] = ()
+    """Nodes that gave no sign of life."""
+    warm_process: str = ""
+    """How the process ended from which ranks are forked; empty if it runs."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Ending:
+        """The opposite of `as_dict`."""
+        failures = tuple(RankFailure(**failure) for failure in values["failures"])
+        return cls(**values | {"failures": failures, "lost": tuple(values["lost"])})
+
+
+@dataclass(frozen=True)
+class History:
+    """What earlier starts leave for the decision."""
+
+    restarts: int = 0
+    """Restarts after failures of ranks. Those because a node left or joined do not count."""
+    crashed_at: int | None = None
+    """The step at which the last start failed."""
+    in_a_row: int = 0
+    """How many starts in a row failed at this step."""
+
+
+class Action(enum.Enum):
+    """What follows."""
+
+    DONE = "done"
+    RESTART = "restart"
+    STOP = "stop"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What follows, and why."""
+
+    action: Action
+    history: History
+    text: str = ""
+    """For RESTART the line that tells of it; for STOP the message of `Preempted`."""
+    error: LockstepError | None = None
+    """For FAIL."""
+
+
+def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
+    """What follows from an `ending`.
+
+    All ranks are started again after a rank was killed or crashed, up to `max_restarts` times, and after a node was
+    lost or wants to join. They are not started again after an error that would come again (wrong usage, a loss that is
+    not finite). Nor are they after an exception before the end of the first step of a new run, unless something outside
+    of the training caused it (`LockstepError.from_outside`): the next start would do the same. Nor are they after two
+    crashes in a row at the same step, or five where a rank was killed or a node was lost, because kills from outside
+    may well hit the same step twice.
+
+    Where the next start does something else (smaller micro-batches, after memory did not suffice), the ranks are
+    started again. That counts neither as a restart nor as in a row: it ends with micro-batches of one sample.
+    """
+    if not ending.failures and not ending.lost:
+        return Decision(Action.DONE, history)
+    by_itself = any(failed_by_itself(failure) for failure in ending.failures)
+    preempted = [failure for failure in ending.failures if failure.exit_code == Preempted.exit_code]
+    if not ending.lost:
+        # The agent stops the other ranks when a rank failed. A rank that has not begun then ends as if preempted.
+        deaf = {failure.exit_code for failure in ending.failures} <= {-signal.SIGUSR1, -signal.SIGTERM}
+        if ending.joining and not ending.asked and not by_itself and (preempted or deaf):
+            return Decision(Action.RESTART, history, "a node joins: all ranks start again, with its ranks")
+        if preempted and (ending.asked or not by_itself):
+            return Decision(Action.STOP, history, str(preempted[0].report.get("text") or NOT_BEGUN))
+        if ending.asked and deaf:  # the ranks did not listen yet
+            return Decision(Action.STOP, history, NOT_BEGUN)
+    is_new = ending.step <= 0 and not history.restarts
+    cause, retryable, retries_differently = _cause_of(ending, is_new)
+    if ending.asked and ending.lost:
+        text = f"{cause.what} while the run was to stop; what was trained since the newest checkpoint is lost"
+        return Decision(Action.STOP, history, text)
+    when = f"at step {ending.step}" if ending.step >= 0 else "before training began"
+    if retryable and retries_differently and not ending.asked and not ending.lost:
+        return Decision(Action.RESTART, history, f"{cause.what}\nfailed {when}: all ranks start again")
+    if not retryable or ending.asked or (history.restarts == max_restarts and not ending.lost):
+        return Decision(Action.FAIL, history, error=cause)
+    in_a_row = history.in_a_row + 1 if ending.step == history.crashed_at else 1
+    killed = [failure for failure in ending.failures if not failure.report.get("stopped")]
+    from_outside = bool(ending.lost) or -signal.SIGKILL in {failure.exit_code for failure in killed}
+    if in_a_row >= (_SAME_STEP_KILLED if from_outside else _SAME_STEP):
+        reason = f"it failed {in_a_row} times in a row {when}, so it was not started again"
+        cause.remedy = f"{reason}. {cause.remedy or ''}".rstrip()
+        return Decision(Action.FAIL, history, error=cause)
+    next_one = replace(history, crashed_at=ending.step, in_a_row=in_a_row)
+    if ending.lost:
+        return Decision(Action.RESTART, next_one, f"{cause.what}\nall ranks stopped {when}, and start again")
+    next_one = replace(next_one, restarts=history.restarts + 1)
+    text = f"{cause.what}\nfailed {when}: restart {next_one.restarts} of {max_restarts}"
+    return Decision(Action.RESTART, next_one, text)
+
+
+def failed_by_itself(failure: RankFailure) -> bool:
+    """Whether a rank failed neither because another rank failed nor because the agent or a signal stopped it."""
+    report = failure.report
+    if failure.exit_code in (-signal.SIGTERM, -signal.SIGUSR1, Preempted.exit_code) or report.get("stopped"):
+        return False
+    if _ended_by_nccl(report):
+        return False
+    if failure.exit_code == 1 and not report:  # `signals` ends a rank so, after the agent's SIGTERM
+        return False
+    return not report.get("origin") and not report.get("lost_another")
+
+
+def _ended_by_nccl(report: dict[str, Any]) -> bool:
+    """Whether the last lines of a rank that a signal ended say that NCCL did so because of another rank."""
+    output = "\n".join(report.get("last_lines") or [])
+    if "NCCL" not in output:
+        return False
+    from lockstep.core.parallel import device_errors
+
+    return device_errors.is_of_another_rank(output)
+
+
+def _cause_of(ending: Ending, is_new: bool) -> tuple[LockstepError, bool, bool]:
+    """Why the ranks ended: the error, whether a restart may go well, and whether it does something else than before."""
+    if ending.lost:
+        would_come_again = [
+            cause
+            for failure in ending.failures
+            if failed_by_itself(failure) and not (cause := first_cause([failure]))[1]
+        ]
+        if would_come_again:
+            return would_come_again[0]
+        nodes = f"node{'s' * (len(ending.lost) > 1)} {', '.join(ending.lost)}"
+        remedy = "look at the output of the launcher there, and at the system log of its machine"
+        return RankError(f"{nodes} gave no sign of life", remedy=remedy), True, False
+    if ending.warm_process:
+        return RankError(ending.warm_process, remedy=NO_MEMORY), True, False
+    return first_cause(ending.failures, is_new=is_new)
+
+
+def first_cause(failures: Sequence[RankFailure], *, is_new: bool = False) -> tuple[LockstepError, bool, bool]:
+    """Of all ranks that failed, the rank because of which the others failed.
+
+    Args:
+        is_new: whether a new run has not ended its first step. Then an exception of the training itself would come
+            again.
+
+    Returns:
+        the error, whether a restart may go well, and whether it does something else than before.
+    """
+    causes = []
+    for failure in failures:
+        knows_the_cause = bool(failure.report.get("origin"))
+        distance = 0 if failed_by_itself(failure) else 1 if knows_the_cause else 2
+        causes.append((distance, failure.time, failure.rank, failure))
+    *_, failure = min(causes, key=lambda cause: cause[:3])
+    report = failure.report
+    if failure.exit_code < 0 and (report.get("stopped") or not report.get("text")):
+        return _killed(failure)
+    text = report.get("text") or "it gave no reason; see its output above"
+    rank, text = report.get("origin") or (failure.rank, text)
+    node = next((other.node for other in failures if other.rank == rank), "")
+    cause = RankError(f"rank {rank}{_on(node)} failed: {text}")
+    cause.exit_code = max(1, failure.exit_code)  # a rank that has reported its error may be killed while it ends
+    retries_differently = bool(report.get("retries_differently", False))
+    would_come_again = is_new and report.get("from_outside") is False and not retries_differently
+    return cause, bool(report.get("retryable", True)) and not would_come_again, retries_differently
+
+
+def _killed(failure: RankFailure) -> tuple[LockstepError, bool, bool]:
+    """The same as `first_cause`, for a rank that a signal ended before it could report an error."""
+    number, output = -failure.exit_code, "\n".join(failure.report.get("last_lines") or [])
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = "<N/A>"
+    what = f"rank {failure.rank}{_on(failure.node)} was killed by signal {number} ({name})"
+    if output:
+        what += "; the last lines of its stderr:\n" + textwrap.indent(output, "    ")
+    remedy = NO_MEMORY if number == signal.SIGKILL else None
+    if number == signal.SIGSEGV and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        remedy = "unset TORCH_DISTRIBUTED_DEBUG: with DETAIL, torch ends with this signal where DDP runs on CPUs"
+        return RankError(what, remedy=remedy), False, False
+    if output:
+        from lockstep.core.parallel import device_errors
+
+        remedy = device_errors.advice(output)
+        return RankError(what, remedy=remedy), not device_errors.is_deterministic(output), False
+    return RankError(what, remedy=remedy), True, False
+
+
+def _on(node: str) -> str:
+    return f" on node {node}" if node else ""

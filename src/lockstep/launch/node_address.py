@@ -1,0 +1,208 @@
+"""Where the nodes of a run meet, and by which address the other nodes reach this node."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+
+from lockstep.core.errors import UsageError
+
+DEFAULT_PORT = 29400
+ADDRESS = "LOCKSTEP_NODE_ADDRESS"
+"""Environment variable: the address by which other nodes reach this node, where Lockstep does not find it."""
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable of torch: the network interface of gloo."""
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # for documentation; nothing is sent there
+_GET_ADDRESS, _GET_MASK = 0x8915, 0x891B  # of an interface, on Linux
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the nodes meet: HOST:PORT."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_endpoint(text: str, where: str = "--rendezvous") -> Endpoint:
+    """An endpoint from HOST, HOST:PORT, or [IPv6]:PORT.
+
+    Raises:
+        UsageError: the text is none of them.
+    """
+    bracketed = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?", text.strip())
+    plain = re.fullmatch(r"([\w.-]+)(?::(\d+))?", text.strip())
+    match = bracketed or plain
+    port = int(match[2] or DEFAULT_PORT) if match else 0
+    if match is None or not 0 < port < 1 << 16:
+        raise UsageError(
+            f"{text!r} is not the address of a node",
+            where=where,
+            remedy=f"give HOST:PORT, such as node0:{DEFAULT_PORT}, with a port from 1 to 65535: "
+            "the name or the address of one of the nodes",
+        )
+    return Endpoint(match[1], port)
+
+
+def parse_nnodes(text: str, where: str = "--nnodes") -> tuple[int, int]:
+    """The least and the largest number of nodes, from `2` or `1:4`.
+
+    Raises:
+        UsageError: the text is neither.
+    """
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text.strip())
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        remedy = "give a number from 1, such as 2, or the smallest and the largest number, such as 1:4"
+        raise UsageError(f"{text!r} is not a number of nodes", where=where, remedy=remedy)
+    return least, most
+
+
+@dataclass(frozen=True)
+class Several:
+    """How many nodes, and where they meet."""
+
+    least: int
+    most: int
+    endpoint: Endpoint
+
+
+def several(nnodes: str | None, rendezvous: str | None) -> Several | None:
+    """What `--nnodes` and `--rendezvous` say. None: there is one node.
+
+    Raises:
+        UsageError: a text is wrong, or there is no place to meet, or no number of nodes.
+    """
+    if nnodes is None and rendezvous is not None:  # else each node would train alone
+        raise UsageError(
+            f"the nodes meet at {rendezvous}, but it is not said how many there are",
+            where="--nnodes",
+            remedy="give --nnodes with the number of nodes, such as --nnodes 2; or leave out --rendezvous (and the "
+            "environment variable LOCKSTEP_RENDEZVOUS) to train on this machine alone",
+        )
+    least, most = parse_nnodes("1" if nnodes is None else nnodes)
+    if most == 1:
+        return None
+    if rendezvous is None:
+        raise UsageError(
+            f"{nnodes} nodes, and no place where they meet",
+            where="--rendezvous",
+            remedy="give --rendezvous HOST:PORT on all nodes: the name or the address of one of them, "
+            f"such as node0:{DEFAULT_PORT}",
+        )
+    return Several(least, most, parse_endpoint(rendezvous))
+
+
+def resolve(host: str) -> list[str]:
+    """The addresses of a host; empty if its name is not known (yet)."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def is_own(address: str) -> bool:
+    """Whether an interface of this machine has this address."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only processes of the same machine can use this address."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def own_address(host: str, addresses: list[str]) -> str:
+    """The address by which the other nodes reach this node.
+
+    This is HOST itself on the node that has it. Elsewhere it is the address from which packets to HOST are sent.
+
+    Args:
+        addresses: those of `host`.
+
+    Raises:
+        UsageError: the environment variable `ADDRESS` has something that is no address.
+    """
+    if given := os.environ.get(ADDRESS):
+        found = resolve(given)
+        if not found:
+            raise UsageError(
+                f"{given!r} is neither an address nor a name that is known here",
+                where=ADDRESS,
+                remedy="give the address by which other nodes reach this node; `ip -brief address` lists its addresses",
+            )
+        return found[0]
+    meant_loopback = host == "localhost" or is_loopback(host)
+    for address in addresses:
+        # Debian gives the name of a machine the address 127.0.1.1, which other nodes do not reach.
+        if is_own(address) and (meant_loopback or not is_loopback(address)):
+            return address
+    for target in (*(address for address in addresses if not is_loopback(address)), *_ELSEWHERE):
+        source = _source_for(target)
+        if source:
+            return source
+    return "127.0.0.1"
+
+
+def _source_for(target: str) -> str | None:
+    """The own address from which packets to `target` are sent. Nothing is sent to find it."""
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has `address`, or that has another address of its network. None: it is not found."""
+    if not sys.platform.startswith("linux"):
+        return None
+    if ":" in address:
+        return _interface_of_ipv6(address)
+    wanted, fits = ipaddress.ip_address(address), None
+    for _, name in socket.if_nameindex():
+        own, mask = _of_interface(name, _GET_ADDRESS), _of_interface(name, _GET_MASK)
+        if own == address:
+            return name
+        if own and mask and wanted in ipaddress.ip_network(f"{own}/{mask}", strict=False):
+            fits = name
+    return fits
+
+
+def _of_interface(name: str, what: int) -> str | None:
+    import fcntl
+
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), what, struct.pack("256s", name[:15].encode()))
+        return socket.inet_ntoa(answer[20:24])
+    return None
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    wanted = ipaddress.ip_address(address.partition("%")[0]).packed.hex()
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+        for line in file:
+            parts = line.split()
+            if parts[0] == wanted:
+                return parts[-1]
+    return None

@@ -1,0 +1,1 @@
+"""What joins a training without changing its result: logs, pictures, measurements."""

@@ -1,0 +1,152 @@
+"""How many floating-point operations a training computes in a second, and the share of what its GPU could compute.
+
+The operations of the forward and backward pass of one micro-batch are counted once. They are then scaled by the number
+of elements (pixels, tokens) of each batch. So a step costs nothing but a look at the sizes of its tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.core import batch_norm
+from lockstep.core.data.loader import MicroBatch
+from lockstep.core.data.randomness import restored_generators
+from lockstep.core.devices import peaks
+from lockstep.core.parallel.precision import Precision
+from lockstep.core.parallel.single import Single
+from lockstep.core.parallel.strategy import Strategy
+
+
+class FlopCount:
+    """Counts the floating-point operations of this rank's training.
+
+    The count comes from a forward and a backward pass of zeros that leaves no trace: gradients, model and random
+    states stay as they were. So the training is the same bits with and without a count. A real pass could not be
+    counted, because torch computes some operations in another way while an operation counter is on.
+
+    Matrix products, convolutions and attention count, a multiplication and an addition as two, as in
+    `torch.utils.flop_counter`. Activations that are computed again in the backward pass do not count: this is what
+    model FLOPs utilisation means (Chowdhery et al. 2022, arXiv:2204.02311, appendix B). Recurrent layers and kernels
+    outside torch have no formula, and do not count.
+
+    Args:
+        compiled: whether `torch.compile` was applied to the model. The counted pass runs the code as it is written.
+    """
+
+    def __init__(self, strategy: Strategy, precision: Precision, *, compiled: bool = False) -> None:
+        self.strategy, self.precision, self.compiled = strategy, precision, compiled
+        self.elements = 0
+        """Elements of this rank's batches since `take`."""
+        self.per_element: float | None = None
+        """Floating-point operations for each element of a batch. None: not counted, or it was not possible."""
+        self.counted_for: int | None = None  # trainable parameters at the time of the last count
+
+    def add(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Add a step that was computed. Fillers add nothing."""
+        self.elements += sum(_elements(each) for each in micro_batches if not each.filler)
+
+    def count(self, micro_batch: MicroBatch) -> None:
+        """Count the operations of a micro-batch, if this was not done for the parameters that are trainable now.
+
+        All ranks call it after the same step. Where the pass fails, such as for lack of memory, there is no count.
+        """
+        trainable = sum(parameter.requires_grad for parameter in self.strategy.forward.parameters())
+        if trainable == self.counted_for:
+            return
+        self.counted_for, self.per_element = trainable, None
+        strategy, operations = self.strategy, Operations()
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(restored_generators(self.precision.device))
+                if micro_batch.filler:
+                    stack.enter_context(batch_norm.without_trace(strategy.forward))
+                if self.compiled:
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(operations)
+                alone = Single(strategy.world)  # gradients of DDP do not travel
+                alone.wrap(strategy.unwrapped, ())
+                alone.pass_of_zeros(micro_batch.batch, self.precision)
+        except Exception as error:
+            if strategy.is_sharded:  # the other ranks wait for this rank
+                raise
+            # A figure of the log ends no training. If the task is at fault, its next step says so.
+            traceback.clear_frames(error.__traceback__)  # they hold activations
+            strategy.forward.zero_grad(set_to_none=True)
+            return
+        finally:
+            micro_batch.let_go()
+        self.per_element = operations.total / _elements(micro_batch)
+
+    def take(self) -> float | None:
+        """Floating-point operations of this rank since the last call. None: they are not known."""
+        elements, self.elements = self.elements, 0
+        return None if self.per_element is None else self.per_element * elements
+
+    def peak(self, device_name: str) -> float | None:
+        """Most operations that a GPU can compute in a second in this precision. None: the GPU is not known.
+
+        For fp32, this is the peak of TF32, if products or convolutions may use TF32.
+        """
+        number_format = self.precision.name
+        return peaks.flops(device_name, "tf32" if number_format == "fp32" and _allows_tf32() else number_format)
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the floating-point operations inside."""
+
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        aten = torch.ops.aten
+        # torch has no formulas for the attention of the CPU, which takes the same arguments as that of GPUs.
+        forward, backward = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
+        on_cpu = {
+            aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[forward],
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[backward],
+        }
+        self.formulas: dict[Any, Any] = {**flop_registry, **on_cpu}
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        formula = self.formulas.get(func._overloadpacket)
+        if formula is not None and not _is_recomputation():
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def _is_recomputation() -> bool:
+    """Whether an operation belongs to a forward pass that the backward pass runs again."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1  # private; a test says if it changes
+
+
+def _allows_tf32() -> bool:
+    if torch.get_float32_matmul_precision() != "highest":
+        return True
+    try:
+        return torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # convolutions and recurrent layers differ
+        return True
+
+
+def _elements(micro_batch: MicroBatch) -> int:
+    """Elements of the tensors of a batch; its samples, where tensors cannot be seen. At least 1."""
+    return _numel(micro_batch.collated) or len(micro_batch.indices) or 1
+
+
+def _numel(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel()
+    if isinstance(value, Mapping):
+        return sum(map(_numel, value.values()))
+    return sum(map(_numel, value)) if isinstance(value, list | tuple) else 0

@@ -1,0 +1,77 @@
+"""A file of JSON objects, one per line, each with its step; it is repaired when it is opened."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.core import atomic
+from lockstep.parts.plain import dumps
+
+
+class JsonLinesFile:
+    """Opens `path` for appending. The first object that is appended takes the place of lines that do not belong there.
+
+    Dropped are objects of steps after `last_step`, which a process wrote that was killed before it saved them, and
+    damaged lines, such as a power cut or a full disk leaves. A start that ends before it appends leaves them.
+
+    Args:
+        path: made if it is not there.
+        last_step: the last step whose objects stay.
+    """
+
+    note: str
+    """Says how many damaged lines are dropped; empty if none."""
+
+    def __init__(self, path: Path, last_step: int = 0) -> None:
+        self.path, self.note, self.is_torn = path, "", False
+        self.file = path.open("ab", buffering=0)
+        lines = path.read_bytes().splitlines(keepends=True)
+        steps = [_step_of(line) for line in lines]
+        kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
+        self.kept = kept if len(kept) < len(lines) else None
+        """The lines that stay, until the others are dropped. None: all stay."""
+        if damaged := steps.count(None):
+            self.note = (
+                f"{path.name}: {damaged} of {len(lines)} lines are damaged (by a power cut or a full disk?) "
+                "and are dropped"
+            )
+
+    def _drop(self) -> None:
+        if self.kept is not None:
+            with atomic.staged_file(self.path) as staging:
+                staging.write_bytes(b"".join(self.kept))
+            self.file.close()
+            self.file, self.kept = self.path.open("ab", buffering=0), None
+
+    def append(self, values: Mapping[str, Any]) -> None:
+        """Write one object, with the key `step`.
+
+        Raises:
+            OSError: the disk is full, or cannot be written.
+        """
+        self._drop()
+        line = dumps(values).encode() + b"\n"
+        if self.is_torn:  # close the half of a line that is there, so that it spoils no other line
+            line = b"\n" + line
+        self.is_torn = True
+        if self.file.write(line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.is_torn = False
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+def _step_of(line: bytes) -> float | None:
+    """The step of a line; None if the line is damaged, incomplete, or no object with a step."""
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int | float) else None

@@ -1,0 +1,127 @@
+"""The console: a progress bar on a terminal, plain lines elsewhere, and in a notebook a last line that moves on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from lockstep.core import debugging
+from lockstep.core.writer import RunInfo, Writer
+from lockstep.parts import live_line
+from lockstep.parts.entry_line import entry_line
+from lockstep.parts.live_line import LiveLine
+
+
+class _Console(Console):
+    """rich's Console, which would end the process when the reader of a pipe has gone (`| head`). This class raises."""
+
+    def on_broken_pipe(self) -> None:
+        # Python flushes stdout at its end, and would fail there again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+class ConsoleWriter(Writer):
+    """Prints a line on the run, then entries and messages as lines. A terminal also shows a bar with the time left.
+
+    The loss in the bar is that of the last entry. Of the details of evaluations, such as tables, the console prints
+    only those of the last evaluation, when the training ends: train.log has all of them.
+
+    Args:
+        console: where to print; None: stdout.
+    """
+
+    name = "the console"
+
+    def __init__(self, run: RunInfo, console: Console | None = None) -> None:
+        super().__init__(run)
+        self.console = console or _Console(highlight=False)
+        self.bar: Progress | None = None
+        self.line = LiveLine() if live_line.VARIABLE in os.environ and not self.console.is_terminal else None
+        self.begun = time.perf_counter()
+        self.loss = ""
+        self.has_shown = False
+        """Whether an entry or a first progress is printed."""
+        self.new_details: list[str] = []
+        """Those of the evaluation that is going on."""
+        self.details_at_end: list[str] = []
+        """Those of the last evaluation that has ended."""
+        self.message(
+            f"{run.name}: {run.world_size} x {run.device}, global batch {run.config['batch']['global']}, "
+            f"steps {run.first_step} to {run.last_step}, {run.folder}"
+        )
+        if self.console.is_terminal and debugging.RANK not in os.environ:  # a bar would draw over the debugger
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TaskProgressColumn(),
+                TextColumn("{task.fields[loss]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
+            self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
+            self.task = self.bar.add_task("training", total=run.last_step, completed=run.first_step, loss="")
+            self.bar.start()
+            debugging.before_breakpoint(self.bar.stop)
+
+    def record(self, entry: Mapping[str, float]) -> None:
+        self.has_shown = True
+        if any(name.startswith("eval/") for name in entry):
+            self.details_at_end, self.new_details = self.new_details, []
+        if "train/loss" in entry:
+            self.loss = f"loss {entry['train/loss']:.4g}"
+        self.message(entry_line(entry, self.run.last_step))
+        self.progress(int(entry["step"]))
+
+    def progress(self, step: int) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step, loss=self.loss)
+            return
+        seconds = time.perf_counter() - self.begun
+        if self.line is not None:
+            left = seconds * (self.run.last_step - step) / max(step - self.run.first_step, 1)
+            times = f"{seconds:,.0f} s, about {left:,.0f} s left"
+            self.line.show("  ".join(filter(None, (f"step {step}/{self.run.last_step}", self.loss, times))))
+        elif not self.has_shown:  # the first entry may be far away
+            self.message(f"step {step}/{self.run.last_step}  {seconds:.1f} s after the beginning")
+        self.has_shown = True
+
+    def message(self, text: str) -> None:
+        if self.line is not None:
+            self.line.above(text)
+        else:
+            self.console.print(text, soft_wrap=True, markup=False)
+
+    def details(self, text: str) -> None:
+        self.new_details.append(text)
+
+    def end(self, text: str) -> None:
+        self._show_details()
+        self.message(text)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        if self.line is not None:
+            self.line.close()
+        self._show_details()
+
+    def _show_details(self) -> None:
+        texts, self.details_at_end = self.details_at_end, []
+        for text in texts:
+            self.message(text)

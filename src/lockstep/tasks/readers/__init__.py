@@ -1,0 +1,1 @@
+"""Readers that tasks of several kinds share."""

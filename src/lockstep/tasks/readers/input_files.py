@@ -1,0 +1,81 @@
+"""The files that a user names on the command line: files, folders and patterns."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.core.errors import UsageError
+
+
+def find_files(arguments: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
+    """The files that `arguments` name, each of them once, at its first place.
+
+    An argument is a file, a folder (its files of these kinds, also in folders within it, sorted by path) or a pattern
+    with `*`, `?`, `[...]` or `**` (the files of these kinds and the folders that match, sorted by path). A file that is
+    named itself may have any suffix. In folders, names that begin with a dot are left out, and so are pipes and
+    devices.
+
+    Args:
+        suffixes: of the kinds of files, in lower case, such as `.jpg`.
+
+    Raises:
+        UsageError: an argument names nothing, or a folder or a pattern has no file of these kinds.
+    """
+    found: dict[str, Path] = {}
+    for argument in arguments:
+        for path in _files_of(argument, tuple(suffixes)):
+            found.setdefault(os.path.abspath(path), path)
+    return list(found.values())
+
+
+def special_files(folder: str | Path) -> set[str]:
+    """The names in a folder that are neither files nor links to nowhere, such as pipes: to open a pipe may take for
+    ever."""
+    with os.scandir(folder) as entries:
+        return {entry.name for entry in entries if not entry.is_file() and os.path.exists(entry.path)}
+
+
+def _files_of(argument: str, suffixes: tuple[str, ...]) -> list[Path]:
+    path = Path(argument)
+    if path.is_file():
+        return [path]
+    if path.exists() and not path.is_dir():
+        raise UsageError("is neither a file nor a folder", where=argument, remedy="copy its content into a file")
+    kinds = f"files of the kinds {', '.join(suffixes)}"
+    if path.is_dir():
+        files = _files_in(path, suffixes)
+        if not files:
+            raise UsageError("no file in this folder can be used", where=argument, remedy=f"give {kinds}")
+        return files
+    if not glob.has_magic(argument):
+        raise UsageError(
+            "no such file or folder", where=argument, remedy="give files, folders or patterns such as '*.jpg'"
+        )
+    matches = [Path(name) for name in sorted(glob.glob(argument, recursive=True))]
+    files = [
+        file
+        for match in matches
+        for file in (_files_in(match, suffixes) if match.is_dir() else [match])
+        if file.name.lower().endswith(suffixes) and not _is_special(file)
+    ]
+    if not files:
+        what = "no file matches this pattern" if not matches else f"{len(matches)} names match, and none can be used"
+        raise UsageError(what, where=argument, remedy=f"give {kinds}")
+    return files
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()
+
+
+def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    files: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        kept = [name for name in names if not name.startswith(".") and name.lower().endswith(suffixes)]
+        special = special_files(parent) if kept else ()
+        files += [Path(parent, name) for name in kept if name not in special]
+    return sorted(files)

@@ -1,0 +1,1 @@
+"""Tasks on pictures: classification, semantic segmentation, object detection."""

@@ -1,0 +1,106 @@
+"""How a picture is shown to a detector: whole, or in overlapping tiles, each fitted into a square; and the way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.tasks.vision.pictures import geometry
+from lockstep.tasks.vision.pictures.geometry import Region
+from lockstep.tasks.vision.pictures.options import Interpolation
+from lockstep.tasks.vision.pictures.picture import Picture, contiguous
+
+
+@dataclass(frozen=True)
+class View:
+    """A picture, or a tile of it, as a detector sees it."""
+
+    picture: Picture
+    """A square with the boxes in it, and padding at the right and at the bottom."""
+    shape: tuple[int, int]
+    """Height and width in pixels of the part that is no padding."""
+    scale: tuple[float, float]
+    """Pixels of the square per pixel of the picture: across, down."""
+    offset: tuple[int, int]
+    """The place of the tile in the picture, in pixels of the picture: from the left, from the top."""
+
+
+def fitted(
+    picture: Picture, size: int, *, fill: int, interpolation: Interpolation, offset: tuple[int, int] = (0, 0)
+) -> View:
+    """The picture, resized so that all of it just fits into a square, with padding at the right and at the bottom.
+
+    Args:
+        size: side of the square in pixels.
+        fill: grey level of the padding.
+        offset: kept in the result.
+    """
+    height, width = picture.size
+    inside, shape = geometry.letterbox(picture, (size, size), interpolation=interpolation, fill=fill)
+    return View(contiguous(inside), shape, (shape[1] / width, shape[0] / height), offset)
+
+
+def tiles(size: tuple[int, int], side: int, overlap: float) -> list[Region]:
+    """Equal tiles that cover a picture, row by row. A picture that is not larger than a tile has one tile.
+
+    Args:
+        size: height and width of the picture in pixels.
+        side: the longest side of a tile in pixels.
+        overlap: the least share of a tile that the next tile covers too.
+
+    Returns:
+        (top, left, height, width) in pixels.
+    """
+    (tops, height), (lefts, width) = (_cut(length, side, overlap) for length in size)
+    return [(top, left, height, width) for top in tops for left in lefts]
+
+
+def _cut(length: int, side: int, overlap: float) -> tuple[list[int], int]:
+    if length <= side:
+        return [0], length
+    step = max(1.0, side * (1 - overlap))
+    count = 1 + int(-(-(length - side) // step))
+    return [round(number * (length - side) / (count - 1)) for number in range(count)], side
+
+
+def views(
+    picture: Picture,
+    size: int,
+    *,
+    tile: int | None,
+    overlap: float,
+    fill: int,
+    interpolation: Interpolation,
+    min_visible: float,
+) -> list[View]:
+    """The whole picture as one view; or with `tile`, overlapping tiles of at most so many pixels a side.
+
+    Args:
+        size: side of each view in pixels.
+        min_visible: a box is left out of a tile if a smaller share of its area is inside.
+    """
+    if tile is None or max(picture.size) <= tile:
+        return [fitted(picture, size, fill=fill, interpolation=interpolation)]
+    return [
+        fitted(
+            geometry.crop(picture, region, min_visible=min_visible),
+            size,
+            fill=fill,
+            interpolation=interpolation,
+            offset=(region[1], region[0]),
+        )
+        for region in tiles(picture.size, tile, overlap)
+    ]
+
+
+def in_picture(boxes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """Boxes of views in pixels of the original pictures.
+
+    Args:
+        boxes: (views, places, 4), in pixels of the views.
+        scale, offset: (views, 2), as in `View`.
+    """
+    twice = torch.cat([scale, scale], -1)[:, None], torch.cat([offset, offset], -1)[:, None]
+    return boxes / twice[0].to(boxes) + twice[1].to(boxes)

@@ -1,0 +1,198 @@
+"""What the three tasks on pictures share: sources, what is learned from them and kept, the model, and pixels for it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lockstep.core.errors import DataError
+from lockstep.core.task import Task
+from lockstep.tasks.class_weights import OnDevice, class_weights
+from lockstep.tasks.kept import keep
+from lockstep.tasks.vision.batch_norm import exchange_batch_norm
+from lockstep.tasks.vision.image_models import Models
+from lockstep.tasks.vision.pictures.cache import CacheOptions
+from lockstep.tasks.vision.pictures.normalise import normalise
+from lockstep.tasks.vision.size_check import check_image_sizes
+
+
+@dataclass(frozen=True)
+class About:
+    """What a task learns from its data and its model, and keeps with the run."""
+
+    classes: list[str]
+    """Names of the classes, in the order of their numbers, which is that of the logits."""
+    counts: list[int]
+    """Number of training samples, boxes or pixels of each class."""
+    mean: list[float]
+    """Mean of each channel, from 0 to 1."""
+    std: list[float]
+    """Standard deviation of each channel, from 0 to 1."""
+    size: int
+    """Height and width in pixels that suit the model."""
+
+
+class ImageTask(Task):
+    """A task on pictures. It adds `learn`, `read`, `models`, and the way from a sample to a loss.
+
+    Args:
+        options: an object of `ImageOptions` with `model`.
+        train, eval: sources of pictures.
+        cache: keep decoded pictures on disk, as `data.cache` says.
+    """
+
+    kept: ClassVar[str]
+    """The name of the file that keeps `about`."""
+    about_type: ClassVar[type[About]]
+
+    def __init__(self, options: Any, train: str, eval: str | None, cache: CacheOptions | None) -> None:
+        self.options, self.train_source, self.eval_source, self.cache = options, train, eval, cache
+        self.folder: Path | None = None
+        """The folder that is kept with the run. None without a run."""
+        self.new_weights: list[str] = []
+        """Names of the weights that the pretrained model lacks. Known after `model`."""
+        self._trained = False
+
+    # ---- what is kept
+
+    def setup(self, folder: Path, trained: bool) -> None:
+        """Keep the classes, the normalisation and the model's config in `folder`."""
+        self._trained = trained
+
+        def save(staging: Path) -> None:
+            self.models.save(self.about.classes, size=self._largest, folder=staging)
+
+        keep(folder, self.kept, self.to_keep, save)
+        self.folder = folder
+        for name in ("about", "models", "decided"):  # they come from the file, so that all ranks have the same
+            self.__dict__.pop(name, None)
+
+    def to_keep(self) -> Any:
+        """What a new run keeps."""
+        return self.about
+
+    @cached_property
+    def about(self) -> Any:
+        """The classes, and what the model expects of pictures."""
+        if self.folder is not None:
+            return self.about_type(**json.loads((self.folder / self.kept).read_text()))
+        return self.learn()
+
+    def learn(self) -> About:
+        """What the training data and the model say, without a run.
+
+        Raises:
+            DataError: the training data cannot be read, or have too few classes.
+        """
+        raise NotImplementedError
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names, in the order of their numbers."""
+        names: list[str] = self.about.classes
+        return names
+
+    # ---- data
+
+    def read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> Any:
+        """The data set of a source.
+
+        Args:
+            classes: those of the training. None: those of the source.
+        """
+        raise NotImplementedError
+
+    @cached_property
+    def _train(self) -> Any:
+        return self.read(self.train_source, "train", self.classes)
+
+    @cached_property
+    def _eval(self) -> Any:
+        return None if self.eval_source is None else self.read(self.eval_source, "eval", self.classes)
+
+    def train_data(self) -> Dataset[Any]:
+        data: Dataset[Any] = self._train
+        return data
+
+    def eval_data(self) -> Dataset[Any] | None:
+        data: Dataset[Any] | None = self._eval
+        return data
+
+    @contextlib.contextmanager
+    def partner(self, index: int, purpose: str) -> Iterator[None]:
+        """A training sample that joins another: a DataError in the block names the sample and the purpose."""
+        try:
+            yield
+        except DataError as error:
+            where = getattr(self._train, "where", str)(index)
+            raise DataError(f"the partner for {purpose}: {error.what}", where=where, remedy=error.remedy) from error
+
+    # ---- the model
+
+    @property
+    def models(self) -> Models:
+        """What makes the model."""
+        raise NotImplementedError
+
+    @property
+    def _largest(self) -> int:
+        sizes: list[int] = self.options.all_sizes(self.about.size)
+        return sizes[-1]
+
+    def model(self) -> nn.Module:
+        options, about = self.options, self.about
+        model, self.new_weights = self.models.make(about.classes, size=self._largest, trained=self._trained)
+        model = exchange_batch_norm(model, options.batch_norm)
+        sizes = options.all_sizes(about.size)
+        check_image_sizes(model, sizes, channels=options.channels, forward=self.trial, where="task.image_size")
+        return model
+
+    def trial(self, model: nn.Module, images: Tensor) -> Any:
+        """The outputs of a new model for normalised images, with which sizes of pictures are tried."""
+        return logits_of(model, images)
+
+    def normalised(self, model: nn.Module, images: Tensor) -> Tensor:
+        """Images uint8 (batch, channels, height, width) as the model takes them, in its number format."""
+        return normalise(images, self.about.mean, self.about.std, dtype=next(model.parameters()).dtype)
+
+    def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
+        """The class scores of images, uint8 (batch, channels, height, width), in float32 or float64."""
+        about, dtype = self.about, next(model.parameters()).dtype
+        logits = logits_of(model, normalise(images, about.mean, about.std, dtype=dtype))
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    @cached_property
+    def _weights(self) -> OnDevice:
+        """The weights of the classes in the loss."""
+        wanted, about = self.options.class_weights, self.about
+        root = wanted == "balanced_sqrt"
+        counts = dict(zip(about.classes, about.counts, strict=True))
+        found = class_weights("balanced" if root else wanted, about.classes, lambda: counts)
+        return OnDevice(found.sqrt() if root and found is not None else found)
+
+
+def logits_of(model: nn.Module, images: Tensor) -> Tensor:
+    """The class scores of normalised images (batch, channels, height, width): (batch, classes), or for a segmentation
+    (batch, classes, h, w), of which many models give fewer rows and columns than the images have.
+
+    Position embeddings of transformers' models are interpolated to the size of the images.
+    """
+    options = {"interpolate_pos_encoding": True} if _interpolates(type(model).forward) else {}
+    output = model(images, **options)
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
+@cache
+def _interpolates(forward: Callable[..., Any]) -> bool:
+    return "interpolate_pos_encoding" in inspect.signature(forward).parameters

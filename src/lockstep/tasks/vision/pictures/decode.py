@@ -1,0 +1,262 @@
+"""From the bytes of a picture file to pixels, upright, with one or three channels.
+
+simplejpeg decodes ordinary JPEG files. It uses libjpeg-turbo, as PIL does, with less work around it. PIL decodes
+everything else: other formats, CMYK, damaged files, and every file where simplejpeg is not installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.core.errors import SKIP, DataError, UsageError
+
+if TYPE_CHECKING:
+    from PIL import Image as PILImage
+
+Pixels = npt.NDArray[np.uint8]
+
+_EXIF_ORIENTATION = 0x0112
+_SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N", "I")
+_REPAIR = f"repair or remove the file, or {SKIP}"
+
+
+def decode(data: bytes, *, channels: int = 3, where: str = "") -> Pixels:
+    """The pixels of a picture file.
+
+    The result is upright: the orientation in the file's EXIF data is applied. Grey pictures, palettes, CMYK and bits
+    become RGB or grey. An alpha channel is dropped, and the colours below it stay as the file has them. Grey values of
+    16 bits are scaled to 8 bits and rounded. Of an animation, the first frame is read.
+
+    Args:
+        data: the bytes of the file, in any format that PIL reads.
+        channels: 3 for RGB, 1 for grey (luma of ITU-R BT.601, as PIL's mode L).
+        where: name of the file, for messages.
+
+    Returns:
+        uint8 array (height, width, channels), contiguous and writable.
+
+    Raises:
+        DataError: the data is empty, no picture, truncated or damaged; or the picture has more than
+            `PIL.Image.MAX_IMAGE_PIXELS` pixels.
+        UsageError: `channels` is neither 1 nor 3.
+    """
+    if channels not in (1, 3):
+        raise UsageError(f"pictures cannot be read with {channels} channels", remedy="use 1 (grey) or 3 (RGB)")
+    pixels = _decode_jpeg(data, channels)
+    if pixels is not None:
+        return turned(pixels, _jpeg_orientation(data))
+    with opened(data, where) as image:
+        image.load()
+        return turned(_to_pixels(image, channels, where), orientation_of(image))
+
+
+def image_size(data: bytes, *, where: str = "") -> tuple[int, int]:
+    """(height, width) in pixels of the upright picture, read from the header of the file.
+
+    Args:
+        data: the bytes of the file. The pixels may be missing.
+        where: name of the file, for messages.
+
+    Raises:
+        DataError: the data is empty or no picture, or the picture is too large.
+    """
+    header = _jpeg_header(data)
+    if header is not None:
+        height, width, _ = header
+        sideways = _jpeg_orientation(data) >= 5
+    else:
+        with opened(data, where) as image:
+            width, height = image.size
+            sideways = orientation_of(image) >= 5 and image.format != "TIFF"  # PIL turns TIFF files by itself
+    return (width, height) if sideways else (height, width)
+
+
+# ---- JPEG by simplejpeg
+
+
+@functools.cache
+def _simplejpeg() -> Any:
+    try:
+        import simplejpeg
+    except ImportError:
+        return None
+    return simplejpeg
+
+
+def _jpeg_header(data: bytes) -> tuple[int, int, str] | None:
+    """Height, width and colour space of a JPEG file; None if PIL has to read the file."""
+    if data[:2] != b"\xff\xd8" or _simplejpeg() is None:
+        return None
+    from PIL import Image
+
+    try:
+        height, width, colours, _ = _simplejpeg().decode_jpeg_header(data)
+    except ValueError:
+        return None
+    limit = Image.MAX_IMAGE_PIXELS
+    return None if limit is not None and height * width > limit else (height, width, colours)
+
+
+def _decode_jpeg(data: bytes, channels: int) -> Pixels | None:
+    """The pixels as the file stores them; None if PIL has to read the file."""
+    header = _jpeg_header(data)
+    if header is None or header[2] not in ("Gray", "YCbCr", "RGB"):
+        return None
+    grey = channels == 1 and header[2] == "Gray"
+    try:
+        pixels: Pixels = _simplejpeg().decode_jpeg(data, "GRAY" if grey else "RGB")
+    except ValueError:  # also for damage that PIL's decoder repairs
+        return None
+    if channels == 1 and not grey:
+        from PIL import Image
+
+        pixels = np.array(Image.fromarray(pixels).convert("L"))[..., None]
+    return pixels
+
+
+def _jpeg_orientation(data: bytes) -> int:
+    from PIL import Image
+
+    if not _has_app1(data):
+        return 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                return orientation_of(image)
+        except Exception:  # simplejpeg has read the picture, so only its description is broken
+            return 1
+
+
+def _has_app1(data: bytes) -> bool:
+    """Whether a JPEG file has a segment APP1, which holds EXIF and XMP data, before its pixels."""
+    place = 2
+    while place + 4 <= len(data) and data[place] == 0xFF:
+        marker = data[place + 1]
+        if marker in (0xE1, 0xDA):  # APP1; start of the pixels
+            return marker == 0xE1
+        # A marker may be preceded by any number of bytes 0xFF.
+        place += 1 if marker == 0xFF else 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+    return True  # an unusual file; PIL will know
+
+
+# ---- HEIC by pillow-heif
+
+
+@functools.cache
+def reads_heif() -> bool:
+    """Whether HEIC and HEIF files can be read: `pillow-heif` is installed. PIL then opens them."""
+    try:
+        import pillow_heif
+    except ImportError:
+        return False
+    pillow_heif.register_heif_opener()
+    return True
+
+
+def _needs_heif(data: bytes) -> bool:
+    """Whether PIL cannot read the file without pillow-heif: brands of HEVC, ISO/IEC 23008-12, annex B."""
+    if data[4:8] != b"ftyp" or reads_heif():
+        return False
+    return data[8:12] in (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx")
+
+
+# ---- everything by PIL
+
+
+@contextlib.contextmanager
+def opened(data: bytes, where: str) -> Iterator[PILImage.Image]:
+    """The picture as PIL's image. Errors in the block become DataErrors.
+
+    PIL warns about damaged descriptions of pictures that it can read. These warnings are not shown.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if not data:
+        raise DataError("the file is empty", where=where or None, remedy=_REPAIR)
+    if _needs_heif(data):
+        remedy = f"pip install 'torch-lockstep[heic]', or save it as JPEG, or {SKIP}"
+        raise DataError("this is a HEIC picture, which needs pillow-heif", where=where or None, remedy=remedy)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data)) as image:
+                yield image
+    except DataError:
+        raise
+    except UnidentifiedImageError as error:
+        raise DataError(
+            f"this is no picture that can be read: {len(data)} bytes that begin with {data[:16]!r}",
+            where=where or None,
+            remedy=_REPAIR,
+        ) from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(
+            f"the picture is too large: {error}",
+            where=where or None,
+            remedy="make the picture smaller. If it is meant to be this large, set PIL.Image.MAX_IMAGE_PIXELS",
+        ) from error
+    except Exception as error:  # PIL's readers raise errors of many kinds
+        raise DataError(
+            f"the picture is truncated or damaged: {type(error).__name__}: {error}",
+            where=where or None,
+            remedy=_REPAIR,
+        ) from error
+
+
+def orientation_of(image: PILImage.Image) -> int:
+    """The EXIF orientation, 1 (upright) to 8. It is 1 where the file gives none or the EXIF data cannot be read."""
+    try:
+        value = int(image.getexif().get(_EXIF_ORIENTATION, 1))
+    except Exception:  # broken EXIF data is common, and PIL raises errors of many kinds
+        return 1
+    return value if 1 <= value <= 8 else 1
+
+
+def turned(pixels: Pixels, orientation: int) -> Pixels:
+    """The upright picture. Source of the numbers: EXIF 2.32, table 4, tag Orientation."""
+    if orientation == 1:
+        return pixels
+    if orientation >= 5:  # rows and columns are exchanged
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return pixels.copy()  # np.ascontiguousarray leaves a row of one pixel as it is, whose stride torch refuses
+
+
+def _to_pixels(image: PILImage.Image, channels: int, where: str) -> Pixels:
+    if image.mode in _SIXTEEN_BIT:
+        grey = _eight_bits(np.asarray(image), where)
+        return np.repeat(grey[..., None], channels, axis=2)
+    if image.mode == "F":
+        raise DataError(
+            "the pixels are floating-point numbers, of which the range is not known",
+            where=where or None,
+            remedy="save the picture with 8 or 16 bits a channel",
+        )
+    if image.mode in ("P", "PA") and "transparency" in image.info:
+        image = image.convert("RGBA")  # PIL cannot drop the transparency of a palette in one step
+    pixels = np.array(image.convert("L" if channels == 1 else "RGB"))
+    return pixels[..., None] if channels == 1 else pixels
+
+
+def _eight_bits(values: npt.NDArray[Any], where: str) -> Pixels:
+    """Integers from 0 to 65535, scaled to 0 to 255 and rounded."""
+    if values.min() < 0 or values.max() > 65535:
+        raise DataError(
+            f"grey values from {values.min()} to {values.max()} are outside of 16 bits",
+            where=where or None,
+            remedy="save the picture with 8 or 16 bits a channel",
+        )
+    return ((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)

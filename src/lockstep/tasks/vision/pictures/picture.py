@@ -1,0 +1,99 @@
+"""A picture with its targets, and batches of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from lockstep.core.errors import DataError
+
+
+@dataclass(slots=True)
+class Picture:
+    """A picture, and what is known about places in it. Geometry changes all of it alike; colour changes `image` only.
+
+    Coordinates count pixels from the upper left corner of the picture: the pixel in row r and column c covers the
+    square from (c, r) to (c + 1, r + 1).
+    """
+
+    image: Tensor
+    """uint8 (channels, height, width). In memory, the channels of a pixel are neighbours (channels_last). May be a part
+    of a larger image in memory."""
+    mask: Tensor | None = None
+    """Integers (height, width): the class of each pixel."""
+    boxes: Tensor | None = None
+    """float32 (n, 4): left, top, right and bottom edge of each box, in pixels."""
+    box_indices: Tensor | None = None
+    """int64 (n): the places of these boxes among the boxes that the picture had at first. Boxes that lie outside after
+    a crop are left out."""
+
+    @classmethod
+    def from_pixels(
+        cls, pixels: npt.NDArray[np.uint8], mask: Tensor | None = None, boxes: Tensor | None = None
+    ) -> Picture:
+        """A picture that shares the memory of decoded pixels.
+
+        Args:
+            pixels: uint8 (height, width, channels), writable.
+            mask: integers (height, width).
+            boxes: (n, 4) left, top, right, bottom, in pixels.
+
+        Raises:
+            DataError: the mask has another size than the picture, or boxes have another shape or are not finite.
+        """
+        size = pixels.shape[:2]
+        if mask is not None and tuple(mask.shape) != size:
+            raise DataError(
+                f"the mask has {tuple(mask.shape)} pixels, the picture {size}",
+                remedy="give each picture a mask of its height and width",
+            )
+        if boxes is not None:
+            boxes = boxes.to(torch.float32).reshape(-1, 4) if boxes.numel() == 0 else boxes.to(torch.float32)
+            if boxes.ndim != 2 or boxes.shape[1] != 4 or not bool(boxes.isfinite().all()):
+                raise DataError(
+                    f"boxes of shape {tuple(boxes.shape)} are not rows of four finite numbers",
+                    remedy="give left, top, right and bottom of each box in pixels",
+                )
+        indices = None if boxes is None else torch.arange(len(boxes))
+        return cls(torch.from_numpy(pixels).permute(2, 0, 1), mask, boxes, indices)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) in pixels."""
+        return self.image.shape[1], self.image.shape[2]
+
+
+def contiguous(picture: Picture) -> Picture:
+    """The same picture, without gaps in memory: channels_last for the image."""
+    return Picture(
+        image=rows(picture.image).contiguous().permute(2, 0, 1),
+        mask=None if picture.mask is None else picture.mask.contiguous(),
+        boxes=picture.boxes,
+        box_indices=picture.box_indices,
+    )
+
+
+def rows(image: Tensor) -> Tensor:
+    """An image (channels, height, width) as (height, width, channels), as it lies in memory."""
+    return image.permute(1, 2, 0)
+
+
+def stack_images(images: Sequence[Tensor]) -> Tensor:
+    """A batch of images of the same size. In a loader worker it lies in shared memory, and is not copied again.
+
+    Args:
+        images: (channels, height, width) each.
+
+    Returns:
+        (batch, channels, height, width), channels_last in memory. With one channel, this is the ordinary order too.
+    """
+    batch: Tensor = default_collate([rows(image) for image in images])
+    if batch.shape[3] == 1:  # the same memory; convolutions take these strides for those of an ordinary tensor
+        return batch.squeeze(3).unsqueeze(1)
+    return batch.permute(0, 3, 1, 2)

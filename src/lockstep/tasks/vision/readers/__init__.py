@@ -1,0 +1,1 @@
+"""Pictures with labels, masks or boxes, as files, tables, shards and data sets have them."""

@@ -1,0 +1,60 @@
+"""How a folder of pictures with masks is arranged: its parts, its kind, and its file of classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.core.errors import DataError
+from lockstep.tasks.vision.readers.box_layouts import evaluation_part
+from lockstep.tasks.vision.readers.class_table import CLASS_FILES
+from lockstep.tasks.vision.readers.image_files import class_folders
+from lockstep.tasks.vision.readers.image_records import EVAL, TRAIN, Split, evaluation_source
+from lockstep.tasks.vision.readers.mask_files import IMAGES, MASKS
+
+
+def is_coco(path: Path) -> bool:
+    """Whether a source is read as COCO: a .json file, or a folder with `annotations/*.json` and without masks."""
+    if not path.is_dir():
+        return path.suffix.lower() == ".json"
+    places = (path, *(path / name for name in (*TRAIN, *EVAL)))
+    return any((path / "annotations").glob("*.json")) and not any((place / MASKS).is_dir() for place in places)
+
+
+def inner_part(folder: Path, split: Split) -> str:
+    """The folder of a split inside `images/`. Empty if `images/` is not divided into training and evaluation data."""
+    inner = class_folders(folder / IMAGES) if (folder / IMAGES).is_dir() else []
+    training, evaluation = ([name for name in words if name in inner] for words in (TRAIN, EVAL))
+    if not training or not evaluation:
+        return ""
+    return training[0] if split == "train" else evaluation[0]
+
+
+def class_file(folder: Path, root: Path) -> str | None:
+    """The file of classes of a folder of pictures and masks, or of the folder of which it is a part.
+
+    Raises:
+        DataError: there are two such files beside each other.
+    """
+    around = [root.absolute().parent] if root.absolute().name in (*TRAIN, *EVAL) else []
+    places = [*dict.fromkeys([folder, root]), *around]
+    for place in places:
+        found = [name for name in CLASS_FILES if (place / name).is_file()]
+        if len(found) > 1:
+            remedy = f"remove one of them, or choose with task.classes={place / found[0]}"
+            what = f"there are two files of classes: {found[0]} and {found[1]}"
+            raise DataError(what, where=str(place), remedy=remedy)
+        if found:
+            return str(place / found[0])
+    return None
+
+
+def evaluation_source_with_masks(train: str) -> str | None:
+    """The source of evaluation data that belongs to a source of training data, for a config without `data.eval`.
+
+    Returns:
+        the same source, if it has a part for evaluation; the evaluation split of a folder that `datasets` saved.
+        Otherwise None.
+    """
+    if is_coco(Path(train)):
+        return evaluation_part(train)
+    return train if inner_part(Path(train), "eval") else evaluation_source(train)

@@ -1,0 +1,266 @@
+"""The index of a tar shard: where each picture lies, and its class. One pass over the headers makes it. It is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import platform
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.core import atomic
+from lockstep.core.errors import DataError
+from lockstep.tasks.readers.cache import cache_root, digest_of
+from lockstep.tasks.vision.pictures.decode import reads_heif
+from lockstep.tasks.vision.readers.image_files import picture_suffixes
+
+_FORMAT = 1  # of the kept files; a file of another format is made again
+_BLOCK = 512  # bytes of a block of a tar file
+_TAIL = 1 << 16  # bytes behind the end mark that are looked at: tar pads to 10 KiB
+
+Array = npt.NDArray[Any]
+
+
+@dataclass
+class ShardIndex:
+    """What is known of a shard without reading its pictures."""
+
+    size: int
+    """Bytes of the shard when it was indexed."""
+    time_ns: int
+    """Time of its last change when it was indexed, in nanoseconds."""
+    members: list[str]
+    """Names of the members with pictures, in the order of the shard."""
+    offsets: Array
+    """Where each picture begins, in bytes: (pictures,) int64."""
+    sizes: Array
+    """Bytes of each picture: (pictures,) int64."""
+    labels: list[str]
+    """Names of the classes, sorted."""
+    codes: Array
+    """The class of each picture as its place in `labels`, or -1: (pictures,) int64."""
+    others: int
+    """Number of members that belong to no picture."""
+
+
+def load_index(shard: Path, label: str) -> ShardIndex:
+    """The index of a shard, from the file beside it or in the cache. Otherwise it is made, and kept in such a file.
+
+    The file is `.NAME.index` beside the shard, or, if that folder cannot be written, in Lockstep's cache. An index of a
+    shard with another size or time of change is made again.
+
+    Args:
+        label: the field of `KEY.json` that holds the class.
+
+    Raises:
+        DataError: see `make_index`.
+    """
+    try:
+        about = os.stat(shard)
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(shard), remedy="check the path") from error
+    key = {"format": _FORMAT, "label": label, "size": about.st_size, "time_ns": about.st_mtime_ns}
+    key |= {"heif": True} if reads_heif() else {}  # an index without it has no HEIC pictures
+    places = (
+        shard.with_name(f".{shard.name}.index"),
+        cache_root() / f"shard-{digest_of(str(shard.resolve()))}.index",
+    )
+    for place in places:
+        if (index := _read(place, key)) is not None:
+            return index
+    index = make_index(shard, label)
+    for place in places:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            _write(place, index, key)
+            break
+        except OSError:
+            continue  # without a kept index the next start reads the headers again
+    return index
+
+
+def _read(place: Path, key: dict[str, Any]) -> ShardIndex | None:
+    """A kept index, or None: it is not there, it is damaged, or the shard has changed."""
+    try:
+        # From memory: a file that another process replaces meanwhile is then read whole.
+        with np.load(io.BytesIO(place.read_bytes()), allow_pickle=False) as kept:
+            about = json.loads(str(kept["about"]))
+            if about["key"] != key:
+                return None
+            arrays = [kept[name] for name in ("offsets", "sizes", "codes")]
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error, zipfile.BadZipFile):  # it can be made again
+        return None
+    return ShardIndex(
+        size=key["size"],
+        time_ns=key["time_ns"],
+        members=about["members"],
+        offsets=arrays[0],
+        sizes=arrays[1],
+        labels=about["labels"],
+        codes=arrays[2],
+        others=about["others"],
+    )
+
+
+def _write(place: Path, index: ShardIndex, key: dict[str, Any]) -> None:
+    about = {"key": key, "members": index.members, "labels": index.labels, "others": index.others}
+    staging = place.with_name(f"{place.name}.{platform.node()}-{os.getpid()}.new")
+    with atomic.staged_file(place, staging), staging.open("wb") as file:
+        np.savez_compressed(
+            file, about=np.array(json.dumps(about)), offsets=index.offsets, sizes=index.sizes, codes=index.codes
+        )
+
+
+@dataclass
+class _Key:
+    """The members of one KEY."""
+
+    picture: tuple[str, int, int] | None = None
+    """Name, offset and bytes of the picture."""
+    cls: str | None = None
+    """The class that KEY.cls names."""
+    json: str | None = None
+    """The class that KEY.json names."""
+
+    @property
+    def label(self) -> str | None:
+        """The class, if a member names it."""
+        return self.json if self.cls is None else self.cls
+
+
+def make_index(shard: Path, label: str) -> ShardIndex:
+    """The index of a shard, from its headers and its small members with classes.
+
+    Raises:
+        DataError: the shard is no tar file, is truncated, or has bytes behind its end; a member is a link; a KEY has
+            two pictures or none; a class is neither text nor a number. The error names shard and member.
+    """
+    keys: dict[str, _Key] = {}
+    suffixes, others = picture_suffixes(), 0
+    with _opened(shard) as file:
+        about = os.fstat(file.fileno())
+        for member in _members(shard, file):
+            folder, _, name = member.name.rpartition("/")
+            stem, dot, suffix = name.partition(".")
+            kind = f"{dot}{suffix}".lower()
+            if name.startswith(".") or kind not in (*suffixes, ".cls", ".json"):
+                others += 1
+                continue
+            where = f"{shard}, member {member.name}"
+            if not member.isreg() or member.issparse():
+                remedy = "pack with `tar --hard-dereference --dereference` and without --sparse"
+                raise DataError("the member is no plain file", where=where, remedy=remedy)
+            entry = keys.setdefault(f"{folder}/{stem}", _Key())
+            if kind in suffixes:
+                if entry.picture is not None:
+                    remedy = f"KEY is {stem!r}, and ends at the first dot of a name; rename or remove one of them"
+                    raise DataError(f"a second picture of KEY, after {entry.picture[0]}", where=where, remedy=remedy)
+                entry.picture = (member.name, member.offset_data, member.size)
+            else:
+                content = os.pread(file.fileno(), member.size, member.offset_data)
+                if kind == ".cls":
+                    entry.cls = _class_of_text(content, where)
+                else:
+                    entry.json = _class_of_json(content, label, where)
+    alone = next((key for key, entry in keys.items() if entry.picture is None and entry.label is not None), None)
+    if alone is not None:
+        remedy = f"add a picture ({', '.join(suffixes)}), or remove the members of this KEY"
+        raise DataError("a label without a picture", where=f"{shard}, KEY {alone.lstrip('/')}", remedy=remedy)
+    found = [entry for entry in keys.values() if entry.picture is not None]
+    others += sum(entry.picture is None for entry in keys.values())
+    given = [entry.label for entry in found]
+    labels = sorted({name for name in given if name is not None})
+    places = {name: number for number, name in enumerate(labels)}
+    pictures = [entry.picture for entry in found if entry.picture is not None]
+    return ShardIndex(
+        size=about.st_size,
+        time_ns=about.st_mtime_ns,
+        members=[name for name, _, _ in pictures],
+        offsets=np.array([offset for _, offset, _ in pictures], dtype=np.int64),
+        sizes=np.array([size for _, _, size in pictures], dtype=np.int64),
+        labels=labels,
+        codes=np.array([-1 if name is None else places[name] for name in given], dtype=np.int64),
+        others=others,
+    )
+
+
+@contextlib.contextmanager
+def _opened(shard: Path) -> Iterator[BinaryIO]:
+    try:
+        with shard.open("rb") as file:
+            yield file
+    except OSError as error:
+        remedy = "check the path and its permissions"
+        raise DataError(f"cannot be read: {error.strerror}", where=str(shard), remedy=remedy) from error
+
+
+def _members(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+    """The members that are no folders, in order.
+
+    Raises:
+        DataError: the shard is no tar file, ends too early, or has further bytes behind its end mark.
+    """
+    last, end = "", 0
+    remedy = "copy or make the shard again"
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                tar.members = []  # type: ignore[attr-defined]  # else a list of all headers grows
+                last, end = member.name, member.offset_data + -(-member.size // _BLOCK) * _BLOCK
+                if not member.isdir():
+                    yield member
+    except tarfile.TarError as error:
+        if not last:
+            raise DataError(f"not a tar file: {error}", where=str(shard), remedy=remedy) from error
+        what = f"the shard is truncated or damaged: {error}"
+        raise DataError(what, where=f"{shard}, member {last} or the next", remedy=remedy) from error
+    file.seek(0, os.SEEK_END)
+    if file.tell() < end:
+        raise DataError("the shard is truncated", where=f"{shard}, member {last}", remedy=remedy)
+    file.seek(end)
+    tail = file.read(_TAIL)
+    if len(tail) < _BLOCK:
+        fill = f"{remedy}; if it is whole, add the mark: head -c 1024 /dev/zero >> {shard.name}"
+        raise DataError("the shard ends without an end mark", where=f"{shard}, after member {last}", remedy=fill)
+    if any(tail[:_BLOCK]):  # tarfile takes a header that is no header for the end
+        what = "the shard is damaged: no header follows"
+        raise DataError(what, where=f"{shard}, after member {last}", remedy=remedy)
+    if any(tail):
+        what = "there are bytes behind the end mark, which may be further members"
+        joined = "shards that were joined with `cat` must be kept apart"
+        raise DataError(what, where=f"{shard}, after member {last}", remedy=joined)
+
+
+def _class_of_text(content: bytes, where: str) -> str | None:
+    try:
+        return content.decode().strip() or None
+    except UnicodeDecodeError as error:
+        remedy = "a .cls member holds the class as text, such as 7"
+        raise DataError("the class is not text", where=where, remedy=remedy) from error
+
+
+def _class_of_json(content: bytes, label: str, where: str) -> str | None:
+    """The class in a JSON object, or None if it has no such field."""
+    remedy = f'a .json member holds an object such as {{"{label}": 7}}'
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"not JSON: {error}", where=where, remedy=remedy) from error
+    if not isinstance(value, dict):
+        raise DataError(f"a JSON {type(value).__name__}, not an object", where=where, remedy=remedy)
+    found = value.get(label)
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, str | int):
+        raise DataError(f"the class in {label!r} is {found!r}, not text or a number", where=where, remedy=remedy)
+    return str(found).strip() or None

@@ -1,0 +1,1 @@
+"""`Trainer`, and what happens with a trained model: predictions and exports."""

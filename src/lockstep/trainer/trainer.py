@@ -1,0 +1,808 @@
+"""`Trainer`: train, evaluate, predict and export as a config says."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.core import (
+    atomic,
+    build,
+    caller,
+    devices,
+    joined_parts,
+    memory_shortage,
+    resume,
+    run_data,
+    run_directory,
+    run_model,
+    run_parts,
+    source_code,
+    task_checks,
+)
+from lockstep.core import evaluate as evaluation
+from lockstep.core.build import PreparedRun
+from lockstep.core.checkpoint import choice, store, torch_file
+from lockstep.core.checkpoint.export import export_weights
+from lockstep.core.checkpoint.store import Checkpoint
+from lockstep.core.config import config_file, registry
+from lockstep.core.config.sections import RunConfig, all_values
+from lockstep.core.config.task_options import TaskOptions
+from lockstep.core.data.loader import MicroBatch
+from lockstep.core.devices import backends, determinism
+from lockstep.core.errors import LockstepError, Preempted, UsageError, exits_are_failures
+from lockstep.core.evaluation_progress import EvaluationProgress
+from lockstep.core.parallel import signals
+from lockstep.core.parallel.precision import Precision, check_supported
+from lockstep.core.parallel.sharded_tensor import gather_on_rank0
+from lockstep.core.parallel.world import World, join_world
+from lockstep.core.part import Part, label
+from lockstep.core.run_data import EvaluationData
+from lockstep.core.run_model import BuiltModel
+from lockstep.core.task import Samples, Task, methods_not_called
+from lockstep.core.training_run import TrainingRun, named_results, report, samples_of_report
+from lockstep.core.writer import Writer
+from lockstep.launch.preflight import run as preflight
+from lockstep.launch.preflight import variables
+from lockstep.launch.preflight.facts import Subject, spans_machines
+from lockstep.launch.preflight.judgement import Finding
+from lockstep.parts import profile as profiling
+from lockstep.tasks.vision.pictures.cache import CacheOptions
+from lockstep.trainer import local_ranks, prediction_run, run_export
+
+_PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
+
+
+@caller.speaks_python
+class Trainer:
+    """Trains a model as a config says, and evaluates, predicts with and exports the trained model.
+
+    The ranks are those that torchrun's environment variables describe. Without these variables there is one rank: this
+    process. `fit(task, nproc=2)` starts two ranks, from a script or from a cell of a notebook.
+
+    Example:
+        trainer = Trainer("digits", run_dir="runs/digits")
+        trainer.fit(nproc=2)
+        trainer.model, trainer.history, trainer.results
+
+    Args:
+        config: a `RunConfig`, a mapping with the same keys, or a text as on the command line: a recipe, FILE.yaml or
+            FILE.py:Task.
+        run_dir: the folder into which everything is written. None: `runs/<name>`, where a config without a name has
+            the name of the script.
+        fresh: delete the run that the folder holds, and begin anew. Otherwise that run is resumed.
+        allow_change: keys of the config (or `data`, or `task`) that may differ from those of the resumed run.
+        checkpoint: the checkpoint that `evaluate`, `predict`, `describe` and `export` use: `newest`, `best` or a step.
+            None: the best where the config has `checkpoint.keep_best`, else the newest.
+        quiet: print nothing.
+        profile: steps that `fit` profiles, as `--profile` takes them: `5-10`, or a number of steps. None: no steps.
+
+        parts: join the trainings of `fit`, after those of the config's `train.parts`; see `lockstep.Part`.
+
+    Raises:
+        UsageError: the config is something else, or has faults, all of which are named. Or a Part is none.
+    """
+
+    variables: Sequence[Mapping[str, str | None]] = ()
+    """After `preflight`, on rank 0: the environment variables of each rank that matter to a training."""
+    results: Mapping[str, float] = {}
+    """After `fit`: the results that it returned."""
+
+    def __init__(
+        self,
+        config: RunConfig | Mapping[str, Any] | str,
+        *,
+        run_dir: str | Path | None = None,
+        fresh: bool = False,
+        allow_change: Sequence[str] = (),
+        checkpoint: str | int | None = None,
+        quiet: bool = False,
+        profile: str | None = None,
+        parts: Sequence[Part] = (),
+    ) -> None:
+        self.profile = profiling.parse(profile) if profile is not None else None
+        if isinstance(config, str):
+            config = config_file.load(config)
+        elif not isinstance(config, RunConfig):
+            if not isinstance(config, Mapping):
+                raise UsageError(
+                    f"the config is of type {type(config).__name__}",
+                    where="Trainer(config)",
+                    remedy="give a RunConfig, a mapping with the same keys, or a text: a recipe, FILE.yaml or "
+                    "FILE.py:Task. A task is the argument of fit",
+                )
+            config = config_file.parse(config, needs_task=False)
+        script = caller.script_name() if run_dir is None and "name" not in config.model_fields_set else None
+        if script is not None:
+            config = config.model_copy(update={"name": script})
+        self.config = config
+        self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
+        self._has_chosen_folder = script is not None
+        self.fresh, self.allow_change, self.quiet = fresh, tuple(allow_change), quiet
+        self.loaded_step: int | None = None
+        """The step of the checkpoint that was evaluated, or that gave predictions. None: there was none yet."""
+        self.checkpoint = checkpoint
+        joined_parts.check(parts)
+        self.parts = tuple(parts)
+        self._model: nn.Module | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model of the last `fit`, `evaluate`, `predict` or `describe`, always in evaluation mode.
+
+        After `fit`, it has the last weights; otherwise those of `checkpoint`. If the run keeps a moving average of the
+        weights, the model holds the average. It is on the device of this process.
+
+        Raises:
+            UsageError: nothing has trained or loaded a model, or, with FSDP, this rank holds only parts of it.
+        """
+        if self._model is None:
+            raise UsageError(
+                "there is no model",
+                where="Trainer.model",
+                remedy="call fit, evaluate or predict first. Where the ranks of FSDP hold parts of the model: export, "
+                "or evaluate in a process of its own",
+            )
+        return self._model.eval()
+
+    # ---- training
+
+    def fit(
+        self,
+        task: Task | None = None,
+        recorder: Recorder | None = None,
+        *,
+        nproc: int | Literal["auto"] | None = None,
+        max_restarts: int = 3,
+    ) -> dict[str, float]:
+        """Train to the end. If the run directory holds a run, that run is resumed.
+
+        Args:
+            task: the task to train, instead of the config's task. With `nproc`, it is sent to the ranks by pickle, and
+                classes of a notebook or a script travel as code, by cloudpickle.
+            recorder: records the training on every rank.
+            nproc: start this many ranks on this machine, and train on them; `auto`: a rank for each GPU. `model` is
+                then loaded from the newest checkpoint. None: this process is the rank, or one of torchrun's ranks.
+            max_restarts: with `nproc`: how often the ranks are started again after one was killed or has crashed.
+
+        Returns:
+            the last logged value of each name, such as `train/loss` and `eval/accuracy`. With `nproc`, also after
+            Ctrl-C, or the stop button of a notebook: the state was saved, and `fit` again goes on.
+
+        Raises:
+            Preempted: SIGINT, SIGTERM, SIGUSR1 or SIGHUP asked to stop; the state was saved, and `fit` again goes on.
+                With `nproc`, only after another signal than SIGINT.
+            KeyboardInterrupt: with `nproc`: Ctrl-C was pressed again, and the ranks were killed.
+            CheckpointError: the training reached its end, but a checkpoint could not be written.
+            RankError: with `nproc`: a rank failed. Has the message of the rank.
+            LockstepError: the config, the data or the model cannot be used, or the training failed.
+        """
+        _given(task)
+        if self._has_chosen_folder and not self.quiet and os.environ.get("RANK", "0") == "0":
+            print(f"the run directory is {self.run_dir}, by the name of the script; Trainer(run_dir=...) sets another")
+        if nproc is not None:
+            return self._fit_on_ranks(task, recorder, nproc, max_restarts)
+        with (
+            signals.listening() as flag,
+            self._join() as world,
+            self._looked_at(task, world) as remarks,
+            run_directory.claim(self.run_dir, self.config, world, self.fresh, self.allow_change) as config,
+        ):
+            self.config, self._model = config, None
+            parts = [*run_parts.make(config.train.parts), *self.parts]
+            joined_parts.check(parts)
+            task = _given(task) or self.task()
+            messages = remarks + run_directory.check_source(self.run_dir, task, config, world, self.allow_change)
+            prepared = self._prepare(task, world)
+            prepared.built.messages += messages
+            git = run_directory.git_commit(config, world)
+            writers = self._writers(task, prepared, git)
+            batches: Iterator[list[MicroBatch]] = prepared.batches
+            if recorder is not None:
+                writers.append(recorder)
+                batches = recorder.record_steps(prepared)
+            evaluated = self._evaluated_tasks(task, world)
+            run = TrainingRun(
+                task,
+                prepared,
+                config,
+                self.run_dir,
+                flag,
+                writers,
+                evaluated_tasks=evaluated,
+                profile=self.profile,
+                git=git,
+                own_parts=parts,
+            )
+            try:
+                with memory_shortage.noted(self.run_dir, config, world, prepared.plan):
+                    self.results = run.train(batches)
+                if "train/loss" not in self.results:  # the run was complete already
+                    self.results = world.on_rank0(self._latest) | self.results
+            finally:
+                for writer in writers:
+                    writer.close()
+            self._model = _finished(prepared)
+            return dict(self.results)
+
+    def preflight(self, task: Task | None = None) -> list[Finding]:
+        """Make the checks that `fit` makes before anything expensive, and those that it leaves out on a single node.
+
+        Returns:
+            the findings, the same on every rank.
+
+        Raises:
+            RankError: the ranks did not meet within 25 seconds.
+        """
+        patience = self.config.parallel.model_copy(
+            update={"timeout_s": min(self.config.parallel.timeout_s, _PREFLIGHT_S)}
+        )
+        self.config = self.config.model_copy(update={"parallel": patience})
+        _given(task)
+        with signals.listening(), self._join() as world:
+            self.variables = variables.of_ranks(world)
+            return preflight.check(self._subject(task, world), world, everything=True)
+
+    @contextlib.contextmanager
+    def _looked_at(self, task: Task | None, world: World) -> Iterator[list[str]]:
+        """Make the checks before anything expensive. Yields lines for the log.
+
+        Raises:
+            UsageError: names all faults.
+        """
+        findings = preflight.check(self._subject(task, world), world)
+        preflight.raise_faults(findings)
+        yield preflight.lines(findings)
+
+    def _subject(self, task: Task | None, world: World) -> Subject:
+        data = self.config.data
+        sources = {"data.train": data.train}
+        sources |= {f"data.eval.{name}" if name else "data.eval": path for name, path in data.eval_sources.items()}
+        kind = self.config.task.get("kind")
+        parts = source_code.of_choice(task, kind) if spans_machines(world.size) else {}
+        return Subject(
+            config=all_values(self.config) | {"Trainer(parts=...)": [label(part) for part in self.parts]},
+            source=source_code.digest(parts) if parts else "",
+            folder=self.run_dir,
+            data={key: path for key, path in sources.items() if path},
+            stop=self.config.train.steps,
+            fresh=self.fresh,
+        )
+
+    def _fit_on_ranks(
+        self, task: Task | None, recorder: Recorder | None, nproc: int | str, max_restarts: int
+    ) -> dict[str, float]:
+        """Train on ranks that this process starts. Then take config, model and results from the run directory."""
+        if recorder is not None:
+            raise UsageError(
+                "a recorder cannot be sent to the ranks",
+                where="fit(recorder=..., nproc=...)",
+                remedy="leave nproc out, or write a writer: log.writers",
+            )
+        self._model, self.results = None, {}
+        try:
+            self.results = local_ranks.fit(
+                self.config,
+                task,
+                nproc=nproc,
+                max_restarts=max_restarts,
+                run_dir=self.run_dir,
+                fresh=self.fresh,
+                allow_change=self.allow_change,
+                quiet=self.quiet,
+                parts=self.parts,
+            )
+        except Preempted as stopped:
+            if "SIGINT" not in str(stopped) and "before" not in str(stopped):
+                raise
+            if not self.quiet:
+                print("fit again goes on from there" if "saved" in str(stopped) else stopped, flush=True)
+            self.results = self._latest()
+        if (self.run_dir / "config.yaml").is_file():
+            self.config = config_file.read_run(self.run_dir)
+        if any(self._checkpoints.glob("step-*")):
+            # One process can hold the whole model.
+            parallel = self.config.parallel.model_copy(update={"strategy": "ddp"})
+            with self._join() as world:
+                found = _given(task) or self.task()
+                alone = Trainer(self.config.model_copy(update={"parallel": parallel}), run_dir=self.run_dir, quiet=True)
+                alone.checkpoint = choice.NEWEST
+                alone._trained(found, world)
+                self._model = alone.model
+        return dict(self.results)
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """The log of the run: a dict for each entry, in their order, as `metrics.jsonl` has them.
+
+        The keys are `step`, `epoch`, `time_s` and names such as `train/loss`. An entry of an evaluation has `eval/...`
+        keys. `pandas.DataFrame(trainer.history)` is a table with a row for each entry. Damaged lines are left out.
+
+        Raises:
+            UsageError: the config's `log.writers` lacks `json_lines`, so that there is no such file.
+        """
+        if "json_lines" not in self.config.log.writers:
+            remedy = "add json_lines to log.writers"
+            raise UsageError("the run writes no metrics.jsonl", where="log.writers", remedy=remedy)
+        path = self.run_dir / "metrics.jsonl"
+        if not path.is_file():
+            return []
+        entries = []
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):  # the end of a line is missing after a kill, and while it is written
+                entries.append(json.loads(line))
+        return [entry for entry in entries if isinstance(entry, dict)]
+
+    def _latest(self) -> dict[str, float]:
+        """The last logged value of each name."""
+        has_file = "json_lines" in self.config.log.writers
+        return {name: value for entry in (self.history if has_file else ()) for name, value in entry.items()}
+
+    def _prepare(self, task: Task, world: World) -> PreparedRun:
+        """Make the run on this rank, and load the newest checkpoint, if there is one."""
+        checkpoint, complaints = store.newest(self._checkpoints, world)
+        self._set_up(task, world, trained=checkpoint is not None)
+        micro_batch = memory_shortage.fitting(self.run_dir, self.config, world).training
+        prepared = build.prepare_run(self.config, task, world, micro_batch=micro_batch, checkpoint=checkpoint)
+        if checkpoint is not None:
+            prepared.built.messages += resume.restore(checkpoint, prepared, self.config, self.allow_change)
+            if world.rank == 0 and not self.quiet:
+                print("\n".join([*complaints, f"resuming {self.run_dir} at step {prepared.state.step}"]))
+        prepared.built.messages += methods_not_called(task)
+        options = getattr(task, "options", None)
+        if isinstance(options, TaskOptions):  # with train.steps, the number of epochs depends on the data
+            never = options.never_reached(-(-prepared.stop // prepared.plan.steps_per_epoch))
+            texts = [f"warning: task.{key}: {what}" for key, what in never.items()]
+            prepared.warnings += [text for text in texts if text not in prepared.warnings]
+        if checkpoint is None:
+            preflight.check_room(self.run_dir, resume.estimated_bytes(prepared), world)
+        prepared.may_be_infinite = resume.may_be_infinite(prepared)
+        return prepared
+
+    def _writers(self, task: Task, prepared: PreparedRun, git: Mapping[str, Any] | None = None) -> list[Writer]:
+        if prepared.state.world.rank:
+            return []
+        header = task_checks.presenter(task).log_header()
+        return build.open_writers(
+            self.config,
+            self.run_dir,
+            prepared.state,
+            stop=prepared.stop,
+            built=prepared.built,
+            log_header=[header] if isinstance(header, str) else header,
+            git=git,
+            quiet=self.quiet,
+        )
+
+    # ---- a trained model
+
+    def evaluate(self, task: Task | None = None) -> dict[str, float]:
+        """Loss and metrics of the run's checkpoint on the task's evaluation data.
+
+        Returns:
+            results by name, as `core.evaluate.evaluate` gives them. Where `data.eval` names several sets of data,
+            their names stand in front: `clean/loss`.
+        """
+        with self._join() as world:
+            task = _given(task) or self.task()
+            strategy = self._trained(task, world).strategy
+            precision = Precision(self.config.precision, world.device)
+            results: dict[str, float] = {}
+            tasks = self._evaluated_tasks(task, world)
+            # All sets are opened first: a wrong path in the last is found before the first is evaluated.
+            sets = {name: self._evaluation_data(name, its_task, world) for name, its_task in tasks.items()}
+            with memory_shortage.noted(self.run_dir, self.config, world), strategy.inference() as forward:
+                for name, evaluated in sets.items():
+                    found = self._evaluate(tasks[name], evaluated, forward, world=world, precision=precision, name=name)
+                    results |= named_results(name, found)
+            return results
+
+    def _evaluation_data(self, name: str, task: Task, world: World) -> EvaluationData:
+        """The evaluation data that are called `name`. An error says how to give others, if their path is not here."""
+        try:
+            micro_batch = memory_shortage.fitting(self.run_dir, self.config, world).evaluation
+            limit = self.config.data.eval_limit
+            return run_data.evaluation_data(self.config, task, world, micro_batch=micro_batch, limit=limit)
+        except LockstepError as error:
+            source = self.config.data.eval_sources[name] or self.config.data.train
+            if source and not os.path.exists(os.path.expanduser(source)):
+                key = f"data.eval.{name}" if name else "data.eval"
+                remedy = f"give the place of the data with {key}=PATH: {source!r} is neither a file nor a folder here"
+                error.remedy = f"{error.remedy}; or {remedy}" if error.remedy else remedy
+            raise
+
+    def _evaluate(
+        self,
+        task: Task,
+        evaluated: EvaluationData,
+        forward: nn.Module,
+        *,
+        world: World,
+        precision: Precision,
+        name: str,
+    ) -> dict[str, float]:
+        """Loss and metrics of `task` on the evaluation data `evaluated`, which are called `name`."""
+
+        def tell(text: str) -> None:
+            if world.rank == 0 and not self.quiet:
+                print(text, file=sys.stderr, flush=True)
+
+        def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
+            text = report(task, evaluated, values, outputs)
+            if text:
+                tell(f"{name}:\n{text}" if name else text)
+
+        plan = evaluated.plan
+        if plan.count < plan.length:
+            tell(run_data.limited(plan, name))
+        progress = EvaluationProgress(tell, plan, world.data_size, name)
+        return evaluation.evaluate(
+            task,
+            forward,
+            evaluated.loader,
+            plan=plan,
+            world=world,
+            precision=precision,
+            tick=progress.tick,
+            show=show,
+            show_samples=samples_of_report(task, evaluated),
+        )
+
+    def predict(self, task: Task | None = None, data: Samples | None = None) -> list[Any]:
+        """The task's outputs for every sample of `data` (default: its evaluation data), in the order of the samples.
+
+        Returns:
+            outputs on rank 0, an empty list on the other ranks.
+        """
+        with self._join() as world:
+            task = _given(task) or self.task()
+            strategy = self._trained(task, world).strategy
+            micro_batch = memory_shortage.fitting(self.run_dir, self.config, world).evaluation
+            evaluated = run_data.evaluation_data(self.config, task, world, data, micro_batch=micro_batch)
+            precision = Precision(self.config.precision, world.device)
+            with memory_shortage.noted(self.run_dir, self.config, world), strategy.inference() as forward:
+                outputs = evaluation.predict(
+                    task, forward, evaluated.loader, plan=evaluated.plan, world=world, precision=precision
+                )
+                return outputs or []
+
+    def describe(
+        self,
+        inputs: Sequence[str] = (),
+        samples: int = 8,
+        task: Task | None = None,
+        *,
+        on_error: Literal["raise", "skip"] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Predictions in a form for people: a dict for each sample on rank 0, nothing on the other ranks.
+
+        For the arguments, see `describe_each`.
+        """
+        rows: list[dict[str, Any]] = []
+        self.describe_each(lambda row, _: rows.append(row), inputs, samples, task, on_error=on_error)
+        return rows
+
+    def describe_each(
+        self,
+        add: Callable[[dict[str, Any], bool], None],
+        inputs: Sequence[str] = (),
+        samples: int = 8,
+        task: Task | None = None,
+        *,
+        on_error: Literal["raise", "skip"] | None = None,
+        begin: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """Predict, and pass each prediction to `add` in a form for people as soon as it is known. All ranks call it.
+
+        The predictions come in the order of the samples. Ranks share the work, and none keeps what was passed on.
+
+        Args:
+            add: is called on rank 0 with a dict for each sample, and with whether the sample could be read.
+            inputs: read by the task (files, texts). Empty: the first `samples` evaluation samples, beside their truth.
+            on_error: `raise` the error if a sample cannot be read; or `skip` the sample: its dict then has the reason
+                under `error`. None: as the config's `data.on_error`.
+            begin: is called on rank 0 before the first prediction, with the number of samples.
+
+        Raises:
+            DataError: a sample cannot be read; or with `skip`, none of many samples in a row can be read.
+            UsageError: the task reads no such inputs.
+        """
+        self.predict_rows(
+            lambda rows, readable: add(rows[0], readable),
+            inputs,
+            samples,
+            task,
+            on_error=on_error,
+            begin=begin,
+            by_row=False,
+        )
+
+    def predict_rows(
+        self,
+        add: Callable[[list[dict[str, Any]], bool], None],
+        inputs: Sequence[str] = (),
+        samples: int = 8,
+        task: Task | None = None,
+        *,
+        on_error: Literal["raise", "skip"] | None = None,
+        begin: Callable[[int], None] = lambda count: None,
+        by_row: bool = True,
+        folder: Path | None = None,
+    ) -> None:
+        """As `describe_each`, for tasks whose predictions have several rows, such as boxes, or files, such as masks.
+
+        Args:
+            add: is called on rank 0 with the rows of each sample, and with whether the sample could be read.
+            by_row: whether a sample has the rows of `Presenter.rows`. Otherwise it has the single row of
+                `describe_each`.
+            folder: every rank writes the files of `Presenter.files` of its samples into this folder. None: no files
+                are written.
+
+        Raises:
+            UsageError: also where a file cannot be written.
+        """
+        config = self.config
+        if on_error is not None:
+            config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": on_error})})
+        with self._join() as world:
+            task = _given(task) or self.task()
+            if self._kept.is_dir():
+                self._set_up(task, world, trained=True)
+            presenter = task_checks.presenter(task)
+            found = prediction_run.read_samples(task, presenter, world, inputs, samples)
+            if world.rank == 0 and found.is_input and not self.quiet:
+                for note in getattr(found.data, "notes", ()):
+                    print(f"note: {note}", file=sys.stderr)
+            strategy = self._trained(task, world).strategy
+            micro_batch = memory_shortage.fitting(self.run_dir, config, world).evaluation
+            evaluated = run_data.evaluation_data(config, task, world, found.data, micro_batch=micro_batch)
+            if world.rank == 0:
+                begin(len(found.data))
+            with (
+                memory_shortage.noted(self.run_dir, config, world, begins_again=False),  # rows may be written already
+                strategy.inference() as forward,
+            ):
+                outputs = evaluation.predict_each(
+                    task,
+                    forward,
+                    evaluated.loader,
+                    plan=evaluated.plan,
+                    world=world,
+                    precision=Precision(config.precision, world.device),
+                    finish=prediction_run.RowsAndFiles(presenter, found, by_row=by_row, folder=folder),
+                )
+                with contextlib.closing(outputs):
+                    for index, rows in outputs:
+                        if isinstance(rows, evaluation.Unreadable):
+                            add([found.head(index) | {"error": rows.what}], False)
+                        else:
+                            add(rows, True)
+
+    def export(self, folder: str | Path, task: Task | None = None, *, program: bool = True) -> Path:
+        """Write the checkpoint's weights into `folder`: `model.safetensors`, files that the task adds, and `model.pt2`.
+
+        The tensors have the names that they have in the task's model. A warning names values of `get_extra_state` that
+        are no tensors, which the file cannot hold. torch runs `model.pt2` without the code of the model: see
+        `tasks.program.write_program`. Of a task in a file of one's own, the folder has its source, too.
+
+        Args:
+            program: whether to write `model.pt2`.
+
+        Returns:
+            the file.
+
+        Raises:
+            LockstepError: as `core.checkpoint.export.export_weights`.
+        """
+        with self._join() as world:
+            task = _given(task) or self.task()
+            model = self._trained(task, world).model
+            about = {"lockstep": lockstep.__version__, "run": self.config.name}
+            # Every rank gathers one tensor at a time. Rank 0 keeps the tensors in host memory, and writes.
+            held = model.state_dict()
+            tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+            whole = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
+            warnings: list[str] = []
+            if left_out := sorted(held.keys() - tensors.keys()):
+                warnings.append(
+                    f"the file holds tensors only. It leaves out what get_extra_state returned: {', '.join(left_out)}. "
+                    "lockstep export --optimizer writes all"
+                )
+
+            def add_files(staging: Path) -> None:
+                presenter = task.presenter(task)
+                warnings.extend(presenter.export(model, staging) or ())
+                run_export.copy_source(self.run_dir, staging)
+                if program:
+                    warnings.extend(run_export.write_program_of(task, presenter, held | whole, staging))
+
+            file: Path = world.on_rank0(lambda: export_weights(whole, Path(folder), about, add_files))
+            for text in [] if self.quiet else warnings:
+                print(f"warning: {text}", file=sys.stderr)
+            return file
+
+    def export_training_state(self, file: str | Path, task: Task | None = None) -> Path:
+        """Write one file with which plain torch goes on: `torch.load(file, weights_only=True)`.
+
+        It has the keys of `resume.as_torch`. Rank 0 holds the whole state in host memory.
+
+        Returns:
+            the file.
+
+        Raises:
+            LockstepError: the file exists or cannot be written, or there is no checkpoint.
+        """
+        with self._join() as world:
+            task = _given(task) or self.task()
+            config = self.config
+
+            def write(checkpoint: Checkpoint, built: BuiltModel) -> None:
+                sharded = built.strategy.is_sharded
+                optimizer = run_model.make_optimizer(config, built.model, built.blocks, sharded=sharded)
+                world.on_rank0(
+                    lambda: torch_file.write(resume.as_torch(checkpoint, built.model, optimizer, config), Path(file))
+                )
+
+            self._built(task, world, write)
+            return Path(file).resolve()
+
+    def _trained(self, task: Task, world: World) -> BuiltModel:
+        """The model with the weights of `self.checkpoint` (their moving average, where there is an average)."""
+        built = self._built(
+            task, world, lambda checkpoint, made: resume.load_trained_weights(checkpoint, made.model, world)
+        )
+        self._model = None if built.strategy.is_sharded else built.model.eval()
+        return built
+
+    def _built(self, task: Task, world: World, load: Callable[[Checkpoint, BuiltModel], object]) -> BuiltModel:
+        """The model with the weights that the task gives it. `load` is called with `self.checkpoint` and the model."""
+        self._model = None  # its memory may be needed
+        retention = run_directory.retention(self.config)
+        chosen = choice.choose(self._checkpoints, world, retention, self.checkpoint)
+        self._set_up(task, world, trained=True)
+        built = run_model.build_model(self.config, task, world)
+
+        def load_into(checkpoint: Checkpoint) -> None:
+            load(checkpoint, built)
+            self.loaded_step = checkpoint.step
+
+        lines = choice.read(self._checkpoints, world, retention, self.checkpoint, load=load_into, chosen=chosen)
+        if world.rank == 0 and not self.quiet:
+            changes = run_directory.changed_source(self.run_dir, task, self.config)
+            for text in (*lines, *built.messages, *changes):
+                print(text, file=sys.stderr)
+        return built
+
+    # ---- shared by the methods above
+
+    @exits_are_failures()
+    def task(self, evaluated: str | None = None) -> Task:
+        """A new object of the config's task.
+
+        Args:
+            evaluated: the name of its evaluation data, where `data.eval` has several. None: the first.
+        """
+        run_model.seed_everything(self.config)
+        data = self.config.data
+        sources = data.eval_sources
+        held_out = sources[evaluated] if evaluated is not None else next(iter(sources.values()))
+        cache = CacheOptions(int(data.cache_gb * 1e9), data.cache_size) if data.cache == "decoded" else None
+        train, held_out = (source and os.path.expanduser(source) for source in (data.train, held_out))
+        return registry.build_task(self.config.task, train, held_out, cache, fold=data.fold)
+
+    def _evaluated_tasks(self, task: Task, world: World) -> dict[str, Task]:
+        """For each set of evaluation data, by its name, the task that has it: `task` itself for the first."""
+        first, *others = self.config.data.eval_sources
+        tasks = {first: task}
+        for name in others:
+            tasks[name] = self.task(name)
+            self._set_up(tasks[name], world, trained=True)
+        return tasks
+
+    @contextlib.contextmanager
+    def _join(self) -> Iterator[World]:
+        config, compute = self.config, self.config.compute
+        if compute.deterministic:
+            determinism.prepare()
+        with contextlib.ExitStack() as stack:
+            world = stack.enter_context(join_world(config.device, config.parallel.timeout_s, self.run_dir))
+            stack.enter_context(exits_are_failures())
+            stack.enter_context(_deterministic(compute.deterministic))
+            check_supported(config.precision, world.device)
+            stack.enter_context(
+                backends.chosen(
+                    matmul_precision=compute.matmul_precision,
+                    cudnn_benchmark=compute.cudnn_benchmark,
+                    sdpa_backends=compute.sdpa_backends,
+                )
+            )
+            if compute.numa_binding:
+                stack.enter_context(devices.of(world.device).near_cpus(compute.numa_binding))
+            if compute.memory_snapshot:
+                file = self.run_dir / "memory" / f"rank{world.rank}.pickle"
+                stack.enter_context(devices.of(world.device).snapshot_at_shortage(file))
+            yield world
+
+    def _set_up(self, task: Task, world: World, trained: bool) -> None:
+        """Set up the task: rank 0 writes the files that the task keeps with the run, then the other ranks read them."""
+
+        def write() -> None:
+            if not trained:  # an earlier start without a checkpoint may have had another config
+                with contextlib.suppress(OSError):
+                    atomic.remove(self._kept)
+            task.setup(self._kept, trained)
+
+        world.on_rank0(write)
+        if world.rank:
+            task.setup(self._kept, trained)
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.run_dir / "checkpoints"
+
+    @property
+    def _kept(self) -> Path:
+        """The folder of the files that the task keeps with the run."""
+        return self.run_dir / "task"
+
+
+class Recorder(Writer, abc.ABC):
+    """Records a training on every rank, between its steps, and leaves no trace in it."""
+
+    @abc.abstractmethod
+    def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
+        """Pass the batches of `prepared` on. When the next batch is asked for, the step before it is done."""
+
+
+def _given(task: Task | None) -> Task | None:
+    """The task that a method was given.
+
+    Raises:
+        UsageError: it is no object of a task, but the class.
+    """
+    if isinstance(task, type):
+        name = task.__name__
+        raise UsageError(f"the task is the class {name}", where="Trainer", remedy=f"give an object: {name}()")
+    return task
+
+
+def _finished(prepared: PreparedRun) -> nn.Module | None:
+    """The trained model as evaluations use it. The state is saved, so averages may take the place of the weights."""
+    state, model = prepared.state, prepared.built.model
+    if state.strategy.is_sharded:
+        return None
+    if state.averages is not None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(state.averages.tensors[name])
+    model.zero_grad(set_to_none=True)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _deterministic(enabled: bool) -> Iterator[None]:
+    """Inside, torch uses deterministic kernels only, where `enabled`.
+
+    Raises:
+        UsageError: an operation has no such kernel; names it.
+    """
+    try:
+        with determinism.deterministic(enabled):
+            yield
+    except determinism.NotDeterministic as error:
+        raise UsageError(
+            str(error),
+            where="compute.deterministic=true",
+            remedy="use another operation, or compute.deterministic=false: a GPU then repeats and resumes a training "
+            "to rounding only",
+        ) from error

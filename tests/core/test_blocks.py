@@ -1,0 +1,374 @@
+"""Repeated blocks: which modules they are. Recomputing or compiling them changes only memory and speed."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.core import devices
+from lockstep.core.blocks import compile_modules, find_blocks, recompute_activations
+from lockstep.core.errors import UsageError
+from tests import own_tasks
+from tests.ranks import run_on_python_device
+
+CPU = torch.device("cpu")
+
+
+def bag(**modules):
+    """A module that holds others, and could be run."""
+    holder = nn.Sequential()
+    for name, module in modules.items():
+        holder.add_module(name, module)
+    return holder
+
+
+def linears(count, size=3):
+    return [nn.Linear(size, size) for _ in range(count)]
+
+
+class Layer(nn.Sequential):
+    """For models that name the classes that must not be split."""
+
+
+class Named(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self._no_split_modules = classes
+        self.layers = bag(a=Layer(*linears(2)), b=Layer(nn.Linear(3, 3)), other=nn.Linear(3, 3))
+        self.head = nn.Linear(3, 3)
+
+
+# ---- which they are
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, lambda modules: nn.Sequential(*modules)], ids=["list", "sequential"])
+def test_members_of_one_class_are_blocks_in_their_order(kind):
+    model = bag(first=nn.Linear(3, 3), layers=kind(linears(12)), head=nn.Linear(3, 3))
+    assert list(find_blocks(model)) == [f"layers.{number}" for number in range(12)]
+    assert find_blocks(model)["layers.11"] is model.layers[11]
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        linears(1),
+        [],
+        [nn.Linear(3, 3), nn.Bilinear(3, 3, 3)],
+        [nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)],
+        [nn.Tanh(), nn.Tanh()],
+    ],
+    ids=["one", "none", "two classes", "with a function between", "without parameters"],
+)
+def test_other_lists_are_none(members):
+    assert find_blocks(bag(layers=nn.ModuleList(members), head=nn.Linear(3, 3))) == {}
+
+
+def test_a_sequence_of_one_class_at_the_top_has_blocks_too():
+    assert list(find_blocks(nn.Sequential(*linears(3)))) == ["0", "1", "2"]
+
+
+def test_a_model_without_parameters_has_none():
+    assert find_blocks(nn.Tanh()) == {}
+    assert find_blocks(nn.Linear(3, 3)) == {}
+
+
+def test_members_without_parameters_are_left_out():
+    class Perhaps(nn.Module):
+        def __init__(self, size):
+            super().__init__()
+            self.inner = nn.Linear(size, size) if size else None
+
+        def forward(self, hidden):
+            return self.inner(hidden) if self.inner else hidden
+
+    model = bag(layers=nn.ModuleList([Perhaps(2), Perhaps(0), Perhaps(3)]), head=nn.Linear(1, 1))
+    assert list(find_blocks(model)) == ["layers.0", "layers.2"]
+
+
+def test_of_nested_blocks_only_the_outermost_count():
+    layers = nn.ModuleList(nn.Sequential(*linears(3)) for _ in range(11))
+    assert list(find_blocks(bag(layers=layers, head=nn.Linear(3, 3)))) == [
+        f"layers.{number}" for number in range(11)
+    ]  # 1 and 10 share a beginning
+
+
+def test_several_lists_give_their_blocks_in_the_models_order():
+    model = bag(
+        encoder=bag(layers=nn.ModuleList(linears(2))),
+        decoder=bag(layers=nn.ModuleList(linears(2))),
+        pair=nn.ModuleList([nn.Linear(3, 3), nn.Tanh()]),
+    )
+    assert list(find_blocks(model)) == ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"]
+
+
+@pytest.mark.parametrize("kind", [list, set, tuple])
+def test_classes_that_must_not_be_split_are_blocks(kind):
+    assert list(find_blocks(Named(kind(["Layer"])))) == ["layers.a", "layers.b"]
+    assert list(find_blocks(Named(kind(["Layer", "Linear"])))) == ["layers.a", "layers.b", "layers.other", "head"]
+    assert list(find_blocks(bag(inner=Named(kind(["Layer"])), more=nn.ModuleList(linears(2))))) == [
+        "inner.layers.a",
+        "inner.layers.b",
+    ]
+
+
+@pytest.mark.parametrize("classes", [None, [], ["NoSuchClass"]])
+def test_without_such_classes_lists_are_searched(classes):
+    assert list(find_blocks(bag(inner=Named(classes), more=nn.ModuleList(linears(2))))) == [
+        "inner.layers.a.0",
+        "inner.layers.a.1",
+        "more.0",
+        "more.1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (["blocks.?"], ["blocks.0", "blocks.1", "blocks.2"]),
+        (["blocks.1", "head"], ["head", "blocks.1"]),
+        (["blocks.1.*"], ["blocks.1.norm", "blocks.1.up", "blocks.1.down"]),
+        (["*.up", "blocks.0"], ["blocks.0", "blocks.1.up", "blocks.2.up"]),
+        (["inner"], ["inner"]),
+        ([], []),
+    ],
+)
+def test_patterns_choose_modules(patterns, expected):
+    assert list(find_blocks(own_tasks.DeepModel(3, 0.0), patterns)) == expected
+
+
+def test_patterns_go_before_all_else():
+    assert list(find_blocks(Named(["Layer"]), ["head"])) == ["head"]
+
+
+@pytest.mark.parametrize("pattern", ["layer.*", "blocks.*.drop", "Blocks.0", ""])
+def test_a_pattern_that_matches_nothing_is_an_error_that_names_modules(pattern):
+    with pytest.raises(
+        UsageError, match=r"matches no module with parameters[\s\S]*use patterns.*inner, head, blocks"
+    ) as caught:
+        find_blocks(own_tasks.DeepModel(3, 0.0), ["head", pattern])
+    assert repr(pattern) in str(caught.value)
+    assert caught.value.where == "parallel.shard_modules"
+
+
+# ---- what is shared must stay whole
+
+
+def test_a_block_that_shares_a_parameter_with_the_rest_is_none():
+    model = bag(layers=nn.ModuleList(linears(3)), head=nn.Linear(3, 3, bias=False))
+    model.head.weight = model.layers[1].weight
+    assert list(find_blocks(model)) == ["layers.0", "layers.2"]
+
+
+def test_blocks_that_share_a_parameter_are_none():
+    model = bag(layers=nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)))
+    model.layers[3][0].bias = model.layers[0][0].bias
+    assert list(find_blocks(model)) == ["layers.1", "layers.2"]
+
+
+def test_a_parameter_that_is_shared_within_a_block_is_its_own():
+    model = bag(layers=nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)) for _ in range(2)))
+    model.layers[0][2].weight = model.layers[0][0].weight
+    assert list(find_blocks(model)) == ["layers.0", "layers.1"]
+
+
+def test_a_block_that_comes_twice_is_one():
+    twice = nn.Linear(3, 3)
+    assert list(find_blocks(bag(layers=nn.ModuleList([twice, twice, nn.Linear(3, 3)])))) == ["layers.0", "layers.2"]
+    assert list(find_blocks(bag(layers=nn.ModuleList([twice, twice]), again=twice))) == ["layers.0"]
+
+
+def test_blocks_that_share_a_module_are_none():
+    common = nn.Linear(3, 3)
+    both = bag(layers=nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), common) for _ in range(2)))
+    assert list(find_blocks(both)) == []
+    outside = bag(
+        first=common, layers=nn.ModuleList([nn.Sequential(nn.Linear(3, 3), common), nn.Sequential(nn.Linear(3, 3))])
+    )
+    assert list(find_blocks(outside)) == ["layers.1"]
+
+
+def test_lists_are_no_blocks():
+    stages = bag(stages=nn.ModuleList(nn.ModuleList(linears(2)) for _ in range(2)), head=nn.Linear(3, 3))
+    assert list(find_blocks(stages)) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+    assert list(find_blocks(own_tasks.DeepModel(2, 0.0), ["blocks*"])) == ["blocks.0", "blocks.1"]
+
+
+# ---- recomputed
+
+
+class Residual(nn.Module):
+    """A block with dropout that wants a keyword and returns two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(8, 64), nn.Dropout(0.3), nn.Linear(64, 8)
+        self.seen = None
+
+    def forward(self, hidden, gates=(), *, scale=None):
+        inner = self.drop(self.up(hidden).tanh()) * scale
+        self.seen = weakref.ref(inner)
+        for gate in gates:
+            inner = inner * gate
+        return hidden + self.down(inner), inner.mean()
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(blocks))
+
+    def forward(self, hidden):
+        extra = 0
+        for block in self.blocks:
+            hidden, mean = block(hidden, [hidden.mean(), 2.0], scale=hidden.square().mean())
+            extra = extra + mean
+        return hidden.square().sum() + extra
+
+
+def pass_through(recompute, autocast=False):
+    """A forward and a backward pass.
+
+    Returns:
+        the bits of the loss and the gradients, the bytes that the forward pass kept for the backward pass, and which
+        inner values lived until then.
+    """
+    torch.manual_seed(0)
+    model, inputs = Stack(), torch.randn(16, 8, requires_grad=True)
+    if recompute:
+        recompute_activations(list(find_blocks(model).values()), CPU)
+    kept = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor.nbytes) or tensor, lambda tensor: tensor
+        ),
+        torch.autocast("cpu", enabled=autocast),
+    ):
+        loss = model(inputs)
+    alive = [block.seen() is not None for block in model.blocks]
+    torch.randn(7)  # what is drawn in between changes nothing, and is not changed
+    drawn = torch.randn(3).tolist()
+    loss.backward()
+    bits = [loss.tolist(), inputs.grad.tolist(), [parameter.grad.tolist() for parameter in model.parameters()]]
+    return bits, sum(kept), alive, (drawn, torch.randn(3).tolist())
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_recomputing_gives_the_same_bits_with_dropout_and_keywords_and_keeps_less(autocast):
+    bits, kept, alive, drawn = pass_through(False, autocast)
+    bits_again, kept_less, freed, drawn_again = pass_through(True, autocast)
+    assert bits_again == bits
+    assert drawn_again == drawn
+    assert alive == [True] * 3
+    assert freed == [False] * 3
+    assert kept_less < kept / 4
+
+
+def test_recomputing_changes_no_name_and_nothing_without_gradients():
+    torch.manual_seed(0)
+    model = Stack().eval()
+    names, expected = list(model.state_dict()), model(torch.ones(2, 8)).tolist()
+    recompute_activations(list(find_blocks(model).values()), CPU)
+    with torch.no_grad():
+        assert model(torch.ones(2, 8)).tolist() == expected
+    assert list(model.state_dict()) == names
+    assert list(find_blocks(model)) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_recomputing_changes_no_buffer_twice():
+    def buffers(recompute):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(2)])
+        if recompute:
+            recompute_activations(list(model), CPU)
+        for _ in range(2):
+            model(torch.randn(8, 4)).square().sum().backward()
+        return {name: buffer.tolist() for name, buffer in model.named_buffers()}
+
+    assert buffers(True) == buffers(False)
+
+
+class KeywordsAlone(nn.Module):
+    """Three blocks with dropout, which are called with keywords alone, or with nothing that lies on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Keyword() for _ in range(3))
+
+    def forward(self, hidden):
+        for block in self.blocks:
+            hidden = block(hidden=hidden)
+        return hidden.square().sum()
+
+
+class Keyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, *, hidden):
+        return hidden + self.drop(self.up(hidden).tanh())
+
+
+def gradients_on_device(device, recompute):
+    """The gradients by parameter, what is drawn afterwards, and how often a dropout was drawn."""
+    from tests.python_device import NAME
+
+    place = torch.device(NAME, 0)
+    torch.manual_seed(0)
+    model, inputs = KeywordsAlone(), torch.randn(16, 8)
+    model, inputs = model.to(place), inputs.to(place)
+    if recompute:
+        recompute_activations(list(model.blocks), place)
+    devices.of(place).seed(3)
+    device.log.clear()
+    loss = model(inputs)
+    drawn = torch.rand(2, device=place)
+    loss.backward()
+    more = torch.rand(2, device=place)
+    draws = sum("dropout" in one.name or "bernoulli" in one.name for one in device.log)
+    return (
+        [parameter.grad.host.tolist() for parameter in model.parameters()],
+        drawn.host.tolist() + more.host.tolist(),
+        draws,
+    )
+
+
+def test_blocks_that_are_called_with_keywords_alone_draw_the_same_dropout_again_on_a_device_with_its_own_generator():
+    kept, drawn, draws = run_on_python_device(gradients_on_device, False)
+    recomputed, drawn_again, draws_again = run_on_python_device(gradients_on_device, True)
+    assert recomputed == kept
+    assert drawn_again == drawn
+    assert draws_again > draws > 0
+
+
+# ---- compiled
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
+@pytest.mark.parametrize("what", ["blocks", "model"])
+def test_compiling_changes_no_name_and_no_result(what):
+    torch.manual_seed(0)
+    model = own_tasks.DeepModel(2, 0.0)
+    names, parameters, expected = list(model.state_dict()), list(model.parameters()), model(torch.ones(2, 10))
+    blocks = list(find_blocks(model).values())
+    compile_modules(model, blocks, what=what, backend="eager")
+    assert model(torch.ones(2, 10)).tolist() == expected.tolist()
+    assert list(model.state_dict()) == names
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
+    assert compiled == (blocks if what == "blocks" else [model])
+
+
+def test_an_unknown_backend_is_an_error_that_names_the_known_ones():
+    with pytest.raises(
+        UsageError, match=r"compute\.compile_backend: torch\.compile has no backend 'inductr'[\s\S]*inductor"
+    ) as caught:
+        compile_modules(nn.Linear(2, 2), [], what="model", backend="inductr")
+    assert caught.value.where == "compute.compile_backend"
+
+
+def test_blocks_of_a_model_that_has_none_cannot_be_compiled():
+    with pytest.raises(UsageError, match="no repeated blocks") as caught:
+        compile_modules(nn.Linear(2, 2), [], what="blocks", backend="eager")
+    assert caught.value.where == "compute.compile=blocks"

@@ -1,0 +1,49 @@
+"""The agent that starts the ranks of this machine."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.core.errors import RankError
+from lockstep.core.parallel import heartbeat
+from lockstep.launch import agent, decision, launch, warm_process
+from tests.launch import abort_cases
+
+
+def agent_of(exit_codes):
+    made = agent.RankAgent.__new__(agent.RankAgent)
+    made.processes = {rank: SimpleNamespace(exitcode=code) for rank, code in enumerate(exit_codes)}
+    return made
+
+
+def test_unknown_exit_codes_mean_that_the_warm_process_ends_even_if_it_has_not_ended_yet(monkeypatch):
+    answers = iter([None, None, "it was killed"])
+    monkeypatch.setattr(warm_process, "how_it_ended", lambda: next(answers))
+    assert agent_of([None, 255])._warm_process_is_gone()
+
+
+@pytest.mark.parametrize("codes", [[1, None], [-9, None], [0, 75]])
+def test_known_exit_codes_are_reported_at_once(monkeypatch, codes):
+    answers = iter([None])
+    monkeypatch.setattr(warm_process, "how_it_ended", lambda: next(answers))
+    assert not agent_of(codes)._warm_process_is_gone()
+
+
+def test_a_rank_may_end_with_exit_code_255_itself(monkeypatch):
+    monkeypatch.setattr(agent, "_ENDS_S", 0.02)
+    monkeypatch.setattr(warm_process, "how_it_ended", lambda: None)
+    assert not agent_of([255])._warm_process_is_gone()
+
+
+def test_exit_code_0_before_the_end_of_the_main_function_is_a_failure_that_names_the_rank(tmp_path, monkeypatch):
+    monkeypatch.setenv(heartbeat.FOLDER, str(tmp_path))
+    ended = agent.run_ranks(abort_cases.end_early_on_rank_1, (str(tmp_path),), nproc=3, folder=tmp_path)
+    failures = launch.rank_failures(ended)
+    assert [failure.rank for failure in failures if failure.exit_code == 0] == [1]
+    first = decision.decide(decision.Ending(failures, step=7), decision.History(), 3)
+    assert first.text.startswith("rank 1 failed: it ended with exit code 0 before the end of the command")
+    second = decision.decide(decision.Ending(failures, step=7), first.history, 3)
+    assert isinstance(second.error, RankError)  # it is not started again for ever
+    assert second.error.exit_code == 1
+    new = decision.decide(decision.Ending(failures), decision.History(), 3)
+    assert new.action is decision.Action.FAIL

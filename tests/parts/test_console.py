@@ -1,0 +1,126 @@
+"""What a person sees: lines anywhere, a bar on a terminal only."""
+
+import io
+import subprocess
+import sys
+
+from rich.console import Console
+
+from lockstep.parts.entry_line import entry_line
+from lockstep.parts.writers.console import ConsoleWriter
+from tests.parts.cases import run_info
+
+ENTRY = {
+    "step": 50,
+    "epoch": 2.5,
+    "time_s": 1.0,
+    "train/loss": 0.123456,
+    "train/lr": 1e-5,
+    "train/skipped": 0,
+    "memory/peak_mb": 300.0,
+    "memory/peak_mb/rank0": 300.0,
+}
+
+
+def shown(terminal):
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=120, highlight=False)
+    writer = ConsoleWriter(run_info("runs/one", last_step=100), console)
+    writer.record(ENTRY)
+    writer.progress(70)
+    writer.message("a [warning] about samples")
+    writer.close()
+    return output.getvalue()
+
+
+def test_elsewhere_than_on_a_terminal_there_are_plain_lines():
+    text = shown(terminal=False)
+    header = "one: 2 x cpu, global batch 24, steps 0 to 100, runs/one"
+    assert text.splitlines() == [header, entry_line(ENTRY, 100), "a [warning] about samples"]
+    assert "\x1b" not in text
+
+
+def test_on_a_terminal_there_is_a_bar_as_well():
+    text = shown(terminal=True)
+    assert "training" in text
+    assert "70/100" in text
+
+
+def test_bar_has_the_loss_of_the_last_entry():
+    assert "loss 0.1235" in shown(terminal=True)
+
+
+def writer_on(output):
+    console = Console(file=output, force_terminal=False, width=120, highlight=False)
+    return ConsoleWriter(run_info("runs/one", last_step=100), console)
+
+
+def test_the_end_of_a_training_comes_after_the_tables_of_its_last_evaluation():
+    output = io.StringIO()
+    writer = writer_on(output)
+    writer.details("a table")
+    writer.record({"step": 100, "epoch": 1.0, "eval/loss": 0.5})
+    writer.end("done: 100 steps")
+    writer.close()
+    assert output.getvalue().splitlines()[-2:] == ["a table", "done: 100 steps"]
+
+
+def test_the_first_step_is_told_before_the_first_entry_and_later_steps_are_not():
+    output = io.StringIO()
+    writer = writer_on(output)
+    writer.progress(1)
+    writer.progress(30)
+    writer.record(ENTRY)
+    writer.progress(70)
+    _, first, entry = output.getvalue().splitlines()
+    assert first.startswith("step 1/100  ")
+    assert first.endswith(" s after the beginning")
+    assert entry == entry_line(ENTRY, 100)
+
+
+def test_details_of_the_last_evaluation_stand_at_the_end():
+    output = io.StringIO()
+    writer = writer_on(output)
+    for name in ("first", "second"):
+        writer.details(f"{name} of clean")
+        writer.details(f"{name} of noisy")
+        writer.record({"step": 50, "epoch": 1.0, "eval/loss": 1.0})
+        writer.record(ENTRY)
+    writer.details("of an evaluation that did not end")
+    writer.message("memory: little")
+    writer.close()
+    lines = output.getvalue().splitlines()
+    assert lines[-3:] == ["memory: little", "second of clean", "second of noisy"]
+    assert "first" not in output.getvalue()
+
+
+def test_line_is_short_and_leaves_out_what_is_zero_or_per_rank():
+    assert entry_line(ENTRY, 100) == "step 50/100  epoch 2.50  loss 0.1235  lr 1e-05  peak MB 300"
+    times = {"health/compute_ms": 4.0, "health/compute_ms/rank0": 4.0, "health/slowest_rank": 0}
+    assert entry_line(ENTRY | times, 100) == entry_line(ENTRY, 100)  # a warning names a slow rank
+
+
+def test_reader_that_goes_away_ends_no_training():
+    code = """
+import sys
+from lockstep.parts.factory import open_writers
+from tests.parts.cases import run_info
+(console,) = open_writers(run_info("runs/one"), [], quiet=False)
+for _ in range(3):
+    console.message("text")
+console.close()
+print("trained on", file=sys.stderr)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 0
+    assert errors == "warning: the console cannot be written: Broken pipe; training goes on\ntrained on\n"
+
+
+def test_results_of_many_questions_are_in_the_file_and_not_in_the_line():
+    entry = ENTRY | {f"eval/auc/{name}": 0.5 for name in "abcdefg"} | {f"eval/f1/{name}": 0.25 for name in "ab"}
+    line = entry_line(entry, 100)
+    assert "eval/auc" not in line
+    assert "eval/f1/a 0.25  eval/f1/b 0.25" in line

@@ -1,0 +1,56 @@
+import json
+
+import pytest
+
+from lockstep.parts import ending
+
+RESULTS = [(10, 0.5, 0.8), (20, 0.3, 0.9), (30, 0.4, 0.95)]
+"""Step, loss and accuracy of three evaluations."""
+
+
+def text(folder, compared=("min", "eval/loss"), kept=(20, 30), latest=None, **others):
+    figures = {"step": 30, "epoch": 3.0, "trained_s": 3700.0, "samples_per_s": 1234.5} | others
+    return ending.lines(folder, compared=compared, kept=kept, latest=latest or {}, **figures)
+
+
+@pytest.fixture
+def run(tmp_path):
+    entries = [{"step": step, "eval/loss": loss, "eval/accuracy": accuracy} for step, loss, accuracy in RESULTS]
+    lines = [json.dumps({"step": 5, "train/loss": 1.0}), *map(json.dumps, entries), '{"step": 40, "eval/lo']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_the_end_names_last_and_best_results_with_their_steps(run):
+    first, last, best, has, *following = text(run).splitlines()
+    assert first == "done: 30 steps, 3 epochs, in 1 h 01 min, 1,234 samples/s with evaluations and saves"
+    assert last == "last result, of step 30: loss 0.4  accuracy 0.95"
+    assert best == "best result by min eval/loss, of step 20: loss 0.3  accuracy 0.9"
+    assert has == f"{run} has: metrics.jsonl, checkpoints of steps 20, 30"
+    assert f"next: lockstep report {run} " in following[0]
+    assert f"lockstep predict {run} INPUT" in following[1]
+    assert f"lockstep export {run} OUT " in following[2]
+
+
+def test_the_speed_of_a_run_that_went_on_is_that_of_its_last_start(run):
+    assert "in 1 h 01 min, 1,234 samples/s since step 20 with evaluations and saves" in text(run, since=20)
+
+
+def test_a_best_result_without_its_checkpoint_names_the_key_that_keeps_it(run):
+    assert "; its checkpoint was not kept: checkpoint.keep_best='min eval/loss' keeps it" in text(run, kept=(30,))
+    assert "best result by max eval/accuracy: the last\n" in text(run, ("max", "eval/accuracy"), kept=(30,))
+
+
+def test_a_run_without_metrics_file_has_its_last_result(tmp_path):
+    lines = text(tmp_path, latest={"train/loss": 2.0, "eval/loss": 0.25}, kept=(), samples_per_s=None).splitlines()
+    assert lines == [
+        "done: 30 steps, 3 epochs, in 1 h 01 min",
+        "last result, of step 30: loss 0.25",
+        f"{tmp_path} has: ",
+    ]
+
+
+def test_no_best_result_where_the_result_is_never_a_number_or_stands_alone(run):
+    assert "best result" not in text(run, ("min", "eval/other"))
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 10, "eval/loss": 0.5}))
+    assert "best result" not in text(run)
