@@ -12,7 +12,7 @@ from lockstep.core import atomic
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from lockstep import atomic
+from lockstep.core import atomic
 
 path, kind = Path(sys.argv[1]), sys.argv[2]
 with getattr(atomic, kind)(path) as staging:

@@ -15,7 +15,7 @@ ENGINE = {
     "core/data/order.py",
     "core/data/randomness.py",
     "core/data/tensors.py",
-    "devices/__init__.py",
+    "core/devices/__init__.py",
     "core/devices/cpu.py",
     "core/devices/unqueued.py",
     "core/parallel/buffers.py",

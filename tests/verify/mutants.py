@@ -119,7 +119,7 @@ class Mutant:
             text = (getattr(broken_tasks, self.task).__doc__ or "").split("\n\n")[0]
             return f"task: {' '.join(text.split())}"
         if self.overrides:
-            return f"config: {', '.join(self.overrides)}"
+            return f"core.config.sections: {', '.join(self.overrides)}"
         return "; ".join(
             f"{target}: `{' '.join(old.split())}` became `{' '.join(new.split())}`" for target, old, new in self.edits
         )
@@ -140,9 +140,9 @@ def _config(name: str, check: str, *overrides: str, base: str = "classes") -> No
     MUTANTS[name] = Mutant(name, check, base, overrides=overrides)
 
 
-STEP, OPTIM = "engine.step:train_step", "engine.schedule:set_lr"
+STEP, OPTIM = "core.step:train_step", "core.schedule:set_lr"
 AVERAGE = "state.averages.update(state.step - state.skipped)"
-MICRO_BATCH, FACTORS = "engine.step:forward_backward_step", "engine.step:_factors"
+MICRO_BATCH, FACTORS = "core.step:forward_backward_step", "core.step:_factors"
 CALL_FACTORS = "factors, rest = _factors(state, losses, result.totals, micro_batch)"
 RANK, WORLD = "int(__import__('os').environ['RANK'])", "int(__import__('os').environ['WORLD_SIZE'])"
 
@@ -172,7 +172,7 @@ _engine(
 _engine(
     "optimizer over a copy of the model",
     "loss",
-    ("run_model:make_optimizer", "build_optimizer(model,", "build_optimizer(__import__('copy').deepcopy(model),"),
+    ("core.run_model:make_optimizer", "build_optimizer(model,", "build_optimizer(__import__('copy').deepcopy(model),"),
 )
 _config(
     "learning rate far too high",
@@ -206,7 +206,7 @@ _task("loss with the wrong sign", "metric", "Uphill")
 _engine(
     "checkpoint's weights not loaded for evaluation",
     "metric",
-    ("resume:load_trained_weights", "checkpoint_state.restore(", "(lambda *_, **__: None)("),
+    ("core.resume:load_trained_weights", "checkpoint_state.restore(", "(lambda *_, **__: None)("),
 )
 _engine("averages never updated", "metric", (STEP, AVERAGE, "pass"), base="ema")
 
@@ -227,24 +227,24 @@ _engine(
 _engine(
     "loss summed twice",
     "gradients",
-    ("engine.step:_factors", "coefficients[head] * world", "2 * coefficients[head] * world"),
+    ("core.step:_factors", "coefficients[head] * world", "2 * coefficients[head] * world"),
 )
 _engine(
     "coefficients applied twice",
     "gradients",
-    ("engine.step:_factors", "state.coefficients.get(head, 1.0)", "state.coefficients.get(head, 1.0) ** 2"),
+    ("core.step:_factors", "state.coefficients.get(head, 1.0)", "state.coefficients.get(head, 1.0) ** 2"),
     base="heads",
 )
 _engine(
     "coefficients ignored",
     "gradients",
-    ("engine.step:_factors", "state.coefficients.get(head, 1.0)", "1.0"),
+    ("core.step:_factors", "state.coefficients.get(head, 1.0)", "1.0"),
     base="heads",
 )
 _engine(
     "one head's units for all heads",
     "gradients",
-    ("engine.step:_factors", "totals.get(head, totals.get(SAMPLES, 0.0))", "max(totals.values())"),
+    ("core.step:_factors", "totals.get(head, totals.get(SAMPLES, 0.0))", "max(totals.values())"),
     base="heads",
 )
 _engine(
@@ -272,7 +272,7 @@ _engine(
     "norm per parameter",
     "gradients",
     (
-        "distributed.gradients:clip_grads",
+        "core.parallel.gradients:clip_grads",
         "nn.utils.clip_grads_with_norm_(held, max_norm, norm)",
         "[nn.utils.clip_grad_norm_([one], max_norm) for one in held]",
     ),
@@ -305,11 +305,11 @@ _engine(
 _config("warm-up that never ends", "gradients", "schedule.warmup_steps=40")
 _task("torch seeded with the same number for every sample", "samples", "SeedsTorch")
 _task("NumPy seeded with the same number for every sample", "samples", "SeedsNumpy")
-_engine("warm-up ignored", "gradients", ("engine.schedule:Schedule.__call__", "update < self.warmup", "False"))
+_engine("warm-up ignored", "gradients", ("core.schedule:Schedule.__call__", "update < self.warmup", "False"))
 _engine(
     "learning rate scaled twice",
     "gradients",
-    ("run_model:make_optimizer", "optim.lr * scale,", "optim.lr * scale * scale,"),
+    ("core.run_model:make_optimizer", "optim.lr * scale,", "optim.lr * scale * scale,"),
 )
 _engine(
     "learning rate scaled by the number of ranks",
@@ -323,13 +323,13 @@ _engine(
 _engine(
     "schedule for half the steps",
     "gradients",
-    ("build:prepare_run", "Schedule(total=stop,", "Schedule(total=stop // 2,"),
+    ("core.build:prepare_run", "Schedule(total=stop,", "Schedule(total=stop // 2,"),
 )
 _engine(
     "model left in evaluation mode by an evaluation",
     "gradients",
     (
-        "engine.loop:fit",
+        "core.loop:fit",
         "for micro_batches in batches:",
         "for micro_batches in batches:\n    state.forward.train(state.step < 6)",
     ),
@@ -337,19 +337,19 @@ _engine(
 _engine(
     "model in evaluation mode from the start",
     "gradients",
-    ("engine.loop:fit", "state.forward.train()", "state.forward.eval()"),
+    ("core.loop:fit", "state.forward.train()", "state.forward.eval()"),
     base="dropout",
 )
 _engine(
     "norm of the local shard",
     "gradients",
-    ("distributed.gradients:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"),
+    ("core.parallel.gradients:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"),
     base="fsdp",
 )
 _engine(
     "modules put into training mode past the model's own train()",
     "gradients",
-    ("engine.loop:fit", "state.forward.train()", "[setattr(one, 'training', True) for one in state.forward.modules()]"),
+    ("core.loop:fit", "state.forward.train()", "[setattr(one, 'training', True) for one in state.forward.modules()]"),
     base="frozen-norm",
 )
 _task("dead branch", "gradients", "DeadBranch")
@@ -359,30 +359,34 @@ _task("model put into evaluation mode by the loss", "gradients", "EvaluationMode
 _engine(
     "weight decay applied twice",
     "gradients",
-    ("run_model:make_optimizer", "weight_decay=optim.weight_decay,", "weight_decay=30 * (optim.weight_decay or 0),"),
+    (
+        "core.run_model:make_optimizer",
+        "weight_decay=optim.weight_decay,",
+        "weight_decay=30 * (optim.weight_decay or 0),",
+    ),
 )
 _engine(
     "optimizer arguments ignored",
     "gradients",
-    ("run_model:make_optimizer", "args=optim.args,", "args={},"),
+    ("core.run_model:make_optimizer", "args=optim.args,", "args={},"),
     base="momentum",
 )
 _engine(
     "parameter groups ignored",
     "gradients",
-    ("run_model:make_optimizer", "groups=groups,", "groups=[],"),
+    ("core.run_model:make_optimizer", "groups=groups,", "groups=[],"),
     base="groups",
 )
 _engine(
     "frozen parameters never thawed",
     "gradients",
-    ("engine.unfreeze:Unfreezing.apply", "step >= self._since[name]", "False"),
+    ("core.unfreeze:Unfreezing.apply", "step >= self._since[name]", "False"),
     base="unfreeze",
 )
 _engine(
     "frozen parameters trained from the start",
     "gradients",
-    ("engine.unfreeze:Unfreezing.apply", "step >= self._since[name]", "True"),
+    ("core.unfreeze:Unfreezing.apply", "step >= self._since[name]", "True"),
     base="unfreeze",
 )
 _engine(
@@ -394,7 +398,7 @@ _engine(
 
 # ---- tensors that are read at once, and methods that are set on the object
 
-AT_ONCE, CHUNKS = "data.loader:MicroBatches.__getitem__", "data.loader:MicroBatches.__init__"
+AT_ONCE, CHUNKS = "core.data.loader:MicroBatches.__getitem__", "core.data.loader:MicroBatches.__init__"
 _engine(
     "neighbouring rows read at once", "gradients", (AT_ONCE, "tensor[indices]", "tensor[indices - 1]"), base="tensors"
 )
@@ -447,7 +451,7 @@ _engine(
 
 # ---- samples that are seeded only where they draw
 
-SEEDING = "data.randomness:SampleSeeding.found_more"
+SEEDING = "core.data.randomness:SampleSeeding.found_more"
 _engine(
     "first micro-batch that draws not read again",
     "resume",
@@ -478,13 +482,13 @@ _engine(
 _engine(
     "torch's generator seeded only where draws leave a trace",
     "gradients",
-    ("data.randomness:SampleSeeding.__init__", "() if lazily else GENERATORS[:1]", "()"),
+    ("core.data.randomness:SampleSeeding.__init__", "() if lazily else GENERATORS[:1]", "()"),
     base="forked",
 )
 _engine(
     "only torch's generator seeded for samples",
     "gradients",
-    ("data.loader:MicroBatches._read_seeded", "in self.seeding.drawn:", "in self.seeding.drawn[:1]:"),
+    ("core.data.loader:MicroBatches._read_seeded", "in self.seeding.drawn:", "in self.seeding.drawn[:1]:"),
     base="rarely",
 )
 
@@ -498,13 +502,13 @@ _task("probability shown as the class", "predictions", "ProbabilityAsClass")
 _engine(
     "first output for all of a batch",
     "predictions",
-    ("engine.evaluate:split", "return list(output.detach().cpu())", "return [output.detach().cpu()[0]] * count"),
+    ("core.evaluate:split", "return list(output.detach().cpu())", "return [output.detach().cpu()[0]] * count"),
 )
 _engine(
     "outputs in the order of ranks, not of samples",
     "predictions",
     (
-        "engine.evaluate:predict",
+        "core.evaluate:predict",
         "return outputs if world.rank == 0 else None",
         "return outputs[::-1] if world.rank == 0 else None",
     ),
@@ -513,7 +517,7 @@ _engine(
     "prediction in training mode",
     "predictions",
     (
-        "engine.evaluate:predict_each",
+        "core.evaluate:predict_each",
         "output = forward(micro_batch.batch, task.predict)",
         "forward.train(); output = forward(micro_batch.batch, task.predict)",
     ),
@@ -525,9 +529,9 @@ _engine(
 _engine(
     "weights drawn per rank, and DDP's first broadcast skipped",
     "probe",
-    ("run_model:build_model", "seed_everything(config)", f"seed_everything(config); torch.manual_seed({RANK})"),
+    ("core.run_model:build_model", "seed_everything(config)", f"seed_everything(config); torch.manual_seed({RANK})"),
     (
-        "distributed.ddp:DDP.wrap",
+        "core.parallel.ddp:DDP.wrap",
         "static_graph=self.options.static_graph,",
         "static_graph=self.options.static_graph, init_sync=False,",
     ),
@@ -536,7 +540,7 @@ _engine(
     "gradients never reduced",
     "probe",
     (
-        "distributed.ddp:DDP.gradient_sync",
+        "core.parallel.ddp:DDP.gradient_sync",
         "contextlib.nullcontext() if last else self.forward.no_sync()",
         "self.forward.no_sync()",
     ),
@@ -555,13 +559,13 @@ _engine(
 _engine(
     "BatchNorm statistics never synchronised",
     "probe",
-    ("distributed.single:Single.sync_buffers", "self.world.broadcast_tensors(list(self._buffers))", "pass"),
+    ("core.parallel.single:Single.sync_buffers", "self.world.broadcast_tensors(list(self._buffers))", "pass"),
     base="norm",
 )
 _engine(
     "BatchNorm statistics never synchronised under FSDP",
     "probe",
-    ("distributed.single:Single.sync_buffers", "self.world.broadcast_tensors(list(self._buffers))", "pass"),
+    ("core.parallel.single:Single.sync_buffers", "self.world.broadcast_tensors(list(self._buffers))", "pass"),
     base="fsdp-norm",
 )
 
@@ -623,15 +627,15 @@ _engine(
 _engine(
     "each rank divides by its own weights",
     "ranks",
-    ("engine.step:_count_units", "state.world.data_sum(units)", "[max(1.0, one) * state.world.size for one in units]"),
+    ("core.step:_count_units", "state.world.data_sum(units)", "[max(1.0, one) * state.world.size for one in units]"),
     base="masked",
 )
 _engine(
     "units packed in the rank's own order of heads",
     "ranks",
-    ("data.loader:_as_floats", "for head in sorted(named)}", "for head in named}"),
+    ("core.data.loader:_as_floats", "for head in sorted(named)}", "for head in named}"),
     (
-        "engine.step:_count_units",
+        "core.step:_count_units",
         'heads.agree(state.weight_heads, names, method="Task.weight", world=state.world)',
         "names",
     ),
@@ -640,9 +644,9 @@ _engine(
 _engine(
     "logged losses packed in the rank's own order of heads",
     "ranks",
-    ("distributed.strategy:by_head", "for head in sorted(heads)}", "for head in heads}"),
-    ("engine.heads:agree_on_losses", 'agree(None, tuple(losses), method="Task.loss", world=world)', "tuple(losses)"),
-    ("engine.log_window:_losses", "for head in sorted(sums)}", "for head in sums}"),
+    ("core.parallel.strategy:by_head", "for head in sorted(heads)}", "for head in heads}"),
+    ("core.heads:agree_on_losses", 'agree(None, tuple(losses), method="Task.loss", world=world)', "tuple(losses)"),
+    ("core.log_window:_losses", "for head in sorted(sums)}", "for head in sums}"),
     base="heads-by-rank",
 )
 _engine(
@@ -654,14 +658,14 @@ _engine(
 _engine(
     "filler's weight counted",
     "ranks",
-    ("data.loader:_as_floats", "0.0 if filler else named[head]", "named[head]"),
+    ("core.data.loader:_as_floats", "0.0 if filler else named[head]", "named[head]"),
     base="few-masked",
 )
 _engine(
     "augmentation seeded per rank",
     "ranks",
     (
-        "data.loader:MicroBatches._read_seeded",
+        "core.data.loader:MicroBatches._read_seeded",
         "derive_seed(self.seed, epoch)",
         f"derive_seed(self.seed, epoch, {RANK})",
     ),
@@ -669,7 +673,7 @@ _engine(
 _engine(
     "order seeded with the world size",
     "ranks",
-    ("data.order:StepPlan._block", "self.length, self.seed, epoch", "self.length, self.seed + self.world, epoch"),
+    ("core.data.order:StepPlan._block", "self.length, self.seed, epoch", "self.length, self.seed + self.world, epoch"),
 )
 _engine(
     "a rank drops its last micro-batch",
@@ -684,12 +688,12 @@ _engine(
 _engine(
     "initial weights depend on the world size",
     "ranks",
-    ("run_model:build_model", "seed_everything(config)", "seed_everything(config); torch.manual_seed(world.size)"),
+    ("core.run_model:build_model", "seed_everything(config)", "seed_everything(config); torch.manual_seed(world.size)"),
 )
 _engine(
     "a partial batch is divided by the full size",
     "gradients",
-    ("engine.step:_count_units", "return {SAMPLES: float(samples)}", "return {SAMPLES: 20.0}"),
+    ("core.step:_count_units", "return {SAMPLES: float(samples)}", "return {SAMPLES: 20.0}"),
 )
 _task("class numbers in the order of hashes", "ranks", "ClassesInHashOrder", says="order of a set")
 _task("loss depends on the rank", "ranks", "PerRankLoss", says="Task.loss depends on the rank")
@@ -766,13 +770,13 @@ _task("penalty once per micro-batch", "accumulation", "RegularisedPerBatch")
 _engine(
     "norm of the local shard under the other strategy",
     "strategies",
-    ("distributed.gradients:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"),
+    ("core.parallel.gradients:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"),
 )
 _engine(
     "a row lost where shards are filled",
     "strategies",
     (
-        "distributed.meta_init:_receive",
+        "core.parallel.meta_init:_receive",
         "mine[first - rows.start : last - rows.start].copy_(part[first - begin : last - begin])",
         "mine.zero_()[first - rows.start : last - rows.start - 1].copy_(part[first - begin : last - begin - 1])",
     ),
@@ -780,7 +784,7 @@ _engine(
 _engine(
     "parameter groups lost under FSDP",
     "strategies",
-    ("run_model:make_optimizer", "groups=groups,", "groups=[] if sharded else groups,"),
+    ("core.run_model:make_optimizer", "groups=groups,", "groups=[] if sharded else groups,"),
     base="groups",
 )
 _engine(
@@ -792,7 +796,7 @@ _engine(
     "shards drawn anew on each rank",
     "strategies",
     (
-        "distributed.meta_init:materialise",
+        "core.parallel.meta_init:materialise",
         "made: dict[int, tuple[Tensor, Tensor]] = {}",
         "made = {}; "
         "values = values and {k: torch.randn_like(v) if v.is_floating_point() else v for k, v in values.items()}",
@@ -802,7 +806,7 @@ _engine(
     "clipping skipped for shards",
     "strategies",
     (
-        "distributed.gradients:clip_grads",
+        "core.parallel.gradients:clip_grads",
         "nn.utils.clip_grads_with_norm_(held, max_norm, norm)",
         "hasattr(parameters[0], 'device_mesh') or nn.utils.clip_grads_with_norm_(held, max_norm, norm)",
     ),
@@ -811,7 +815,7 @@ _engine(
     "gather that misses a row",
     "strategies",
     (
-        "checkpoint.saver:Saver._stage",
+        "core.checkpoint.saver:Saver._stage",
         "copy_(tensor, non_blocking=name in apart)",
         "copy_(tensor.roll(1, 0) if shards[name].writer else tensor)",
     ),
@@ -823,7 +827,7 @@ _engine(
     "optimizer state not restored",
     "resume",
     (
-        "checkpoint.state:restore",
+        "core.checkpoint.state:restore",
         "optimizer.state[parameter][slot] = like(value, parameter) if sharded else value",
         "pass",
     ),
@@ -831,13 +835,13 @@ _engine(
 _engine(
     "optimizer state not saved",
     "resume",
-    ("checkpoint.state:capture", "in slots.items()}", "in slots.items() if 'exp' not in slot}"),
+    ("core.checkpoint.state:capture", "in slots.items()}", "in slots.items() if 'exp' not in slot}"),
 )
 _engine(
     "optimizer's step counter not restored",
     "resume",
     (
-        "checkpoint.state:restore",
+        "core.checkpoint.state:restore",
         "on_host = slot ==",
         "tensor = torch.ones_like(tensor) if slot == 'step' else tensor; on_host = slot ==",
     ),
@@ -854,18 +858,18 @@ _engine(
 _engine(
     "a step skipped",
     "resume",
-    ("build:prepare_run", "start=step, stop=stop)", "start=step + (checkpoint is not None), stop=stop)"),
+    ("core.build:prepare_run", "start=step, stop=stop)", "start=step + (checkpoint is not None), stop=stop)"),
 )
 _engine(
     "a step repeated",
     "resume",
-    ("build:prepare_run", "start=step, stop=stop)", "start=step - (checkpoint is not None), stop=stop)"),
+    ("core.build:prepare_run", "start=step, stop=stop)", "start=step - (checkpoint is not None), stop=stop)"),
 )
 _engine(
     "epoch begun anew",
     "resume",
     (
-        "build:prepare_run",
+        "core.build:prepare_run",
         "start=step, stop=stop)",
         "start=step // plan.steps_per_epoch * plan.steps_per_epoch, stop=stop)",
     ),
@@ -873,31 +877,35 @@ _engine(
 _engine(
     "step counter one ahead",
     "resume",
-    ("resume:restore", "= checkpoint.step, manifest", "= checkpoint.step + 1, manifest"),
+    ("core.resume:restore", "= checkpoint.step, manifest", "= checkpoint.step + 1, manifest"),
 )
 _engine(
     "checkpoint one step late",
     "resume",
-    ("resume:_manifest", '"step": state.step,', '"step": state.step - 1,'),
-    ("resume:save_function", "saver.save(state.step,", "saver.save(state.step - 1,"),
+    ("core.resume:_manifest", '"step": state.step,', '"step": state.step - 1,'),
+    ("core.resume:save_function", "saver.save(state.step,", "saver.save(state.step - 1,"),
 )
 _engine(
     "dropout not a function of progress",
     "determinism",
-    ("data.randomness:seed_forward", "seed_all(seed)", "pass"),
+    ("core.data.randomness:seed_forward", "seed_all(seed)", "pass"),
     base="dropout-workers",
 )
 _engine(
     "NumPy not seeded before a forward pass",
     "determinism",
-    ("data.randomness:seed_forward", "seed_all(seed)", "torch.default_generator.manual_seed(seed); random.seed(seed)"),
+    (
+        "core.data.randomness:seed_forward",
+        "seed_all(seed)",
+        "torch.default_generator.manual_seed(seed); random.seed(seed)",
+    ),
     base="mixed-in-loss",
 )
 _engine(
     "Python's random not seeded before a forward pass",
     "determinism",
     (
-        "data.randomness:seed_forward",
+        "core.data.randomness:seed_forward",
         "seed_all(seed)",
         "torch.default_generator.manual_seed(seed); np.random.seed(seed & 0xFFFFFFFF)",
     ),
@@ -932,43 +940,46 @@ _engine(
     base="mixed-in-collate",
 )
 _engine(
-    "averages not saved", "resume", ("checkpoint.state:capture", "(averages or {}).items()", "{}.items()"), base="ema"
+    "averages not saved",
+    "resume",
+    ("core.checkpoint.state:capture", "(averages or {}).items()", "{}.items()"),
+    base="ema",
 )
 _engine(
     "averages not restored",
     "resume",
-    ("checkpoint.state:restore", "local(averages[rest]).copy_(tensor)", "pass"),
+    ("core.checkpoint.state:restore", "local(averages[rest]).copy_(tensor)", "pass"),
     base="ema",
 )
 _engine(
     "loss scale not restored",
     "resume",
-    ("resume:restore", 'state.precision.load(manifest["loss_scale"])', "pass"),
+    ("core.resume:restore", 'state.precision.load(manifest["loss_scale"])', "pass"),
     base="overflow",
 )
 _engine(
     "number of skipped updates not restored",
     "resume",
-    ("resume:restore", 'manifest["skipped"]', "0"),
+    ("core.resume:restore", 'manifest["skipped"]', "0"),
     base="overflow",
 )
 _engine(
     "asynchronous save without a copy",
     "resume",
-    ("checkpoint.saver:Saver._stage", "local=self.buffers[name])", "local=shard.local)"),
-    ("checkpoint.saver:Saver._write", "mine: dict[str, Any] = {}", "mine: dict[str, Any] = {}; time.sleep(0.3)"),
+    ("core.checkpoint.saver:Saver._stage", "local=self.buffers[name])", "local=shard.local)"),
+    ("core.checkpoint.saver:Saver._write", "mine: dict[str, Any] = {}", "mine: dict[str, Any] = {}; time.sleep(0.3)"),
 )
 _engine(
     "rank 0's shard only",
     "resume",
-    ("checkpoint.saver:Saver._stage", "if shard.writer and", "if shard.writer and self.world.rank == 0 and"),
+    ("core.checkpoint.saver:Saver._stage", "if shard.writer and", "if shard.writer and self.world.rank == 0 and"),
     base="fsdp",
 )
 _engine(
     "rank 0 alone restored",
     "resume",
     (
-        "resume:restore",
+        "core.resume:restore",
         "checkpoint_state.restore(",
         "state.world.rank == 0 and checkpoint_state.restore(",
     ),
@@ -977,7 +988,7 @@ _engine(
     "augmentation seeded by the steps of this process",
     "resume",
     (
-        "data.loader:MicroBatches._read_seeded",
+        "core.data.loader:MicroBatches._read_seeded",
         "generator.seed(seed)",
         "generator.seed(derive_seed(self.seed, self.__dict__.setdefault('count', []).append(0) or len(self.count)))",
     ),
@@ -986,7 +997,7 @@ _engine(
     "momentum not restored",
     "resume",
     (
-        "checkpoint.state:restore",
+        "core.checkpoint.state:restore",
         "optimizer.state[parameter][slot] = like(value, parameter) if sharded else value",
         "pass",
     ),
@@ -996,7 +1007,7 @@ _engine(
 _engine(
     "a pass beside the training that changes the model",
     "resume",
-    ("distributed.single:Single.pass_of_zeros", 'with restored_state(self.unwrapped, "zeros"):', "if True:"),
+    ("core.parallel.single:Single.pass_of_zeros", 'with restored_state(self.unwrapped, "zeros"):', "if True:"),
     base="following",
 )
 
@@ -1006,7 +1017,7 @@ _engine(
     "optimizer state dropped on another number of ranks",
     "elastic",
     (
-        "resume:restore",
+        "core.resume:restore",
         "== _kind_of_optimizer(config) else None",
         "== _kind_of_optimizer(config) and manifest['versions']['world'] == state.world.size else None",
     ),
@@ -1015,7 +1026,7 @@ _engine(
     "position counted per rank",
     "elastic",
     (
-        "build:prepare_run",
+        "core.build:prepare_run",
         "start=step, stop=stop)",
         "start=step * checkpoint.manifest['versions']['world'] // world.size if checkpoint else step, stop=stop)",
     ),
@@ -1024,7 +1035,7 @@ _engine(
     "learning rate follows the number of ranks",
     "elastic",
     (
-        "build:prepare_run",
+        "core.build:prepare_run",
         "coefficients=task_checks.coefficients(task),",
         "coefficients={'loss': 1.0 if checkpoint is None "
         "else world.data_size / checkpoint.manifest['versions']['world']},",
@@ -1034,7 +1045,7 @@ _engine(
     "order seeded anew on another number of ranks",
     "elastic",
     (
-        "build:prepare_run",
+        "core.build:prepare_run",
         "StepIterator(loader, plan,",
         "StepIterator(loader, plan if checkpoint is None else __import__('dataclasses').replace("
         "plan, seed=plan.seed + world.size - checkpoint.manifest['versions']['world'], _cached=None),",
@@ -1044,7 +1055,7 @@ _engine(
     "only rank 0's own rows read back",
     "elastic",
     (
-        "checkpoint.state:restore",
+        "core.checkpoint.state:restore",
         "_placed(tensor, parameter)",
         "_placed(tensor, parameter)\n"
         f"if value.ndim and {WORLD} == 1:\n"
@@ -1056,7 +1067,7 @@ _engine(
     "BatchNorm statistics summed over ranks on resuming",
     "elastic",
     (
-        "checkpoint.state:_load_tensor",
+        "core.checkpoint.state:_load_tensor",
         "local(target).copy_(tensor)",
         f"local(target).copy_(tensor if tensor.ndim != 1 or {WORLD} > 1 "
         "or name.endswith('weight') else tensor * 1.001)",
@@ -1071,13 +1082,13 @@ _engine(
     "tail repeated to fill the last batch",
     "samples",
     (
-        "data.order:StepPlan.indices",
+        "core.data.order:StepPlan.indices",
         "return order[start - first * size : stop - first * size], epoch",
         "return np.resize(order[start - first * size : stop - first * size], "
         "min(self.global_batch, self.length)), epoch",
     ),
     (
-        "data.order:StepPlan.samples",
+        "core.data.order:StepPlan.samples",
         "min(self.global_batch, self.length - start)",
         "min(self.global_batch, self.length)",
     ),
@@ -1086,7 +1097,7 @@ _engine(
     "tail dropped",
     "samples",
     (
-        "data.order:StepPlan.steps_per_epoch",
+        "core.data.order:StepPlan.steps_per_epoch",
         "-(-self.length // self.global_batch)",
         "max(1, self.length // self.global_batch)",
     ),
@@ -1094,23 +1105,23 @@ _engine(
 _engine(
     "same order in every epoch",
     "samples",
-    ("data.order:StepPlan._block", "self.length, self.seed, epoch)", "self.length, self.seed, 0)"),
+    ("core.data.order:StepPlan._block", "self.length, self.seed, epoch)", "self.length, self.seed, 0)"),
 )
 _engine(
     "no shuffling",
     "samples",
-    ("data.order:StepPlan._block", "permute(places, self.length, self.seed, epoch)", "places.copy()"),
+    ("core.data.order:StepPlan._block", "permute(places, self.length, self.seed, epoch)", "places.copy()"),
 )
 _engine(
     "order drawn per rank",
     "samples",
-    ("data.order:StepPlan._block", "self.length, self.seed, epoch", f"self.length, self.seed + {RANK}, epoch"),
+    ("core.data.order:StepPlan._block", "self.length, self.seed, epoch", f"self.length, self.seed + {RANK}, epoch"),
 )
 _engine(
     "one sample of a sorted window lost",
     "samples",
     (
-        "data.order:group",
+        "core.data.order:group",
         'np.argsort(lengths[:whole], kind="stable")',
         'np.maximum(np.argsort(lengths[:whole], kind="stable"), 1)',
     ),
@@ -1119,31 +1130,31 @@ _engine(
 _engine(
     "batches of a sorted window not shuffled",
     "samples",
-    ("data.order:group", "by_length[permute(np.arange(batches), batches, seed, window)]", "by_length"),
+    ("core.data.order:group", "by_length[permute(np.arange(batches), batches, seed, window)]", "by_length"),
     base="grouped",
 )
 _engine(
     "lengths of other samples sort a window",
     "samples",
-    ("data.order:StepPlan._block", "self._lengths_of(order)", "self._lengths_of(places)"),
+    ("core.data.order:StepPlan._block", "self._lengths_of(order)", "self._lengths_of(places)"),
     base="grouped",
 )
 _engine(
     "samples not grouped by length",
     "samples",
-    ("run_data:step_plan", "config.data.group_by_length,\n    )", "None,\n    )"),
+    ("core.run_data:step_plan", "config.data.group_by_length,\n    )", "None,\n    )"),
     base="grouped",
 )
 _engine(
     "all ranks read rank 0's share",
     "samples",
-    ("data.order:split_for_rank", "number = turn * world + place", "number = turn * world"),
+    ("core.data.order:split_for_rank", "number = turn * world + place", "number = turn * world"),
 )
 _engine(
     "shares overlap by one sample",
     "samples",
     (
-        "data.order:split_for_rank",
+        "core.data.order:split_for_rank",
         "indices[start : start + size + (number < extra)]",
         "indices[max(0, start - 1) : start + size + (number < extra)]",
     ),
@@ -1152,7 +1163,7 @@ _engine(
     "last sample of a share dropped",
     "samples",
     (
-        "data.order:split_for_rank",
+        "core.data.order:split_for_rank",
         "indices[start : start + size + (number < extra)]",
         "indices[start : start + max(1, size + (number < extra) - 1)]",
     ),
@@ -1160,13 +1171,13 @@ _engine(
 _engine(
     "each sample of odd number read as its neighbour",
     "gradients",
-    ("data.loader:MicroBatches._read_seeded", "data[index]", "data[index // 2 * 2]"),
+    ("core.data.loader:MicroBatches._read_seeded", "data[index]", "data[index // 2 * 2]"),
 )
 _engine(
     "neighbours where the data set reads many at once",
     "gradients",
     (
-        "data.loader:MicroBatches._read",
+        "core.data.loader:MicroBatches._read",
         "self.read_many(list(indices))",
         "self.read_many([index - 1 for index in indices])",
     ),
@@ -1175,14 +1186,14 @@ _engine(
 _engine(
     "partial batches kept where they are to be dropped",
     "samples",
-    ("run_data:step_plan", "config.seed, config.data.drop_last,", "config.seed, False,"),
+    ("core.run_data:step_plan", "config.seed, config.data.drop_last,", "config.seed, False,"),
     base="drop-last",
 )
 _engine(
     "every epoch prepared as the first",
     "gradients",
     (
-        "data.loader:MicroBatches._read_seeded",
+        "core.data.loader:MicroBatches._read_seeded",
         "derive_seed(self.seed, epoch)",
         "derive_seed(self.seed, 0)",
     ),
@@ -1190,7 +1201,7 @@ _engine(
 _engine(
     "training samples prepared as for evaluation",
     "gradients",
-    ("data.loader:MicroBatches._read_seeded", "epoch, training)", "epoch, False)"),
+    ("core.data.loader:MicroBatches._read_seeded", "epoch, training)", "epoch, False)"),
 )
 
 # ---- evaluation: another number than one plain loop gives
@@ -1198,13 +1209,13 @@ _engine(
 _engine(
     "duplicates in the last batch",
     "evaluation",
-    ("engine.evaluate:_Tally.add", "if micro_batch.filler:\n        return", "micro_batch.filler = False"),
+    ("core.evaluate:_Tally.add", "if micro_batch.filler:\n        return", "micro_batch.filler = False"),
 )
 _engine(
     "partial last batch dropped",
     "evaluation",
     (
-        "data.order:EvaluationPlan._micro_batches",
+        "core.data.order:EvaluationPlan._micro_batches",
         "range(0, self.count, self.micro_batch)]",
         "range(0, self.count - self.micro_batch + 1, self.micro_batch)]",
     ),
@@ -1213,7 +1224,7 @@ _engine(
     "mean of the ranks' means",
     "evaluation",
     (
-        "engine.evaluate:_Tally.results",
+        "core.evaluate:_Tally.results",
         "world.broadcast(_means(losses, task.coefficients))",
         "dict(zip(['loss'], "
         "[one / world.size for one in world.all_sum([_means([parts], task.coefficients).get('loss', 0.0)])]))",
@@ -1223,7 +1234,7 @@ _engine(
     "mean of the batches' means",
     "evaluation",
     (
-        "engine.evaluate:_means",
+        "core.evaluate:_means",
         "units[head] = units.get(head, 0.0) + weights[head]",
         "units[head] = units.get(head, 0.0) + 1; sums[head] += value / weights[head] - value",
     ),
@@ -1232,7 +1243,7 @@ _engine(
     "random numbers of an evaluation not seeded",
     "evaluation",
     (
-        "engine.evaluate:_micro_batches",
+        "core.evaluate:_micro_batches",
         "seed_forward(seed, world.device)",
         "pass",
     ),
@@ -1241,23 +1252,23 @@ _engine(
 _engine(
     "rank 0's metric states only",
     "evaluation",
-    ("engine.metric_sync:compute", "merge(metrics, gathered)", "merge(metrics, gathered[:1])"),
+    ("core.metric_sync:compute", "merge(metrics, gathered)", "merge(metrics, gathered[:1])"),
 )
 _engine(
     "evaluation in training mode",
     "evaluation",
-    ("engine.evaluate:_micro_batches", "forward.eval()", "forward.train()"),
+    ("core.evaluate:_micro_batches", "forward.eval()", "forward.train()"),
     base="dropout",
 )
-_engine("augmented evaluation samples", "evaluation", ("run_data:evaluation_data", "training=False", "training=True"))
 _engine(
-    "a rank evaluates another's share", "evaluation", ("engine.evaluate:_micro_batches", "[world.data_rank]", "[0]")
+    "augmented evaluation samples", "evaluation", ("core.run_data:evaluation_data", "training=False", "training=True")
 )
+_engine("a rank evaluates another's share", "evaluation", ("core.evaluate:_micro_batches", "[world.data_rank]", "[0]"))
 _engine(
     "metrics not reset",
     "evaluation",
     (
-        "engine.evaluate:_Tally.add",
+        "core.evaluate:_Tally.add",
         "self.update(metrics, output, micro_batch.batch)",
         "[self.update(metrics, output, micro_batch.batch) for _ in range(1 + (micro_batch.indices[0] == 0))]",
     ),
@@ -1266,7 +1277,7 @@ _engine(
     "weights read inexactly on several ranks",
     "evaluation",
     (
-        "resume:load_trained_weights",
+        "core.resume:load_trained_weights",
         "checkpoint_state.restore(tensors, checkpoint.values, model, averages=averages, device=world.device)",
         f"checkpoint_state.restore(((n, t * (1 + 1e-3 * ({WORLD} - 1))) for n, t in tensors), "
         "checkpoint.values, model, averages=averages, device=world.device)",
@@ -1380,7 +1391,7 @@ _engine(
     "samples seeded per process",
     "determinism",
     (
-        "data.loader:MicroBatches._read_seeded",
+        "core.data.loader:MicroBatches._read_seeded",
         "derive_seed(self.seed, epoch)",
         "derive_seed(self.seed, epoch, id(self))",
     ),
@@ -1390,7 +1401,7 @@ _engine(
     "order seeded with the clock",
     "determinism",
     (
-        "run_data:step_plan",
+        "core.run_data:step_plan",
         "world.data_size, config.seed,",
         "world.data_size, world.broadcast(__import__('time').perf_counter_ns()),",
     ),
@@ -1421,7 +1432,7 @@ _engine(
     "raw weights stored as averages",
     "resume",
     (
-        "checkpoint.state:capture",
+        "core.checkpoint.state:capture",
         'state |= {f"ema.{name}": value for name, value in (averages or {}).items()}',
         'state |= {f"ema.{name}": dict(model.named_parameters())[name] for name in averages or ()}',
     ),
@@ -1431,13 +1442,13 @@ _engine(
 _engine(
     "live tensors saved",
     "resume",
-    ("checkpoint.saver:Saver._stage", "local=self.buffers[name])", "local=shard.local)"),
+    ("core.checkpoint.saver:Saver._stage", "local=self.buffers[name])", "local=shard.local)"),
     says="is not what training had",
 )
 _engine(
     "loss of the last step logged for all steps of a window",
     "resume",
-    ("engine.log_window:LogWindow.entry", "_losses(self.results)", "_losses(self.results[-1:])"),
+    ("core.log_window:LogWindow.entry", "_losses(self.results)", "_losses(self.results[-1:])"),
     says="logged",
 )
 _engine(
@@ -1448,25 +1459,25 @@ _engine(
 _engine(
     "filler's weight counted at the end of an epoch",
     "ranks",
-    ("data.loader:_as_floats", "0.0 if filler else named[head]", "named[head]"),
+    ("core.data.loader:_as_floats", "0.0 if filler else named[head]", "named[head]"),
     base="masked",
 )
 _engine(
     "predictions of a turn in the reversed order of ranks",
     "predictions",
     (
-        "engine.evaluate:predict_each",
+        "core.evaluate:predict_each",
         "world.data_gather((indices, finished, micro_batch.bad)) or ()",
         "(world.data_gather((indices, finished, micro_batch.bad)) or [])[::-1]",
     ),
     (
-        "engine.evaluate:predict_each",
+        "core.evaluate:predict_each",
         "zip(numbers, split(values, len(numbers)), strict=True)",
         "zip(range(expected + len(waiting), 1 << 30), split(values, len(numbers)))",
     ),
     base="wide",
 )
-EVALUATION_PLAN = "data.order:EvaluationPlan._micro_batches"
+EVALUATION_PLAN = "core.data.order:EvaluationPlan._micro_batches"
 _engine(
     "last sample of each micro-batch evaluated twice",
     "evaluation",
@@ -1499,9 +1510,9 @@ _task("model whose mode depends on the clock", "determinism", "ModeByClock", say
 _engine(
     "weights drawn per rank",
     "replicas",
-    ("run_model:build_model", "seed_everything(config)", f"seed_everything(config); torch.manual_seed({RANK})"),
+    ("core.run_model:build_model", "seed_everything(config)", f"seed_everything(config); torch.manual_seed({RANK})"),
     (
-        "distributed.ddp:DDP.wrap",
+        "core.parallel.ddp:DDP.wrap",
         "static_graph=self.options.static_graph,",
         "static_graph=self.options.static_graph, init_sync=False,",
     ),
