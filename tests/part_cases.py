@@ -3,10 +3,12 @@
 import copy
 import os
 import signal
+from pathlib import Path
 
 import torch
 
 from lockstep import LockstepError, Part, Trainer
+from lockstep.core.built_in import Inside
 from lockstep.core.part import EVENTS
 from tests import own_tasks, runs
 
@@ -140,3 +142,20 @@ def error_of(folder, parts, settings=None):
         (folder / f"error of rank {os.environ.get('RANK', 0)}").write_text(str(error))
         return str(error)
     return None
+
+
+def inside(state, model):
+    """What a Part of Lockstep's own sees of a training that a test has made up."""
+    return Inside(
+        model=model,
+        optimizer=state.optimizer,
+        rank=0,
+        ranks=2,
+        is_sharded=False,
+        last_step=9,
+        steps_per_epoch=10,
+        folder=Path(),
+        results={},
+        state=state,
+        window=None,
+    )

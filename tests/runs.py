@@ -18,8 +18,12 @@ from lockstep.core import evaluate as evaluation
 from lockstep.core.config import config_file
 from lockstep.core.data.order import permute
 from lockstep.core.errors import exits_are_failures
+from lockstep.core.joined_parts import JoinedParts
+from lockstep.core.log_window import LogWindow
 from lockstep.core.parallel.sharded_tensor import gather
+from lockstep.core.parallel.signals import StopConsensus, StopFlag
 from lockstep.core.parallel.world import join_world
+from lockstep.parts import built_in
 from lockstep.trainer.trainer import Recorder
 
 
@@ -88,12 +92,28 @@ def fit_in_memory(task, settings):
         micro_batch = max(size for _, size in run_data.asked_micro_batches(config, world))
         prepared = build.prepare_run(config, task, world, micro_batch=micro_batch, checkpoint=None)
         intervals = build.intervals(config, prepared.plan)
-        hooks = loop.Hooks()
+        evaluates = dict
         if intervals.evaluate:
             data = run_data.evaluation_data(config, task, world, micro_batch=run_data.evaluated_at_once(config))
-            hooks = loop.Hooks(evaluate=functools.partial(evaluate, task, prepared.state, data))
+            evaluates = functools.partial(evaluate, task, prepared.state, data)
+        state, plan = prepared.state, prepared.plan
+        parts = JoinedParts(
+            (),
+            state,
+            LogWindow(world, state.coefficients, plan.steps_per_epoch, state.metrics),
+            last_step=prepared.stop,
+            steps_per_epoch=plan.steps_per_epoch,
+            built_in=built_in.parts(config, prepared, task, intervals),
+        )
         results = loop.fit(
-            prepared.state, prepared.batches, plan=prepared.plan, stop=prepared.stop, intervals=intervals, hooks=hooks
+            state,
+            prepared.batches,
+            plan=plan,
+            stop=prepared.stop,
+            intervals=intervals,
+            parts=parts,
+            consensus=StopConsensus(world, StopFlag()),
+            evaluate=evaluates,
         )
         loop.check_any_update(prepared.state)
         prepared.state.strategy.sync_buffers()

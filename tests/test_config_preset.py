@@ -214,5 +214,6 @@ def test_training_evaluating_and_going_on_with_a_preset(tmp_path, monkeypatch):
 def test_presets_are_read_without_torch():
     import subprocess
 
-    code = "import sys; from lockstep.core.config import config_preset as p; p.read('g5'); sys.exit('torch' in sys.modules)"
+    code = "import sys; from lockstep.core.config import config_preset; config_preset.read('g5'); "
+    code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -33,33 +33,11 @@ ALLOWED = {
     "verify.reference": {"core.task", "verify.reference"},  # shares nothing with what it judges
 }
 NOT_YET = {
-    ("core.build", "parts.factory"),
-    ("core.build", "parts.flops"),
-    ("core.build", "parts.model_summary"),
-    ("core.checks.first_steps", "parts.replica_probe"),
-    ("core.log_window", "parts.health"),
-    ("core.log_window", "parts.memory"),
-    ("core.loop", "parts.epoch_log"),
-    ("core.loop", "parts.memory"),
-    ("core.loop", "parts.replica_probe"),
     ("core.parallel.failure", "launch.launch"),
     ("core.parallel.heartbeat", "launch.launch_folder"),
     ("core.parallel.watchdog", "launch.launch"),
     ("core.parallel.world", "launch.launch"),
     ("core.run_directory", "launch.launch"),
-    ("core.run_directory", "parts.evaluations_file"),
-    ("core.run_directory", "parts.model_table"),
-    ("core.run_directory", "parts.factory"),
-    ("core.run_folder", "parts.evaluations_file"),
-    ("core.run_folder", "parts.metric_arrays"),
-    ("core.run_folder", "parts.model_table"),
-    ("core.step", "parts.flops"),
-    ("core.training_log", "parts.memory"),
-    ("core.training_run", "parts.ending"),
-    ("core.training_run", "parts.metric_arrays"),
-    ("core.training_run", "parts.profile"),
-    ("core.training_run", "parts.replica_probe"),
-    ("core.training_run", "parts.run_pictures"),
     ("launch.launch", "__main__"),
 }
 """Imports against these directions that are left to remove: (module, imported module)."""

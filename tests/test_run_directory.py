@@ -19,6 +19,7 @@ from lockstep.core.checkpoint.store import Retention
 from lockstep.core.config import config_file
 from lockstep.core.errors import UsageError
 from lockstep.launch.launch import RESTARTS
+from lockstep.parts.factory import files_of_writers
 from tests import own_tasks, runs
 from tests.core.checkpoint.cases import ALONE
 from tests.processes import HANG_S
@@ -38,7 +39,7 @@ def config(**sections):
 
 
 def claim(folder, settings=None, fresh=False, allow_change=()):
-    return run_directory.claim(folder, settings or config(), ALONE, fresh, allow_change)
+    return run_directory.claim(folder, settings or config(), ALONE, fresh, allow_change, written_by=files_of_writers)
 
 
 def claimed(folder, settings=None, **options):

@@ -88,7 +88,7 @@ def counted_run(task, config, folder, counted):
             super().add(micro_batches)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.core.build.FlopCount", Counting)
+        patch.setattr("lockstep.parts.figures.FlopCount", Counting)
         patch.setattr(FlopCount, "count", count)
         Trainer(config, run_dir=folder, quiet=True).fit(task)
     return seen["count"]
@@ -123,7 +123,7 @@ def operations_per_element(changes):
             return super().take()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lockstep.core.build.FlopCount", Counting)
+        patch.setattr("lockstep.parts.figures.FlopCount", Counting)
         runs.fit(Sequences(), settings(**changes))
     return found["per element"]
 

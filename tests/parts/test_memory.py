@@ -14,8 +14,9 @@ from lockstep.core.devices import host_memory
 from lockstep.core.parallel.world import World, join_world
 from lockstep.parts import memory as engine_memory
 from lockstep.parts.entry_line import entry_line
+from lockstep.parts.figures import Memory
 from lockstep.parts.memory import MB, MemoryGauge, MemoryMonitor, mib, table
-from tests import own_tasks, runs
+from tests import own_tasks, part_cases, runs
 from tests.ranks import run_ranks
 from tests.selection import mainly
 
@@ -99,7 +100,7 @@ def test_steps_that_do_not_log_measure_nothing(monkeypatch):
     monkeypatch.setattr(MemoryMonitor, "_count", lambda self: counted.append(self.state.step) or count(self))
     monkeypatch.setattr(host_memory, "_status", lambda name: measured.append(name) or status(name))
     runs.fit(own_tasks.Plain(), runs.config())  # 20 steps, an entry after each 5th
-    assert counted == [0, 5, 20]
+    assert counted == [0, 1, 20]
     few = len(measured)
     runs.fit(own_tasks.Plain(), runs.config(train={"steps": 200}, log={"every_steps": 50}))
     assert len(measured) == 2 * few
@@ -233,15 +234,6 @@ def test_on_cuda_peaks_are_the_allocators(monkeypatch):
     run.optimizer.register_step_pre_hook(take_30)
     memory = MemoryMonitor(run, stop=2, evaluates=True)
 
-    def evaluation():
-        device.hold(99)
-        device.hold(12)
-        return 7
-
-    evaluate, save = (
-        memory.measured("evaluation", evaluation),
-        memory.measured("saving", lambda: (device.hold(70), device.hold(12))),
-    )
     step(run, memory)
     entries, lines = memory.report()
     expected = {
@@ -255,11 +247,15 @@ def test_on_cuda_peaks_are_the_allocators(monkeypatch):
     }
     assert entries == {f"memory/{name}_mb": value for name, value in expected.items()}
     assert lines[0] == "memory at step 1 in MiB, allocated on the device:"
-    save()
+    with memory.apart("saving"):
+        device.hold(70)
+        device.hold(12)
     assert memory.report() == ({}, [])  # once
     step(run, memory)
     assert memory.report() == ({}, [])  # the evaluation comes yet
-    assert evaluate() == 7
+    with memory.apart("evaluation"):
+        device.hold(99)
+        device.hold(12)
     entries, lines = memory.report(evaluated=True)
     expected |= {"evaluation": 87, "peak": 99, "reserved": 198}
     assert entries == {f"memory/{name}_mb": value for name, value in expected.items()}
@@ -282,20 +278,14 @@ def test_at_the_end_only_news_is_told(monkeypatch):
 
 
 def test_entry_on_cuda_has_what_was_reserved(monkeypatch):
-    from lockstep.core.log_window import LogWindow
-
     device = Allocator(monkeypatch)
     device.hold(30)
-    run = training(
-        None,
-        "cuda",
-        SimpleNamespace(param_groups=[{"name": "default", "lr": 1.0}]),
-        precision=SimpleNamespace(name="fp32"),
-        flops=None,
-        skipped=0,
-    )
-    entry, _ = LogWindow(run.world, {}, 10).entry(run)
-    assert (entry["memory/peak_mb"], entry["memory/reserved_mb"]) == (30, 60)
+    run = training(nn.Linear(2, 2), "cuda")
+    part = Memory(evaluates=False, shows_tables=False)
+    seen = part_cases.inside(run, model=run.forward)
+    part.start(seen)
+    part.log_entry(seen)
+    assert (seen._logged["memory/peak_mb"], seen._logged["memory/reserved_mb"]) == (30, 60)
 
 
 def test_where_the_system_has_no_proc_a_part_shows_what_it_added(tmp_path, monkeypatch):
@@ -311,7 +301,8 @@ def test_where_the_system_has_no_proc_a_part_shows_what_it_added(tmp_path, monke
         mark.ru_maxrss = mb * 1024
 
     step(run, memory, lambda: (grow(130), run.forward.weight.sum())[1])
-    memory.measured("evaluation", grow)(180)
+    with memory.apart("evaluation"):
+        grow(180)
     entries, _ = memory.report()
     assert entries["memory/activations_mb"] == pytest.approx(30, abs=0.01)
     assert entries["memory/evaluation_mb"] == 50
@@ -419,7 +410,8 @@ def test_the_memory_before_and_after_an_evaluation(monkeypatch):
         device.hold(70)
         device.hold(35)
 
-    memory.measured("evaluation", evaluate)()
+    with memory.apart("evaluation"):
+        evaluate()
     figures = memory.highest_of("evaluation")
     names = ("memory/before_evaluation_mb", "memory/after_evaluation_mb", "memory/evaluation_mb")
     assert [figures[name] for name in names] == [30, 35, 40]

@@ -11,13 +11,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import Trainer
+from lockstep.core import replicas
 from lockstep.core.checkpoint import store
 from lockstep.core.devices import determinism
 from lockstep.core.errors import LockstepError
 from lockstep.core.parallel.sharded_tensor import local
-from lockstep.parts import replica_probe
-from lockstep.parts.replica_probe import differing, other_losses, who_differs
-from tests import own_tasks, runs
+from lockstep.core.replicas import differing, other_losses, who_differs
+from lockstep.parts.replica_probe import ReplicaProbe
+from tests import own_tasks, part_cases, runs
 from tests.core.test_strategies import STRATEGIES, settings_for
 from tests.ranks import run_ranks
 from tests.selection import mainly
@@ -65,7 +66,7 @@ class Spoiled(runs.FinalWeights):
     def record_steps(self, prepared):
         def flip(optimizer, *_):
             if prepared.state.step == BAD_STEP:
-                tensors = replica_probe.tensors_of_state(prepared.state)
+                tensors = replicas.tensors_of_state(prepared.state)
                 numbers = local(tensors[self.what].detach()).flatten()
                 numbers[-1:].view(torch.int64).bitwise_xor_(1)
 
@@ -274,10 +275,12 @@ def test_a_comparison_reads_each_tensor_once_and_waits_once():
     state = types.SimpleNamespace(
         strategy=strategy, world=world, optimizer=torch.optim.SGD(model.parameters()), averages=None, step=0
     )
-    probe = replica_probe.ReplicaProbe(state, 1)
-    state.step = 1
+    probe = ReplicaProbe(1)
+    training = part_cases.inside(state, model=model)
+    probe.start(training)
+    training.step = 1
     with Counted() as counted:
-        probe.before_save()
+        probe.before_save(training)
     assert counted.operations["sum"] == len(model.state_dict()) + 1
     assert counted.operations["stack"] == 1, "the digests come to the host together"
     assert "_local_scalar_dense" not in counted.operations

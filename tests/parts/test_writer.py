@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from lockstep.core.writer import WriteGuard, Writer, guard_writers
+from lockstep.core.writer import Writer
+from lockstep.parts.write_guard import WriteGuard, guard_writers
 from lockstep.parts.writers.json_lines import JsonLines
 from tests.parts.cases import run_info
 

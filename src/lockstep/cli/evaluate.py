@@ -49,7 +49,7 @@ def evaluate(
             options = as_arguments({"--preset": preset, "--debug": debug, "--checkpoint": checkpoint})
             ranks.launch(["evaluate", str(run_dir), *(overrides or []), *options], nproc, settings, cold=cold)
         else:
-            from lockstep.core import run_directory
+            from lockstep.parts import evaluations_file
             from lockstep.trainer import predictions
             from lockstep.trainer.trainer import Trainer
 
@@ -58,4 +58,4 @@ def evaluate(
             if is_first():
                 print(predictions.text(results))
                 assert trainer.loaded_step is not None
-                run_directory.note_evaluation(run_dir, trainer.loaded_step, overrides or (), results)
+                evaluations_file.note(run_dir, trainer.loaded_step, overrides or (), results)

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lockstep.core import devices, task_checks
@@ -15,7 +14,7 @@ from lockstep.core.checkpoint import finite
 from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.form import Form, check_complete
 from lockstep.core.checkpoint.store import Checkpoint
-from lockstep.core.config.sections import RunConfig, training_keys
+from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.loader import StepIterator
 from lockstep.core.data.order import StepPlan
 from lockstep.core.data_check import check_data
@@ -31,10 +30,6 @@ from lockstep.core.step import TrainState
 from lockstep.core.stopping import Stopping, StopRule
 from lockstep.core.task import Task
 from lockstep.core.train_metrics import TrainMetrics
-from lockstep.core.writer import RunInfo, Writer
-from lockstep.parts import factory
-from lockstep.parts.flops import FlopCount
-from lockstep.parts.model_summary import idle_ranks_warning, model_summary, warm_up_warning
 
 
 @dataclass
@@ -92,7 +87,7 @@ def prepare_run(
     data = task_checks.data(task.train_data(), "Task.train_data")
     remarks = [] if checkpoint else check_data(data, world)
     plan = step_plan(config, data, world, micro_batch)
-    train, compute = config.train, config.compute
+    train = config.train
     stop = train.steps or max((train.epochs or 1) * plan.steps_per_epoch, train.min_steps or 0)
     fingerprint, warnings = agreed_fingerprint(data, world, in_worker=config.data.workers > 0)
     step = checkpoint.step if checkpoint else 0
@@ -116,7 +111,6 @@ def prepare_run(
         clip_norm=config.optim.clip_norm,
         coefficients=task_checks.coefficients(task),
         must_agree_on_weights=config.data.on_error == "skip",
-        flops=FlopCount(built.strategy, precision, compiled=compute.compile is not None) if config.log.flops else None,
         metrics=TrainMetrics(task, world) if config.log.train_metrics else None,
         averages=Ema(built.model, train.ema_decay) if train.ema_decay else None,
         unfreezing=built.unfreezing,
@@ -155,48 +149,4 @@ def intervals(config: RunConfig, plan: StepPlan) -> Intervals:
         save=checkpoint.every_steps or 2**62,
         save_s=60 * (checkpoint.every_minutes or 0),
         save_evaluated=checkpoint.keep_best is not None,
-        epoch_lines=train.steps is None and plan.steps_per_epoch >= config.log.every_steps,
     )
-
-
-def open_writers(
-    config: RunConfig,
-    folder: Path,
-    state: TrainState,
-    *,
-    stop: int,
-    built: BuiltModel,
-    log_header: Sequence[str],
-    git: Mapping[str, Any] | None,
-    quiet: bool,
-) -> list[Writer]:
-    """The writers of a training, after they were given the lines on the data, the model and the schedule.
-
-    Args:
-        folder: the run directory.
-        stop: step at which the training ends.
-        log_header: lines of the task on its data.
-        git: the git commit of the task's code, and whether files differ from it.
-        quiet: leave out the console.
-    """
-    world = state.world
-    run = RunInfo(
-        name=config.name,
-        folder=folder,
-        first_step=state.step,
-        last_step=stop,
-        world_size=world.size,
-        device=world.device.type,
-        config=config.model_dump(by_alias=True),
-        hyperparameters=training_keys(config),
-        git=git,
-    )
-    writers: list[Writer] = [*factory.open_writers(run, config.log.writers, quiet=quiet)]
-    sharded_over = world.size if state.strategy.is_sharded else None
-    summary = model_summary(built.model, state.optimizer, sharded_over=sharded_over, blocks=built.blocks)
-    warning = warm_up_warning(state.schedule, stop, config.schedule.warmup_share)
-    warning += idle_ranks_warning(config.batch.global_ or 1, world.data_size)
-    for text in (*log_header, *summary, *built.messages, *warning):
-        for writer in writers:
-            writer.message(text)
-    return writers

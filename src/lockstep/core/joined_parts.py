@@ -5,30 +5,64 @@ All ranks call each method after the same step. A method that no Part needs cost
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from lockstep.core.built_in import BuiltInPart, Inside
 from lockstep.core.checkpoint import nested
+from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import LockstepError, TrainingError, UsageError, frame_of_task
+from lockstep.core.log_window import LogWindow
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.parallel.world import World
 from lockstep.core.part import EVENTS, Part, Training, label, overrides
 from lockstep.core.step import TrainState
+
+_OF_ENTRIES = ("log_entry", "after_evaluation", "end")
+
+
+class _Lines:
+    """Lines of the Parts for people. In events of an entry of the log, they wait until the entry is written."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self.tell, self.waits = tell, False
+        self.waiting: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        if self.waits:
+            self.waiting.append(text)
+        else:
+            self.tell(text)
+
+    @contextlib.contextmanager
+    def after_entry(self) -> Generator[None, None, None]:
+        """An entry is written inside: what Parts say while it is made follows it."""
+        self.waits = True
+        try:
+            yield
+        finally:
+            self.waits = False
+            while self.waiting:
+                self.tell(self.waiting.pop(0))
 
 
 class JoinedParts:
     """The Parts of a training on this rank.
 
     Args:
-        parts: in the order in which they are called.
+        parts: the user's, in the order in which they are called.
+        built_in: Lockstep's own. They are called before the user's, and no checkpoint has states of them.
+        window: collects the steps for the log.
         tell: writes a line for people into the logs.
         last_step, steps_per_epoch, folder: see `Training`.
 
@@ -40,15 +74,20 @@ class JoinedParts:
         self,
         parts: Sequence[Part],
         state: TrainState,
+        window: LogWindow,
         *,
         last_step: int,
         steps_per_epoch: int,
+        built_in: Sequence[BuiltInPart] = (),
         folder: Path = Path(),
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         check(parts)
-        self.state, self.tell = state, tell
+        self.state, self.window, self.built_in = state, window, built_in
+        self.lines = _Lines(tell)
         self.by_name = {label(part): part for part in parts}
+        """The user's Parts."""
+        self._all: dict[str, Part] = {f"Lockstep's {label(part)}": part for part in built_in} | self.by_name
         self.results: dict[str, float] = {}
         """The last value of everything logged. The log adds to it."""
         self.ended: tuple[str, str] | None = None
@@ -56,27 +95,26 @@ class JoinedParts:
         self.left_out: set[str] = set()
         """Parts that failed on this rank."""
         self.has_started = False
-        self._needs = {
-            event: [name for name, part in self.by_name.items() if overrides(part, event)] for event in EVENTS
+        self._needs = {event: [name for name, part in self._all.items() if overrides(part, event)] for event in EVENTS}
+        self._figures: dict[str, float] = {}  # that the next entry of the log takes
+        seen: dict[str, Any] = {
+            "model": state.strategy.model,
+            "optimizer": state.optimizer,
+            "rank": state.world.rank,
+            "ranks": state.world.size,
+            "is_sharded": state.strategy.is_sharded,
+            "last_step": last_step,
+            "steps_per_epoch": steps_per_epoch,
+            "folder": folder,
+            "results": MappingProxyType(self.results),
+            "step": state.step,
+            "_tell": self.lines,
+            "_gradients": partial(_gradients, state.strategy.model),
         }
-        self._trainings = {
-            name: Training(
-                model=state.strategy.model,
-                optimizer=state.optimizer,
-                rank=state.world.rank,
-                ranks=state.world.size,
-                is_sharded=state.strategy.is_sharded,
-                last_step=last_step,
-                steps_per_epoch=steps_per_epoch,
-                folder=folder,
-                results=MappingProxyType(self.results),
-                step=state.step,
-                _tell=tell,
-                _gather=partial(_gathered, state.world) if part.required else None,
-                _gradients=partial(_gradients, state.strategy.model),
-            )
-            for name, part in self.by_name.items()
-        }
+        gather = partial(_gathered, state.world)
+        self._inside = [Inside(**seen, _gather=gather, state=state, window=window) for _ in built_in]
+        of_users = [Training(**seen, _gather=gather if part.required else None) for part in self.by_name.values()]
+        self._trainings = dict(zip(self._all, [*self._inside, *of_users], strict=True))
 
     # ---- events
 
@@ -97,18 +135,41 @@ class JoinedParts:
         """
         for name in self._needs[event]:
             self._attempt(name, event, self._trainings[name])
+            if event in _OF_ENTRIES:
+                self._take(self._trainings[name])  # a later Part sees the results of this event
+
+    def after_step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """A step is done, of these micro-batches on this rank."""
+        for inside in self._inside:
+            inside.micro_batches = micro_batches
+        self.call("after_step")
+
+    @contextlib.contextmanager
+    def apart(self, what: str) -> Generator[None, None, None]:
+        """Inside is an `evaluation`, or `saving`: Lockstep's own Parts do not count it as training."""
+        with contextlib.ExitStack() as stack:
+            for part in self.built_in if self.has_started else ():
+                stack.enter_context(part.apart(what))
+            yield
+
+    def set_last_step(self, step: int) -> None:
+        """Tell the Parts that the training ends at another step."""
+        for training in self._trainings.values():
+            training.last_step = step
 
     def _attempt(self, name: str, method: str, *arguments: Any) -> Any:
         """What a method of a Part returns. None where the Part has failed."""
         if name in self.left_out:
             return None
-        part = self.by_name[name]
+        part = self._all[name]
         self._trainings[name].step = self.state.step
         try:
             return getattr(part, method)(*arguments)
         except LockstepError:  # of a collective, or another that says what to do
             raise
         except Exception as error:
+            if isinstance(part, BuiltInPart) or isinstance(error, torch.OutOfMemoryError):
+                raise  # no fault of a user's Part
             frame = frame_of_task(error)
             what = f"the Part {name} failed in {method}: {type(error).__name__}: {error}"
             where = f"step {self.state.step}, rank {self.state.world.rank}, {frame.filename}:{frame.lineno}"
@@ -117,19 +178,24 @@ class JoinedParts:
                 raise TrainingError(what, where=where, remedy=remedy) from error
             self.left_out.add(name)
             text = f"warning: {where}: {what}; the training goes on without this Part"
-            self.tell(text)
+            self.lines(text)
             if self.state.world.rank:  # the logs are those of rank 0
                 print(text, file=sys.stderr, flush=True)
             return None
 
     def take_logged(self) -> dict[str, float]:
         """The numbers that Parts have logged since the last call."""
-        found: dict[str, float] = {}
         for training in self._trainings.values():
-            found |= {name: float(value) for name, value in training._logged.items()}
-            training._logged.clear()
-        self.results |= found
+            self._take(training)
+        found, self._figures = self._figures, {}
         return found
+
+    def _take(self, training: Training) -> None:
+        if training._logged:
+            found = {name: float(value) for name, value in training._logged.items()}
+            training._logged.clear()
+            self._figures |= found
+            self.results |= found
 
     # ---- requests to end the training
 
@@ -143,7 +209,7 @@ class JoinedParts:
         Args:
             now: whether the ranks look for requests. They then communicate.
         """
-        if self.ended is None and self._trainings and now:
+        if self.ended is None and self.by_name and now:
             named = ((name, training._reason) for name, training in self._trainings.items())
             own = next(((name, reason) for name, reason in named if reason is not None), None)
             if self.state.world.size == 1 or self.state.world.all_sum([float(own is not None)])[0]:

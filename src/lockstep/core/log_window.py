@@ -17,9 +17,6 @@ from lockstep.core.evaluate import combine
 from lockstep.core.parallel.world import World
 from lockstep.core.step import SAMPLES, StepResult, TrainState
 from lockstep.core.train_metrics import TrainMetrics
-from lockstep.parts import health
-from lockstep.parts.health import Health
-from lockstep.parts.memory import RANKS_SHOWN, MemoryGauge, mib
 
 
 class _Fault(NamedTuple):
@@ -28,6 +25,18 @@ class _Fault(NamedTuple):
     step: int
     what: str
     where: str
+
+
+class Times(NamedTuple):
+    """The seconds of some steps."""
+
+    steps: int
+    waits: list[float]
+    """By rank: waiting for data."""
+    alone: list[float]
+    """By rank: computing before gradients were exchanged. 0 where this is unknown."""
+    total: float
+    """The sum over ranks of all seconds of these steps."""
 
 
 class LogWindow:
@@ -42,8 +51,9 @@ class LogWindow:
     ) -> None:
         self.world, self.coefficients, self.steps_per_epoch = world, coefficients, steps_per_epoch
         self.metrics = metrics
-        self.device, self.gauge = devices.of(world.device), MemoryGauge(world.device)
-        self.health = Health(world.nodes) if world.size > 1 else None
+        self.device = devices.of(world.device)
+        self.last = Times(0, [], [], 0.0)
+        """The times of the steps of the last entry."""
         self.started = time.perf_counter()
         self.sums_epochs = False
         """Whether `epoch_results` will be called."""
@@ -114,7 +124,7 @@ class LogWindow:
         """Close the window and begin a new window. All ranks call it after the same step.
 
         Returns:
-            the log entry, equal on all ranks; and messages about unreadable samples and slow ranks, on rank 0.
+            the log entry, equal on all ranks; and messages about unreadable samples, on rank 0.
 
         Raises:
             TrainingError: a loss or gradient in the window was not finite; names the step, the rank and the samples.
@@ -125,16 +135,15 @@ class LogWindow:
         counts_samples = self.world.counts_samples
         unreadable = [message for result in self.results for message in result.bad if counts_samples]
         waited_s, alone_s, window_s = self._times()
-        here = [waited_s, alone_s, mib(self.gauge.highest_peak()), mib(self.gauge.highest_reserved())]
+        here = [waited_s, alone_s]
         by_rank = [0.0] * size * len(here)  # each figure of all ranks, then the next figure of all ranks
         by_rank[rank::size] = here
-        flops = state.flops.take() if state.flops is not None else None
         sums_here = [_total(values) if counts_samples else 0.0 for values in sums.values()]
         has_metrics = self.metrics is not None and self.metrics.has_news()
-        packed = [float(fault is not None), float(len(unreadable)), window_s, flops or 0.0, float(flops is None)]
+        packed = [float(fault is not None), float(len(unreadable)), window_s]
         reduced = self.world.all_sum([float(has_metrics), *packed, *by_rank, *sums_here])
-        metrics_count, fault_count, unreadable_count, total_s, all_flops, unknown_flops, *rest = reduced
-        waits, alone, peaks, reserved, totals = _cut(rest, size, len(here))
+        metrics_count, fault_count, unreadable_count, total_s, *rest = reduced
+        waits, alone, totals = _cut(rest, size, len(here))
         if fault_count:
             self._raise_first(fault)
         messages = self._gather_messages(unreadable) if unreadable_count else []
@@ -155,25 +164,11 @@ class LogWindow:
             entry["train/loss_scale"] = state.precision.loss_scale
         entry["train/samples_per_s"] = round(samples / max(total_s / size, 1e-9), 1)
         entry["train/wait_share"] = round(sum(waits) / max(total_s, 1e-9), 4)
-        if state.flops is not None and not unknown_flops:
-            rate = all_flops / max(total_s, 1e-9)  # of one rank: `total_s` is the time of all ranks together
-            entry["train/tflops_per_s"] = float(f"{rate / 1e12:.4g}")
-            peak = state.flops.peak(self.gauge.device.name())
-            if peak is not None:
-                entry["train/mfu"] = float(f"{rate / peak:.4g}")
         entry["train/skipped"] = state.skipped
         entry["time/saving_s"] = round(self.saving_s, 4)
         if unreadable_count:
             entry["data/bad"] = unreadable_count
-        entry["memory/peak_mb"] = max(peaks)
-        if 1 < size <= RANKS_SHOWN:
-            entry |= {f"memory/peak_mb/rank{rank}": peak for rank, peak in enumerate(peaks)}
-        if self.gauge.device.has_own_memory:
-            entry["memory/reserved_mb"] = max(reserved)
-        if self.health is not None and self.results:
-            steps = len(self.results)
-            entry |= health.figures(alone, waits, steps=steps, shown=RANKS_SHOWN)
-            messages += self.health.look(alone, waits, steps=steps, total_s=total_s / size)
+        self.last = Times(len(self.results), waits, alone, total_s)
         if self.sums_epochs:
             self._add_to_epoch()
         self.reset()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,6 +28,8 @@ class Training:
     Figures of the training are the same on all ranks. Read them; only `before_update` may change gradients.
     """
 
+    _reserved: ClassVar[tuple[str, ...]] = OWN_NAMES
+    """First parts of names that `log` refuses."""
     model: nn.Module
     """The task's model, as `Task.model` made it. With FSDP, its parameters are parts of the whole."""
     optimizer: Optimizer
@@ -73,7 +75,7 @@ class Training:
         Raises:
             ValueError: the name is one of Lockstep's own.
         """
-        if "/" not in name or name.split("/")[0] in OWN_NAMES:
+        if "/" not in name or name.split("/")[0] in self._reserved:
             raise ValueError(f"the name {name!r} may be Lockstep's own: log(name) takes a name such as own/{name}")
         self._logged[name] = value if isinstance(value, int | float) else value.detach()
 

@@ -20,7 +20,10 @@ from lockstep.core.checkpoint.torch_file import OPTIMIZER_CLASS
 from lockstep.core.config.sections import RunConfig, config_digest
 from lockstep.core.ema import Ema
 from lockstep.core.errors import UsageError
+from lockstep.core.joined_parts import JoinedParts
+from lockstep.core.loop import Keeper
 from lockstep.core.parallel.heartbeat import Phase
+from lockstep.core.parallel.signals import StopConsensus
 from lockstep.core.parallel.world import World
 from lockstep.core.run_directory import SCHEDULE_LENGTH_KEYS
 from lockstep.core.schedule import Schedule, set_lr
@@ -137,39 +140,53 @@ def estimated_bytes(prepared: PreparedRun) -> int:
     return room.estimated_bytes(prepared.built.model, state.optimizer, averages)
 
 
-def save_function(
-    prepared: PreparedRun,
-    saver: Saver,
-    config: RunConfig,
-    elapsed_s: Callable[[], float],
-    *,
-    check_loadable: Callable[[], None] = lambda: None,
-    parts: Callable[[], dict[str, Any]] = dict,
-) -> Callable[[dict[str, float]], None]:
-    """A function that saves the run as it is. It takes the results of the evaluation of this step, if there was any.
+class RunKeeper(Keeper):
+    """Keeps the states of a run as checkpoints.
 
     Args:
-        check_loadable: is called before, on all ranks; see `FirstSteps`.
-        elapsed_s: seconds since this start of the training; the same number on all ranks.
-        parts: what is kept of the training's Parts. All ranks call it.
+        consensus: knows the seconds since this start of the training, the same number on all ranks.
+        check_loadable: is called before each save, on all ranks; see `FirstSteps`.
+        check_results: is called with the results of each evaluation that belongs to a checkpoint.
     """
-    state = prepared.state
 
-    def save(evaluated: dict[str, float]) -> None:
+    def __init__(
+        self,
+        prepared: PreparedRun,
+        saver: Saver,
+        config: RunConfig,
+        parts: JoinedParts,
+        consensus: StopConsensus,
+        *,
+        check_loadable: Callable[[], None] = lambda: None,
+        check_results: Callable[[dict[str, float]], None] = lambda results: None,
+    ) -> None:
+        self.prepared, self.saver, self.config, self.parts = prepared, saver, config, parts
+        self.consensus, self.check_loadable, self.check_results = consensus, check_loadable, check_results
+
+    def save(self, results: dict[str, float]) -> None:
+        state, model = self.prepared.state, self.prepared.built.model
         phase = state.world.heartbeat.phase
         state.world.heartbeat.enter(Phase.SAVING)
         state.strategy.sync_buffers()
-        check_loadable()
+        self.check_loadable()
         averages = state.averages.tensors if state.averages else None
-        tensors, values = checkpoint_state.capture(prepared.built.model, state.optimizer, averages)
-        manifest = _manifest(prepared, config, evaluated)
-        manifest["trained_s"] = prepared.stopping.earlier_s + elapsed_s()
-        if joined := parts():
+        tensors, values = checkpoint_state.capture(model, state.optimizer, averages)
+        manifest = _manifest(self.prepared, self.config, results)
+        manifest["trained_s"] = self.prepared.stopping.earlier_s + self.consensus.elapsed_s
+        if joined := self.parts.saved():
             manifest["parts"] = joined
-        saver.save(state.step, tensors, values, manifest)
+        self.saver.save(state.step, tensors, values, manifest)
         state.world.heartbeat.enter(Phase(phase))
 
-    return save
+    def add_metrics(self, results: dict[str, float]) -> None:
+        self.saver.add_metrics(self.prepared.state.step, results, self.parts.saved())
+        self.check_results(results)
+
+    def kept(self) -> str:
+        return self.saver.kept()
+
+    def finish(self) -> None:
+        self.saver.finish()
 
 
 def _manifest(prepared: PreparedRun, config: RunConfig, evaluated: dict[str, float]) -> dict[str, Any]:

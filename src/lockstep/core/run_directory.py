@@ -25,10 +25,8 @@ from lockstep.core.errors import LockstepError, UsageError, did_you_mean
 from lockstep.core.parallel.world import World
 from lockstep.core.task import Task
 from lockstep.launch.launch import LOST_NODE, RESTARTS
-from lockstep.parts import evaluations_file, model_table
-from lockstep.parts.factory import files_of_writers
 
-DESCRIBING = ("config.yaml", run_folder.MARKER, "task", "source", model_table.FILE, "train.log", "metrics.jsonl")
+DESCRIBING = ("config.yaml", run_folder.MARKER, "task", "source", run_folder.MODEL_TABLE, "train.log", "metrics.jsonl")
 """Files and folders that describe a run. With a checkpoint they are a run directory that can be evaluated."""
 # Keys that change the length of the schedule's curve.
 SCHEDULE_LENGTH_KEYS = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")
@@ -39,7 +37,13 @@ _DYING_S = 20.0  # how long the ranks of an earlier launch may take to end
 
 @contextlib.contextmanager
 def claim(
-    folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str] = ()
+    folder: Path,
+    config: RunConfig,
+    world: World,
+    fresh: bool,
+    allow_change: Sequence[str] = (),
+    *,
+    written_by: Callable[[Sequence[str]], set[str]] = set,
 ) -> Iterator[RunConfig]:
     """Make `folder` the run directory of `config`, or check that it is, and keep other processes out. Rank 0 decides.
 
@@ -49,6 +53,7 @@ def claim(
     Args:
         fresh: delete what an earlier run left in the folder.
         allow_change: keys (or beginnings of keys, such as `optim`) that may differ from the run's.
+        written_by: the files that writers of these names write, which `fresh` deletes, too.
 
     Yields:
         the config with its global batch as a number: the number that the first launch recorded.
@@ -58,18 +63,24 @@ def claim(
             run, cannot be written, or another process trains in it.
     """
     with contextlib.ExitStack() as held:
-        yield world.on_rank0(lambda: _claim(folder, config, world, fresh, allow_change, held))
+        yield world.on_rank0(lambda: _claim(folder, config, world, fresh, allow_change, written_by, held))
 
 
 def _claim(
-    folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str], held: contextlib.ExitStack
+    folder: Path,
+    config: RunConfig,
+    world: World,
+    fresh: bool,
+    allow_change: Sequence[str],
+    written_by: Callable[[Sequence[str]], set[str]],
+    held: contextlib.ExitStack,
 ) -> RunConfig:
     try:
         run_folder.check_free(folder)  # first: a folder that is not ours must not even get a lock
         held.enter_context(locked(folder, tell=_tell_of_wait if _patience_s() > _DYING_S else None))
-        logs = files_of_writers(config.log.writers)  # an error in the config is found before anything is deleted
+        logs = written_by(config.log.writers)  # an error in the config is found before anything is deleted
         with contextlib.suppress(UsageError):
-            logs |= files_of_writers(config_file.read_run(folder).log.writers)
+            logs |= written_by(config_file.read_run(folder).log.writers)
         if fresh and not _was_restarted(folder) and run_folder.is_run(folder):
             _check_first_weights_stay(folder, config, run_folder.ours(folder, logs))
             run_folder.delete_ours(folder, logs)
@@ -333,15 +344,3 @@ def _environment(world: World) -> dict[str, Any]:
     about |= {"cpus": os.cpu_count(), "device_memory": devices.of(world.device).memory()}
     variables = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
     return versions | devices.of(world.device).libraries() | about | {"variables": variables}
-
-
-def note_evaluation(folder: Path, step: int, changes: Sequence[str], results: Mapping[str, float]) -> None:
-    """Keep the results of an evaluation of the checkpoint of `step` with the run. Where this fails, a warning says so.
-
-    Args:
-        changes: to the run's config, as KEY=VALUE.
-    """
-    try:
-        evaluations_file.append(folder, step=step, changes=changes, results=results)
-    except OSError as error:  # such as a run that may only be read
-        print(f"warning: {evaluations_file.FILE} cannot be written: {error.strerror}", file=sys.stderr)

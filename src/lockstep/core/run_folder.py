@@ -14,7 +14,6 @@ import yaml
 from lockstep.core import atomic
 from lockstep.core.checkpoint import manifest
 from lockstep.core.errors import UsageError
-from lockstep.parts import evaluations_file, metric_arrays, model_table
 
 MARKER = "environment.json"
 """The file that marks a run directory. It is the first file of a run, and the last that is deleted."""
@@ -36,6 +35,7 @@ _KEYS_OF_CONFIG = {
 """What config.yaml of a run always has. A user's own file leaves out what has a default."""
 
 MICRO_BATCH = "micro.json"
+METRIC_ARRAYS, EVALUATIONS, MODEL_TABLE = "metric_arrays.jsonl", "evaluations.jsonl", "model.txt"
 TASK_BEFORE = ".task-before"
 """The folder `task` as it was before a start whose config has changed. See `run_directory.claim`."""
 OURS: Mapping[str, str] = {
@@ -49,9 +49,9 @@ OURS: Mapping[str, str] = {
     TASK_BEFORE: "",
     "source": "",
     MICRO_BATCH: "",
-    metric_arrays.FILE: "",
-    evaluations_file.FILE: "",
-    model_table.FILE: "",
+    METRIC_ARRAYS: "",
+    EVALUATIONS: "",
+    MODEL_TABLE: "",
     "report.html": "",
     "config.yaml": "",
     MARKER: "",

@@ -32,7 +32,6 @@ from lockstep.core.parallel.world import World
 from lockstep.core.schedule import Schedule, set_lr
 from lockstep.core.train_metrics import TrainMetrics
 from lockstep.core.unfreeze import Unfreezing
-from lockstep.parts.flops import FlopCount
 
 SAMPLES = ""
 """The key of W where the unit of every head is the sample."""
@@ -56,8 +55,6 @@ class TrainState:
     """Whether ranks may lose samples, and so must count them together where the unit is the sample."""
     averages: Ema | None = None
     """Moving averages of the weights, where they are wanted."""
-    flops: FlopCount | None = None
-    """Counts floating-point operations, where the log shall have them."""
     metrics: TrainMetrics | None = None
     """Gets the outputs of the training, where the log shall have metrics of them."""
     unfreezing: Unfreezing | None = None

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from lockstep.core.joined_parts import JoinedParts
 from lockstep.core.log_window import LogWindow
 from lockstep.core.step import StepResult, TrainState
-from lockstep.parts.memory import MemoryMonitor
 
 if TYPE_CHECKING:
     from lockstep.core.writer import Writer
@@ -25,12 +24,9 @@ class TrainingLog:
 
     state: TrainState
     window: LogWindow
-    memory: MemoryMonitor
     writers: Sequence[Writer]
     parts: JoinedParts
     """Add figures of their own to entries."""
-    memory_tables: bool
-    """Whether tables of the memory are shown."""
     progress_shown: float = float("-inf")  # the first step is shown at once
 
     def __post_init__(self) -> None:
@@ -41,34 +37,19 @@ class TrainingLog:
         """Write an entry of the steps since the last entry."""
         warnings = _idle_warning(self.window.results)
         entry, unreadable = self.window.entry(self.state)
-        figures, lines = self.memory.report()
-        self.latest.update(entry | figures)
-        entry |= figures | self._of_parts("log_entry")
-        self._write(entry, before=[*unreadable, *warnings], after=self._shown(lines))
-
-    def _of_parts(self, event: str) -> dict[str, float]:
-        """The figures that Parts add to the entry of an event, and have logged before."""
-        self.parts.call(event)
-        return self.parts.take_logged()
+        self.latest.update(entry)
+        self._tell([*unreadable, *warnings])
+        self._write_with(entry, "log_entry")
 
     def entry_of_parts(self) -> None:
         """Write an entry of what Parts have logged since the last entry, if there is something."""
         if figures := self.parts.take_logged():
             elapsed = round(time.perf_counter() - self.window.started, 3)
-            self._write(self._head(elapsed) | figures, before=[], after=[])
+            self._write(self._head(elapsed) | figures)
 
     def _head(self, elapsed_s: float) -> dict[str, float]:
         step = self.state.step
         return {"step": step, "epoch": round(step / self.window.steps_per_epoch, 4), "time_s": elapsed_s}
-
-    def _shown(self, table: list[str]) -> list[str]:
-        return table if self.memory_tables else []
-
-    def memory_line(self) -> None:
-        """Say at the end how much memory the ranks held. All ranks call it."""
-        line = self.memory.line()
-        for writer in self.writers:
-            writer.message(line)
 
     def progress(self) -> None:
         """Tell the writers how far the training is, if they were not told a moment ago."""
@@ -81,19 +62,23 @@ class TrainingLog:
         """Write an entry of the results of an evaluation, which began at the time `begun`."""
         now = time.perf_counter()
         elapsed = round(now - self.window.started, 3)
-        figures, lines = self.memory.report(evaluated=True)
-        figures |= self.memory.highest_of("evaluation")
         took = {"time/evaluation_s": round(now - begun, 4)}
-        self.latest.update(results | figures)
-        figures |= self._of_parts("after_evaluation")
-        self._write(self._head(elapsed) | results | took | figures, before=[], after=self._shown(lines))
+        self.latest.update(results)
+        self._write_with(self._head(elapsed) | results | took, "after_evaluation")
 
-    def _write(self, entry: dict[str, float], *, before: Sequence[str], after: Sequence[str]) -> None:
+    def _write_with(self, entry: dict[str, float], event: str) -> None:
+        """Write an entry with the figures that Parts add to it, or have logged before."""
+        with self.parts.lines.after_entry():
+            self.parts.call(event)
+            self._write(entry | self.parts.take_logged())
+
+    def _write(self, entry: dict[str, float]) -> None:
         for writer in self.writers:
-            for text in before:
-                writer.message(text)
             writer.record(entry)
-            for text in after:
+
+    def _tell(self, texts: Sequence[str]) -> None:
+        for writer in self.writers:
+            for text in texts:
                 writer.message(text)
 
 

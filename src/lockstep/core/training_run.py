@@ -8,48 +8,61 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-from torch import nn
+from typing import Any
 
 from lockstep.core import (
     batch_norm,
     build,
     caller,
     devices,
+    evaluation_run,
     loop,
     memory_shortage,
-    resume,
     run_data,
     run_directory,
-    task_checks,
 )
-from lockstep.core import evaluate as evaluation
 from lockstep.core.build import PreparedRun
+from lockstep.core.built_in import BuiltInPart
 from lockstep.core.checkpoint import choice, manifest
 from lockstep.core.checkpoint.saver import Saver
 from lockstep.core.checks import dry_run, untouched_data
 from lockstep.core.checks.first_steps import FirstSteps
 from lockstep.core.config.sections import RunConfig
-from lockstep.core.data.loader import Loader, MicroBatch, is_default, print_warning
+from lockstep.core.data.loader import Loader, MicroBatch, print_warning
 from lockstep.core.data_check import check_data
 from lockstep.core.errors import CheckpointError, Preempted
-from lockstep.core.evaluation_progress import EvaluationProgress
+from lockstep.core.evaluation_run import Viewer, named_results
 from lockstep.core.joined_parts import JoinedParts
+from lockstep.core.log_window import LogWindow
 from lockstep.core.parallel.buffers import restored_state
 from lockstep.core.parallel.signals import StopConsensus, StopFlag
 from lockstep.core.part import Part
+from lockstep.core.resume import RunKeeper
 from lockstep.core.run_data import EvaluationData
 from lockstep.core.task import Task
-from lockstep.core.writer import WriteGuard, Writer
-from lockstep.parts import ending, metric_arrays
-from lockstep.parts.metric_arrays import MetricArrays
-from lockstep.parts.profile import FOLDER, Profiler, Window
-from lockstep.parts.replica_probe import ReplicaProbe
-from lockstep.parts.run_pictures import RunPictures
+from lockstep.core.writer import Writer, tell
 
-T = TypeVar("T")
-_SHOWN = 4  # samples that a report gets
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a training, for the last lines of its log."""
+
+    step: int
+    """The last step of the run."""
+    epoch: float
+    """Passes through the training data until then."""
+    trained_s: float
+    """Seconds of training, over all starts."""
+    samples_per_s: float | None
+    """Training samples per second of this start, evaluations and saves included. None: this start made no step."""
+    since: int
+    """The step from which this start went on."""
+    compared: tuple[str, str]
+    """`min` or `max`, and the name of the result by which the best evaluation is found."""
+    kept: Sequence[int]
+    """Steps of the checkpoints on the disk."""
+    latest: Mapping[str, float]
+    """The last value of everything logged."""
 
 
 @dataclass
@@ -66,47 +79,40 @@ class TrainingRun:
     """Receive the log. Empty but on rank 0."""
     evaluated_tasks: Mapping[str, Task]
     """For each set of evaluation data, by its name, the task that has it. The first is `task`."""
-    profile: Window | None = None
-    """Steps to profile."""
     git: Mapping[str, Any] | None = None
     """The git commit of the task's code; see `run_directory.git_commit`."""
     own_parts: Sequence[Part] = ()
     """Parts that the user adds."""
-    parts: JoinedParts = field(init=False)
+    built_in: Callable[[loop.Intervals], Sequence[BuiltInPart]] = lambda intervals: ()
+    """Makes Lockstep's own Parts. Gets when the loop logs, evaluates and saves."""
+    viewers: Sequence[Viewer] = ()
+    """Show evaluations to people."""
+    last_lines: Callable[[Ending], str] = lambda ending: ""
+    """The last lines of the log."""
     consensus: StopConsensus = field(init=False)
-    arrays: WriteGuard = field(init=False)
-    """Receives metrics of two and more dimensions."""
-    pictures: RunPictures = field(init=False)
-    """Draws samples and confusion matrices, and describes the model."""
     evaluated: dict[str, EvaluationData] = field(init=False, default_factory=dict)
     """What the training evaluates, by name. Empty: nothing."""
 
     def __post_init__(self) -> None:
-        self.consensus = StopConsensus(self.prepared.state.world, self.flag)
         # Nothing that `self` holds may refer to `self`: a cycle is freed late, and loader workers would live on.
-        tell = partial(_tell, self.writers)
-        self.arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, tell), tell)
-        self.parts = JoinedParts(
+        self.consensus = StopConsensus(self.prepared.state.world, self.flag)
+
+    def _joined_parts(self, intervals: loop.Intervals) -> JoinedParts:
+        state, per_epoch = self.prepared.state, self.prepared.plan.steps_per_epoch
+        return JoinedParts(
             self.own_parts,
-            self.prepared.state,
+            state,
+            LogWindow(state.world, state.coefficients, per_epoch, state.metrics),
             last_step=self.prepared.stop,
-            steps_per_epoch=self.prepared.plan.steps_per_epoch,
+            steps_per_epoch=per_epoch,
+            built_in=self.built_in(intervals),
             folder=self.run_dir,
-            tell=tell,
-        )
-        log = self.config.log
-        self.pictures = RunPictures(
-            self.task,
-            count=log.pictures,
-            describes_model=log.model_summary,
-            folder=self.run_dir,
-            writers=self.writers,
-            tell=tell,
+            tell=partial(tell, self.writers),
         )
 
     def tell(self, text: str) -> None:
         """Write lines for people into all logs."""
-        _tell(self.writers, text)
+        tell(self.writers, text)
 
     def train(self, batches: Iterator[list[MicroBatch]]) -> dict[str, float]:
         """Make all checks that are possible before the first step, then run the loop.
@@ -122,42 +128,47 @@ class TrainingRun:
             TrainingError: see `loop.fit`.
         """
         prepared, state = self.prepared, self.prepared.state
-        first = FirstSteps(prepared, self.task, partial(_tell, self.writers))
-        intervals = self._check_before_first_step()
+        first = FirstSteps(prepared, self.task, partial(tell, self.writers))
+        intervals, parts = self._check_before_first_step()
         run_directory.keep_record(self.run_dir, self.task, self.config, state.world, git=self.git)
         self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
-        self.consensus.wants_end = self.parts.wants_end
+        self.consensus.wants_end = parts.wants_end
         saver, begun = self._saver(), state.step
+        keeper = RunKeeper(
+            prepared,
+            saver,
+            self.config,
+            parts,
+            self.consensus,
+            check_loadable=first.check_loadable,
+            check_results=partial(_check_results, self._chosen_results),
+        )
         self.flag.saves = True
-        profiler = self._profiler()
-        if profiler is not None:
-            batches = profiler.watch(batches, lambda: state.step)
         batches = itertools.chain(first.checked(batches), batches)
         try:
-            self._tell_if_complete()
+            self._tell_if_complete(parts)
             latest = loop.fit(
                 state,
                 batches,
                 plan=prepared.plan,
                 stop=prepared.stop,
                 intervals=intervals,
-                hooks=self._hooks(saver, first.check_loadable),
+                parts=parts,
+                consensus=self.consensus,
+                evaluate=self.evaluate,
+                keeper=keeper,
                 writers=self.writers,
                 evaluated=prepared.evaluated,
                 stopping=prepared.stopping,
-                memory_tables=self.config.log.memory == "table",
-                parts=self.parts,
             )
             saver.finish()
             self._give_artifacts()
-            self._tell_why_it_ended()
+            self._tell_why_it_ended(parts)
             loop.check_any_update(state)
             self._tell_end(latest, since=begun)
         except Preempted:
             raise self._preempted(saver) from None
         finally:
-            if profiler is not None:
-                profiler.end(state.step)
             saver.close()
             for loader in self._loaders:  # a recorder among the writers may hold the loader: again, no cycles
                 loader.tell = print_warning
@@ -165,11 +176,11 @@ class TrainingRun:
                 self.tell(warning)
         return latest
 
-    def _check_before_first_step(self) -> loop.Intervals:
+    def _check_before_first_step(self) -> tuple[loop.Intervals, JoinedParts]:
         """Open the evaluation data, make all checks that are possible now, and draw what people look at before a run.
 
         Returns:
-            when the loop logs, evaluates and saves.
+            when the loop logs, evaluates and saves; and the Parts, with their states.
         """
         prepared = self.prepared
         intervals = build.intervals(self.config, prepared.plan)
@@ -185,70 +196,28 @@ class TrainingRun:
             )
         is_first = prepared.state.world.rank == 0
         for loader in self._loaders if is_first else ():
-            loader.tell = partial(_tell, self.writers)
+            loader.tell = partial(tell, self.writers)
         note = devices.of(prepared.state.world.device).note()
-        kept = self.parts.restore(prepared.parts) if prepared.state.step else []
+        parts = self._joined_parts(intervals)
+        kept = parts.restore(prepared.parts) if prepared.state.step else []
         notes = [*([note] if note else []), *kept]
         for text in [*notes, *self._check_model(), *self.look_ahead(), *prepared.warnings]:
             self.tell(text)
-        if is_first:
-            self.pictures.begin(prepared, self._first_evaluated, compiled=self.config.compute.compile is not None)
-        return intervals
-
-    def _hooks(self, saver: Saver, check_loadable: Callable[[], None]) -> loop.Hooks:
-        return loop.Hooks(
-            evaluate=self.evaluate,
-            save=resume.save_function(
-                self.prepared,
-                saver,
-                self.config,
-                lambda: self.consensus.elapsed_s,
-                check_loadable=check_loadable,
-                parts=self.parts.saved,
-            ),
-            add_metrics=partial(self.add_metrics, saver),
-            describe_checkpoints=saver.kept,
-            elapsed_s=lambda: self.consensus.elapsed_s,
-            stop_requested=self.consensus,
-            epoch_header=partial(epoch_header, self.task),
-            end_requested=lambda: self.consensus.ends,
-            finish=saver.finish,
-            probe=self._probe(),
-        )
-
-    def _probe(self) -> ReplicaProbe | None:
-        state, every = self.prepared.state, self.config.train.probe_every
-        if every and state.world.size == 1:
-            self.tell("note: train.probe_every compares nothing on one rank")
-        if not every or state.world.size == 1:
-            return None
-        return ReplicaProbe(state, every, partial(_tell, self.writers))
+        for viewer in self.viewers:
+            viewer.begin(prepared.state.step, next(iter(self.evaluated.values()), None))
+        return intervals, parts
 
     @property
     def _loaders(self) -> list[Loader]:
         return [self.prepared.batches.loader, *(evaluated.loader for evaluated in self.evaluated.values())]
 
-    def _profiler(self) -> Profiler | None:
-        if self.profile is None:
-            return None
-        state = self.prepared.state
-        return Profiler(
-            self.profile,
-            self.run_dir / FOLDER,
-            rank=state.world.rank,
-            step=state.step,
-            stop=self.prepared.stop,
-            activities=devices.of(state.world.device).profiled(),
-            tell=partial(_tell, self.writers),
-        )
-
-    def _tell_if_complete(self) -> None:
+    def _tell_if_complete(self, parts: JoinedParts) -> None:
         state, stopping = self.prepared.state, self.prepared.stopping
         key = "train.steps" if self.config.train.steps else "train.epochs"
         if state.step < self.prepared.stop:
             key = "train.stop_when" if stopping.reason() else "train.max_time" if stopping.time_is_up(0.0) else ""
-        if not key and self.parts.ended:
-            name, reason = self.parts.ended
+        if not key and parts.ended:
+            name, reason = parts.ended
             done = f"{self.run_dir} is complete at step {state.step}: {name}: {reason}"
             self.tell(caller.words(f"{done}. Leave this Part out to go on, or start anew with --fresh"))
         if key:
@@ -256,13 +225,13 @@ class TrainingRun:
             done = f"{self.run_dir} is complete at step {state.step}"
             self.tell(caller.words(f"{done}: {change} {key} to go on, or start anew with --fresh"))
 
-    def _tell_why_it_ended(self) -> None:
+    def _tell_why_it_ended(self, parts: JoinedParts) -> None:
         """Say why the training ended before its last step, if it did."""
         state, stopping, stop = self.prepared.state, self.prepared.stopping, self.prepared.stop
         if state.step >= stop:
             return
-        if self.parts.ended:
-            name, reason = self.parts.ended
+        if parts.ended:
+            name, reason = parts.ended
             self.tell(f"the training ended at step {state.step} of {stop}: {name}: {reason}")
             return
         trained = stopping.earlier_s + self.consensus.elapsed_s
@@ -282,8 +251,7 @@ class TrainingRun:
         samples = (state.step - since) / per_epoch * self.prepared.plan.length
         rule = config.train.stop_when
         chosen = (config.checkpoint.keep_best or "").split() or ([rule.mode, rule.metric] if rule else [])
-        text = ending.lines(
-            self.run_dir,
+        found = Ending(
             step=state.step,
             epoch=state.step / per_epoch,
             trained_s=self.prepared.stopping.earlier_s + elapsed_s,
@@ -294,12 +262,7 @@ class TrainingRun:
             latest=latest,
         )
         for writer in self.writers:
-            writer.end(text)
-
-    @property
-    def _first_evaluated(self) -> EvaluationData | None:
-        """The evaluation data of which pictures are drawn."""
-        return next(iter(self.evaluated.values()), None)
+            writer.end(self.last_lines(found))
 
     def _evaluation_data(self) -> dict[str, EvaluationData]:
         """The evaluation data by name. Empty, and a warning: this kind of task has such data, its source has none."""
@@ -444,7 +407,6 @@ class TrainingRun:
         """
         state = self.prepared.state
         results: dict[str, float] = {}
-        arrays: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             self.consensus.restart()
             stack.callback(self.consensus.restart)
@@ -453,57 +415,28 @@ class TrainingRun:
             stack.enter_context(restored_state(forward, "evaluation"))
             if state.averages is not None:
                 stack.enter_context(state.averages.applied())
-            for name in self.evaluated:
-                results |= named_results(name, self._evaluate(name, forward, arrays))
-        self.arrays.record({"step": state.step, **arrays})
+            for name, evaluated in self.evaluated.items():
+                report = evaluation_run.Report(self.evaluated_tasks[name], partial(_write_report, self.writers))
+                found = evaluation_run.evaluate(
+                    self.evaluated_tasks[name],
+                    evaluated,
+                    forward,
+                    world=state.world,
+                    precision=state.precision,
+                    name=name,
+                    viewers=[report, *self.viewers],
+                    step=state.step,
+                    tell=self.tell,
+                    tick=self._stop_if_asked,
+                )
+                results |= named_results(name, found)
+        for viewer in self.viewers:
+            viewer.end(state.step)
         return results
 
-    def _evaluate(self, name: str, forward: nn.Module, arrays: dict[str, Any]) -> dict[str, float]:
-        """Evaluate a set of data. Adds what the metrics computed to `arrays`, by name."""
-        state, evaluated, task = self.prepared.state, self.evaluated[name], self.evaluated_tasks[name]
-        is_first = evaluated is self._first_evaluated
-
-        progress = EvaluationProgress(self.tell, evaluated.plan, state.world.data_size, name)
-
-        def tick() -> None:
-            progress.tick()
-            if self.consensus():
-                raise Preempted
-
-        reported = samples_of_report(task, evaluated)
-        drawn = self.pictures.samples_to_draw(evaluated) if is_first else ()
-        worst = self.pictures.worst_samples() if is_first else None
-
-        def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
-            by_index = dict(outputs)
-            arrays.update(named_results(name, values))
-            if values and (text := report(task, evaluated, values, _of(by_index, reported))):
-                for writer in self.writers:
-                    writer.details(f"{name}:\n{text}" if name else text)
-                    writer.text(f"eval/{name}/report" if name else "eval/report", text, state.step)
-            if is_first:
-                self.pictures.draw_results(state.step, values)
-                self.pictures.draw_samples(state.step, evaluated, by_index)
-            if worst is not None:
-                self.pictures.draw_worst(state.step, evaluated, worst)
-
-        return evaluation.evaluate(
-            task,
-            forward,
-            evaluated.loader,
-            plan=evaluated.plan,
-            world=state.world,
-            precision=state.precision,
-            tick=tick,
-            show=show,
-            show_samples=tuple(dict.fromkeys((*reported, *drawn))),
-            worst=worst,
-        )
-
-    def add_metrics(self, saver: Saver, results: dict[str, float]) -> None:
-        """Add the results of an evaluation to the checkpoint of its step."""
-        saver.add_metrics(self.prepared.state.step, results, self.parts.saved())
-        dry_run.check_results(self._chosen_results, list(results))
+    def _stop_if_asked(self) -> None:
+        if self.consensus():
+            raise Preempted
 
     @property
     def _chosen_results(self) -> dict[str, str]:
@@ -513,45 +446,11 @@ class TrainingRun:
         return chosen | ({"train.stop_when.metric": stop_when.metric} if stop_when else {})
 
 
-def named_results(name: str, results: Mapping[str, T]) -> dict[str, T]:
-    """Results with the name of their evaluation data in front: `clean/loss`. The empty name changes nothing."""
-    return {f"{name}/{result}" if name else result: value for result, value in results.items()}
+def _check_results(chosen: Mapping[str, str], results: Mapping[str, float]) -> None:
+    dry_run.check_results(chosen, list(results))
 
 
-def _of(outputs: Mapping[int, Any], indices: Sequence[int]) -> list[tuple[int, Any]]:
-    return [(index, outputs[index]) for index in indices if index in outputs]
-
-
-def _tell(writers: Sequence[Writer], text: str) -> None:
+def _write_report(writers: Sequence[Writer], name: str, step: int, text: str) -> None:
     for writer in writers:
-        writer.message(text)
-
-
-def epoch_header(task: Task, epoch: int) -> str:
-    """What the task's presenter says about an epoch, counted from 0."""
-    try:
-        return task_checks.presenter(task).epoch_header(epoch)
-    except Exception as error:
-        return f"warning: Presenter.epoch_header failed: {type(error).__name__}: {error}"
-
-
-def samples_of_report(task: Task, evaluated: EvaluationData) -> tuple[int, ...]:
-    """Indices of the samples that the task's report may show. They are the same for every number of ranks.
-
-    Empty, where the task's presenter has no report of its own.
-    """
-    return () if is_default(task_checks.presenter(task).report) else evaluated.plan.first(_SHOWN)
-
-
-def report(task: Task, evaluated: EvaluationData, values: Mapping[str, Any], outputs: Sequence[tuple[int, Any]]) -> str:
-    """The text that the task's presenter gives for an evaluation.
-
-    Args:
-        values: what the metrics computed.
-        outputs: (index, output) of some samples.
-    """
-    samples = [(evaluated.data[index], output) for index, output in outputs]
-    try:
-        return task_checks.presenter(task).report(values, samples)
-    except Exception as error:  # what is only shown must not end a training
-        return f"warning: Presenter.report failed: {type(error).__name__}: {error}"
+        writer.details(f"{name}:\n{text}" if name else text)
+        writer.text(f"eval/{name}/report" if name else "eval/report", text, step)

@@ -8,46 +8,27 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lockstep.core.training_run import Ending
 from lockstep.parts.entry_line import results_text
 
 _FILES = ("train.log", "metrics.jsonl", "tensorboard", "pictures")
 
 
-def lines(
-    run_dir: Path,
-    *,
-    step: int,
-    epoch: float,
-    trained_s: float,
-    samples_per_s: float | None,
-    since: int = 0,
-    compared: tuple[str, str],
-    kept: Sequence[int],
-    latest: Mapping[str, float],
-) -> str:
-    """The lines, with line breaks.
-
-    Args:
-        step: the last step of the run.
-        epoch: passes through the training data until then.
-        trained_s: seconds of training, over all starts.
-        samples_per_s: training samples per second of this start, evaluations and saves included. None: this start
-            made no step.
-        since: the step from which this start went on.
-        compared: `min` or `max`, and the name of the result by which the best evaluation is found.
-        kept: steps of the checkpoints on the disk.
-        latest: the last value of everything logged, for a run without metrics.jsonl.
-    """
+def lines(run_dir: Path, ending: Ending) -> str:
+    """The lines, with line breaks."""
+    step, since, kept = ending.step, ending.since, ending.kept
     whence = f" since step {since:,}" if since else ""
-    speed = f", {samples_per_s:,.0f} samples/s{whence} with evaluations and saves" if samples_per_s else ""
-    found = [f"done: {step:,} steps, {epoch:.4g} epochs, in {duration(trained_s)}{speed}"]
+    speed = (
+        f", {ending.samples_per_s:,.0f} samples/s{whence} with evaluations and saves" if ending.samples_per_s else ""
+    )
+    found = [f"done: {step:,} steps, {ending.epoch:.4g} epochs, in {duration(ending.trained_s)}{speed}"]
     evaluations = _evaluations(run_dir / "metrics.jsonl")
-    last = {name: value for name, value in latest.items() if name.startswith("eval/")}
+    last = {name: value for name, value in ending.latest.items() if name.startswith("eval/")}
     evaluations = evaluations or ([(step, last)] if last else [])
     if evaluations:
         last_step, last = evaluations[-1]
         found.append(f"last result, of step {last_step:,}: {results_text(last)}")
-        found += _best(evaluations, compared, kept)
+        found += _best(evaluations, ending.compared, kept)
     there = [name for name in _FILES if (run_dir / name).exists()]
     there += [f"checkpoints of step{'s' * (len(kept) > 1)} {', '.join(map(str, sorted(kept)))}"] if kept else []
     found.append(f"{run_dir} has: {', '.join(there)}")

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.core import run_folder
 from lockstep.parts.plain import dumps
 
-FILE = "evaluations.jsonl"
+FILE = run_folder.EVALUATIONS
 
 
 def append(folder: Path, *, step: int, changes: Sequence[str], results: Mapping[str, float]) -> None:
@@ -36,6 +38,14 @@ def append(folder: Path, *, step: int, changes: Sequence[str], results: Mapping[
             file.seek(-1, 2)
             line = line if file.read(1) == b"\n" else b"\n" + line  # the end of a line that a full disk cut off
         file.write(line)
+
+
+def note(folder: Path, step: int, changes: Sequence[str], results: Mapping[str, float]) -> None:
+    """Keep the results of an evaluation with the run, as `append` does. Where this fails, a warning says so."""
+    try:
+        append(folder, step=step, changes=changes, results=results)
+    except OSError as error:  # such as a run that may only be read
+        print(f"warning: {FILE} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

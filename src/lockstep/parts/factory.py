@@ -11,9 +11,10 @@ from pathlib import PurePath
 
 from lockstep.core import plugins
 from lockstep.core.errors import UsageError
-from lockstep.core.writer import FOLDER, RunInfo, WriteGuard, Writer, guard_writers
+from lockstep.core.writer import FOLDER, RunInfo, Writer
 from lockstep.parts import writers
 from lockstep.parts.own_process import OwnProcess
+from lockstep.parts.write_guard import WriteGuard, guard_writers
 
 GROUP = "lockstep.writers"  # of entry points
 _CONSOLE = "console"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from lockstep.core.parallel.sharded_tensor import local
 if TYPE_CHECKING:
     from lockstep.core.step import TrainState
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Row = dict[str, float]
 """The memory of one rank: bytes by column of the table."""
 
@@ -114,18 +112,11 @@ class MemoryMonitor:
         self.reported: list[Row] = []
         """The rows of all ranks in the last report."""
         self.hook: RemovableHandle | None = None
-
-    def measured(self, part: str, call: Callable[P, T]) -> Callable[P, T]:
-        """A function that runs `call`, and measures its memory as `part` and not as part of the training."""
-
-        def measured_call(*args: P.args, **kwargs: P.kwargs) -> T:
-            with self._apart(part):
-                return call(*args, **kwargs)
-
-        return measured_call
+        self.has_counted = False  # since `count_in_next_step`
 
     @contextlib.contextmanager
-    def _apart(self, part: str) -> Generator[None, None, None]:
+    def apart(self, part: str) -> Generator[None, None, None]:
+        """Inside, memory is measured as that of `part`, and not as that of training."""
         self._update_training_peak()
         begin, before = self.gauge.reset_peak(), self.gauge.current()
         try:
@@ -152,18 +143,26 @@ class MemoryMonitor:
             self.peaks["training"] = max(self.peaks["training"], peak)
 
     def count_in_next_step(self) -> None:
-        """Count the first three columns in the next step, if they were not counted yet or the step is the last.
-
-        Call it before a step that logs. It may be called again when that step is repeated.
-        """
+        """Count the first three columns in the next step, if they were not counted yet or the step is the last."""
         if self.hook is None and (not self.counted or self.state.step + 1 == self.stop):
+            self.has_counted = False
             self.hook = self.state.optimizer.register_step_post_hook(lambda *_: self._count_after_update())
 
+    def after_step(self) -> None:
+        """Call it after each step: a count was made once, or is made in a later step that has an update."""
+        if self.has_counted:
+            self._stop_counting()
+
     def _count_after_update(self) -> None:
-        self.counted = self._count()
+        self.counted, self.has_counted = self._count(), True
         # On the CPU a process keeps memory that was freed, so `other` stays the figure from before the training.
         if self.gauge.device.has_own_memory:
             self.other = max(0, self.gauge.current() - sum(self.counted.values()))
+
+    def _stop_counting(self) -> None:
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
 
     def _count(self) -> dict[str, int]:
         forward, seen = self.state.forward, set[int]()
@@ -185,9 +184,7 @@ class MemoryMonitor:
             figures in MiB by name: the largest of all ranks, and with few ranks also those of each rank; and the lines
             of the table.
         """
-        if self.hook is not None:
-            self.hook.remove()  # where the update was skipped, the hook has not run
-            self.hook = None
+        self._stop_counting()  # where no update was applied, the hook has not run
         is_last = self.state.step == self.stop
         if (self.reported and not is_last) or (is_last and self.evaluates and not evaluated):
             return {}, []

@@ -7,10 +7,12 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lockstep.core import run_folder
+
 if TYPE_CHECKING:
     from torch import nn
 
-FILE = "model.txt"
+FILE = run_folder.MODEL_TABLE
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep.core import locks
-from lockstep.core.writer import FOLDER, RunInfo, Writer, reason_of
+from lockstep.core.writer import FOLDER, RunInfo, Writer
+from lockstep.parts.write_guard import reason_of
 
 _WAITING = 1000  # calls that may wait for the process
 _END_S = 60  # how long the end of a training waits for the process

@@ -19,13 +19,15 @@ from lockstep.core.build import PreparedRun
 from lockstep.core.checks import dry_run
 from lockstep.core.data.loader import is_default
 from lockstep.core.data.randomness import restored_generators
+from lockstep.core.evaluation_run import Viewer
 from lockstep.core.run_data import EvaluationData
 from lockstep.core.task import Task
 from lockstep.core.worst import WorstSamples
-from lockstep.core.writer import Guard, Writer
+from lockstep.core.writer import Writer
 from lockstep.drawing import diagrams, drawing
 from lockstep.parts import model_table
 from lockstep.parts.plain import as_numpy, is_tensor
+from lockstep.parts.write_guard import Guard
 
 _CPU = torch.device("cpu")
 _DRAWS = 4  # epochs in which a training sample is drawn
@@ -35,12 +37,13 @@ _WIDE_AUGMENTED = 2752  # the same of training samples
 AUGMENTED, EVALUATED, WORST = "samples/augmented", "samples/evaluation", "samples/worst"
 
 
-class RunPictures:
+class RunPictures(Viewer):
     """Draws into the run directory, and for the writers.
 
     Args:
         count: number of samples that are drawn. 0: nothing is drawn.
         describes_model: whether the model of a new run is described.
+        compiled: whether `torch.compile` was applied to the model.
         folder: the run directory.
         tell: shows a warning.
     """
@@ -48,62 +51,65 @@ class RunPictures:
     def __init__(
         self,
         task: Task,
+        prepared: PreparedRun,
         *,
         count: int,
         describes_model: bool,
+        compiled: bool,
         folder: Path,
         writers: Sequence[Writer],
         tell: Callable[[str], None],
     ) -> None:
-        self.task, self.count, self.describes_model = task, count, describes_model
+        self.task, self.prepared, self.count = task, prepared, count
+        self.describes_model, self.compiled = describes_model, compiled
         self.folder, self.writers = folder, writers
         self.guard = functools.cache(lambda name: Guard(name, tell))
+        self.drawn: EvaluationData | None = None
+        """The evaluation data of which pictures are drawn."""
         self.pairs: list[tuple[int, Any, Any]] | None = None
         """Index, raw sample and prepared sample of the evaluation samples that are drawn. None: not read yet."""
 
-    def begin(self, prepared: PreparedRun, evaluated: EvaluationData | None, *, compiled: bool) -> None:
-        """Before the first step of a new run: describe the model, and draw training samples.
-
-        Args:
-            compiled: whether `torch.compile` was applied to the model.
-        """
+    def begin(self, step: int, evaluated: EvaluationData | None) -> None:
+        """Of a new run, rank 0 describes the model, and draws training samples."""
+        self.drawn = evaluated
         path = self.folder / model_table.FILE
-        if prepared.state.step:
+        if step or self.prepared.state.world.rank:
             return
         if self.describes_model and not path.exists():
-            self._attempt(model_table.FILE, lambda: self._describe_model(path, prepared, evaluated, compiled))
+            self._attempt(model_table.FILE, lambda: self._describe_model(path, self.prepared, evaluated, self.compiled))
         if self._number_of_samples():
-            self._attempt(AUGMENTED, lambda: self._draw_training_samples(prepared))
+            self._attempt(AUGMENTED, lambda: self._draw_training_samples(self.prepared))
 
-    def samples_to_draw(self, evaluated: EvaluationData) -> tuple[int, ...]:
+    def samples(self, evaluated: EvaluationData) -> tuple[int, ...]:
         """Indices of the evaluation samples that are drawn: spread over the data, the same in every evaluation."""
         plan = evaluated.plan
+        if evaluated is not self.drawn:
+            return ()
         count = min(self._number_of_samples(), plan.count)
         return tuple(plan.index(number * plan.count // count) for number in range(count))
 
-    def draw_samples(self, step: int, evaluated: EvaluationData, outputs: Mapping[int, Any]) -> None:
-        """Draw the samples that `samples_to_draw` named.
-
-        Args:
-            outputs: by index; also of other samples.
-        """
-        wanted = [index for index in self.samples_to_draw(evaluated) if index in outputs]
-        if wanted:
-            self._attempt(EVALUATED, lambda: self._draw_evaluated(step, evaluated, wanted, outputs))
-
-    def worst_samples(self) -> WorstSamples | None:
-        """What collects the most wrong samples of one evaluation. All ranks call it. None: they are not drawn."""
+    def worst(self, evaluated: EvaluationData) -> WorstSamples | None:
         mistakes = task_checks.presenter(self.task).mistakes
-        count = self._number_of_samples()
+        count = self._number_of_samples() if evaluated is self.drawn else 0
         return None if not count or is_default(mistakes) else WorstSamples(mistakes, count=count)
 
-    def draw_worst(self, step: int, evaluated: EvaluationData, worst: WorstSamples) -> None:
-        """Draw the samples that an evaluation found to be most wrong, the most wrong first.
-
-        Args:
-            worst: after `gather`.
-        """
-        self._attempt(WORST, lambda: self._draw_worst(step, evaluated, worst))
+    def show(
+        self,
+        name: str,
+        step: int,
+        evaluated: EvaluationData,
+        values: Mapping[str, Any],
+        outputs: Mapping[int, Any],
+        worst: WorstSamples | None,
+    ) -> None:
+        if evaluated is not self.drawn:
+            return
+        self.draw_results(step, values)
+        wanted = [index for index in self.samples(evaluated) if index in outputs]
+        if wanted:
+            self._attempt(EVALUATED, lambda: self._draw_evaluated(step, evaluated, wanted, outputs))
+        if worst is not None:
+            self._attempt(WORST, lambda: self._draw_worst(step, evaluated, worst))
 
     def draw_results(self, step: int, values: Mapping[str, Any]) -> None:
         """Draw the results of an evaluation: what the presenter draws, and each confusion matrix: a square of integers,

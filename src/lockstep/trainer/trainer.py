@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from lockstep.core import (
     build,
     caller,
     devices,
+    evaluation_run,
     joined_parts,
     memory_shortage,
     resume,
@@ -41,7 +43,7 @@ from lockstep.core.config.task_options import TaskOptions
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.devices import backends, determinism
 from lockstep.core.errors import LockstepError, Preempted, UsageError, exits_are_failures
-from lockstep.core.evaluation_progress import EvaluationProgress
+from lockstep.core.evaluation_run import named_results
 from lockstep.core.parallel import signals
 from lockstep.core.parallel.precision import Precision, check_supported
 from lockstep.core.parallel.sharded_tensor import gather_on_rank0
@@ -50,15 +52,17 @@ from lockstep.core.part import Part, label
 from lockstep.core.run_data import EvaluationData
 from lockstep.core.run_model import BuiltModel
 from lockstep.core.task import Samples, Task, methods_not_called
-from lockstep.core.training_run import TrainingRun, named_results, report, samples_of_report
-from lockstep.core.writer import Writer
+from lockstep.core.training_run import TrainingRun
+from lockstep.core.writer import Writer, tell
 from lockstep.launch.preflight import run as preflight
 from lockstep.launch.preflight import variables
 from lockstep.launch.preflight.facts import Subject, spans_machines
 from lockstep.launch.preflight.judgement import Finding
+from lockstep.parts import built_in, ending
 from lockstep.parts import profile as profiling
+from lockstep.parts.factory import files_of_writers
 from lockstep.tasks.vision.pictures.cache import CacheOptions
-from lockstep.trainer import local_ranks, prediction_run, run_export
+from lockstep.trainer import local_ranks, logs, prediction_run, run_export
 
 _PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
 
@@ -196,7 +200,9 @@ class Trainer:
             signals.listening() as flag,
             self._join() as world,
             self._looked_at(task, world) as remarks,
-            run_directory.claim(self.run_dir, self.config, world, self.fresh, self.allow_change) as config,
+            run_directory.claim(
+                self.run_dir, self.config, world, self.fresh, self.allow_change, written_by=files_of_writers
+            ) as config,
         ):
             self.config, self._model = config, None
             parts = [*run_parts.make(config.train.parts), *self.parts]
@@ -206,12 +212,11 @@ class Trainer:
             prepared = self._prepare(task, world)
             prepared.built.messages += messages
             git = run_directory.git_commit(config, world)
-            writers = self._writers(task, prepared, git)
+            writers = logs.open_writers(config, self.run_dir, task, prepared, git, quiet=self.quiet)
             batches: Iterator[list[MicroBatch]] = prepared.batches
             if recorder is not None:
                 writers.append(recorder)
                 batches = recorder.record_steps(prepared)
-            evaluated = self._evaluated_tasks(task, world)
             run = TrainingRun(
                 task,
                 prepared,
@@ -219,13 +224,18 @@ class Trainer:
                 self.run_dir,
                 flag,
                 writers,
-                evaluated_tasks=evaluated,
-                profile=self.profile,
+                evaluated_tasks=self._evaluated_tasks(task, world),
                 git=git,
                 own_parts=parts,
+                built_in=partial(built_in.parts, config, prepared, task),
+                viewers=built_in.viewers(config, prepared, task, self.run_dir, writers),
+                last_lines=partial(ending.lines, self.run_dir),
             )
             try:
-                with memory_shortage.noted(self.run_dir, config, world, prepared.plan):
+                with (
+                    memory_shortage.noted(self.run_dir, config, world, prepared.plan),
+                    self._profiled(prepared, batches, writers) as batches,
+                ):
                     self.results = run.train(batches)
                 if "train/loss" not in self.results:  # the run was complete already
                     self.results = world.on_rank0(self._latest) | self.results
@@ -369,20 +379,28 @@ class Trainer:
         prepared.may_be_infinite = resume.may_be_infinite(prepared)
         return prepared
 
-    def _writers(self, task: Task, prepared: PreparedRun, git: Mapping[str, Any] | None = None) -> list[Writer]:
-        if prepared.state.world.rank:
-            return []
-        header = task_checks.presenter(task).log_header()
-        return build.open_writers(
-            self.config,
-            self.run_dir,
-            prepared.state,
+    @contextlib.contextmanager
+    def _profiled(
+        self, prepared: PreparedRun, batches: Iterator[list[MicroBatch]], writers: Sequence[Writer]
+    ) -> Iterator[Iterator[list[MicroBatch]]]:
+        """The batches of a training, whose steps are profiled if `profile` asks for this."""
+        if self.profile is None:
+            yield batches
+            return
+        state = prepared.state
+        profiler = profiling.Profiler(
+            self.profile,
+            self.run_dir / profiling.FOLDER,
+            rank=state.world.rank,
+            step=state.step,
             stop=prepared.stop,
-            built=prepared.built,
-            log_header=[header] if isinstance(header, str) else header,
-            git=git,
-            quiet=self.quiet,
+            activities=devices.of(state.world.device).profiled(),
+            tell=partial(tell, writers),
         )
+        try:
+            yield profiler.watch(batches, lambda: state.step)
+        finally:
+            profiler.end(state.step)
 
     # ---- a trained model
 
@@ -433,29 +451,16 @@ class Trainer:
     ) -> dict[str, float]:
         """Loss and metrics of `task` on the evaluation data `evaluated`, which are called `name`."""
 
-        def tell(text: str) -> None:
+        def show(text: str) -> None:
             if world.rank == 0 and not self.quiet:
                 print(text, file=sys.stderr, flush=True)
 
-        def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
-            text = report(task, evaluated, values, outputs)
-            if text:
-                tell(f"{name}:\n{text}" if name else text)
-
         plan = evaluated.plan
         if plan.count < plan.length:
-            tell(run_data.limited(plan, name))
-        progress = EvaluationProgress(tell, plan, world.data_size, name)
-        return evaluation.evaluate(
-            task,
-            forward,
-            evaluated.loader,
-            plan=plan,
-            world=world,
-            precision=precision,
-            tick=progress.tick,
-            show=show,
-            show_samples=samples_of_report(task, evaluated),
+            show(run_data.limited(plan, name))
+        report = evaluation_run.Report(task, lambda name, _, text: show(f"{name}:\n{text}" if name else text))
+        return evaluation_run.evaluate(
+            task, evaluated, forward, world=world, precision=precision, name=name, viewers=[report], tell=show
         )
 
     def predict(self, task: Task | None = None, data: Samples | None = None) -> list[Any]:

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.core import devices
+from lockstep.core import devices, replicas
 from lockstep.core.build import PreparedRun
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.gradients import grad_norm
+from lockstep.core.replicas import StateDigests
 from lockstep.core.task import Task
-from lockstep.parts import replica_probe
-from lockstep.parts.replica_probe import StateDigests
 from lockstep.trainer.trainer import Recorder
 from lockstep.verify.comparable_task import ComparableTask
 from lockstep.verify.digest import digest_of_batch
@@ -244,7 +243,7 @@ class TrainingRecorder(Recorder):
         if options.digest_every and (state.step % options.digest_every == 0 or state.step == prepared.stop):
             self.recording.digests[state.step] = self._digest_state(prepared)
         if state.step in options.probe_steps:
-            self.recording.probes[state.step] = replica_probe.losses_of_one_batch(state, micro_batches[0].batch)
+            self.recording.probes[state.step] = replicas.losses_of_one_batch(state, micro_batches[0].batch)
         if options.disturb_generators:
             disturb(2 * state.step - 1)
 
@@ -286,9 +285,9 @@ class TrainingRecorder(Recorder):
         """Digests of weights, buffers, optimizer state and averages on this rank."""
         state = prepared.state
         state.strategy.sync_buffers()  # as before the next step, an evaluation and a checkpoint
-        tensors = replica_probe.tensors_of_state(state)
+        tensors = replicas.tensors_of_state(state)
         self.recording.shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return replica_probe.digests_of(tensors)
+        return replicas.digests_of(tensors)
 
     @contextlib.contextmanager
     def _record_operations(self, prepared: PreparedRun) -> Iterator[None]:

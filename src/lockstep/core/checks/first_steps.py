@@ -16,8 +16,8 @@ from lockstep.core.checks.outside_state import OutsideState
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.randomness import restored_generators, seed_all
 from lockstep.core.errors import LockstepError, TrainingError
+from lockstep.core.replicas import differing, digests_of
 from lockstep.core.task import Task
-from lockstep.parts.replica_probe import differing, digests_of
 
 
 class FirstSteps:

@@ -1,0 +1,40 @@
+"""The base of Lockstep's own Parts: they see the state of the training, and the steps of the log."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from lockstep.core.part import Part, Training
+
+if TYPE_CHECKING:
+    from lockstep.core.data.loader import MicroBatch
+    from lockstep.core.log_window import LogWindow
+    from lockstep.core.step import TrainState
+
+
+@dataclass(kw_only=True)
+class Inside(Training):
+    """What a Part of Lockstep's own sees of a training, besides what each Part sees."""
+
+    _reserved: ClassVar[tuple[str, ...]] = ()
+    state: TrainState
+    window: LogWindow
+    """The steps since the last entry of the log. In `log_entry`: `window.last` has those of the entry."""
+    micro_batches: Sequence[MicroBatch] = ()
+    """In `after_step` and `log_entry`: this rank's micro-batches of the last step."""
+
+
+class BuiltInPart(Part):
+    """A Part of Lockstep's own. `Training` in its events is always `Inside`."""
+
+    def apart(self, what: str) -> AbstractContextManager[None]:
+        """A context around work that is no training, on all ranks.
+
+        Args:
+            what: `evaluation` or `saving`.
+        """
+        return contextlib.nullcontext()

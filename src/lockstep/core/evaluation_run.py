@@ -1,0 +1,153 @@
+"""One evaluation of one set of data, with what shows it to people: of a training, and of a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from lockstep.core import evaluate as evaluation
+from lockstep.core import task_checks
+from lockstep.core.data.loader import is_default
+from lockstep.core.evaluation_progress import EvaluationProgress
+from lockstep.core.parallel.precision import Precision
+from lockstep.core.parallel.world import World
+from lockstep.core.run_data import EvaluationData
+from lockstep.core.task import Task
+from lockstep.core.worst import WorstSamples
+
+T = TypeVar("T")
+_SHOWN = 4  # samples that a report gets
+
+
+class Viewer:
+    """Shows to people what evaluations found. This class shows nothing.
+
+    All ranks make viewers and call `samples` and `worst` alike; `show` is called on rank 0.
+    """
+
+    def begin(self, step: int, evaluated: EvaluationData | None) -> None:
+        """Before the first step of a training, on all ranks.
+
+        Args:
+            step: steps that are done.
+            evaluated: the first set of evaluation data. None: nothing is evaluated.
+        """
+
+    def samples(self, evaluated: EvaluationData) -> Sequence[int]:
+        """Indices of samples whose outputs `show` gets."""
+        return ()
+
+    def worst(self, evaluated: EvaluationData) -> WorstSamples | None:
+        """A collector of the most wrong samples, for one evaluation. None: they are not shown."""
+        return None
+
+    def show(
+        self,
+        name: str,
+        step: int,
+        evaluated: EvaluationData,
+        values: Mapping[str, Any],
+        outputs: Mapping[int, Any],
+        worst: WorstSamples | None,
+    ) -> None:
+        """Show an evaluation.
+
+        Args:
+            name: of the evaluation data; empty where there is one set.
+            step: steps that are done.
+            values: what the metrics computed.
+            outputs: by index; also of samples that other viewers asked for.
+            worst: what `worst` returned, with the samples of all ranks.
+        """
+
+    def end(self, step: int) -> None:
+        """All sets of data were evaluated after `step` steps. Called on all ranks."""
+
+
+class Report(Viewer):
+    """The text that the task's presenter gives for an evaluation.
+
+    Args:
+        write: takes the name of the evaluation data, the step and the text.
+    """
+
+    def __init__(self, task: Task, write: Callable[[str, int, str], None]) -> None:
+        self.task, self.write = task, write
+
+    def samples(self, evaluated: EvaluationData) -> Sequence[int]:
+        """The same samples for every number of ranks. None, where the presenter has no report of its own."""
+        return () if is_default(task_checks.presenter(self.task).report) else evaluated.plan.first(_SHOWN)
+
+    def show(
+        self,
+        name: str,
+        step: int,
+        evaluated: EvaluationData,
+        values: Mapping[str, Any],
+        outputs: Mapping[int, Any],
+        worst: WorstSamples | None,
+    ) -> None:
+        samples = [(evaluated.data[index], outputs[index]) for index in self.samples(evaluated) if index in outputs]
+        try:
+            text = task_checks.presenter(self.task).report(values, samples) if values or samples else ""
+        except Exception as error:  # what is only shown must not end a training
+            text = f"warning: Presenter.report failed: {type(error).__name__}: {error}"
+        if text:
+            self.write(name, step, text)
+
+
+def evaluate(
+    task: Task,
+    evaluated: EvaluationData,
+    forward: nn.Module,
+    *,
+    world: World,
+    precision: Precision,
+    name: str = "",
+    viewers: Sequence[Viewer] = (),
+    step: int = 0,
+    tell: Callable[[str], None] = lambda text: None,
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Evaluate a set of data, and show it. All ranks call it.
+
+    Args:
+        name: of the evaluation data; empty where there is one set.
+        step: of the training, for viewers.
+        tell: takes lines on the progress.
+        tick: is called after each micro-batch, on all ranks alike.
+
+    Returns:
+        results, as `core.evaluate.evaluate`.
+    """
+    progress = EvaluationProgress(tell, evaluated.plan, world.data_size, name)
+    wanted = dict.fromkeys(index for viewer in viewers for index in viewer.samples(evaluated))
+    worst = next((found for viewer in viewers if (found := viewer.worst(evaluated)) is not None), None)
+
+    def count() -> None:
+        progress.tick()
+        tick()
+
+    def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
+        for viewer in viewers:
+            viewer.show(name, step, evaluated, values, dict(outputs), worst)
+
+    return evaluation.evaluate(
+        task,
+        forward,
+        evaluated.loader,
+        plan=evaluated.plan,
+        world=world,
+        precision=precision,
+        tick=count,
+        show=show,
+        show_samples=tuple(wanted),
+        worst=worst,
+    )
+
+
+def named_results(name: str, results: Mapping[str, T]) -> dict[str, T]:
+    """Results with the name of their evaluation data in front: `clean/loss`. The empty name changes nothing."""
+    return {f"{name}/{result}" if name else result: value for result, value in results.items()}

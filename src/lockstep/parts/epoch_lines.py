@@ -1,0 +1,135 @@
+"""The lines at the beginning and at the end of each epoch, for people who follow a training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from lockstep.core.built_in import BuiltInPart, Inside
+from lockstep.core.data.order import StepPlan
+from lockstep.core.loop import Intervals
+from lockstep.core.part import Training
+from lockstep.core.step import TrainState
+
+_COUNTS = ("/samples", "/bad", "/of_samples")  # of each set of evaluation data
+
+
+class EpochLines(BuiltInPart):
+    """A line where an epoch begins, where it ends, and where more parameters begin to train.
+
+    Args:
+        plan: which samples the steps take.
+        intervals: when evaluations are due. The line at the end of an epoch follows the evaluation of its last step.
+        header: what the task says about an epoch, counted from 0.
+        has_lines: whether epochs have lines. More parameters always have.
+    """
+
+    def __init__(
+        self, plan: StepPlan, intervals: Intervals, header: Callable[[int], str], *, has_lines: bool = True
+    ) -> None:
+        self.plan, self.intervals, self.header, self.has_lines = plan, intervals, header, has_lines
+
+    def start(self, training: Training) -> None:
+        assert isinstance(training, Inside)
+        training.window.sums_epochs = self.has_lines
+        step = training.step
+        self.begun_at, self.begun = step, time.perf_counter()
+        self.ends_at = step
+        """The step at which the epoch ends: the number of steps that are then done."""
+        self.looked_at = -1  # the step before which this Part has looked
+        if step == 0 or step % self.plan.steps_per_epoch:  # else an evaluation may come first
+            self._before_step(training, step)
+
+    def before_update(self, training: Training) -> None:
+        self._before_step(training, training.step - 1)
+
+    def after_step(self, training: Training) -> None:
+        self._before_step(training, training.step - 1)  # the step may have had no update
+        evaluates = self.intervals.due(self.intervals.evaluate, training.step, training.last_step)
+        if training.step == self.ends_at and not evaluates:
+            self._end(training, {})
+
+    def after_evaluation(self, training: Training) -> None:
+        if training.step % self.plan.steps_per_epoch == 0 or training.step == self.ends_at:
+            self._end(training, {name: of for name, of in training.results.items() if name.startswith("eval/")})
+
+    def _before_step(self, training: Training, done: int) -> None:
+        """After `done` steps: an epoch, or a phase of other parameters, begins with the next step."""
+        assert isinstance(training, Inside)
+        if done == self.looked_at:
+            return
+        self.looked_at = done
+        if done >= self.ends_at:
+            self._begin(training, done)
+        unfreezing = training.state.unfreezing
+        if unfreezing is not None and done and done in unfreezing.steps:
+            training.tell(_new_parameters(training.state, done))
+
+    def _begin(self, training: Inside, done: int) -> None:
+        """An epoch begins with the next step, or goes on there in a resumed run."""
+        per_epoch = self.plan.steps_per_epoch
+        epoch = done // per_epoch
+        self.ends_at = min((epoch + 1) * per_epoch, training.last_step)
+        self.begun_at, self.begun = done, time.perf_counter()
+        if self.has_lines and training.rank == 0:
+            first = epoch * per_epoch
+            verb = "begins" if done == first else f"goes on after step {done}"
+            parts = [
+                f"steps {first + 1} to {self.ends_at}",
+                f"learning rate {_rate(training.state, done):.4g}",
+                self.header(epoch),
+            ]
+            training.tell(f"{self._name(training, epoch)} {verb}: {', '.join(part for part in parts if part)}")
+
+    def _end(self, training: Training, results: Mapping[str, float]) -> None:
+        """An epoch has ended after the last step. Where lines are wanted, this is a collective.
+
+        Args:
+            results: of the evaluation after this step, by their names in the log. Empty: there was none.
+        """
+        assert isinstance(training, Inside)
+        if not self.has_lines:
+            return
+        trained = training.window.epoch_results()
+        steps = training.step - self.begun_at  # 0: a resumed run evaluates first
+        parts = []
+        if steps and trained:
+            whole = self.begun_at % self.plan.steps_per_epoch == 0
+            which = "" if whole else f" (of the last {steps} steps)"
+            shortly = {name: value for name, value in trained.items() if "/" not in name or name.startswith("loss/")}
+            parts.append("train " + ", ".join(f"{name} {value:.4g}" for name, value in shortly.items()) + which)
+        shown = {name: value for name, value in results.items() if not name.endswith(_COUNTS) and "/loss/" not in name}
+        if shown:
+            parts.append("eval " + ", ".join(f"{name.removeprefix('eval/')} {shown[name]:.4g}" for name in shown))
+        duration = f" after {time.perf_counter() - self.begun:.1f} s" if steps else ""
+        if parts:
+            epoch = (training.step - 1) // self.plan.steps_per_epoch
+            training.tell(f"{self._name(training, epoch)} ends{duration}: {'; '.join(parts)}")
+
+    def _name(self, training: Training, epoch: int) -> str:
+        return f"epoch {epoch + 1} of {-(-training.last_step // self.plan.steps_per_epoch)}"
+
+
+def _new_parameters(state: TrainState, done: int) -> str:
+    """A line on the parameters that begin to train after `done` steps: which, how many, and how quickly they learn."""
+    assert state.unfreezing is not None
+    patterns, parameters = state.unfreezing.begin(done)
+    new = {id(parameter) for parameter in parameters}
+    groups = []
+    for group in state.optimizer.param_groups:
+        count = sum(parameter.numel() for parameter in group["params"] if id(parameter) in new)
+        if count:
+            rate = group["base_lr"] * state.schedule(done - state.skipped)
+            groups.append(f"{count:,} of group {group['name']} at learning rate {rate:.4g}")
+    training = [one for one in state.forward.parameters() if one.requires_grad or id(one) in new]
+    everything = sum(parameter.numel() for parameter in state.forward.parameters())
+    return (
+        f"from step {done + 1} on, {sum(one.numel() for one in parameters):,} more parameters train "
+        f"({', '.join(patterns)}): {', '.join(groups)}; "
+        f"{sum(one.numel() for one in training):,} of {everything:,} parameters train now"
+    )
+
+
+def _rate(state: TrainState, done: int) -> float:
+    """The learning rate of the update after `done` steps, of the first parameter group."""
+    return float(state.optimizer.param_groups[0]["base_lr"]) * state.schedule(done - state.skipped)

@@ -1,0 +1,133 @@
+"""The Parts that add figures to the log: memory, times of the ranks, floating-point operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from lockstep.core.built_in import BuiltInPart, Inside
+from lockstep.core.part import Training
+from lockstep.parts import health
+from lockstep.parts.flops import FlopCount
+from lockstep.parts.health import Health
+from lockstep.parts.memory import RANKS_SHOWN, MemoryMonitor, mib
+
+
+class Memory(BuiltInPart):
+    """How much memory each rank holds, and for which purpose.
+
+    Args:
+        evaluates: whether an evaluation follows the last step.
+        shows_tables: whether people see tables of the memory by rank and purpose, besides a line at the end.
+    """
+
+    def __init__(self, *, evaluates: bool, shows_tables: bool) -> None:
+        self.evaluates, self.shows_tables = evaluates, shows_tables
+
+    def start(self, training: Training) -> None:
+        assert isinstance(training, Inside)
+        self.monitor = MemoryMonitor(training.state, stop=training.last_step, evaluates=self.evaluates)
+        self.monitor.count_in_next_step()
+
+    def after_step(self, training: Training) -> None:
+        self.monitor.after_step()
+        if training.step + 1 == training.last_step:
+            self.monitor.count_in_next_step()
+
+    def log_entry(self, training: Training) -> None:
+        assert isinstance(training, Inside)
+        gauge, world = self.monitor.gauge, training.state.world
+        by_rank = [0.0] * (2 * world.size)
+        by_rank[world.rank], by_rank[world.size + world.rank] = map(
+            mib, (gauge.highest_peak(), gauge.highest_reserved())
+        )
+        of_ranks = world.all_sum(by_rank)
+        peaks, reserved = of_ranks[: world.size], of_ranks[world.size :]
+        training.log("memory/peak_mb", max(peaks))
+        if 1 < world.size <= RANKS_SHOWN:
+            _log(training, {f"memory/peak_mb/rank{rank}": peak for rank, peak in enumerate(peaks)})
+        if gauge.device.has_own_memory:
+            training.log("memory/reserved_mb", max(reserved))
+        self._report(training, evaluated=False)
+        self.monitor.count_in_next_step()  # where no step so far had an update
+
+    def after_evaluation(self, training: Training) -> None:
+        self._report(training, evaluated=True)
+        _log(training, self.monitor.highest_of("evaluation"))
+
+    def _report(self, training: Training, *, evaluated: bool) -> None:
+        figures, lines = self.monitor.report(evaluated=evaluated)
+        _log(training, figures)
+        for line in lines if self.shows_tables else ():
+            training.tell(line)
+
+    def apart(self, what: str) -> AbstractContextManager[None]:
+        return self.monitor.apart(what)
+
+    def end(self, training: Training) -> None:
+        training.tell(self.monitor.line())
+
+
+class RankTimes(BuiltInPart):
+    """How long each rank needs before gradients are exchanged, and which rank makes the others wait."""
+
+    def start(self, training: Training) -> None:
+        assert isinstance(training, Inside)
+        self.health = Health(training.state.world.nodes)
+
+    def log_entry(self, training: Training) -> None:
+        assert isinstance(training, Inside)
+        times = training.window.last
+        if times.steps:
+            _log(training, health.figures(times.alone, times.waits, steps=times.steps, shown=RANKS_SHOWN))
+            total_s = times.total / training.ranks
+            _tell(training, self.health.look(times.alone, times.waits, steps=times.steps, total_s=total_s))
+
+
+class Operations(BuiltInPart):
+    """How many floating-point operations the training computes in a second; see `FlopCount`.
+
+    Args:
+        compiled: whether `torch.compile` was applied to the model.
+    """
+
+    def __init__(self, *, compiled: bool) -> None:
+        self.compiled = compiled
+
+    def start(self, training: Training) -> None:
+        assert isinstance(training, Inside)
+        state = training.state
+        self.count = FlopCount(state.strategy, state.precision, compiled=self.compiled)
+        self.has_batch = False
+
+    def after_step(self, training: Training) -> None:
+        assert isinstance(training, Inside)
+        if training.window.results[-1].losses:
+            self.count.add(training.micro_batches)
+            self.has_batch = True  # on all ranks alike, also where this rank has only fillers
+
+    def log_entry(self, training: Training) -> None:
+        assert isinstance(training, Inside)
+        state, total_s = training.state, training.window.last.total
+        if self.has_batch:
+            with training.window.excluded():
+                self.count.count(training.micro_batches[0])
+        own = self.count.take()
+        operations, unknown = state.world.all_sum([own or 0.0, float(own is None)])
+        if unknown:
+            return
+        rate = operations / max(total_s, 1e-9)  # of one rank: `total_s` is the time of all ranks together
+        training.log("train/tflops_per_s", float(f"{rate / 1e12:.4g}"))
+        peak = self.count.peak(training.window.device.name())
+        if peak is not None:
+            training.log("train/mfu", float(f"{rate / peak:.4g}"))
+
+
+def _log(training: Training, figures: dict[str, float]) -> None:
+    for name, value in figures.items():
+        training.log(name, value)
+
+
+def _tell(training: Training, lines: Sequence[str]) -> None:
+    for line in lines:
+        training.tell(line)
