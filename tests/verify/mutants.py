@@ -883,7 +883,7 @@ _engine(
     "checkpoint one step late",
     "resume",
     ("core.resume:_manifest", '"step": state.step,', '"step": state.step - 1,'),
-    ("core.resume:save_function", "saver.save(state.step,", "saver.save(state.step - 1,"),
+    ("core.resume:RunKeeper.save", "self.saver.save(state.step,", "self.saver.save(state.step - 1,"),
 )
 _engine(
     "dropout not a function of progress",

@@ -15,8 +15,9 @@ from lockstep.core.loop import Intervals
 from lockstep.core.task import Task
 from lockstep.core.writer import Writer, tell
 from lockstep.parts.epoch_lines import EpochLines
+from lockstep.parts.evaluation_arrays import ArraysOfEvaluations
 from lockstep.parts.figures import Memory, Operations, RankTimes
-from lockstep.parts.metric_arrays import ArraysOfEvaluations, MetricArrays
+from lockstep.parts.metric_arrays import MetricArrays
 from lockstep.parts.replica_probe import ReplicaProbe
 from lockstep.parts.run_pictures import RunPictures
 from lockstep.parts.write_guard import WriteGuard

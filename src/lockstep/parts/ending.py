@@ -7,9 +7,12 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lockstep.core.training_run import Ending
 from lockstep.parts.entry_line import results_text
+
+if TYPE_CHECKING:
+    from lockstep.core.training_run import Ending
 
 _FILES = ("train.log", "metrics.jsonl", "tensorboard", "pictures")
 
