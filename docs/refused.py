@@ -9,14 +9,14 @@ TOPICS = {
     "Tasks: what a user's methods return": [
         "core/task_checks.py",
         "core/heads.py",
-        "core/checks/dry_run.py",
+        "parts/checks/dry_run.py",
         "core/task.py",
     ],
-    "Data": ["core/data", "core/run_data.py", "core/checks/untouched_data.py", "core/checks/same_samples.py"],
+    "Data": ["core/data", "core/run_data.py", "parts/checks/untouched_data.py", "core/data/same_samples.py"],
     "Models and their state": [
         "core/checkpoint/form.py",
         "core/checkpoint/state.py",
-        "core/checks/first_steps.py",
+        "parts/checks/first_steps.py",
         "core/run_model.py",
     ],
     "Strategies: DDP, FSDP, ranks": ["core/parallel", "launch/*.py", "trainer/local_ranks.py", "core/debugging.py"],

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.core.checks import outside_state
-from lockstep.core.checks.outside_state import OutsideState
+from lockstep.parts.checks import outside_state
+from lockstep.parts.checks.outside_state import OutsideState
 from tests import runs
 from tests.test_first_steps import Net, Task, settings
 

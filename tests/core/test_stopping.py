@@ -169,7 +169,7 @@ def test_a_run_that_was_killed_in_its_last_evaluation_when_its_time_was_up_is_ev
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr("lockstep.core.training_run.evaluation.evaluate", kill)
+        patched.setattr("lockstep.core.evaluation_run.evaluation.evaluate", kill)
         with pytest.raises(Killed):
             fit(tmp_path, {"train": train, "checkpoint": {"keep_best": "min eval/loss"}})
     steps = steps_saved(tmp_path)[-1]

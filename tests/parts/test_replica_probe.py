@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import Trainer
-from lockstep.core import replicas
 from lockstep.core.checkpoint import store
 from lockstep.core.devices import determinism
 from lockstep.core.errors import LockstepError
 from lockstep.core.parallel.sharded_tensor import local
-from lockstep.core.replicas import differing, other_losses, who_differs
+from lockstep.parts import replicas
 from lockstep.parts.replica_probe import ReplicaProbe
+from lockstep.parts.replicas import differing, other_losses, who_differs
 from tests import own_tasks, part_cases, runs
 from tests.core.test_strategies import STRATEGIES, settings_for
 from tests.ranks import run_ranks

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core import digest as module
-from lockstep.core.digest import digest
+from lockstep.parts import digest as module
+from lockstep.parts.digest import digest
 from lockstep.verify.digest import digest_of_batch
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.core import devices
 from lockstep.core.parallel import world
-from lockstep.core.replicas import losses_of_one_batch
+from lockstep.parts.replicas import losses_of_one_batch
 from lockstep.verify.worker_functions import answering
 from lockstep.verify.workers import Workers
 from tests.python_device import NAME

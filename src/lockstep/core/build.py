@@ -15,9 +15,9 @@ from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.form import Form, check_complete
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig
+from lockstep.core.data.data_check import check_data
 from lockstep.core.data.loader import StepIterator
 from lockstep.core.data.order import StepPlan
-from lockstep.core.data_check import check_data
 from lockstep.core.ema import Ema
 from lockstep.core.loop import Intervals
 from lockstep.core.optim import check_updates

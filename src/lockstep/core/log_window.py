@@ -54,11 +54,15 @@ class LogWindow:
         self.device = devices.of(world.device)
         self.last = Times(0, [], [], 0.0)
         """The times of the steps of the last entry."""
-        self.started = time.perf_counter()
         self.sums_epochs = False
         """Whether `epoch_results` will be called."""
-        self.reset()
+        self.begin()
         self._reset_epoch()
+
+    def begin(self) -> None:
+        """The training begins: the clocks begin at 0."""
+        self.started = time.perf_counter()
+        self.reset()
 
     def reset(self) -> None:
         """Begin a new window."""

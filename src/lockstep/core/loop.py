@@ -102,6 +102,7 @@ def fit(
         TrainingError: a loss or a gradient is not finite; names the step, the rank and the samples.
     """
     parts.results.update(evaluated or {})
+    parts.window.begin()
     window, keeper = parts.window, keeper or Keeper()
     log = TrainingLog(state, window, writers, parts)
     stopping = stopping or Stopping()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.saver import Saver
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.checkpoint.torch_file import OPTIMIZER_CLASS
+from lockstep.core.checks import Checks
 from lockstep.core.config.sections import RunConfig, config_digest
 from lockstep.core.ema import Ema
 from lockstep.core.errors import UsageError
@@ -145,8 +146,6 @@ class RunKeeper(Keeper):
 
     Args:
         consensus: knows the seconds since this start of the training, the same number on all ranks.
-        check_loadable: is called before each save, on all ranks; see `FirstSteps`.
-        check_results: is called with the results of each evaluation that belongs to a checkpoint.
     """
 
     def __init__(
@@ -156,19 +155,17 @@ class RunKeeper(Keeper):
         config: RunConfig,
         parts: JoinedParts,
         consensus: StopConsensus,
-        *,
-        check_loadable: Callable[[], None] = lambda: None,
-        check_results: Callable[[dict[str, float]], None] = lambda results: None,
+        checks: Checks,
     ) -> None:
         self.prepared, self.saver, self.config, self.parts = prepared, saver, config, parts
-        self.consensus, self.check_loadable, self.check_results = consensus, check_loadable, check_results
+        self.consensus, self.checks = consensus, checks
 
     def save(self, results: dict[str, float]) -> None:
         state, model = self.prepared.state, self.prepared.built.model
         phase = state.world.heartbeat.phase
         state.world.heartbeat.enter(Phase.SAVING)
         state.strategy.sync_buffers()
-        self.check_loadable()
+        self.checks.before_save()
         averages = state.averages.tensors if state.averages else None
         tensors, values = checkpoint_state.capture(model, state.optimizer, averages)
         manifest = _manifest(self.prepared, self.config, results)
@@ -180,7 +177,7 @@ class RunKeeper(Keeper):
 
     def add_metrics(self, results: dict[str, float]) -> None:
         self.saver.add_metrics(self.prepared.state.step, results, self.parts.saved())
-        self.check_results(results)
+        self.checks.results(list(results))
 
     def kept(self) -> str:
         return self.saver.kept()

@@ -11,9 +11,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lockstep.core import task_checks
-from lockstep.core.checks import same_samples
 from lockstep.core.config.sections import RunConfig
-from lockstep.core.data import fingerprint
+from lockstep.core.data import fingerprint, same_samples
 from lockstep.core.data.loader import Loader, MicroBatches
 from lockstep.core.data.order import EvaluationPlan, StepPlan
 from lockstep.core.data.randomness import restored_generators

@@ -69,7 +69,8 @@ class TrainingLog:
     def _write_with(self, entry: dict[str, float], event: str) -> None:
         """Write an entry with the figures that Parts add to it, or have logged before."""
         with self.parts.lines.after_entry():
-            self.parts.call(event)
+            with self.window.excluded():
+                self.parts.call(event)
             self._write(entry | self.parts.take_logged())
 
     def _write(self, entry: dict[str, float]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,11 +24,10 @@ from lockstep.core.build import PreparedRun
 from lockstep.core.built_in import BuiltInPart
 from lockstep.core.checkpoint import choice, manifest
 from lockstep.core.checkpoint.saver import Saver
-from lockstep.core.checks import dry_run, untouched_data
-from lockstep.core.checks.first_steps import FirstSteps
+from lockstep.core.checks import Checks
 from lockstep.core.config.sections import RunConfig
+from lockstep.core.data.data_check import check_data
 from lockstep.core.data.loader import Loader, MicroBatch, print_warning
-from lockstep.core.data_check import check_data
 from lockstep.core.errors import CheckpointError, Preempted
 from lockstep.core.evaluation_run import Viewer, named_results
 from lockstep.core.joined_parts import JoinedParts
@@ -83,6 +81,8 @@ class TrainingRun:
     """The git commit of the task's code; see `run_directory.git_commit`."""
     own_parts: Sequence[Part] = ()
     """Parts that the user adds."""
+    checks: Checks = field(default_factory=Checks)
+    """Look for faults before the first step and after it."""
     built_in: Callable[[loop.Intervals], Sequence[BuiltInPart]] = lambda intervals: ()
     """Makes Lockstep's own Parts. Gets when the loop logs, evaluates and saves."""
     viewers: Sequence[Viewer] = ()
@@ -128,7 +128,6 @@ class TrainingRun:
             TrainingError: see `loop.fit`.
         """
         prepared, state = self.prepared, self.prepared.state
-        first = FirstSteps(prepared, self.task, partial(tell, self.writers))
         intervals, parts = self._check_before_first_step()
         run_directory.keep_record(self.run_dir, self.task, self.config, state.world, git=self.git)
         self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
@@ -140,16 +139,14 @@ class TrainingRun:
             self.config,
             parts,
             self.consensus,
-            check_loadable=first.check_loadable,
-            check_results=partial(_check_results, self._chosen_results),
+            self.checks,
         )
         self.flag.saves = True
-        batches = itertools.chain(first.checked(batches), batches)
         try:
             self._tell_if_complete(parts)
             latest = loop.fit(
                 state,
-                batches,
+                self.checks.watched(batches),
                 plan=prepared.plan,
                 stop=prepared.stop,
                 intervals=intervals,
@@ -201,7 +198,7 @@ class TrainingRun:
         parts = self._joined_parts(intervals)
         kept = parts.restore(prepared.parts) if prepared.state.step else []
         notes = [*([note] if note else []), *kept]
-        for text in [*notes, *self._check_model(), *self.look_ahead(), *prepared.warnings]:
+        for text in [*notes, *self._check_model(), *self.checks.before_first_step(self.evaluated), *prepared.warnings]:
             self.tell(text)
         for viewer in self.viewers:
             viewer.begin(prepared.state.step, next(iter(self.evaluated.values()), None))
@@ -341,62 +338,6 @@ class TrainingRun:
         self.tell(text)
         return Preempted(text)
 
-    def look_ahead(self) -> list[str]:
-        """Before the first step of a new run, try the loss and the evaluation on a few samples.
-
-        Adds to the run's warnings.
-
-        Returns:
-            further messages for the log.
-
-        Raises:
-            UsageError: `checkpoint.keep_best` or `train.stop_when` names no result of an evaluation.
-        """
-        prepared, state, chosen = self.prepared, self.prepared.state, self._chosen_results
-        dry_run.check_is_evaluated(chosen, bool(self.evaluated))
-        if state.step:  # a restart must be quick
-            dry_run.check_results_of_saved(chosen, self.run_dir / "checkpoints", state.world)
-            return []
-        samples = {prepared.batches.loader: prepared.plan.indices(0)[0].tolist()}
-        samples |= {evaluated.loader: evaluated.plan.first(8) for evaluated in self.evaluated.values()}
-        last_epoch = max(0, prepared.stop - 1) // prepared.plan.steps_per_epoch
-        for loader, indices in samples.items():
-            of_training = loader is prepared.batches.loader
-            prepared.warnings += untouched_data.check(loader, indices, last_epoch if of_training else 0)
-        compiled = self.config.compute.compile is not None
-        with contextlib.ExitStack() as stack:
-            for loader, indices in samples.items():
-                stack.enter_context(untouched_data.watched(loader, indices[0]))
-            forward = stack.enter_context(state.strategy.inference())
-            stack.enter_context(dry_run.without_trace(forward, state.world, compiled))
-            prepared.warnings += dry_run.look_at_losses(
-                forward,
-                prepared.batches.loader,
-                prepared.plan,
-                world=state.world,
-                precision=state.precision,
-                must_run=bool(self.evaluated),
-                allow_mean=self.config.train.allow_mean_loss,
-            )
-            messages: list[str] = []
-            names: list[str] = []
-            for name, evaluated in self.evaluated.items():
-                found = dry_run.look_at_evaluation(
-                    self.evaluated_tasks[name],
-                    forward,
-                    evaluated.loader,
-                    plan=evaluated.plan,
-                    world=state.world,
-                    precision=state.precision,
-                )
-                messages += [text for text in found.messages if text not in messages]
-                names += [f"eval/{of_set}" for of_set in named_results(name, dict.fromkeys(found.names or (), 0.0))]
-                if found.names is None:  # the metrics need more samples
-                    chosen = {}
-            if self.evaluated:
-                dry_run.check_results(chosen, names)
-            return messages
-
     # ---- what the loop calls
 
     def evaluate(self) -> dict[str, float]:
@@ -437,17 +378,6 @@ class TrainingRun:
     def _stop_if_asked(self) -> None:
         if self.consensus():
             raise Preempted
-
-    @property
-    def _chosen_results(self) -> dict[str, str]:
-        """The results of evaluations that keys of the config name, by key."""
-        best, stop_when = self.config.checkpoint.keep_best, self.config.train.stop_when
-        chosen = {"checkpoint.keep_best": best.split()[1]} if best else {}
-        return chosen | ({"train.stop_when.metric": stop_when.metric} if stop_when else {})
-
-
-def _check_results(chosen: Mapping[str, str], results: Mapping[str, float]) -> None:
-    dry_run.check_results(chosen, list(results))
 
 
 def _write_report(writers: Sequence[Writer], name: str, step: int, text: str) -> None:

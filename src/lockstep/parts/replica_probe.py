@@ -15,7 +15,7 @@ from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import TrainingError
 from lockstep.core.parallel.strategy import Strategy
 from lockstep.core.part import Training
-from lockstep.core.replicas import (
+from lockstep.parts.replicas import (
     Difference,
     RankLosses,
     differing,

@@ -16,7 +16,6 @@ import torch
 
 from lockstep.core import atomic, task_checks
 from lockstep.core.build import PreparedRun
-from lockstep.core.checks import dry_run
 from lockstep.core.data.loader import is_default
 from lockstep.core.data.randomness import restored_generators
 from lockstep.core.evaluation_run import Viewer
@@ -26,6 +25,7 @@ from lockstep.core.worst import WorstSamples
 from lockstep.core.writer import Writer
 from lockstep.drawing import diagrams, drawing
 from lockstep.parts import model_table
+from lockstep.parts.checks import dry_run
 from lockstep.parts.plain import as_numpy, is_tensor
 from lockstep.parts.write_guard import Guard
 

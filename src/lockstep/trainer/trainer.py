@@ -60,6 +60,7 @@ from lockstep.launch.preflight.facts import Subject, spans_machines
 from lockstep.launch.preflight.judgement import Finding
 from lockstep.parts import built_in, ending
 from lockstep.parts import profile as profiling
+from lockstep.parts.checks.run_checks import RunChecks
 from lockstep.parts.factory import files_of_writers
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.trainer import local_ranks, logs, prediction_run, run_export
@@ -217,6 +218,7 @@ class Trainer:
             if recorder is not None:
                 writers.append(recorder)
                 batches = recorder.record_steps(prepared)
+            evaluated = self._evaluated_tasks(task, world)
             run = TrainingRun(
                 task,
                 prepared,
@@ -224,9 +226,10 @@ class Trainer:
                 self.run_dir,
                 flag,
                 writers,
-                evaluated_tasks=self._evaluated_tasks(task, world),
+                evaluated_tasks=evaluated,
                 git=git,
                 own_parts=parts,
+                checks=RunChecks(config, prepared, task, evaluated, self.run_dir, partial(tell, writers)),
                 built_in=partial(built_in.parts, config, prepared, task),
                 viewers=built_in.viewers(config, prepared, task, self.run_dir, writers),
                 last_lines=partial(ending.lines, self.run_dir),

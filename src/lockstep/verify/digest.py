@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.core.digest import digest
+from lockstep.parts.digest import digest
 from lockstep.verify.reference.data import mapped
 
 

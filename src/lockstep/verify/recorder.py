@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.core import devices, replicas
+from lockstep.core import devices
 from lockstep.core.build import PreparedRun
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.gradients import grad_norm
-from lockstep.core.replicas import StateDigests
 from lockstep.core.task import Task
+from lockstep.parts import replicas
+from lockstep.parts.replicas import StateDigests
 from lockstep.trainer.trainer import Recorder
 from lockstep.verify.comparable_task import ComparableTask
 from lockstep.verify.digest import digest_of_batch

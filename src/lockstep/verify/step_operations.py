@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.core import devices
-from lockstep.core.digest import digest
 from lockstep.core.parallel.pretended import pretended_world
 from lockstep.core.parallel.sharded_tensor import is_sharded
+from lockstep.parts.digest import digest
 
 _TORCH = str(Path(torch.__file__).parent)
 _VERIFY = str(Path(__file__).parent)

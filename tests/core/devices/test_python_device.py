@@ -50,7 +50,7 @@ def test_the_host_reads_the_device_where_it_logs_or_saves_and_nowhere_else(tmp_p
     # The last two: passes beside the training look at what they have changed.
     assert files <= {
         "core/checkpoint/finite.py",
-        "core/checks/dry_run.py",
+        "parts/checks/dry_run.py",
         "core/log_window.py",
         "core/checkpoint/saver.py",
         "parts/flops.py",

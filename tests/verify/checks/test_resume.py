@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.core.digest import digest
+from lockstep.parts.digest import digest
 from lockstep.verify import compare
 from lockstep.verify.checks import resume
 from lockstep.verify.compare import Difference, first_difference_of_runs

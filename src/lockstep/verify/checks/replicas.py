@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.core.replicas import Difference, differing, other_losses
+from lockstep.parts.replicas import Difference, differing, other_losses
 from lockstep.verify import compare
 from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.recorder import Recording

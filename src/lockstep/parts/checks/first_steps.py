@@ -12,12 +12,12 @@ from lockstep.core import task_checks
 from lockstep.core.build import PreparedRun
 from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.form import Kind, described, kinds
-from lockstep.core.checks.outside_state import OutsideState
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.randomness import restored_generators, seed_all
 from lockstep.core.errors import LockstepError, TrainingError
-from lockstep.core.replicas import differing, digests_of
 from lockstep.core.task import Task
+from lockstep.parts.checks.outside_state import OutsideState
+from lockstep.parts.replicas import differing, digests_of
 
 
 class FirstSteps:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep import LockstepError
-from lockstep.core.checks import untouched_data
+from lockstep.parts.checks import untouched_data
 from tests import own_tasks, runs
 
 

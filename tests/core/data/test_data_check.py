@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.data_check import check_data
+from lockstep.core.data.data_check import check_data
 from lockstep.core.errors import DataError
 from lockstep.core.parallel.world import join_world
 from tests import runs

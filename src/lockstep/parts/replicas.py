@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lockstep.core.checks.dry_run import without_trace
 from lockstep.core.data.order import derive_seed
 from lockstep.core.data.randomness import seed_forward
 from lockstep.core.data.tensors import map_tensors, moved, moves_itself
 from lockstep.core.devices import determinism
-from lockstep.core.digest import digests
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.step import TrainState
+from lockstep.parts.checks.dry_run import without_trace
+from lockstep.parts.digest import digests
 
 StateDigests = dict[str, tuple[int, int, int]]
 """By tensor: its first row on this rank, the number of its rows here, and the digest of these rows."""

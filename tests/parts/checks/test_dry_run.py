@@ -12,9 +12,9 @@ from torch.nn import functional
 
 import lockstep.core.training_run
 from lockstep import LockstepError, Metrics, Trainer
-from lockstep.core.checks import dry_run
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.world import World
+from lockstep.parts.checks import dry_run
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
 from tests.selection import mainly
@@ -375,15 +375,15 @@ def fit_with_and_without(kind, settings, folder):
     """Weights, buffers and optimizer state of a training with the dry run, and of one without it."""
     from lockstep.core.checkpoint import files, store
 
-    look_ahead, found = lockstep.core.training_run.TrainingRun.look_ahead, []
+    before_first_step, found = lockstep.parts.checks.run_checks.RunChecks.before_first_step, []
     for name in ("first", "with", "without"):  # in the first of a process, some import draws random numbers
         if name == "without":
-            lockstep.core.training_run.TrainingRun.look_ahead = lambda *_: []
+            lockstep.parts.checks.run_checks.RunChecks.before_first_step = lambda *_: []
         try:
             runs.fit(kind(eval_length=20), settings, folder / name)
             found.append((random.random(), np.random.rand(), torch.rand(1).item()))
         finally:
-            lockstep.core.training_run.TrainingRun.look_ahead = look_ahead
+            lockstep.parts.checks.run_checks.RunChecks.before_first_step = before_first_step
         saved = store.listed(folder / name / "checkpoints")[0]
         found.append({name: tensor.numpy().tobytes() for name, tensor in files.read(saved.path, saved.index)})
     return found[2:]
@@ -495,7 +495,7 @@ def test_a_training_is_the_same_with_and_without_evaluations(tmp_path, monkeypat
         settings = runs.config(train={"steps": 12, "eval_every_steps": every})
         weights.append(runs.fit(task(eval_length=20), settings, tmp_path / str(every))[0])
         monkeypatch.setattr(
-            lockstep.core.training_run.TrainingRun, "look_ahead", lambda *_: []
+            lockstep.parts.checks.run_checks.RunChecks, "before_first_step", lambda *_: []
         )  # it may hide what the loop does not do
     assert runs.difference(*weights) == 0
     assert (int(weights[0]["1.num_batches_tracked"]) == 0) == (task is FrozenNorm)

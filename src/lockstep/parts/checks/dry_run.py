@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from lockstep.core import metric_sync, task_checks
 from lockstep.core.checkpoint import store
-from lockstep.core.checks import same_samples
-from lockstep.core.checks.same_output import check_same_output
+from lockstep.core.data import same_samples
 from lockstep.core.data.loader import Loader, MicroBatch
 from lockstep.core.data.order import EvaluationPlan, MicroBatchPlan, StepPlan
 from lockstep.core.data.randomness import restored_generators, seed_forward
@@ -28,6 +27,7 @@ from lockstep.core.evaluate import check_names, measure, predicted, split
 from lockstep.core.parallel.buffers import restored_state
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
+from lockstep.parts.checks.same_output import check_same_output
 
 if TYPE_CHECKING:
     from lockstep.core.task import Task

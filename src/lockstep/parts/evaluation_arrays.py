@@ -1,0 +1,38 @@
+"""Metrics of two and more dimensions, of all sets of evaluation data together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.core.evaluation_run import Viewer, named_results
+from lockstep.core.run_data import EvaluationData
+from lockstep.core.worst import WorstSamples
+from lockstep.core.writer import Writer
+
+
+class ArraysOfEvaluations(Viewer):
+    """Gives the metrics of each evaluation, of all sets of data together, to a writer.
+
+    Args:
+        writer: such as `MetricArrays`, with a guard.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        self.values: dict[str, Any] = {}
+
+    def show(
+        self,
+        name: str,
+        step: int,
+        evaluated: EvaluationData,
+        values: Mapping[str, Any],
+        outputs: Mapping[int, Any],
+        worst: WorstSamples | None,
+    ) -> None:
+        self.values |= named_results(name, values)
+
+    def end(self, step: int) -> None:
+        values, self.values = self.values, {}
+        self.writer.record({"step": step, **values})
