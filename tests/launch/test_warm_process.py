@@ -75,7 +75,7 @@ def test_warm_process_that_cannot_start_makes_ranks_start_cold(tmp_path):
 def test_files_in_the_current_directory_replace_no_module_of_the_warm_process(tmp_path):
     for name in ("wave", "queue", "random"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write('{name} ')")
-    code = "import sys; sys.path.remove(''); from tests.core.parallel import warm_cases; warm_cases.main('warm', '.')"
+    code = "import sys; sys.path.remove(''); from tests.launch import warm_cases; warm_cases.main('warm', '.')"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -31,7 +31,7 @@ class RankFailure:
     time: int
     """Of its report, in seconds since 1970; 0 if it left none."""
     report: dict[str, Any]
-    """What it wrote with `launch.report_failure`, with `text`; empty if it wrote nothing."""
+    """What it wrote with `launched.report_failure`, with `text`; empty if it wrote nothing."""
     node: str = ""
     """The node on which it ran; empty where there is one node."""
 

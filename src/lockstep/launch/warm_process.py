@@ -30,17 +30,8 @@ MODULES = (
     "torch.distributed.fsdp",
     "torch.nn.parallel.distributed",
     "torch.utils.flop_counter",
-    "pydantic.type_adapter",
-    "lockstep.__main__",
-    "lockstep.cli.application",
-    "lockstep.core.config.config_file",
-    "lockstep.trainer.trainer",
-    "lockstep.parts.writers.console",
-    "lockstep.parts.writers.json_lines",
-    "lockstep.parts.writers.text_log",
-    "rich.console",
 )
-"""What every rank imports until its first step."""
+"""What every rank imports of torch until its first step."""
 
 _SAFE_PATH = "PYTHONSAFEPATH"
 _ENDS_S = 5.0  # from the last words of a process to its end, where a machine has much to do
@@ -58,7 +49,7 @@ def start(modules: Sequence[str] = ()) -> None:
     Environment variables that libraries read while they are imported (OMP_NUM_THREADS) must be set before.
 
     Args:
-        modules: further modules to import, such as those of the run's task.
+        modules: modules to import besides those of torch.
     """
     global _warm_pid
     if _warm_pid is not None or not is_possible():

@@ -9,10 +9,7 @@ import mmap
 import os
 from pathlib import Path
 
-from lockstep.launch import launch_folder
-
-FOLDER = "LOCKSTEP_HEARTBEATS"
-"""Environment variable: the folder in which the launcher looks for the heartbeats of its ranks."""
+from lockstep.core.parallel.launched import FOLDER, write
 
 _parent = os.getppid()
 
@@ -65,7 +62,7 @@ def own() -> Heartbeat:
         heartbeat = Heartbeat()
     else:
         path = Path(folder, f"rank-{os.environ.get('RANK', '0')}")
-        launch_folder.write(path, bytes(ctypes.sizeof(Heartbeat)))
+        write(path, bytes(ctypes.sizeof(Heartbeat)))
         with path.open("r+b") as file:
             heartbeat = Heartbeat.from_buffer(mmap.mmap(file.fileno(), 0))
     heartbeat.step = -1
