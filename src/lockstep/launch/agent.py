@@ -182,7 +182,7 @@ class RankAgent(SimpleElasticAgent):
         return [rank for rank in ended if not heartbeat.has_ended(self.folder, rank)]
 
     def _must_end(self) -> bool:
-        """Whether the ranks of another node have failed."""
+        """True if the ranks of another node have failed."""
         try:
             return self.start.look()
         except BaseException:
@@ -213,7 +213,7 @@ class RankAgent(SimpleElasticAgent):
             write_report(self._report(rank), text, **more)
 
     def _warm_process_is_gone(self) -> bool:
-        """Whether the warm process has ended. Ranks whose exit codes are unknown are the first to show it."""
+        """True if the warm process has ended. Ranks whose exit codes are unknown are the first to show it."""
         deadline = time.monotonic() + _ENDS_S
         while warm_process.how_it_ended() is None:
             unknown = any(process.exitcode == _UNKNOWN for process in self.processes.values())

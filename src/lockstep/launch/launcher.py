@@ -71,7 +71,7 @@ class Launchers(Protocol):
         """
 
     def agree(self, number: int, ending: Ending | None) -> Decision:
-        """What follows after start `number`, on all nodes, and its history for the next decision.
+        """Decide what follows after start `number`, on all nodes.
 
         Args:
             ending: how the ranks of this node ended; None where it was not in this start.
@@ -172,7 +172,7 @@ def _run_once(
 
 
 def rank_failures(failures: Mapping[int, ProcessFailure]) -> tuple[RankFailure, ...]:
-    """What torch's agent says of ranks that failed, with what they reported."""
+    """The failures that torch's agent names, with what the ranks reported."""
     return tuple(
         RankFailure(rank, failure.exitcode, int(failure.timestamp), _report_of(failure))
         for rank, failure in failures.items()
@@ -207,7 +207,7 @@ class Forwarding:
         """Name of the signal."""
         self.folder: Path | None = None
         self.defers = False
-        """Whether a request waits for the ranks, which start soon. Otherwise it raises Preempted where no rank runs."""
+        """True if a request waits for the ranks, which start soon. Else it raises Preempted where no rank runs."""
         self._passed_on: Path | None = None
         is_main = threading.current_thread() is threading.main_thread()  # no other thread can handle signals
         for number in not_ignored(ASKING) if is_main else ():

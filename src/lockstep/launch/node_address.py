@@ -73,7 +73,7 @@ def parse_nnodes(text: str, where: str = "--nnodes") -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Several:
-    """How many nodes, and where they meet."""
+    """The number of nodes, and where they meet."""
 
     least: int
     most: int
@@ -81,7 +81,7 @@ class Several:
 
 
 def several(nnodes: str | None, rendezvous: str | None) -> Several | None:
-    """What `--nnodes` and `--rendezvous` say. None: there is one node.
+    """Read `--nnodes` and `--rendezvous`. None: there is one node.
 
     Raises:
         UsageError: a text is wrong, or there is no place to meet, or no number of nodes.
@@ -203,7 +203,7 @@ def wait_for(endpoint: Endpoint, limit_s: float) -> None:
 
 
 def is_own(address: str) -> bool:
-    """Whether an interface of this machine has this address."""
+    """True if an interface of this machine has this address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -214,7 +214,7 @@ def is_own(address: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes of the same machine can use this address."""
+    """True if only processes of the same machine can use this address."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:

@@ -42,7 +42,7 @@ _SETTINGS_S = 10.0
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which nodes make a run."""
+    """The nodes that make a run."""
 
     least: int
     """The ranks start when so many nodes are there."""
@@ -51,9 +51,9 @@ class Nodes:
     run_id: str
     """The same on all nodes, and another for each run."""
     wait_s: float
-    """How long to wait for nodes, in seconds."""
+    """Seconds to wait for nodes."""
     keys: dict[str, Any]
-    """What must be the same on all nodes: the config's training keys."""
+    """Values that must be the same on all nodes: the config's training keys."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,9 @@ class Pulse:
         self.stopped_by = ""
         """The request to stop of any node; empty if there is none."""
         self.is_over = False
-        """Whether the start that is watched has ended on a node."""
+        """True if the start that is watched has ended on a node."""
         self.has_joining = False
-        """Whether a node waits for the next start."""
+        """True if a node waits for the next start."""
         self.failed = ""
         """Why the thread has ended."""
         self._beats = 0

@@ -96,7 +96,7 @@ class SeveralNodes:
         self.rank = 0
         """The group rank of this node."""
         self.joining = False
-        """Whether the ranks were asked to stop for a node that joins."""
+        """True if the ranks were asked to stop for a node that joins."""
 
     @functools.cached_property
     def first(self) -> int:
@@ -206,7 +206,7 @@ class SeveralNodes:
     # ---- while ranks run
 
     def _look(self) -> bool:
-        """Pass on requests to stop. Whether the ranks of this node must end, because those of other nodes have failed.
+        """Pass on requests to stop. True if the ranks of this node must end, because those of other nodes have failed.
 
         Called twice a second while ranks run.
 
@@ -236,7 +236,7 @@ class SeveralNodes:
     # ---- to agree
 
     def agree(self, number: int, ending: Ending | None) -> Decision:
-        """What follows after start `number`, on all nodes. Waits until all have told how their ranks ended."""
+        """Decide what follows after start `number`, on all nodes, when all have told how their ranks ended."""
         if ending is not None:
             self._tell(ending)
         decision = self._decision_of(number)
@@ -311,7 +311,7 @@ class SeveralNodes:
         self.session.notes.call(lambda store: store.compare_set(f"{number}/verdict", "", text))
 
     def _decision_of(self, number: int) -> Decision:
-        """What follows from the verdict on a start: the same on all nodes."""
+        """The decision that follows from the verdict on a start: the same on all nodes."""
         verdict = json.loads(self.session.notes.call(lambda store: store.get(f"{number}/verdict")))
         return decide(Ending.of(verdict["ending"]), History(**verdict["history"]), verdict["max_restarts"])
 

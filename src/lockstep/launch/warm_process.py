@@ -31,7 +31,7 @@ MODULES = (
     "torch.nn.parallel.distributed",
     "torch.utils.flop_counter",
 )
-"""What every rank imports of torch until its first step."""
+"""Modules of torch that every rank imports until its first step."""
 
 _SAFE_PATH = "PYTHONSAFEPATH"
 _ENDS_S = 5.0  # from the last words of a process to its end, where a machine has much to do
@@ -39,7 +39,7 @@ _warm_pid: int | None = None
 
 
 def is_possible() -> bool:
-    """Whether this system can fork ranks safely. On macOS, system libraries may start threads at any time."""
+    """True if this system can fork ranks safely. On macOS, system libraries may start threads at any time."""
     return sys.platform == "linux" and "forkserver" in multiprocessing.get_all_start_methods()
 
 
@@ -109,7 +109,7 @@ def _tell_cold(reason: str) -> None:
 
 
 def how_it_ended() -> str | None:
-    """How the warm process ended. None: it runs, or was not started. An empty text: it ended by itself, and said why.
+    """The end of the warm process. None: it runs, or was not started. An empty text: it ended by itself, and said why.
 
     Python would start a new fork server instead, which has imported nothing.
     """

@@ -145,7 +145,7 @@ class Watchdog:
         return text
 
     def _answers(self, prefix: str, wait_s: float) -> dict[int, str]:
-        """What each rank wrote under `prefix`; an empty text for ranks that write nothing within `wait_s` seconds."""
+        """The text of each rank under `prefix`; empty for ranks that write nothing within `wait_s` seconds."""
         assert self.store is not None
         keys = [f"{prefix}{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + wait_s

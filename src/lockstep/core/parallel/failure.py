@@ -26,7 +26,7 @@ _GRACE_S = 10.0
 
 
 def _is_of_connection(error: Exception) -> bool:
-    """Whether a collective or the store failed. gloo raises plain RuntimeErrors, which name the line of its source."""
+    """True if a collective or the store failed. gloo raises plain RuntimeErrors, which name the line of its source."""
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_OF_GLOO.search(str(error))))
 
 

@@ -1,4 +1,4 @@
-"""What a rank and its launcher tell each other: environment variables, and files in the folder of the launch.
+"""Words between a rank and its launcher: environment variables, and files in the folder of the launch.
 
 This file imports no torch: a rank may have to report a failure before, and a launcher of one machine needs no torch.
 """

@@ -29,7 +29,7 @@ _EVERY_S = 1.0
 
 
 def is_another(number: int, asked_at: float) -> bool:
-    """Whether a signal that arrives now is a new request, and not that of `asked_at` (monotonic seconds) again."""
+    """True if a signal that arrives now is a new request, and not that of `asked_at` (monotonic seconds) again."""
     return time.monotonic() - asked_at > (_KEY_S if number == signal.SIGINT else _ONCE_S)
 
 
@@ -143,7 +143,7 @@ def _watch(flag: StopFlag, pipe: int) -> None:
 
 
 class StopConsensus:
-    """Whether any rank was asked to stop: the same answer on all ranks, at the same call.
+    """Agreement on whether any rank was asked to stop: the same answer on all ranks, at the same call.
 
     Call it after equal amounts of work on every rank. The ranks communicate about once a second. The number of calls in
     a second follows from the time that the earlier calls took. It is summed over ranks, so that all ranks compute the
@@ -156,9 +156,9 @@ class StopConsensus:
         self.begun = self.since = time.perf_counter()
         self._agreed_s = 0.0
         self.wants_end: Callable[[], bool] = lambda: False
-        """Whether something on this rank asks that the training ends as after its last step."""
+        """True if something on this rank asks that the training ends as after its last step."""
         self.ends = False
-        """Whether something on any rank asked for it, at the last communication."""
+        """True if something on any rank asked for it, at the last communication."""
 
     @property
     def elapsed_s(self) -> float:
