@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch import preload, warm_process
+from lockstep.trainer import local_ranks
 from tests.processes import HANG_S, is_running, launched, wait_for
 from tests.selection import mainly
 
@@ -124,7 +125,8 @@ class Names(Plain):
 
 def _preloaded(folder):
     """Names of all modules that are loaded where those of the warm process are."""
-    modules = ",".join((*warm_process.MODULES, "torch.utils.tensorboard"))
+    own = ("lockstep.cli.application", *local_ranks.MODULES)
+    modules = ",".join((*warm_process.MODULES, *own, "torch.utils.tensorboard"))
     command = f"import importlib, sys, json; [importlib.import_module(m) for m in {modules!r}.split(',')]; "
     command += "print(json.dumps(list(sys.modules)))"
     return json.loads(subprocess.run([sys.executable, "-c", command], capture_output=True, check=True).stdout)
