@@ -128,7 +128,7 @@ def _watch(flag: StopFlag, pipe: int) -> None:
             continue
         again = flag.note(number)
         if launched.LAUNCHED in os.environ:
-            # After a rank died, torch's agent ends the others with SIGTERM: they can neither agree nor save any more.
+            # After a rank died, the launcher ends the others with SIGTERM: they can neither agree nor save any more.
             folder = os.environ.get(launched.FOLDER)
             if (
                 number == signal.SIGTERM
