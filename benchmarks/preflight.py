@@ -167,8 +167,8 @@ def cost(rounds: int) -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "measured.py").write_text(code)
-        begin = "from lockstep.core.parallel import launch; import measured; "
-        begin += "launch.prepare(2); launch.launch([], 2, main=measured.main)"
+        begin = "from lockstep.launch import launcher; import measured; "
+        begin += "launcher.prepare(2); launcher.launch([], 2, main=measured.main)"
         environment = os.environ | {"PYTHONPATH": folder}
         subprocess.run([sys.executable, "-c", begin], env=environment, check=True, cwd=folder)
 

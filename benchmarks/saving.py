@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 LAYERS = 24
@@ -139,8 +140,9 @@ def rank_main(rounds, parameters, busy, folder):
 
     torch.set_num_threads(1)
     from lockstep.core.parallel.world import join_world
+    from lockstep.launch.watchdog import Watchdog
 
-    with join_world("cpu", folder=folder) as world:
+    with join_world("cpu", watch=partial(Watchdog, timeout_s=600, folder=folder)) as world:
         loop = Loop(world, parameters, folder)
         loop.steps(2)
         count, found = MIN_STEPS, []

@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,6 +48,7 @@ from lockstep.core import run_model
 from lockstep.core.parallel.signals import StopConsensus, StopFlag
 from lockstep.core.parallel.world import join_world
 from lockstep.core.task import Task
+from lockstep.launch.watchdog import Watchdog
 
 LAYERS, VOCABULARY, LENGTH, HEAD = 12, 8192, 32, 64
 BATCH, LOG, PHASE = 4, 50, 10  # samples over both ranks; steps
@@ -211,7 +213,7 @@ def steps_rank(folder, options):
     task = Text(options.parameters, steps=(options.rounds + 1) * PHASE)
     lockstep = trainer_of("fsdp", folder / "run", options.fused)
     times = {"plain": [], "Lockstep": []}
-    with join_world("cpu", folder=folder) as world:
+    with join_world("cpu", watch=partial(Watchdog, timeout_s=600, folder=folder)) as world:
         prepared = lockstep._prepare(task, world)
         order = [
             [index for chunk in prepared.plan.rank_micro_batches(step, world.rank) for index in chunk.indices]

@@ -32,15 +32,6 @@ ALLOWED = {
     "core.part": set(),
     "verify.reference": {"core.task", "verify.reference"},  # shares nothing with what it judges
 }
-NOT_YET = {
-    ("core.parallel.failure", "launch.launch"),
-    ("core.parallel.heartbeat", "launch.launch_folder"),
-    ("core.parallel.watchdog", "launch.launch"),
-    ("core.parallel.world", "launch.launch"),
-    ("core.run_directory", "launch.launch"),
-    ("launch.launch", "__main__"),
-}
-"""Imports against these directions that are left to remove: (module, imported module)."""
 
 
 def part_of(module):
@@ -104,7 +95,7 @@ def test_modules_import_in_one_direction():
     against = {
         (module, name) for module, path in MODULES.items() for name in imports(path) if not is_allowed(module, name)
     }
-    assert against == NOT_YET
+    assert against == set()
 
 
 def test_every_folder_is_there():

@@ -18,7 +18,7 @@ from lockstep.core import run_directory
 from lockstep.core.checkpoint.store import Retention
 from lockstep.core.config import config_file
 from lockstep.core.errors import UsageError
-from lockstep.launch.launch import RESTARTS
+from lockstep.core.parallel.launched import RESTARTS
 from lockstep.parts.factory import files_of_writers
 from tests import own_tasks, runs
 from tests.core.checkpoint.cases import ALONE

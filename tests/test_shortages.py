@@ -12,8 +12,9 @@ import pytest
 from lockstep.core import shortages
 from lockstep.core.data import worker_deaths
 from lockstep.core.errors import DataError, Preempted
+from lockstep.core.parallel import launched
 from lockstep.core.shortages import ShortageError
-from lockstep.launch import launch, launch_folder
+from lockstep.launch import launcher, start
 from tests.own_tasks import Plain
 from tests.runs import config, fit
 
@@ -120,17 +121,17 @@ def test_a_launch_on_a_full_disk_ends_before_it_starts_ranks(tmp_path, monkeypat
     temporary_files_in(tmp_path, monkeypatch)
     Disk(monkeypatch, type(tmp_path))
     with pytest.raises(ShortageError, match=f"TMPDIR={tmp_path}: temporary files cannot be written: No space left"):
-        launch.launch([], nproc=2)
+        launcher.launch([], nproc=2, main=print)
     assert not list(tmp_path.iterdir())
 
 
 def test_reports_and_requests_to_stop_use_the_room_that_was_kept(tmp_path, monkeypatch, capfd):
-    before = {number: signal.getsignal(number) for number in launch.ASKING}
+    before = {number: signal.getsignal(number) for number in launcher.ASKING}
     temporary_files_in(tmp_path, monkeypatch)
-    with launch_folder.made(2) as folder:
+    with start.folder_of(2) as folder:
         disk = Disk(monkeypatch, type(tmp_path))
         try:
-            stop = launch.Forwarding(ends_process=False)
+            stop = launcher.Forwarding(ends_process=False)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -138,12 +139,12 @@ def test_reports_and_requests_to_stop_use_the_room_that_was_kept(tmp_path, monke
         stop.pass_on("SIGTERM")
         assert (folder / "stop").read_text() == "SIGTERM"
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error-0.json"))
-        launch.report_failure(Preempted("stopped, saved"), "stopped, saved")
+        launched.report_failure(Preempted("stopped, saved"), "stopped, saved")
         assert "stopped, saved" in (folder / "error-0.json").read_text()
         for kept in folder.glob("kept-room-*"):
             kept.unlink()
         disk.room = 0
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error-1.json"))
-        launch.report_failure(Preempted("stopped, saved"), "stopped, saved")  # and the rank keeps its exit code
+        launched.report_failure(Preempted("stopped, saved"), "stopped, saved")  # and the rank keeps its exit code
         assert not (folder / "error-1.json").exists()
         assert "stopped, saved\n(the launcher cannot be told of it" in capfd.readouterr().err

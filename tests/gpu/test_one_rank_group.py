@@ -84,7 +84,7 @@ def test_group_takes_tensors_of_the_host_and_of_the_device(group):
 
 
 def test_report_of_a_hang_names_the_collectives_of_the_device(group):
-    flight_recorder = pytest.importorskip("lockstep.core.parallel.flight_recorder")
+    flight_recorder = pytest.importorskip("lockstep.launch.flight_recorder")
     dist.all_reduce(torch.ones(3, 5, device=group.device))
     text = flight_recorder.describe({0: flight_recorder.of_this_rank()})
     backend = "nccl" if group.kind == "cuda" else "gloo"

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.core.errors import RankError
-from lockstep.core.parallel import heartbeat
-from lockstep.launch import agent, decision, launch, warm_process
+from lockstep.core.parallel import launched
+from lockstep.launch import agent, decision, launcher, start, warm_process
 from tests.launch import abort_cases
 
 
@@ -36,9 +36,11 @@ def test_a_rank_may_end_with_exit_code_255_itself(monkeypatch):
 
 
 def test_exit_code_0_before_the_end_of_the_main_function_is_a_failure_that_names_the_rank(tmp_path, monkeypatch):
-    monkeypatch.setenv(heartbeat.FOLDER, str(tmp_path))
-    ended = agent.run_ranks(abort_cases.end_early_on_rank_1, (str(tmp_path),), nproc=3, folder=tmp_path)
-    failures = launch.rank_failures(ended)
+    monkeypatch.setenv(launched.FOLDER, str(tmp_path))
+    arguments = (str(tmp_path),)
+    begun = start.on_one_node(3)
+    ended = agent.run_ranks(abort_cases.end_early_on_rank_1, arguments, nproc=3, folder=tmp_path, start=begun)
+    failures = launcher.rank_failures(ended)
     assert [failure.rank for failure in failures if failure.exit_code == 0] == [1]
     first = decision.decide(decision.Ending(failures, step=7), decision.History(), 3)
     assert first.text.startswith("rank 1 failed: it ended with exit code 0 before the end of the command")

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.core import errors
 from lockstep.core.errors import Preempted
-from lockstep.launch import launch
+from lockstep.core.parallel import launched
 from lockstep.launch.decision import Action, Ending, History, RankFailure, decide
 
 NEW = History()
@@ -104,7 +104,7 @@ def test_an_exception_before_the_first_step_of_a_new_run_is_not_tried_again():
 )
 def test_a_rank_reports_whether_its_error_came_from_outside(tmp_path, monkeypatch, error, from_outside):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
-    launch.report_failure(error, "text")
+    launched.report_failure(error, "text")
     report = json.loads((tmp_path / "error").read_text())["message"]["extraInfo"]
     assert report["from_outside"] is from_outside
 

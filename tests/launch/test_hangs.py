@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -19,11 +20,11 @@ from torch.distributed import HashStore
 
 from lockstep import Trainer
 from lockstep.core.errors import MemoryShortage
-from lockstep.core.parallel import failure, flight_recorder, heartbeat, torch_internals, watchdog, world
-from lockstep.core.parallel.heartbeat import Heartbeat, Phase
+from lockstep.core.parallel import failure, heartbeat, launched, torch_internals, world
+from lockstep.core.parallel.heartbeat import Phase
 from lockstep.core.parallel.torch_internals import MainThread
-from lockstep.core.parallel.world import join_world
-from lockstep.launch import launch
+from lockstep.core.parallel.world import World, join_world
+from lockstep.launch import flight_recorder, watchdog
 from tests import own_tasks, ranks, runs
 from tests.processes import HANG_S
 from tests.ranks import run_ranks
@@ -50,6 +51,10 @@ def test_main_thread_inside_a_c_function_does_not_move():
     os.close(writing)
 
 
+def alone():
+    return World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+
+
 @pytest.fixture
 def reported(monkeypatch, tmp_path):
     """A watchdog with a timeout of 0.4 s, and the event that it would report a hang."""
@@ -57,7 +62,7 @@ def reported(monkeypatch, tmp_path):
     monkeypatch.setattr(watchdog, "_LENIENCE", 100)
     monkeypatch.setattr(watchdog, "_BUSY", 0.0)  # other processes may leave little of the CPU
     monkeypatch.setattr(watchdog.Watchdog, "_report", lambda self: (event.set(), self.closed.set()))
-    made = watchdog.Watchdog(Heartbeat(), None, rank=0, size=1, timeout_s=0.4, folder=tmp_path / "none")
+    made = watchdog.Watchdog(alone(), None, timeout_s=0.4, folder=tmp_path / "none")
     yield event
     made.close()
 
@@ -94,8 +99,8 @@ class Simulation:
         monkeypatch.setattr(watchdog, "faulthandler", mock.Mock())
         monkeypatch.setattr(watchdog.threading, "Thread", mock.Mock())
         monkeypatch.setattr(watchdog.Watchdog, "_report", self.report)
-        self.heartbeat = Heartbeat()
-        self.watchdog = watchdog.Watchdog(self.heartbeat, None, rank=0, size=1, timeout_s=10, folder=tmp_path)
+        self.watchdog = watchdog.Watchdog(alone(), None, timeout_s=10, folder=tmp_path)
+        self.heartbeat = self.watchdog.heartbeat
         self.watchdog.closed = self
 
     def report(self):
@@ -179,7 +184,7 @@ def holding_the_lock_of_the_interpreter(folder, output):
     faulthandler.dump_traceback_later = dump_soon
     with open(output, "w") as file:
         os.dup2(file.fileno(), 2)
-    watchdog.Watchdog(Heartbeat(), None, rank=0, size=1, timeout_s=100, folder=Path(folder)).tick_s = 0.01
+    watchdog.Watchdog(alone(), None, timeout_s=100, folder=Path(folder)).tick_s = 0.01
     is_set.wait()
     ctypes.PyDLL(None).pause()
 
@@ -198,10 +203,10 @@ def test_stacks_of_a_rank_that_cannot_report_are_on_stderr_and_no_file_is_left_o
 
 
 def test_a_report_begins_below_the_command(tmp_path):
-    made = watchdog.Watchdog(Heartbeat(), None, rank=0, size=1, timeout_s=100, folder=tmp_path)
+    made = watchdog.Watchdog(alone(), None, timeout_s=100, folder=tmp_path)
     made.close()
     scope = {"stack": made._stack}
-    exec(compile("text = stack()", "/any/lockstep/commands/train.py", "exec"), scope)
+    exec(compile("text = stack()", "/any/lockstep/cli/train.py", "exec"), scope)
     assert "in _stack" in scope["text"]
     assert "test_a_report_begins" not in scope["text"]
 
@@ -314,7 +319,7 @@ def order_of_leaving():
 
     dist.destroy_process_group = destroy
     try:
-        with join_world("cpu", folder=world.Path("/nowhere")):
+        with join_world("cpu", watch=partial(watchdog.Watchdog, timeout_s=600, folder=Path("/nowhere"))):
             pass
     finally:
         dist.destroy_process_group = leave
@@ -336,7 +341,7 @@ def test_restart_that_does_something_else_is_known_to_all_ranks(monkeypatch, tmp
     error = second._error_of(second.first)
     assert error.retries_differently
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    launch.report_failure(error, str(error))
+    launched.report_failure(error, str(error))
     assert json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["retries_differently"]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.core.errors import Preempted, RankError
 from lockstep.core.parallel import heartbeat
-from lockstep.launch import launch
+from lockstep.launch import agent, launcher
 
 
 def failed(code, retryable=True, retries_differently=False):
@@ -32,28 +32,28 @@ def failed(code, retryable=True, retries_differently=False):
 
 @pytest.fixture
 def starts(monkeypatch):
-    """Runs `launch` over (step, failure) per start; gives how often it started, and what it raised."""
+    """Runs `launcher.launch` over (step, failure) per start; gives how often it started, and what it raised."""
 
     def run(outcomes, max_restarts):
         steps = []
 
-        def once(arguments, nproc, folder, main):
+        def once(main, arguments, *, nproc, folder, start):
             step, failure = outcomes[min(len(steps), len(outcomes) - 1)]
             steps.append(step)
             one = heartbeat.Heartbeat(pid=0, step=step)
             (folder / "rank-0").write_bytes(ctypes.string_at(ctypes.addressof(one), ctypes.sizeof(one)))
             return failure.failures if failure else {}
 
-        monkeypatch.setattr(launch, "_run_once", once)
+        monkeypatch.setattr(agent, "run_ranks", once)
         error = None
         try:
-            launch.launch(["nothing"], 2, max_restarts)
+            launcher.launch(["nothing"], 2, max_restarts, main=print)
         except (RankError, Preempted) as raised:
             error = raised
         return len(steps), error
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    before = {number: signal.getsignal(number) for number in launch.ASKING}
+    before = {number: signal.getsignal(number) for number in launcher.ASKING}
     yield run
     for number, handler in before.items():
         signal.signal(number, handler)

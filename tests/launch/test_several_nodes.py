@@ -3,12 +3,14 @@
 import contextlib
 import itertools
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,13 +21,12 @@ from typer.testing import CliRunner
 
 from lockstep.cli.application import app
 from lockstep.core.errors import Preempted, UsageError
-from lockstep.launch import node_session, node_store
-from lockstep.launch.decision import Action, Decision, History
-from lockstep.launch.launch import Forwarding
-from lockstep.launch.node_address import GLOO_INTERFACE, Endpoint
-from lockstep.launch.node_launch import NodeRun
-from lockstep.launch.node_session import MissingNodesError, Nodes, Session
-from lockstep.launch.node_store import BoundedStore, Clock, Pulse, StoreLostError
+from lockstep.launch import launcher, node_address, node_session, several_nodes
+from lockstep.launch.decision import Action, Decision, Ending, History, RankFailure
+from lockstep.launch.launcher import Forwarding, start_until_done
+from lockstep.launch.node_address import GLOO_INTERFACE, Clock, Endpoint, MissingNodesError
+from lockstep.launch.node_session import BoundedStore, Nodes, Pulse, Session, StoreLostError
+from lockstep.launch.several_nodes import SeveralNodes
 from tests import processes, rank_cases
 from tests.processes import HANG_S, launched
 from tests.ranks import run_ranks
@@ -104,7 +105,7 @@ def port(monkeypatch):
 
 @pytest.fixture
 def session(port):
-    with contextlib.closing(Session(nodes(port))) as made:
+    with contextlib.closing(Session(nodes(port), 1)) as made:
         yield made
 
 
@@ -118,7 +119,7 @@ def session(port):
 )
 def test_a_node_with_another_command_says_what_differs(session, port, other, words):
     with pytest.raises(UsageError) as caught:
-        Session(nodes(port, **other))
+        Session(nodes(port, **other), 1)
     assert words in str(caught.value)
     assert re.search(r"process \d+ on here", str(caught.value))
 
@@ -126,15 +127,15 @@ def test_a_node_with_another_command_says_what_differs(session, port, other, wor
 def test_another_version_is_named(session, port, monkeypatch):
     monkeypatch.setattr("lockstep.__version__", "0.0.1")
     with pytest.raises(UsageError, match=r"version of Lockstep: '.*' there, '0.0.1' here"):
-        Session(nodes(port))
+        Session(nodes(port), 1)
 
 
 def test_a_host_that_nobody_reaches_is_waited_for_and_named(port, monkeypatch, capfd):
     monkeypatch.setenv(node_session.SERVES, "0")
-    monkeypatch.setattr(node_session, "_TELL_AFTER_S", 0.1)
-    monkeypatch.setattr(node_session, "Clock", lambda: Mock(look=Mock(side_effect=itertools.count(0.0, 0.2))))
+    monkeypatch.setattr(node_address, "_TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(node_address, "Clock", lambda: Mock(look=Mock(side_effect=itertools.count(0.0, 0.2))))
     with pytest.raises(MissingNodesError) as caught:
-        Session(nodes(port, wait_s=0.6))
+        Session(nodes(port, wait_s=0.6), 1)
     assert f"waited 0.6 s in vain for the node at 127.0.0.1:{port}" in str(caught.value)
     assert "firewall" in str(caught.value)
     assert f"waiting for the node at 127.0.0.1:{port}" in capfd.readouterr().err
@@ -142,23 +143,23 @@ def test_a_host_that_nobody_reaches_is_waited_for_and_named(port, monkeypatch, c
 
 def test_a_name_that_nobody_knows_is_waited_for_and_named(port):
     with pytest.raises(MissingNodesError, match=r"the name no-such-host.invalid to be known"):
-        Session(nodes(port, endpoint=Endpoint("no-such-host.invalid", port), wait_s=0.6))
+        Session(nodes(port, endpoint=Endpoint("no-such-host.invalid", port), wait_s=0.6), 1)
 
 
 def test_a_listener_that_is_no_launcher_is_named(port, monkeypatch):
-    for module in (node_session, node_store):
-        monkeypatch.setattr(module, "gone_after_s", lambda: 0.5)
+    monkeypatch.setattr(node_session, "gone_after_s", lambda: 0.5)
     with socket.socket() as foreign:
         foreign.bind(("127.0.0.1", port))
         foreign.listen()
         with pytest.raises(UsageError, match="is no launcher of this command"):
-            Session(nodes(port))
+            Session(nodes(port), 1)
 
 
-def test_no_call_waits_for_ever():
+def test_no_call_waits_for_ever(monkeypatch):
+    monkeypatch.setattr(node_session, "gone_after_s", lambda: 0.3)
     store, over = BoundedStore(HashStore, "node0:29400"), threading.Event()
     with pytest.raises(StoreLostError, match=r"the node at node0:29400, .* is gone: no answer for 0.3 s"):
-        store.call(lambda store: over.wait(), 0.3)
+        store.call(lambda store: over.wait())
     over.set()
 
 
@@ -169,13 +170,15 @@ def test_time_stands_still_for_a_process_that_is_frozen(monkeypatch):
 
 
 def test_signs_of_life_and_news_are_found(monkeypatch):
-    monkeypatch.setattr(node_store, "_BEAT_S", 0.01)
+    monkeypatch.setattr(node_session, "_BEAT_S", 0.01)
     store = HashStore()
     pulse = Pulse(lambda: store, 1)
     pulse.limit = 5
-    pulse.watch([1, 2], "0/over", lambda: 1)
+    pulse.watch([1, 2], "0/over", "0/waiting")
     processes.wait_for(lambda: pulse.gone() == [2])
-    assert pulse.has_joining
+    assert not pulse.has_joining
+    store.set("0/waiting", "1")
+    processes.wait_for(lambda: pulse.has_joining)
     assert not pulse.is_over
     store.set("0/over", "1")
     processes.wait_for(lambda: pulse.is_over)
@@ -190,7 +193,7 @@ def test_signs_of_life_and_news_are_found(monkeypatch):
 def test_a_request_to_stop_that_is_told_again_and_again_makes_no_other_node_gone(monkeypatch):
     # Launchers that wait for the ranks of other nodes tell it many times a second.
     limit, beats = Pulse(HashStore, 1).limit, []
-    monkeypatch.setattr(node_store, "_BEAT_S", HANG_S)  # all beats are because of the request
+    monkeypatch.setattr(node_session, "_BEAT_S", HANG_S)  # all beats are because of the request
 
     class Counting(HashStore):
         def add(self, key, value):
@@ -224,22 +227,64 @@ def test_a_request_to_stop_waits_for_the_ranks_once_the_nodes_have_met(monkeypat
 
 @pytest.mark.parametrize("text", ["soon", "nan", "inf", "-1", "0"])
 def test_a_wrong_time_until_a_node_counts_as_gone_is_refused(text, port, monkeypatch):
-    monkeypatch.setenv(node_store.GONE_AFTER, text)
+    monkeypatch.setenv(node_session.GONE_AFTER, text)
     with pytest.raises(UsageError, match="no number of seconds"):
-        Session(nodes(port))
-    monkeypatch.setenv(node_store.GONE_AFTER, "1")
-    assert node_store.gone_after_s() == 3
+        Session(nodes(port), 1)
+    monkeypatch.setenv(node_session.GONE_AFTER, "1")
+    assert node_session.gone_after_s() == 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_the_run_stopped_is_told_on_every_node(rank, capfd, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     text = "stopped by SIGTERM on node a at step 63 of 100, saved"
-    notes = SimpleNamespace(call=lambda job: 0)
-    run = NodeRun(SimpleNamespace(notes=notes, check=lambda: None), 1, 3, Forwarding())
-    monkeypatch.setattr(run, "_meet", lambda number: SimpleNamespace(rank=rank))
-    monkeypatch.setattr(run, "_start", lambda *_: None)
+    run = SeveralNodes(SimpleNamespace(), 3, Forwarding())
+    run.first, run.rank = 0, rank
+    monkeypatch.setattr(run, "meet", lambda number: "start")
+    monkeypatch.setattr(launcher, "_run_once", lambda *_: "ending")
+    monkeypatch.setattr(run, "_tell", lambda ending: None)
     monkeypatch.setattr(run, "_decision_of", lambda number: Decision(Action.STOP, History(), text))
     with pytest.raises(Preempted):
-        run.train([], lambda arguments: None)
+        start_until_done(run, [], 1, print, run.stop)
     assert capfd.readouterr().err == (f"{text}\n" if rank else "")  # the log of rank 0 says so on the first node
+
+
+@pytest.fixture
+def launchers(port, monkeypatch):
+    """Makes launchers of 2 or 3 nodes."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(several_nodes, "_LAST_CALL_S", 0.0)
+    with contextlib.ExitStack() as stack:
+        yield lambda: SeveralNodes(
+            stack.enter_context(contextlib.closing(Session(nodes(port, most=3), 1))), 3, Forwarding()
+        )
+
+
+def test_nodes_meet_and_one_that_comes_later_waits_for_the_next_start(launchers):
+    first, second, late = (launchers() for _ in range(3))
+    with ThreadPoolExecutor() as pool:
+        starts = list(pool.map(lambda one: one.meet(0), (first, second)))
+        assert [(start.rank, start.sizes) for start in starts] == [(0, [1, 1]), (1, [1, 1])]
+        assert starts[0].port == starts[1].port
+        waits = pool.submit(late.meet, 0)
+        processes.wait_for(lambda: first.session.pulse.has_joining)
+        assert not waits.done()
+        stopped = RankFailure(0, Preempted.exit_code, 1, {"text": "stopped, saved"})
+        second._set_verdict(0, Ending((stopped,), joining=True))
+        assert waits.result() is None
+        decisions = [one.agree(0, None) for one in (first, second, late)]
+        assert {decision.text for decision in decisions} == {"a node joins: all ranks start again, with its ranks"}
+        assert launchers().first == 1
+        starts = list(pool.map(lambda one: one.meet(1), (first, second, late)))
+    assert [start.rank for start in starts] == [0, 1, 2]
+
+
+def test_a_node_that_came_and_went_is_known_to_all(launchers, monkeypatch):
+    monkeypatch.setattr(several_nodes, "gone_after_s", lambda: 0.1)
+    here, gone = launchers(), launchers()
+    gone.session.notes.call(lambda store: store.append("0/here", f"{gone.session.id} "))
+    assert here.meet(0) is None
+    for one in (here, gone):
+        assert one.agree(0, None).text.startswith("node which came and went gave no sign of life")
+    assert not here.members

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch import preload, warm_process
+from lockstep.trainer import local_ranks
 from tests.processes import HANG_S, is_running, launched, wait_for
 from tests.selection import mainly
 
@@ -75,7 +76,7 @@ def test_warm_process_that_cannot_start_makes_ranks_start_cold(tmp_path):
 def test_files_in_the_current_directory_replace_no_module_of_the_warm_process(tmp_path):
     for name in ("wave", "queue", "random"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write('{name} ')")
-    code = "import sys; sys.path.remove(''); from tests.core.parallel import warm_cases; warm_cases.main('warm', '.')"
+    code = "import sys; sys.path.remove(''); from tests.launch import warm_cases; warm_cases.main('warm', '.')"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -124,7 +125,8 @@ class Names(Plain):
 
 def _preloaded(folder):
     """Names of all modules that are loaded where those of the warm process are."""
-    modules = ",".join((*warm_process.MODULES, "torch.utils.tensorboard"))
+    own = ("lockstep.cli.application", *local_ranks.MODULES)
+    modules = ",".join((*warm_process.MODULES, *own, "torch.utils.tensorboard"))
     command = f"import importlib, sys, json; [importlib.import_module(m) for m in {modules!r}.split(',')]; "
     command += "print(json.dumps(list(sys.modules)))"
     return json.loads(subprocess.run([sys.executable, "-c", command], capture_output=True, check=True).stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ def on_machine(
         allocator.use_expandable_segments(settings.device)
         return settings, nproc or default
     from lockstep.core.config import config_preset
-    from lockstep.core.parallel.signals import LAUNCHED
+    from lockstep.core.parallel.launched import LAUNCHED
 
     chosen = config_preset.read(preset)
     changed = chosen.apply(settings, overrides)
@@ -59,9 +60,9 @@ def is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
 
 def launch(arguments: list[str], nproc: str, settings: RunConfig, *, max_restarts: int = 0, cold: bool = False) -> None:
     """Run `lockstep ARGUMENTS` as ranks on this machine alone, and wait for their end."""
-    from lockstep.launch import launch as launcher
+    from lockstep.launch import launcher
 
-    launcher.launch(arguments, _prepare(nproc, settings, cold=cold), max_restarts)
+    launcher.launch(arguments, _prepare(nproc, settings, cold=cold), max_restarts, main=run_command)
 
 
 def launch_on_nodes(
@@ -78,19 +79,25 @@ def launch_on_nodes(
     """Run `lockstep ARGUMENTS` as ranks on this machine and the other nodes, and wait for their end."""
     ranks = _prepare(nproc, settings, cold=cold)  # before torch is imported here
     from lockstep.core.config import config_file
-    from lockstep.launch import launch, node_launch
+    from lockstep.launch import several_nodes
     from lockstep.launch.node_session import Nodes
 
     keys = config_file.training_keys(settings)
     nodes = Nodes(several.least, several.most, several.endpoint, run_id=run_id, wait_s=wait_s, keys=keys)
-    node_launch.launch(arguments, ranks, nodes, max_restarts, main=launch.run_command)
+    several_nodes.launch(arguments, ranks, nodes, max_restarts, main=run_command)
+
+
+def run_command(arguments: Sequence[str]) -> None:
+    """The main function of a rank: `lockstep ARGUMENTS`."""
+    sys.argv = ["lockstep", *arguments]
+    runpy.run_module("lockstep", run_name="__main__")
 
 
 def _prepare(nproc: str, settings: RunConfig, *, cold: bool) -> int:
     """Start the process from which ranks are forked, and give the number of ranks."""
-    from lockstep.launch import launch
+    from lockstep.launch import launcher
 
     ranks = local_ranks.ranks_of(nproc)
-    offloads = settings.parallel.cpu_offload
-    launch.prepare(ranks, cold=cold, modules=local_ranks.modules_of(settings), host_computes=offloads)
+    modules = ["lockstep.cli.application", *local_ranks.modules_of(settings)]
+    launcher.prepare(ranks, cold=cold, modules=modules, host_computes=settings.parallel.cpu_offload)
     return ranks

@@ -13,6 +13,7 @@ import typer
 
 from lockstep.core import caller, debugging, shortages
 from lockstep.core.errors import LockstepError, Preempted, UsageError, described, exits_are_failures
+from lockstep.core.parallel.launched import LAUNCHED, report_failure
 
 _MARKED = 1 << 16  # bytes of a file in which its mark is looked for
 
@@ -46,9 +47,7 @@ def reporting(debug: bool) -> Iterator[None]:
     except typer.Exit:
         raise
     except Preempted as stopped:
-        from lockstep.launch import launch
-
-        launch.report_failure(stopped, str(stopped))
+        report_failure(stopped, str(stopped))
         if "RANK" not in os.environ and sys.argv[1:2] != ["train"]:
             tell("stopped; the same command begins anew")
         elif "RANK" not in os.environ:  # if a checkpoint was saved, the run has said so
@@ -60,11 +59,8 @@ def reporting(debug: bool) -> Iterator[None]:
         error = shortages.explanation(raised) or debugging.explanation(raised) or raised
         known = isinstance(error, LockstepError)
         text = traceback.format_exc() if debug else str(error) if known else described(error)
-        from lockstep.core.parallel import signals
-        from lockstep.launch import launch
-
-        launch.report_failure(error, text)
-        if signals.LAUNCHED not in os.environ or "RANK" not in os.environ:
+        report_failure(error, text)
+        if LAUNCHED not in os.environ or "RANK" not in os.environ:
             rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
             tell(f"{rank}error: {text}")
         raise typer.Exit(error.exit_code if isinstance(error, LockstepError) else 1) from None

@@ -22,9 +22,9 @@ from lockstep.core.checkpoint.store import Retention
 from lockstep.core.config import config_file
 from lockstep.core.config.sections import RunConfig, training_keys
 from lockstep.core.errors import LockstepError, UsageError, did_you_mean
+from lockstep.core.parallel.launched import LOST_NODE, RESTARTS
 from lockstep.core.parallel.world import World
 from lockstep.core.task import Task
-from lockstep.launch.launch import LOST_NODE, RESTARTS
 
 DESCRIBING = ("config.yaml", run_folder.MARKER, "task", "source", run_folder.MODEL_TABLE, "train.log", "metrics.jsonl")
 """Files and folders that describe a run. With a checkpoint they are a run directory that can be evaluated."""

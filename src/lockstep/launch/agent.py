@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,8 +25,10 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from lockstep.core.parallel import heartbeat
-from lockstep.launch import launch_folder, warm_process
+from lockstep.core.parallel.launched import write_report
+from lockstep.launch import warm_process
 from lockstep.launch.rank_output import RankOutput, call_with_stderr
+from lockstep.launch.start import Start
 
 _LOOK_EVERY_S = 0.5  # the longest time between two turns of the base class's loop
 _REPORT_S = 0.1  # for ranks that another rank's error ends; they may know more about its cause
@@ -37,51 +37,24 @@ _ENDS_S = 30.0  # from the moment when a process closes its files to the moment 
 _UNKNOWN = 255  # the exit code in `multiprocessing` of a process whose fork server is gone
 _END_S = 2.0  # after ranks of another node have failed
 _SAVE_S = 30  # between SIGTERM and SIGKILL
-_ADDRESS = "127.0.0.1"
 _QUOTED_LINES = 12
-_TOO_EARLY = {
-    "text": "it ended with exit code 0 before the end of the command, as os._exit(0) in the task or in a library does",
-    "from_outside": False,
-}
+_TOO_EARLY = "it ended with exit code 0 before the end of the command, as os._exit(0) in the task or in a library does"
 _OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals by which a process ends itself. It may have said why on stderr."""
 
 
-@dataclass(frozen=True)
-class Start:
-    """One start of ranks on several nodes, which have met already."""
-
-    rank: int
-    """The number of this node, from 0."""
-    sizes: list[int]
-    """The number of ranks of each node."""
-    address: str
-    """Where ranks meet: on the node of rank 0."""
-    port: int
-    run_id: str
-    """The same for all starts of one launch."""
-    look: Callable[[], bool]
-    """Called twice a second. It says whether the ranks of this node must end because of another node."""
-
-
 class Known(RendezvousHandler):
-    """The rendezvous of an agent that is alone, or whose launcher has met the others.
+    """The rendezvous of an agent whose launcher is alone, or has met the others."""
 
-    Torch's own rendezvous over the network waits up to 0.3 s at random, so that many agents do not arrive at once.
-    """
-
-    def __init__(self, start: Start | None = None) -> None:
+    def __init__(self, start: Start) -> None:
         self.start, self.closed = start, False
 
     def get_backend(self) -> str:
         return "known"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = HashStore()
-        if self.start is None:
-            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, local_addr=_ADDRESS))
         place = RendezvousStoreInfo(self.start.address, self.start.port)
-        return RendezvousInfo(store, self.start.rank, len(self.start.sizes), place)
+        return RendezvousInfo(HashStore(), self.start.rank, len(self.start.sizes), place)
 
     def is_closed(self) -> bool:
         return self.closed
@@ -93,7 +66,7 @@ class Known(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        return self.start.run_id if self.start else f"lockstep-{os.getpid()}"
+        return self.start.run_id
 
     def shutdown(self) -> bool:
         self.set_closed()
@@ -109,10 +82,9 @@ class RankAgent(SimpleElasticAgent):
     Args:
         spec: `entrypoint` is a function that can be pickled. A rank calls it with `spec.args`.
         folder: a directory for the reports of ranks that fail.
-        start: where the ranks of other nodes belong to the run, too.
     """
 
-    def __init__(self, spec: WorkerSpec, folder: Path, start: Start | None = None) -> None:
+    def __init__(self, spec: WorkerSpec, folder: Path, start: Start) -> None:
         super().__init__(spec)
         self.folder, self.start = folder, start
         self.processes: dict[int, BaseProcess] = {}
@@ -135,9 +107,6 @@ class RankAgent(SimpleElasticAgent):
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        if self.start is None:
-            workers: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
-            return workers
         first, size = sum(self.start.sizes[:group_rank]), sum(self.start.sizes)
         return [
             Worker(local_rank=place, global_rank=rank, role_rank=rank, world_size=size, role_world_size=size)
@@ -191,7 +160,7 @@ class RankAgent(SimpleElasticAgent):
         self.output.close()
         for rank in silent:
             if not self._report(rank).exists():
-                self._write_report(rank, _TOO_EARLY | {"timestamp": str(int(time.time()))})
+                self._write_report(rank, _TOO_EARLY, from_outside=False)
         for rank, process in self.processes.items():
             if process.exitcode in [-number for number in _OWN_SIGNALS]:
                 self._keep_last_lines(rank)
@@ -213,9 +182,9 @@ class RankAgent(SimpleElasticAgent):
         return [rank for rank in ended if not heartbeat.has_ended(self.folder, rank)]
 
     def _must_end(self) -> bool:
-        """Whether the ranks of another node have failed."""
+        """True if the ranks of another node have failed."""
         try:
-            return self.start is not None and self.start.look()
+            return self.start.look()
         except BaseException:
             self._kill()  # the ranks could neither agree nor save
             raise
@@ -225,8 +194,7 @@ class RankAgent(SimpleElasticAgent):
         self._wait_for_all(_END_S)
         for rank in self._kill():
             if not self._report(rank).exists():
-                extra = {"stopped": True, "timestamp": str(int(time.time()))}
-                self._write_report(rank, extra)
+                self._write_report(rank, stopped=True)
 
     def _kill(self) -> list[int]:
         """Kill the ranks that run, and return them."""
@@ -238,16 +206,14 @@ class RankAgent(SimpleElasticAgent):
         """Put the last lines of a rank's stderr where its report would be, if it left no report."""
         lines, report = self.output.tails[rank].last(_QUOTED_LINES), self._report(rank)
         if lines and not report.exists():
-            extra = {"last_lines": lines, "timestamp": str(int(time.time()))}
-            self._write_report(rank, extra)
+            self._write_report(rank, last_lines=lines)
 
-    def _write_report(self, rank: int, extra: dict[str, Any]) -> None:
+    def _write_report(self, rank: int, text: str = "", **more: Any) -> None:
         with contextlib.suppress(OSError):  # the disk is full; the exit code says the rest
-            content = json.dumps({"message": {"message": "", "extraInfo": extra}})
-            launch_folder.write(self._report(rank), content.encode())
+            write_report(self._report(rank), text, **more)
 
     def _warm_process_is_gone(self) -> bool:
-        """Whether the warm process has ended. Ranks whose exit codes are unknown are the first to show it."""
+        """True if the warm process has ended. Ranks whose exit codes are unknown are the first to show it."""
         deadline = time.monotonic() + _ENDS_S
         while warm_process.how_it_ended() is None:
             unknown = any(process.exitcode == _UNKNOWN for process in self.processes.values())
@@ -295,13 +261,12 @@ class RankAgent(SimpleElasticAgent):
 
 
 def run_ranks(
-    entrypoint: Any, arguments: tuple[Any, ...], *, nproc: int, folder: Path, start: Start | None = None
+    entrypoint: Any, arguments: tuple[Any, ...], *, nproc: int, folder: Path, start: Start
 ) -> dict[int, ProcessFailure]:
     """Start `nproc` ranks on this machine that call `entrypoint(*arguments)`, and wait for their end.
 
     Args:
-        folder: a directory for the reports of ranks that fail, and for the heartbeats (`heartbeat.FOLDER`).
-        start: where the ranks of other nodes belong to the run, too.
+        folder: a directory for the reports of ranks that fail, and for the heartbeats (`launched.FOLDER`).
 
     Returns:
         the failures by rank; empty if all ranks ended without error.
@@ -312,9 +277,8 @@ def run_ranks(
         entrypoint=entrypoint,
         args=arguments,
         rdzv_handler=Known(start),
-        max_restarts=0,  # `lockstep.launch.launch` decides about restarts
+        max_restarts=0,  # the launcher decides about restarts
         monitor_interval=0.001,  # `RankAgent` itself waits for the end of a process
-        local_addr=_ADDRESS,
     )
     agent = RankAgent(spec, folder, start)
     try:

@@ -23,7 +23,7 @@ _SAME_STEP, _SAME_STEP_KILLED = 2, 5
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How a rank ended that did not end well."""
+    """The end of a rank that did not end well."""
 
     rank: int
     exit_code: int
@@ -31,30 +31,30 @@ class RankFailure:
     time: int
     """Of its report, in seconds since 1970; 0 if it left none."""
     report: dict[str, Any]
-    """What it wrote with `launch.report_failure`, with `text`; empty if it wrote nothing."""
+    """Its words, written with `launched.report_failure`, with `text`; empty if it wrote nothing."""
     node: str = ""
     """The node on which it ran; empty where there is one node."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the ranks of all nodes ended, from one start to their end."""
+    """The end of the ranks of all nodes, after one start."""
 
     failures: tuple[RankFailure, ...]
     """Empty: all ranks ended well."""
     step: int = -1
     """The largest step of any rank; -1 if training did not begin."""
     asked: bool = False
-    """Whether a launcher was asked to stop."""
+    """True if a launcher was asked to stop."""
     joining: bool = False
-    """Whether the ranks were stopped because another node wants to join."""
+    """True if the ranks were stopped because another node wants to join."""
     lost: tuple[str, ...] = ()
     """Nodes that gave no sign of life."""
     warm_process: str = ""
-    """How the process ended from which ranks are forked; empty if it runs."""
+    """The end of the process from which ranks are forked; empty if it runs."""
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Values that JSON can hold."""
         return asdict(self)
 
     @classmethod
@@ -66,18 +66,18 @@ class Ending:
 
 @dataclass(frozen=True)
 class History:
-    """What earlier starts leave for the decision."""
+    """The past that a decision needs: what earlier starts have left."""
 
     restarts: int = 0
     """Restarts after failures of ranks. Those because a node left or joined do not count."""
     crashed_at: int | None = None
     """The step at which the last start failed."""
     in_a_row: int = 0
-    """How many starts in a row failed at this step."""
+    """Number of starts in a row that failed at this step."""
 
 
 class Action(enum.Enum):
-    """What follows."""
+    """The next thing to do."""
 
     DONE = "done"
     RESTART = "restart"
@@ -87,7 +87,7 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows, and why."""
+    """The next thing to do, and why."""
 
     action: Action
     history: History
@@ -98,7 +98,7 @@ class Decision:
 
 
 def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
-    """What follows from an `ending`.
+    """Decide what follows from an `ending`.
 
     All ranks are started again after a rank was killed or crashed, up to `max_restarts` times, and after a node was
     lost or wants to join. They are not started again after an error that would come again (wrong usage, a loss that is
@@ -149,7 +149,7 @@ def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
 
 
 def failed_by_itself(failure: RankFailure) -> bool:
-    """Whether a rank failed neither because another rank failed nor because the agent or a signal stopped it."""
+    """True if a rank failed neither because another rank failed nor because the agent or a signal stopped it."""
     report = failure.report
     if failure.exit_code in (-signal.SIGTERM, -signal.SIGUSR1, Preempted.exit_code) or report.get("stopped"):
         return False
@@ -161,7 +161,7 @@ def failed_by_itself(failure: RankFailure) -> bool:
 
 
 def _ended_by_nccl(report: dict[str, Any]) -> bool:
-    """Whether the last lines of a rank that a signal ended say that NCCL did so because of another rank."""
+    """True if the last lines of a rank that a signal ended say that NCCL did so because of another rank."""
     output = "\n".join(report.get("last_lines") or [])
     if "NCCL" not in output:
         return False

@@ -1,4 +1,4 @@
-"""Where the nodes of a run meet, and by which address the other nodes reach this node."""
+"""Where the nodes of a run meet, how that place is waited for, and by which address others reach this node."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import re
 import socket
 import struct
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import RankError, UsageError
 
 DEFAULT_PORT = 29400
 ADDRESS = "LOCKSTEP_NODE_ADDRESS"
 """Environment variable: the address by which other nodes reach this node, where Lockstep does not find it."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable of torch: the network interface of gloo."""
+LOOK_S = 0.25
+_TELL_AFTER_S, _TELL_EVERY_S = 5.0, 30.0
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # for documentation; nothing is sent there
 _GET_ADDRESS, _GET_MASK = 0x8915, 0x891B  # of an interface, on Linux
 
@@ -69,7 +73,7 @@ def parse_nnodes(text: str, where: str = "--nnodes") -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Several:
-    """How many nodes, and where they meet."""
+    """The number of nodes, and where they meet."""
 
     least: int
     most: int
@@ -77,7 +81,7 @@ class Several:
 
 
 def several(nnodes: str | None, rendezvous: str | None) -> Several | None:
-    """What `--nnodes` and `--rendezvous` say. None: there is one node.
+    """Read `--nnodes` and `--rendezvous`. None: there is one node.
 
     Raises:
         UsageError: a text is wrong, or there is no place to meet, or no number of nodes.
@@ -111,8 +115,95 @@ def resolve(host: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
+class Clock:
+    """Seconds during which this process ran. The time does not go on while the process is frozen (SIGSTOP).
+
+    Otherwise a process that wakes would take all others for dead.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self._last = 0.0, time.monotonic()
+
+    def look(self) -> float:
+        """The seconds since this object was made. Look at least every second."""
+        now = time.monotonic()
+        self.seconds += min(now - self._last, 1.0)
+        self._last = now
+        return self.seconds
+
+
+class MissingNodesError(RankError):
+    """Too few nodes came."""
+
+
+class Waiting:
+    """Says what is waited for, after some seconds and then again and again, and ends the wait.
+
+    Args:
+        limit_s: seconds.
+        where: what of the command line a `MissingNodesError` names.
+        remedy: what it advises.
+    """
+
+    def __init__(self, limit_s: float, where: str, remedy: str) -> None:
+        self.limit_s, self.where, self.remedy = limit_s, where, remedy
+        self.clock, self.tell_at = Clock(), _TELL_AFTER_S
+
+    def look(self, what: Callable[[], str]) -> None:
+        """Tell of the wait, if it is time.
+
+        Args:
+            what: says what is waited for.
+
+        Raises:
+            MissingNodesError: the time is over.
+        """
+        seconds = self.clock.look()
+        if seconds > self.limit_s:
+            error = f"waited {self.limit_s:g} s in vain for {what()}"
+            raise MissingNodesError(error, where=self.where, remedy=self.remedy)
+        if seconds >= self.tell_at:
+            print(f"waiting for {what()} ({seconds:.0f} of {self.limit_s:g} s)", file=sys.stderr, flush=True)
+            self.tell_at = seconds + _TELL_EVERY_S
+
+
+def find(host: str, limit_s: float) -> list[str]:
+    """The addresses of a host, as soon as its name is known.
+
+    Raises:
+        MissingNodesError: it was not known within `limit_s` seconds.
+    """
+    remedy = "give the name or the address of one of the nodes as --rendezvous HOST:PORT"
+    waiting = Waiting(limit_s, "--rendezvous", remedy)
+    while not (addresses := resolve(host)):
+        waiting.look(lambda: f"the name {host} to be known")
+        time.sleep(LOOK_S)
+    return addresses
+
+
+def wait_for(endpoint: Endpoint, limit_s: float) -> None:
+    """Wait until a process listens at `endpoint`.
+
+    Raises:
+        MissingNodesError: none did within `limit_s` seconds.
+    """
+    remedy = (
+        "start the command on that node, too; check that HOST is the name or the address of one of the nodes, "
+        f"and that a firewall lets port {endpoint.port} through, and then the ports that torch chooses"
+    )
+    waiting = Waiting(limit_s, "--rendezvous", remedy)
+    while True:
+        try:
+            socket.create_connection((endpoint.host, endpoint.port), timeout=2).close()
+            return
+        except OSError as error:
+            reason = str(error)
+        waiting.look(lambda reason=reason: f"the node at {endpoint}, which all nodes meet at ({reason})")  # type: ignore[misc]
+        time.sleep(LOOK_S)
+
+
 def is_own(address: str) -> bool:
-    """Whether an interface of this machine has this address."""
+    """True if an interface of this machine has this address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -123,7 +214,7 @@ def is_own(address: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes of the same machine can use this address."""
+    """True if only processes of the same machine can use this address."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:

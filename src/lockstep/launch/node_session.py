@@ -1,18 +1,24 @@
-"""The launcher of one node among those of the other nodes: how it finds them, and the store that they share."""
+"""The launcher of one node among those of the other nodes: the store that they share, and the signs of life in it.
+
+torch's `TCPStore` may wait for ever where a link is cut or the other process is frozen. So each connection has a thread
+of its own, and who asks waits for the thread for a limited time.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import platform
-import socket
-import sys
+import queue
+import threading
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
@@ -21,19 +27,22 @@ import lockstep
 from lockstep.core.errors import Preempted, RankError, UsageError
 from lockstep.core.parallel.nodes import own_name
 from lockstep.launch import node_address
-from lockstep.launch.node_address import Endpoint
-from lockstep.launch.node_store import BoundedStore, Clock, Pulse, StoreLostError, client, gone_after_s, words
+from lockstep.launch.node_address import LOOK_S, Clock, Endpoint
 
+T = TypeVar("T")
+GONE_AFTER = "LOCKSTEP_NODE_TIMEOUT_S"
+"""Environment variable: seconds without a sign of life after which a node counts as gone."""
 SERVES = "LOCKSTEP_RENDEZVOUS_SERVER"
 """Environment variable: 1 if this node serves the store, 0 if it does not, where HOST does not tell it."""
-LOOK_S = 0.25
-_TELL_AFTER_S, _TELL_EVERY_S = 5.0, 30.0
+_BEAT_S = 1.0
+_JOIN_S = 5.0
+_DAY_S = 86400.0
 _SETTINGS_S = 10.0
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which nodes make a run."""
+    """The nodes that make a run."""
 
     least: int
     """The ranks start when so many nodes are there."""
@@ -42,13 +51,201 @@ class Nodes:
     run_id: str
     """The same on all nodes, and another for each run."""
     wait_s: float
-    """How long to wait for nodes, in seconds."""
+    """Seconds to wait for nodes."""
     keys: dict[str, Any]
-    """What must be the same on all nodes: the config's training keys."""
+    """Values that must be the same on all nodes: the config's training keys."""
 
 
-class MissingNodesError(RankError):
-    """Too few nodes came."""
+@dataclass(frozen=True)
+class Member:
+    """The launcher of a node, as the others see it."""
+
+    node: int
+    """Its number in the store."""
+    name: str
+    address: str
+    process: int
+    nproc: int
+    """The number of its ranks."""
+
+
+def gone_after_s() -> float:
+    """Seconds without a sign of life after which a node, or the store, counts as gone: at least 3.
+
+    Raises:
+        UsageError: the environment variable is no number of seconds, or longer than a day.
+    """
+    text = os.environ.get(GONE_AFTER) or "10"
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= _DAY_S:
+            return max(3.0, float(text))
+    raise UsageError(f"{text!r} is no number of seconds", where=GONE_AFTER, remedy="give a number from 3, such as 10")
+
+
+class StoreLostError(RankError):
+    """The store does not answer any more: its node, its launcher or the link to it is gone."""
+
+
+class BoundedStore:
+    """A connection to a store. Each call waits for its answer, but not for ever.
+
+    Args:
+        connect: makes the connection; it is called in the thread of this object.
+        where: HOST:PORT, for errors.
+    """
+
+    def __init__(self, connect: Callable[[], Store], where: str) -> None:
+        self.where = where
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Store], Any]] | None] = queue.SimpleQueue()
+        self._connect = connect
+        self._thread = threading.Thread(target=self._work, name="lockstep-node-store", daemon=True)
+        self._thread.start()
+
+    def call(self, job: Callable[[Store], T]) -> T:
+        """The value of `job`, which the thread calls with the connection.
+
+        Raises:
+            StoreLostError: there is no answer within `gone_after_s()` seconds, or the connection is closed.
+        """
+        future: Future[T] = Future()
+        self._jobs.put((future, job))
+        clock, limit_s = Clock(), gone_after_s()
+        while True:
+            try:
+                return future.result(LOOK_S)
+            except TimeoutError:
+                if future.done():
+                    raise self.lost("it did not answer in time") from None
+                if clock.look() > limit_s:
+                    raise self.lost(f"no answer for {limit_s:g} s") from None
+            except (RuntimeError, ValueError, OSError) as error:  # DistError is a RuntimeError
+                raise self.lost(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+    def lost(self, why: str) -> StoreLostError:
+        """The error that says that the store is gone."""
+        return StoreLostError(
+            f"the node at {self.where}, which holds what the nodes agree on, is gone: {why.rstrip('.')}",
+            remedy="look at the launcher and the machine there, and at the link to it. The checkpoints stay: the same "
+            "command on all nodes goes on from the newest",
+        )
+
+    def close(self) -> None:
+        """Let the thread end when it has done its jobs, and wait a little for it."""
+        self._jobs.put(None)
+        self._thread.join(_JOIN_S)
+
+    def _work(self) -> None:
+        store: Store | None = None
+        while (entry := self._jobs.get()) is not None:
+            future, job = entry
+            try:
+                if store is None:
+                    store = self._connect()
+                future.set_result(job(store))
+            except BaseException as error:
+                future.set_exception(error)
+
+
+class Pulse:
+    """Tells the other launchers every second that this launcher lives, and looks for signs of others and for news.
+
+    A thread with a connection of its own does it. The main thread only reads what the thread has found, so it never
+    waits.
+
+    Args:
+        connect: makes the connection.
+        node: the number of this node, by which others look for its signs.
+    """
+
+    def __init__(self, connect: Callable[[], Store], node: int) -> None:
+        self._connect, self.node = connect, node
+        self.limit = max(3, round(gone_after_s() / _BEAT_S))
+        self.stopped_by = ""
+        """The request to stop of any node; empty if there is none."""
+        self.is_over = False
+        """True if the start that is watched has ended on a node."""
+        self.has_joining = False
+        """True if a node waits for the next start."""
+        self.failed = ""
+        """Why the thread has ended."""
+        self._beats = 0
+        self._seen, self._silent = 0, Clock()
+        self._silent_since = 0.0
+        self._asked, self._wake, self._closed = "", threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._watched: dict[int, list[int]] = {}  # by node: its last count of signs, and own beats since then
+        self._over_key = self._joining_key = ""
+        self._thread = threading.Thread(target=self._run, name="lockstep-node-pulse", daemon=True)
+        self._thread.start()
+
+    def watch(self, nodes: Sequence[int], over_key: str = "", joining_key: str = "") -> None:
+        """Watch these nodes from now on.
+
+        Args:
+            over_key: a key of the store that says that the start is over.
+            joining_key: a key of the store that says that a node waits for the next start.
+        """
+        with self._lock:
+            self._watched = {node: self._watched.get(node, [-1, 0]) for node in nodes if node != self.node}
+            self.is_over = self.has_joining = False
+            self._over_key, self._joining_key = over_key, joining_key
+
+    def gone(self) -> list[int]:
+        """The watched nodes that gave no sign of life for too long. Beats of this process count, not the time."""
+        with self._lock:
+            return [node for node, (_, missed) in self._watched.items() if missed >= self.limit]
+
+    def ask_to_stop(self, text: str) -> None:
+        """Tell all nodes that this node was asked to stop. Nothing, where they were told before."""
+        if not self._asked:  # each waking is a beat, and other nodes are taken for gone after some beats of this node
+            self._asked = text
+            self._wake.set()
+
+    def silence_s(self) -> float:
+        """For how long the store has not answered. Call it at least every second."""
+        now = self._silent.look()
+        if self._beats != self._seen:
+            self._seen, self._silent_since = self._beats, now
+        return now - self._silent_since
+
+    def close(self) -> None:
+        """Stop the thread, and wait a little for it: it may wait for the store.
+
+        An interpreter that ends while a thread is inside torch ends with SIGABRT, if the thread comes back then.
+        """
+        self._closed.set()
+        self._wake.set()
+        self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        try:
+            store = self._connect()
+            while not self._closed.is_set():
+                self._beat(store)
+                self._beats += 1
+                self._wake.wait(_BEAT_S)
+                self._wake.clear()
+        except Exception as error:
+            self.failed = str(error).splitlines()[0] if str(error) else type(error).__name__
+
+    def _beat(self, store: Store) -> None:
+        store.add(f"alive/{self.node}", 1)
+        if self._asked:
+            store.compare_set("stop", "", self._asked)
+        if not self.stopped_by and store.check(["stop"]):
+            self.stopped_by = store.get("stop").decode()
+        with self._lock:
+            watched, over_key, joining_key = list(self._watched), self._over_key, self._joining_key
+        counts = {node: store.add(f"alive/{node}", 0) for node in watched}
+        is_over = bool(over_key) and store.check([over_key])
+        has_joining = bool(joining_key) and store.check([joining_key])
+        with self._lock:
+            for node, count in counts.items():
+                if node in self._watched:
+                    last, missed = self._watched[node]
+                    self._watched[node] = [count, 0 if count != last else missed + 1]
+            if over_key == self._over_key:  # else this is news of an earlier start
+                self.is_over, self.has_joining = is_over, has_joining
 
 
 class Session:
@@ -59,33 +256,29 @@ class Session:
         UsageError: that node was started with something else, or what listens there is no launcher.
     """
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, nodes: Nodes, nproc: int) -> None:
         gone_after_s()  # a wrong value is an error before anything is waited for
         self.nodes, self.endpoint = nodes, nodes.endpoint
         self.name = own_name()
-        addresses = self._find_host()
+        addresses = node_address.find(self.endpoint.host, nodes.wait_s)
         serves = os.environ.get(SERVES)
         own = serves == "1" or (serves != "0" and any(node_address.is_own(address) for address in addresses))
         self.server = self._serve() if own else None
         if self.server is None:
-            self._wait_for_server()
+            node_address.wait_for(self.endpoint, nodes.wait_s)
         self.address = node_address.own_address(self.endpoint.host, addresses)
         interface = node_address.interface_of(self.address)
         if interface and node_address.GLOO_INTERFACE not in os.environ:
             os.environ[node_address.GLOO_INTERFACE] = interface
-        self.notes = self.connection()
+        self.notes = BoundedStore(self._store, str(self.endpoint))
         """For the main thread."""
         self.launch_id = f"{nodes.run_id}-{self._agree_on_settings()}"
         """The same on all nodes, and another for each launch of the run."""
         self.id = int(self.notes.call(lambda store: store.add("nodes", 1)))
         """The number of this node."""
-        about = f"{self.name} ({self.address}, process {os.getpid()})"
-        self.notes.call(lambda store: store.set(f"node/{self.id}", about))
-        self.pulse = Pulse(self._client, self.id)
-
-    def connection(self) -> BoundedStore:
-        """A further connection, for calls that wait."""
-        return BoundedStore(self._client, str(self.endpoint))
+        own_member = json.dumps(asdict(Member(self.id, self.name, self.address, os.getpid(), nproc)))
+        self.notes.call(lambda store: store.set(f"node/{self.id}", own_member))
+        self.pulse = Pulse(self._store, self.id)
 
     def check_store(self) -> None:
         """Raises StoreLostError if the store does not answer any more. Never waits."""
@@ -101,68 +294,28 @@ class Session:
         if self.pulse.stopped_by:
             raise Preempted(f"stopped by {self.pulse.stopped_by}")
 
-    def who_is_missing(self, number: int) -> str:
-        """For which nodes start `number` waits, and which are there."""
-        here = self.notes.call(lambda store: words(store, f"{number}/here"))
-        names = self.notes.call(lambda store: [store.get(f"node/{node}").decode() for node in here])
-        least = self.nodes.least
-        if len(here) > least:
-            return f"a place among the nodes at {self.endpoint}: there are {', '.join(names)}"
-        only_here = " (other machines cannot reach this address)" if node_address.is_loopback(self.address) else ""
-        missing = max(1, least - len(here))
-        return f"{missing} of {least} nodes at {self.endpoint}{only_here}; there are {', '.join(names)}"
-
-    def waiting(self, what: str = "") -> Waiting:
-        """A wait that ends after the time that the command line gives."""
-        return Waiting(what, self.nodes.wait_s)
+    def members(self, ids: Sequence[str]) -> list[Member]:
+        """The nodes with these numbers."""
+        texts = self.notes.call(lambda store: [store.get(f"node/{node}") for node in ids])
+        return [Member(**json.loads(text)) for text in texts]
 
     def close(self) -> None:
         """Let the threads end."""
         self.pulse.close()
         self.notes.close()
 
-    def _client(self) -> Store:
-        return client(self.endpoint.host, self.endpoint.port, gone_after_s())
-
-    def _find_host(self) -> list[str]:
-        waiting = self.waiting(f"the name {self.endpoint.host} to be known")
-        while not (addresses := node_address.resolve(self.endpoint.host)):
-            remedy = "give the name or the address of one of the nodes as --rendezvous HOST:PORT"
-            waiting.look(lambda: "", remedy)
-            time.sleep(LOOK_S)
-        return addresses
+    def _store(self, serves: bool = False) -> TCPStore:
+        endpoint, timeout = self.endpoint, datetime.timedelta(seconds=gone_after_s())
+        return TCPStore(endpoint.host, endpoint.port, is_master=serves, wait_for_workers=False, timeout=timeout)
 
     def _serve(self) -> TCPStore | None:
-        endpoint = self.endpoint
         try:
-            return TCPStore(
-                endpoint.host,
-                endpoint.port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=datetime.timedelta(seconds=gone_after_s()),
-            )
+            return self._store(serves=True)
         except DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
-                what = f"cannot listen at {endpoint}: {str(error).splitlines()[0]}"
+                what = f"cannot listen at {self.endpoint}: {str(error).splitlines()[0]}"
                 raise RankError(what, where="--rendezvous", remedy="give another port") from error
             return None  # `_agree_on_settings` sees whether it is a launcher of this run, or something else
-
-    def _wait_for_server(self) -> None:
-        endpoint = self.endpoint
-        waiting = self.waiting(f"the node at {endpoint}, which all nodes meet at")
-        while True:
-            try:
-                socket.create_connection((endpoint.host, endpoint.port), timeout=2).close()
-                return
-            except OSError as error:
-                reason = str(error)
-            remedy = (
-                "start the command on that node, too; check that HOST is the name or the address of one of the nodes, "
-                f"and that a firewall lets port {endpoint.port} through, and then the ports that torch chooses"
-            )
-            waiting.look(lambda reason=reason: f" ({reason})", remedy)  # type: ignore[misc]
-            time.sleep(LOOK_S)
 
     def _settings(self) -> dict[str, Any]:
         limits = (
@@ -224,38 +377,3 @@ class Session:
                 remedy="give the same command on all nodes, with the same versions of Lockstep and torch",
             )
         return str(there["launch"])
-
-
-class Waiting:
-    """Says what is waited for, after some seconds and then again and again, and ends the wait.
-
-    Args:
-        what: what is waited for.
-        limit_s: seconds.
-    """
-
-    def __init__(self, what: str, limit_s: float) -> None:
-        self.what, self.limit_s = what, limit_s
-        self.clock, self.tell_at = Clock(), _TELL_AFTER_S
-
-    def look(self, more: Callable[[], str], remedy: str) -> None:
-        """Tell of the wait, if it is time.
-
-        Args:
-            more: follows what is waited for.
-
-        Raises:
-            MissingNodesError: the time is over.
-        """
-        what = f"{self.what}{more()}"
-        error = MissingNodesError(f"waited {self.limit_s:g} s in vain for {what}", where="--rendezvous", remedy=remedy)
-        self.look_at(lambda: what, lambda: error)
-
-    def look_at(self, what: Callable[[], str], error: Callable[[], MissingNodesError]) -> None:
-        """As `look`, where it takes time to find out what is waited for."""
-        seconds = self.clock.look()
-        if seconds > self.limit_s:
-            raise error()
-        if seconds >= self.tell_at:
-            print(f"waiting for {what()} ({seconds:.0f} of {self.limit_s:g} s)", file=sys.stderr, flush=True)
-            self.tell_at = seconds + _TELL_EVERY_S

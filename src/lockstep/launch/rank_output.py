@@ -1,4 +1,4 @@
-"""What ranks write to stderr: the launcher passes it on, and keeps the last lines of each rank for its own message."""
+"""The stderr of ranks: the launcher passes it on, and keeps the last lines of each rank for its own message."""
 
 from __future__ import annotations
 

@@ -30,17 +30,8 @@ MODULES = (
     "torch.distributed.fsdp",
     "torch.nn.parallel.distributed",
     "torch.utils.flop_counter",
-    "pydantic.type_adapter",
-    "lockstep.__main__",
-    "lockstep.cli.application",
-    "lockstep.core.config.config_file",
-    "lockstep.trainer.trainer",
-    "lockstep.parts.writers.console",
-    "lockstep.parts.writers.json_lines",
-    "lockstep.parts.writers.text_log",
-    "rich.console",
 )
-"""What every rank imports until its first step."""
+"""Modules of torch that every rank imports until its first step."""
 
 _SAFE_PATH = "PYTHONSAFEPATH"
 _ENDS_S = 5.0  # from the last words of a process to its end, where a machine has much to do
@@ -48,7 +39,7 @@ _warm_pid: int | None = None
 
 
 def is_possible() -> bool:
-    """Whether this system can fork ranks safely. On macOS, system libraries may start threads at any time."""
+    """True if this system can fork ranks safely. On macOS, system libraries may start threads at any time."""
     return sys.platform == "linux" and "forkserver" in multiprocessing.get_all_start_methods()
 
 
@@ -58,7 +49,7 @@ def start(modules: Sequence[str] = ()) -> None:
     Environment variables that libraries read while they are imported (OMP_NUM_THREADS) must be set before.
 
     Args:
-        modules: further modules to import, such as those of the run's task.
+        modules: modules to import besides those of torch.
     """
     global _warm_pid
     if _warm_pid is not None or not is_possible():
@@ -118,7 +109,7 @@ def _tell_cold(reason: str) -> None:
 
 
 def how_it_ended() -> str | None:
-    """How the warm process ended. None: it runs, or was not started. An empty text: it ended by itself, and said why.
+    """The end of the warm process. None: it runs, or was not started. An empty text: it ended by itself, and said why.
 
     Python would start a new fork server instead, which has imported nothing.
     """

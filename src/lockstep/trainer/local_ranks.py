@@ -33,11 +33,23 @@ _LOOK_EVERY_S = 0.1
 # ---- how many, and what they import
 
 
+MODULES = (
+    "pydantic.type_adapter",
+    "lockstep.core.config.config_file",
+    "lockstep.trainer.trainer",
+    "lockstep.parts.writers.console",
+    "lockstep.parts.writers.json_lines",
+    "lockstep.parts.writers.text_log",
+    "rich.console",
+)
+"""What the ranks of each training import until their first step, besides torch."""
+
+
 def modules_of(settings: RunConfig) -> list[str]:
-    """Modules that ranks import until their first step because of the config, besides those that all ranks import."""
+    """Modules that the ranks of a training import until their first step, besides torch."""
     from lockstep.core.config import registry
 
-    modules = registry.preload_modules(settings.task.get("kind", ""))
+    modules = [*MODULES, *registry.preload_modules(settings.task.get("kind", ""))]
     if settings.data.eval or settings.train.eval_every_epochs or settings.train.eval_every_steps:
         modules += ["torchmetrics"]
     if "tensorboard" in settings.log.writers:
@@ -104,7 +116,7 @@ def fit(
             remedy="leave nproc out under torchrun, which starts the ranks",
         )
     ranks = ranks_of(str(nproc), "fit(nproc=...)")
-    from lockstep.launch import launch
+    from lockstep.launch import launcher
     from lockstep.parts import live_line
 
     with shortages.temporary_folder("lockstep-fit-") as folder, _as_it_was():
@@ -113,9 +125,9 @@ def fit(
         if "ipykernel" in sys.modules and not is_terminal:
             os.environ[live_line.VARIABLE] = "1"
         sys.stdout.flush()
-        launch.prepare(ranks, modules=modules_of(config))
+        launcher.prepare(ranks, modules=modules_of(config))
         with contextlib.nullcontext() if is_terminal else _shown(folder / _OUTPUT):
-            launch.launch([str(folder)], ranks, max_restarts, main=run_rank, ends_process=False)
+            launcher.launch([str(folder)], ranks, max_restarts, main=run_rank, ends_process=False)
         results: dict[str, float] = json.loads((folder / _RESULTS).read_text())
         return results
 
@@ -124,7 +136,7 @@ def run_rank(arguments: Sequence[str]) -> None:
     """The main function of a rank that `fit` started. `arguments` is the folder that `fit` has prepared."""
     folder = Path(arguments[0])
     from lockstep.core.parallel import signals
-    from lockstep.launch import launch
+    from lockstep.core.parallel.launched import report_failure
 
     try:
         with exits_are_failures(), signals.listening():
@@ -142,11 +154,11 @@ def run_rank(arguments: Sequence[str]) -> None:
         if os.environ["RANK"] == "0":
             (folder / _RESULTS).write_text(json.dumps(results))
     except Preempted as stopped:
-        launch.report_failure(stopped, str(stopped))
+        report_failure(stopped, str(stopped))
         sys.exit(stopped.exit_code)
     except Exception as raised:
         error = shortages.explanation(raised) or debugging.explanation(raised) or raised
-        launch.report_failure(error, str(error) if isinstance(error, LockstepError) else described(error))
+        report_failure(error, str(error) if isinstance(error, LockstepError) else described(error))
         sys.exit(error.exit_code if isinstance(error, LockstepError) else 1)
     finally:
         with contextlib.suppress(OSError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -58,6 +59,7 @@ from lockstep.launch.preflight import run as preflight
 from lockstep.launch.preflight import variables
 from lockstep.launch.preflight.facts import Subject, spans_machines
 from lockstep.launch.preflight.judgement import Finding
+from lockstep.launch.watchdog import Watchdog
 from lockstep.parts import built_in, ending
 from lockstep.parts import profile as profiling
 from lockstep.parts.checks.run_checks import RunChecks
@@ -723,7 +725,9 @@ class Trainer:
         if compute.deterministic:
             determinism.prepare()
         with contextlib.ExitStack() as stack:
-            world = stack.enter_context(join_world(config.device, config.parallel.timeout_s, self.run_dir))
+            timeout_s = config.parallel.timeout_s
+            watch = functools.partial(Watchdog, timeout_s=timeout_s, folder=self.run_dir)
+            world = stack.enter_context(join_world(config.device, timeout_s, watch))
             stack.enter_context(exits_are_failures())
             stack.enter_context(_deterministic(compute.deterministic))
             check_supported(config.precision, world.device)

@@ -10,7 +10,7 @@ from lockstep.core import devices
 from lockstep.core.devices import determinism
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.precision import check_supported
-from lockstep.launch import launch
+from lockstep.launch import launcher
 from lockstep.verify import worker_functions
 from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.step_operations import StepOperations
@@ -118,9 +118,9 @@ def test_cuda_tells_of_its_waits_by_warnings(monkeypatch):
 
 @pytest.mark.parametrize(("host_computes", "threads"), [(False, "1"), (True, "4")])
 def test_ranks_that_compute_on_the_host_share_its_cores(host_computes, threads, monkeypatch):
-    monkeypatch.setattr(launch, "os", type("Os", (), {"environ": {}, "sched_getaffinity": lambda _: set(range(8))}))
-    launch.prepare(2, cold=True, host_computes=host_computes)
-    assert launch.os.environ["OMP_NUM_THREADS"] == threads
+    monkeypatch.setattr(launcher, "os", type("Os", (), {"environ": {}, "sched_getaffinity": lambda _: set(range(8))}))
+    launcher.prepare(2, cold=True, host_computes=host_computes)
+    assert launcher.os.environ["OMP_NUM_THREADS"] == threads
 
 
 @pytest.mark.parametrize(("name", "capability"), [("Tesla V100-SXM2-16GB", (7, 0)), ("Tesla T4", (7, 5))])

@@ -10,7 +10,7 @@ import torch
 from lockstep.core.devices import Cuda
 from lockstep.core.errors import DeviceError, LockstepError, UsageError
 from lockstep.core.parallel import device_errors, world
-from lockstep.launch import agent, decision, launch, rank_output
+from lockstep.launch import agent, decision, launcher, rank_output, start
 from lockstep.launch.rank_output import Tail
 from tests.launch import abort_cases
 from tests.ranks import run_ranks
@@ -101,8 +101,10 @@ def test_last_lines_leave_out_what_repeats():
 
 def test_rank_that_aborts_is_quoted_and_advised_and_not_started_again(tmp_path, capfd):
     said = f"{KERNEL.format(5)}\n{TERMINATED}\n"
-    failures = agent.run_ranks(abort_cases.abort_on_rank_1, (said,), nproc=2, folder=tmp_path)
-    cause, retryable, _ = decision.first_cause(launch.rank_failures(failures))
+    failures = agent.run_ranks(
+        abort_cases.abort_on_rank_1, (said,), nproc=2, folder=tmp_path, start=start.on_one_node(2)
+    )
+    cause, retryable, _ = decision.first_cause(launcher.rank_failures(failures))
     assert "rank 1 was killed by signal 6 (SIGABRT); the last lines of its stderr:\n    Loss.cu:250" in cause.what
     assert "device-side assert triggered" in cause.what
     assert "number of classes" in cause.remedy
@@ -118,7 +120,7 @@ def ended(code, lines=(), text=""):
 
 
 def killed(number, lines=(), text=""):
-    return decision.first_cause(launch.rank_failures({3: ended(-number, lines, text)}))
+    return decision.first_cause(launcher.rank_failures({3: ended(-number, lines, text)}))
 
 
 def test_end_by_nccl_is_advised_and_tried_again():
@@ -130,10 +132,10 @@ def test_end_by_nccl_is_advised_and_tried_again():
 
 def test_rank_that_nccl_ended_is_not_the_cause_where_another_rank_failed():
     by_nccl = ended(-signal.SIGABRT, ["[Rank 0] NCCL watchdog thread terminated with exception: remote process exited"])
-    cause, _, _ = decision.first_cause(launch.rank_failures({0: by_nccl, 1: ended(1, text="ValueError: the cat")}))
+    cause, _, _ = decision.first_cause(launcher.rank_failures({0: by_nccl, 1: ended(1, text="ValueError: the cat")}))
     assert cause.what == "rank 1 failed: ValueError: the cat"
     asserted = ended(-signal.SIGABRT, ["NCCL watchdog thread terminated", *ASSERT.split("\n")])
-    cause, retryable, _ = decision.first_cause(launch.rank_failures({0: by_nccl, 1: asserted}))
+    cause, retryable, _ = decision.first_cause(launcher.rank_failures({0: by_nccl, 1: asserted}))
     assert cause.what.startswith("rank 1 was killed by signal 6")
     assert not retryable
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lockstep.core.parallel import heartbeat
+from lockstep.core.parallel import heartbeat, launched
 from lockstep.core.parallel.heartbeat import Heartbeat, Phase
 
 RANK = """
@@ -32,7 +32,7 @@ def fresh(monkeypatch):
 
 
 def start(folder, rank):
-    environment = os.environ | {heartbeat.FOLDER: str(folder), "RANK": str(rank)}
+    environment = os.environ | {launched.FOLDER: str(folder), "RANK": str(rank)}
     return subprocess.Popen(
         [sys.executable, "-c", RANK], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -63,7 +63,7 @@ def test_hearts_of_all_ranks_are_found_and_nothing_else(tmp_path):
 
 
 def test_what_was_read_is_of_that_moment(tmp_path, monkeypatch, fresh):
-    monkeypatch.setenv(heartbeat.FOLDER, str(tmp_path))
+    monkeypatch.setenv(launched.FOLDER, str(tmp_path))
     monkeypatch.setenv("RANK", "1")
     own = fresh()
     own.step = 5
@@ -76,7 +76,7 @@ def test_what_was_read_is_of_that_moment(tmp_path, monkeypatch, fresh):
 
 
 def test_without_a_launcher_it_is_in_memory(monkeypatch, fresh, tmp_path):
-    monkeypatch.delenv(heartbeat.FOLDER, raising=False)
+    monkeypatch.delenv(launched.FOLDER, raising=False)
     monkeypatch.chdir(tmp_path)
     own = fresh()
     assert (own.pid, own.step, own.phase, own.beats) == (os.getpid(), -1, Phase.STARTING, 0)
@@ -84,7 +84,7 @@ def test_without_a_launcher_it_is_in_memory(monkeypatch, fresh, tmp_path):
 
 
 def test_a_new_start_forgets_the_heart_before(tmp_path, monkeypatch, fresh):
-    monkeypatch.setenv(heartbeat.FOLDER, str(tmp_path))
+    monkeypatch.setenv(launched.FOLDER, str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     (tmp_path / "rank-0").write_bytes(bytes(Heartbeat(pid=1, step=99, phase=3, beats=12)))
     fresh()
@@ -109,9 +109,9 @@ def test_a_process_of_another_user_is_alive(monkeypatch):
     assert heartbeat.is_alive(1)
 
 
-@pytest.mark.parametrize("variable", [heartbeat.FOLDER, "TORCHELASTIC_RUN_ID"])
+@pytest.mark.parametrize("variable", [launched.FOLDER, "TORCHELASTIC_RUN_ID"])
 def test_only_who_was_started_by_a_launcher_can_lose_it(monkeypatch, variable):
-    for name in (heartbeat.FOLDER, "TORCHELASTIC_RUN_ID"):
+    for name in (launched.FOLDER, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     assert not heartbeat.is_orphan()
     monkeypatch.setattr(os, "getppid", lambda: 1 if heartbeat._parent != 1 else 2)
@@ -129,7 +129,7 @@ def test_a_rank_without_its_launcher_knows(tmp_path):
         "import json, subprocess, sys; "
         "p = subprocess.Popen([sys.executable, '-c', json.loads(sys.argv[1])]); sys.stdin.readline()"
     )
-    environment = os.environ | {heartbeat.FOLDER: str(tmp_path)}
+    environment = os.environ | {launched.FOLDER: str(tmp_path)}
     command = [sys.executable, "-c", launcher, json.dumps(orphan)]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline().strip() == "False"

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.core.errors import Preempted
-from lockstep.core.parallel import heartbeat, signals
+from lockstep.core.parallel import heartbeat, launched, signals
 from lockstep.core.parallel.heartbeat import Heartbeat
 from lockstep.core.parallel.signals import ASKING, StopConsensus, StopFlag, listening
-from lockstep.launch import launch
+from lockstep.launch import launcher
 from tests.processes import HANG_S
 
 ONCE_S, KEY_S = signals._ONCE_S, signals._KEY_S
@@ -25,7 +25,7 @@ ONCE_S, KEY_S = signals._ONCE_S, signals._KEY_S
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
     heartbeat.own()  # in memory, whatever a test sets
-    for name in (heartbeat.FOLDER, signals.LAUNCHED):
+    for name in (launched.FOLDER, launched.LAUNCHED):
         monkeypatch.delenv(name, raising=False)
     for name in ("_ONCE_S", "_KEY_S"):
         monkeypatch.setattr(signals, name, 1000.0)  # a second request would end the process that runs these tests
@@ -156,7 +156,7 @@ def test_other_signals_that_python_handles_are_no_request():
 
 
 def test_rank_that_starts_after_its_launcher_was_asked_stops(monkeypatch, tmp_path):
-    monkeypatch.setenv(heartbeat.FOLDER, str(tmp_path))
+    monkeypatch.setenv(launched.FOLDER, str(tmp_path))
     with listening():
         pass
     (tmp_path / "stop").write_text("SIGINT")
@@ -171,7 +171,7 @@ def test_the_signal_is_named_as_the_user_sent_it(monkeypatch, tmp_path):
     assert flag.name == "a signal to another rank"
     flag.note(signal.SIGUSR1)
     assert flag.name == "SIGUSR1"
-    monkeypatch.setenv(heartbeat.FOLDER, str(tmp_path))
+    monkeypatch.setenv(launched.FOLDER, str(tmp_path))
     assert flag.name == "SIGUSR1"
     (tmp_path / "stop").write_text("SIGINT")
     assert flag.name == "SIGINT"
@@ -211,10 +211,10 @@ def test_a_key_that_is_pressed_again_is_a_request_of_its_own(clock, first):
 def test_launcher_tells_a_second_key_press_from_the_same_one(clock, monkeypatch):
     handlers = {number: signal.getsignal(number) for number in ASKING}
     ended = []
-    monkeypatch.setattr(launch, "time", clock)
-    monkeypatch.setattr(launch.Forwarding, "_end_at_once", lambda self, number: ended.append((clock.value, number)))
+    monkeypatch.setattr(launcher, "time", clock)
+    monkeypatch.setattr(launcher.Forwarding, "_end_at_once", lambda self, number: ended.append((clock.value, number)))
     try:
-        stop = launch.Forwarding()
+        stop = launcher.Forwarding()
         with pytest.raises(Preempted):
             stop._handle(signal.SIGINT, None)
         for clock.value in (100.1, 100.15, 100.3):
@@ -289,7 +289,7 @@ def test_sigterm_after_a_rank_died_ends_the_others(child, tmp_path, dead):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     (tmp_path / "rank-1").write_bytes(bytes(Heartbeat(pid=gone.pid if dead else os.getpid())))
-    process = child(**{signals.LAUNCHED: "1", heartbeat.FOLDER: str(tmp_path), "RANK": "0"})
+    process = child(**{launched.LAUNCHED: "1", launched.FOLDER: str(tmp_path), "RANK": "0"})
     assert process.stdout.readline() == "False\n"
     process.send_signal(signal.SIGTERM)
     if dead:
@@ -512,7 +512,7 @@ def test_second_signal_ends_the_process_although_the_terminal_is_gone(tmp_path):
         "    os.kill(os.getpid(), signal.SIGHUP)\n"
         "    time.sleep(900)\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != signals.LAUNCHED}
+    environment = {name: value for name, value in os.environ.items() if name != launched.LAUNCHED}
     done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=HANG_S)
     assert done.returncode == 128 + signal.SIGHUP
 

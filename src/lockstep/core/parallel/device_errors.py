@@ -32,12 +32,12 @@ _ADVICE_CUDA = (
 
 
 def is_deterministic(text: str) -> bool:
-    """Whether the error in `text` would come again at the same step: an assertion in a kernel depends on values."""
+    """True if the error in `text` would come again at the same step: an assertion in a kernel depends on values."""
     return _ASSERT.search(text) is not None
 
 
 def advice(text: str) -> str | None:
-    """What to do about the GPU error in `text`, which is output or a traceback; None if there is no such error."""
+    """Advice on the GPU error in `text`, which is output or a traceback; None if there is no such error."""
     if is_deterministic(text):
         return _ADVICE_ASSERT
     if _SHORTAGE.search(text):
@@ -48,12 +48,12 @@ def advice(text: str) -> str | None:
 
 
 def is_of_another_rank(text: str) -> bool:
-    """Whether NCCL ended a rank, whose output `text` is, because another rank or the network failed."""
+    """True if NCCL ended a rank, whose output `text` is, because another rank or the network failed."""
     return "NCCL" in text and not (_FATAL.search(text) or _ASSERT.search(text) or "ncclUnhandledCudaError" in text)
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether `error` or a cause of it says that this process cannot use its GPU any more."""
+    """True if `error` or a cause of it says that this process cannot use its GPU any more."""
     return _fatal_cause(error) is not None
 
 
@@ -67,7 +67,7 @@ def note(error: BaseException) -> None:
 
 
 def has_lost_device() -> bool:
-    """Whether an error that was noted says that this process cannot use its GPU any more."""
+    """True if an error that was noted says that this process cannot use its GPU any more."""
     return bool(_lost)
 
 

@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep.core.errors import LockstepError, RankError, described
 from lockstep.core.parallel import signals
-from lockstep.launch.launch import report_failure
+from lockstep.core.parallel.launched import report_failure
 
 _FAILURE, _SEEN = "failure", "seen"
 _OF_GLOO = re.compile(r"/gloo/\S+:\d+\]")  # as in [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
@@ -26,7 +26,7 @@ _GRACE_S = 10.0
 
 
 def _is_of_connection(error: Exception) -> bool:
-    """Whether a collective or the store failed. gloo raises plain RuntimeErrors, which name the line of its source."""
+    """True if a collective or the store failed. gloo raises plain RuntimeErrors, which name the line of its source."""
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_OF_GLOO.search(str(error))))
 
 

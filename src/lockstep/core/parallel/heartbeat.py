@@ -9,10 +9,7 @@ import mmap
 import os
 from pathlib import Path
 
-from lockstep.launch import launch_folder
-
-FOLDER = "LOCKSTEP_HEARTBEATS"
-"""Environment variable: the folder in which the launcher looks for the heartbeats of its ranks."""
+from lockstep.core.parallel.launched import FOLDER, write
 
 _parent = os.getppid()
 
@@ -27,7 +24,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Phase(enum.IntEnum):
-    """What a rank is doing."""
+    """The work that a rank is doing."""
 
     STARTING = 0
     FIRST_STEP = 1
@@ -65,7 +62,7 @@ def own() -> Heartbeat:
         heartbeat = Heartbeat()
     else:
         path = Path(folder, f"rank-{os.environ.get('RANK', '0')}")
-        launch_folder.write(path, bytes(ctypes.sizeof(Heartbeat)))
+        write(path, bytes(ctypes.sizeof(Heartbeat)))
         with path.open("r+b") as file:
             heartbeat = Heartbeat.from_buffer(mmap.mmap(file.fileno(), 0))
     heartbeat.step = -1
@@ -80,7 +77,7 @@ def all_in(folder: Path) -> list[Heartbeat]:
 
 
 def has_ended(folder: Path, rank: int) -> bool:
-    """Whether a rank whose heartbeat is in `folder` has come to the end of its main function without an error."""
+    """True if a rank whose heartbeat is in `folder` has come to the end of its main function without an error."""
     path = folder / f"rank-{rank}"
     content = path.read_bytes() if path.is_file() else b""
     is_whole = len(content) == ctypes.sizeof(Heartbeat)
@@ -88,7 +85,7 @@ def has_ended(folder: Path, rank: int) -> bool:
 
 
 def is_orphan() -> bool:
-    """Whether the launcher of this rank (ours or torchrun) is gone.
+    """True if the launcher of this rank (ours or torchrun) is gone.
 
     Nobody would restart or stop the rank then, but another run may begin in the same place.
     """
@@ -96,7 +93,7 @@ def is_orphan() -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this machine and user exists."""
+    """True if a process of this machine and user exists."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""How the ranks of a run meet: in a store that all of them reach, and that holds nothing of an earlier start."""
+"""The place where the ranks of a run meet: a store that all reach, and that holds nothing of an earlier start."""
 
 from __future__ import annotations
 

@@ -15,31 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import Preempted
-from lockstep.core.parallel import heartbeat
+from lockstep.core.parallel import heartbeat, launched
 
 if TYPE_CHECKING:
     from lockstep.core.parallel.world import World
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a training to save and to stop. SIGHUP says that the terminal is gone."""
-STOP_FILE = "stop"
-"""In the folder of heartbeats: names the signal that asked the launcher to stop. Ranks that start later see it."""
-LAUNCHED = "LOCKSTEP_LAUNCHED"
-"""Environment variable of ranks that our launcher started: it shows their errors, and decides about second signals."""
 STOPPED_AT_ONCE = "\nstopped at once, without saving; the same command goes on from the newest checkpoint"
 _ONCE_S = 1.0  # a launcher and a scheduler may both pass on the same request
 _KEY_S = 0.2  # a wrapper repeated one Ctrl-C after 5 ms at most (30 tries, 2 cores, 6 busy processes)
 _EVERY_S = 1.0
 
 
-def tell(text: str) -> None:
-    """Write a line to stderr, from a signal handler too. Nobody reads it where the terminal is gone."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{text}\n".encode())
-
-
 def is_another(number: int, asked_at: float) -> bool:
-    """Whether a signal that arrives now is a new request, and not that of `asked_at` (monotonic seconds) again."""
+    """True if a signal that arrives now is a new request, and not that of `asked_at` (monotonic seconds) again."""
     return time.monotonic() - asked_at > (_KEY_S if number == signal.SIGINT else _ONCE_S)
 
 
@@ -60,7 +50,7 @@ class StopFlag:
     @property
     def name(self) -> str:
         """Name of the signal that the user sent, even where the launcher passed it on as another signal."""
-        sent = Path(os.environ.get(heartbeat.FOLDER, os.devnull), STOP_FILE)
+        sent = Path(os.environ.get(launched.FOLDER, os.devnull), launched.STOP_FILE)
         return sent.read_text() if sent.is_file() else self.signal.name if self.signal else "a signal to another rank"
 
     def handle(self, number: int, frame: object) -> None:
@@ -119,7 +109,7 @@ def listening() -> Iterator[StopFlag]:
     old_pipe = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(flag, reading), name="lockstep-signals", daemon=True).start()
     try:
-        if Path(os.environ.get(heartbeat.FOLDER, os.devnull), STOP_FILE).exists():
+        if Path(os.environ.get(launched.FOLDER, os.devnull), launched.STOP_FILE).exists():
             raise Preempted(f"stopped by {flag.name} before training began; nothing was lost")
         yield flag
     finally:
@@ -137,9 +127,9 @@ def _watch(flag: StopFlag, pipe: int) -> None:
         if number not in ASKING:  # another signal that Python handles
             continue
         again = flag.note(number)
-        if LAUNCHED in os.environ:
-            # After a rank died, torch's agent ends the others with SIGTERM: they can neither agree nor save any more.
-            folder = os.environ.get(heartbeat.FOLDER)
+        if launched.LAUNCHED in os.environ:
+            # After a rank died, the launcher ends the others with SIGTERM: they can neither agree nor save any more.
+            folder = os.environ.get(launched.FOLDER)
             if (
                 number == signal.SIGTERM
                 and folder
@@ -147,13 +137,13 @@ def _watch(flag: StopFlag, pipe: int) -> None:
             ):
                 os._exit(1)
         elif again:
-            tell(STOPPED_AT_ONCE)
+            launched.tell(STOPPED_AT_ONCE)
             os._exit(128 + number)
     os.close(pipe)
 
 
 class StopConsensus:
-    """Whether any rank was asked to stop: the same answer on all ranks, at the same call.
+    """Agreement on whether any rank was asked to stop: the same answer on all ranks, at the same call.
 
     Call it after equal amounts of work on every rank. The ranks communicate about once a second. The number of calls in
     a second follows from the time that the earlier calls took. It is summed over ranks, so that all ranks compute the
@@ -166,9 +156,9 @@ class StopConsensus:
         self.begun = self.since = time.perf_counter()
         self._agreed_s = 0.0
         self.wants_end: Callable[[], bool] = lambda: False
-        """Whether something on this rank asks that the training ends as after its last step."""
+        """True if something on this rank asks that the training ends as after its last step."""
         self.ends = False
-        """Whether something on any rank asked for it, at the last communication."""
+        """True if something on any rank asked for it, at the last communication."""
 
     @property
     def elapsed_s(self) -> float:

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,14 +22,12 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lockstep.core import devices, shortages
 from lockstep.core.errors import LockstepError, Preempted, UsageError, described
-from lockstep.core.parallel import device_errors, flight_recorder, heartbeat, torch_internals
+from lockstep.core.parallel import device_errors, heartbeat, torch_internals
 from lockstep.core.parallel.failure import FailureBoard
-from lockstep.core.parallel.heartbeat import Heartbeat, Phase
+from lockstep.core.parallel.heartbeat import Heartbeat
+from lockstep.core.parallel.launched import LAUNCHED, report_failure
 from lockstep.core.parallel.nodes import NodeGroup, Nodes, exchange, group_of, own_name
 from lockstep.core.parallel.rendezvous import store_of_ranks
-from lockstep.core.parallel.signals import LAUNCHED
-from lockstep.core.parallel.watchdog import Watchdog
-from lockstep.launch.launch import report_failure
 
 T = TypeVar("T")
 _ABORT_S = 10.0  # after a failure, so long for the end of the process groups
@@ -72,7 +69,7 @@ class World:
     device: torch.device
     """The device on which this rank computes."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    """Where this rank notes its progress, for the launcher and the watchdog."""
+    """Where this rank notes its progress, for those who watch it from outside."""
     group: dist.ProcessGroup | None = None
     """The process group of the collectives. None: the default group."""
     timeout: datetime.timedelta | None = None
@@ -273,7 +270,9 @@ def _mps(ranks: int) -> torch.device:
 
 
 @contextlib.contextmanager
-def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | None = None) -> Iterator[World]:
+def join_world(
+    device: str = "auto", timeout_s: float = 600.0, watch: Callable[[World, Store | None], Any] | None = None
+) -> Iterator[World]:
     """Join the ranks that RANK, WORLD_SIZE and LOCAL_RANK describe (set by torchrun), and leave them at the end.
 
     Where this rank fails, the other ranks end with a `RankError` that names it and shows its traceback; see
@@ -281,29 +280,30 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | No
 
     Args:
         device: auto, cpu, cuda or mps.
-        timeout_s: seconds without progress on any rank after which all end with a report; see `Watchdog`.
-        folder: where the report is written. None: there is no watchdog.
+        timeout_s: how long a rank waits for other ranks where nobody watches for hangs, in seconds.
+        watch: begins to watch for hangs, and gives an object with a method `close`. It gets the world, and a store that
+            all ranks reach (None where there is one rank), before the process group is made. `close` is called when the
+            group is gone.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     place = pick_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), size=size)
     devices.of(place).select()
-    # A rank that waits is not at fault. Where there is a watchdog, it finds the rank that makes the others wait.
-    patience = datetime.timedelta(seconds=timeout_s) if folder is None else datetime.timedelta(days=7)
+    # A rank that waits is not at fault. A watch finds the rank that makes the others wait.
+    patience = datetime.timedelta(seconds=timeout_s) if watch is None else datetime.timedelta(days=7)
     world = World(rank, size, local_rank, place, heartbeat.own(), timeout=patience)
     if size == 1:
-        with _watched(world, None, timeout_s, folder), device_errors.explained(), shortages.explained():
+        with _watched(world, None, watch), device_errors.explained(), shortages.explained():
             yield world
         return
     # A process has one store. Each world has a part of it, because the same ranks may join and leave several times.
     shared, numbers = store_of_ranks(rank, size, timeout_s)
     store = PrefixStore(f"lockstep/{next(numbers)}", shared)
     backend = devices.of(place).group_backend
-    flight_recorder.switch_on()
-    # The failure board and the watchdog live until the group is gone: to leave a group may take for ever, too.
+    # The failure board and the watch live until the group is gone: to leave a group may take for ever, too.
     with (
         contextlib.closing(FailureBoard(store, rank, size)) as failures,
-        _watched(world, PrefixStore("watchdog", store), timeout_s, folder),
+        _watched(world, PrefixStore("watchdog", store), watch),
     ):
         try:
             with device_errors.explained(), shortages.explained():
@@ -414,14 +414,7 @@ def _forget_meshes() -> None:
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
-@contextlib.contextmanager
-def _watched(world: World, store: Store | None, timeout_s: float, folder: Path | None) -> Iterator[None]:
-    if folder is None:
-        yield
-        return
-    world.heartbeat.enter(Phase.STARTING)  # this process may have trained before
-    watchdog = Watchdog(world.heartbeat, store, rank=world.rank, size=world.size, timeout_s=timeout_s, folder=folder)
-    try:
-        yield
-    finally:
-        watchdog.close()
+def _watched(
+    world: World, store: Store | None, watch: Callable[[World, Store | None], Any] | None
+) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if watch is None else contextlib.closing(watch(world, store))

@@ -81,7 +81,7 @@ def _backend(name: str) -> str:
 
 
 def _differences(last: Mapping[int, dict[str, Any]]) -> list[str]:
-    """How the newest collectives of the ranks of a group differ; empty where they do not."""
+    """Differences between the newest collectives of the ranks of a group."""
     newest = max(entry["number"] for entry in last.values())
     behind: dict[int, list[int]] = {}
     for rank, entry in last.items():

@@ -25,11 +25,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep.core.debugging import is_in_debugger
 from lockstep.core.errors import RankError
-from lockstep.core.parallel import flight_recorder
-from lockstep.core.parallel.heartbeat import Heartbeat, Phase, is_orphan
-from lockstep.core.parallel.signals import LAUNCHED
+from lockstep.core.parallel.heartbeat import Phase, is_orphan
+from lockstep.core.parallel.launched import LAUNCHED, report_failure
 from lockstep.core.parallel.torch_internals import MainThread
-from lockstep.launch.launch import report_failure
+from lockstep.core.parallel.world import World
+from lockstep.launch import flight_recorder
 
 _PROGRESS, _HANG, _STACK, _REPORT, _READ = "progress", "hang", "stack/", "hang-report", "hang-read"
 _COLLECTIVES = "collectives/"
@@ -41,7 +41,7 @@ _LENIENCE = 6  # timeouts for which a rank may compute without a beat, while it 
 
 
 class Watchdog:
-    """Watches the heartbeat of this rank.
+    """Watches the heartbeat of this rank. Make it before the process group: it lets torch record the last collectives.
 
     In phases in which one piece of work may take long (building and compiling, evaluating, saving), a main thread that
     computes counts as alive for up to 6 timeouts: it uses the CPU, and it executes Python code. A thread that waits for
@@ -54,14 +54,14 @@ class Watchdog:
         folder: where the report is written.
     """
 
-    def __init__(
-        self, heartbeat: Heartbeat, store: Store | None, *, rank: int, size: int, timeout_s: float, folder: Path
-    ) -> None:
-        self.heartbeat, self.store, self.rank, self.size = heartbeat, store, rank, size
+    def __init__(self, world: World, store: Store | None, *, timeout_s: float, folder: Path) -> None:
+        flight_recorder.switch_on()
+        self.heartbeat, self.store, self.rank, self.size = world.heartbeat, store, world.rank, world.size
+        self.heartbeat.enter(Phase.STARTING)  # this process may have trained before
         self.timeout_s, self.folder = timeout_s, folder
         self.tick_s = min(1.0, timeout_s / 10)
         self.main = threading.main_thread().ident or 0
-        self.beats, self.own_since = heartbeat.beats, time.monotonic()
+        self.beats, self.own_since = self.heartbeat.beats, time.monotonic()
         self.worked_since = self.own_since
         self.others, self.others_since = -1, self.own_since
         self.closed = threading.Event()
@@ -145,7 +145,7 @@ class Watchdog:
         return text
 
     def _answers(self, prefix: str, wait_s: float) -> dict[int, str]:
-        """What each rank wrote under `prefix`; an empty text for ranks that write nothing within `wait_s` seconds."""
+        """The text of each rank under `prefix`; empty for ranks that write nothing within `wait_s` seconds."""
         assert self.store is not None
         keys = [f"{prefix}{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + wait_s
@@ -156,7 +156,7 @@ class Watchdog:
     def _stack(self) -> str:
         """The phase and step of this rank, and the stack of its main thread."""
         frames = list(traceback.extract_stack(sys._current_frames()[self.main]))
-        places = [number for number, frame in enumerate(frames) if "lockstep/commands/" in frame.filename]
+        places = [number for number, frame in enumerate(frames) if "lockstep/cli/" in frame.filename]
         command = max(places, default=-1)
         frames = frames[command + 1 :][-15:]
         libraries = ("site-packages", os.path.dirname(threading.__file__))
