@@ -10,7 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from lockstep import Trainer
-from lockstep.cli.application import app, train
+from lockstep.cli import train
+from lockstep.cli.application import app
 from lockstep.cli.options import as_arguments
 from lockstep.cli.reporting import reporting
 from lockstep.core.config import config_file
