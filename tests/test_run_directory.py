@@ -19,7 +19,7 @@ from lockstep.core.checkpoint.store import Retention
 from lockstep.core.config import config_file
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.launched import RESTARTS
-from lockstep.parts.factory import files_of_writers
+from lockstep.parts.writer_kinds import files_of_writers
 from tests import own_tasks, runs
 from tests.core.checkpoint.cases import ALONE
 from tests.processes import HANG_S

@@ -10,7 +10,8 @@ import pytest
 from lockstep import Trainer
 from lockstep.core.errors import UsageError
 from lockstep.core.writer import Writer
-from lockstep.parts.factory import files_of_writers, find_writer, open_writers
+from lockstep.parts.factory import open_writers
+from lockstep.parts.writer_kinds import files_of_writers, find_writer
 from tests import own_tasks, runs
 from tests.parts.cases import run_info
 

@@ -9,8 +9,9 @@ import pytest
 
 from lockstep.core.errors import UsageError
 from lockstep.core.writer import FOLDER
-from lockstep.parts.factory import find_writer, open_writers
+from lockstep.parts.factory import open_writers
 from lockstep.parts.own_process import OwnProcess
+from lockstep.parts.writer_kinds import find_writer
 from tests.parts.cases import run_info
 from tests.processes import HANG_S, wait_for
 

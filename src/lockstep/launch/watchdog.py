@@ -55,7 +55,8 @@ class Watchdog:
     """
 
     def __init__(self, world: World, store: Store | None, *, timeout_s: float, folder: Path) -> None:
-        flight_recorder.switch_on()
+        if store is not None:
+            flight_recorder.switch_on()
         self.heartbeat, self.store, self.rank, self.size = world.heartbeat, store, world.rank, world.size
         self.heartbeat.enter(Phase.STARTING)  # this process may have trained before
         self.timeout_s, self.folder = timeout_s, folder

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import pkgutil
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import PurePath
 
-from lockstep.core import plugins
-from lockstep.core.errors import UsageError
-from lockstep.core.writer import FOLDER, RunInfo, Writer
-from lockstep.parts import writers
+from lockstep.core.writer import RunInfo, Writer
 from lockstep.parts.own_process import OwnProcess
 from lockstep.parts.write_guard import WriteGuard, guard_writers
+from lockstep.parts.writer_kinds import find_writer
 
-GROUP = "lockstep.writers"  # of entry points
 _CONSOLE = "console"
 
 
@@ -36,49 +29,3 @@ def open_writers(run: RunInfo, names: Sequence[str], *, quiet: bool) -> list[Wri
         if name in names:
             entries[label] = f"{name} (class {kind.__name__})"
     return guard_writers(makers, entries)
-
-
-def files_of_writers(names: Sequence[str]) -> set[str]:
-    """What the built-in writers, and those of these names, write into a run directory.
-
-    Raises:
-        UsageError: see `find_writer`; or a writer names a place outside of the run directory, or all of it.
-    """
-    kinds = {*(_built_in_writer(name) for name in _built_in()), *(find_writer(name) for name in names)}
-    for kind in kinds:
-        for file in map(PurePath, kind.files):
-            if not file.parts or file.is_absolute() or ".." in file.parts:
-                what = f"{str(file)!r} is not inside the run directory, and --fresh would delete it"
-                raise UsageError(what, where=f"{kind.__name__}.files", remedy="name files of the run directory")
-    return {FOLDER, *(file for kind in kinds for file in kind.files)}
-
-
-def find_writer(name: str) -> type[Writer]:
-    """The class of a writer.
-
-    Args:
-        name: a module of `lockstep.parts.writers`, an entry point of the group `lockstep.writers`, or FILE.py:Class.
-
-    Raises:
-        UsageError: there is no such writer, it cannot be imported, it is not a subclass of `Writer`, or its library is
-            not installed.
-    """
-    kind = plugins.named_class(
-        name, Writer, group=GROUP, key="log.writers", built_in=_built_in_writer, known=_built_in()
-    )
-    if kind.library and importlib.util.find_spec(kind.library) is None:
-        remedy = f"pip install 'torch-lockstep[{kind.library}]'" if name in _built_in() else f"install {kind.library}"
-        what = f"{kind.library} is not installed"
-        raise UsageError(what, where=f"log.writers: {name}", remedy=f"{remedy}, or leave the writer out")
-    return kind
-
-
-def _built_in() -> list[str]:
-    return [module.name for module in pkgutil.iter_modules(writers.__path__)]
-
-
-def _built_in_writer(name: str) -> type[Writer]:
-    module = importlib.import_module(f"{writers.__name__}.{name}")
-    own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
-    (writer,) = (value for value in own if plugins.is_subclass(value, Writer))
-    return writer

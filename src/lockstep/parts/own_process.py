@@ -23,6 +23,7 @@ from typing import IO, Any
 from lockstep.core import locks
 from lockstep.core.writer import FOLDER, RunInfo, Writer
 from lockstep.parts.write_guard import reason_of
+from lockstep.parts.writer_kinds import find_writer
 
 _WAITING = 1000  # calls that may wait for the process
 _END_S = 60  # how long the end of a training waits for the process
@@ -165,7 +166,6 @@ class OwnProcess(Writer):
 
 def main(calls: IO[bytes], reports: IO[str]) -> None:
     """Make the writer, and call what the training asks for, until the training closes the pipe or has gone."""
-    from lockstep.parts.factory import find_writer
 
     entry, label = pickle.load(calls)
     run: RunInfo = pickle.load(calls)

@@ -89,13 +89,20 @@ def ranks_of(nproc: str, where: str = "--nproc") -> int:
 
 
 def fit(
-    config: RunConfig, task: Task | None, *, nproc: int | str, max_restarts: int, **options: Any
+    config: RunConfig,
+    task: Task | None,
+    *,
+    main: Callable[[Sequence[str]], None],
+    nproc: int | str,
+    max_restarts: int,
+    **options: Any,
 ) -> dict[str, float]:
     """Train as `Trainer(config, **options).fit(task)` would, on ranks that this process starts. Wait for their end.
 
     What the ranks print is printed here. Environment variables and signal handlers are as before afterwards.
 
     Args:
+        main: the main function of a rank. It calls `run_rank` with its arguments.
         nproc: the number of ranks; `auto`: a rank for each GPU.
         max_restarts: how often the ranks are started again after one was killed or has crashed.
         options: arguments of `Trainer`.
@@ -127,13 +134,20 @@ def fit(
         sys.stdout.flush()
         launcher.prepare(ranks, modules=modules_of(config))
         with contextlib.nullcontext() if is_terminal else _shown(folder / _OUTPUT):
-            launcher.launch([str(folder)], ranks, max_restarts, main=run_rank, ends_process=False)
+            launcher.launch([str(folder)], ranks, max_restarts, main=main, ends_process=False)
         results: dict[str, float] = json.loads((folder / _RESULTS).read_text())
         return results
 
 
-def run_rank(arguments: Sequence[str]) -> None:
-    """The main function of a rank that `fit` started. `arguments` is the folder that `fit` has prepared."""
+def run_rank(
+    arguments: Sequence[str], train: Callable[[RunConfig, Task | None, dict[str, Any]], dict[str, float]]
+) -> None:
+    """Train in a rank that `fit` started, and report what became of it.
+
+    Args:
+        arguments: the folder that `fit` has prepared.
+        train: gets the config, the task and arguments of `Trainer`. Returns the results.
+    """
     folder = Path(arguments[0])
     from lockstep.core.parallel import signals
     from lockstep.core.parallel.launched import report_failure
@@ -145,12 +159,11 @@ def run_rank(arguments: Sequence[str]) -> None:
                 _take_place(folder, place)
                 config, task, parts, options = pickle.load(file)
             from lockstep.core import source_code
-            from lockstep.trainer.trainer import Trainer
 
             if task is not None:
                 source_code.know(type(task), parts)
                 _define(type(task))
-            results = Trainer(config, **options).fit(task)
+            results = train(config, task, options)
         if os.environ["RANK"] == "0":
             (folder / _RESULTS).write_text(json.dumps(results))
     except Preempted as stopped:

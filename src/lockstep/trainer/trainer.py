@@ -63,7 +63,7 @@ from lockstep.launch.watchdog import Watchdog
 from lockstep.parts import built_in, ending
 from lockstep.parts import profile as profiling
 from lockstep.parts.checks.run_checks import RunChecks
-from lockstep.parts.factory import files_of_writers
+from lockstep.parts.writer_kinds import files_of_writers
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.trainer import local_ranks, logs, prediction_run, run_export
 
@@ -309,6 +309,7 @@ class Trainer:
             self.results = local_ranks.fit(
                 self.config,
                 task,
+                main=run_rank,
                 nproc=nproc,
                 max_restarts=max_restarts,
                 run_dir=self.run_dir,
@@ -774,6 +775,11 @@ class Recorder(Writer, abc.ABC):
     @abc.abstractmethod
     def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """Pass the batches of `prepared` on. When the next batch is asked for, the step before it is done."""
+
+
+def run_rank(arguments: Sequence[str]) -> None:
+    """The main function of a rank that `Trainer.fit(nproc=...)` has started."""
+    local_ranks.run_rank(arguments, lambda config, task, options: Trainer(config, **options).fit(task))
 
 
 def _given(task: Task | None) -> Task | None:
