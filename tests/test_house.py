@@ -2,10 +2,14 @@
 
 import ast
 import functools
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
+
+import pytest
 
 import lockstep
 from tests import processes
@@ -96,6 +100,69 @@ def test_modules_import_in_one_direction():
         (module, name) for module, path in MODULES.items() for name in imports(path) if not is_allowed(module, name)
     }
     assert against == set()
+
+
+def graph():
+    """The modules that each module imports, also late."""
+
+    def module_of(name):
+        while name and name not in MODULES:
+            name = name.rpartition(".")[0]
+        return name
+
+    return {module: {module_of(name) for name in imports(path)} - {"", module} for module, path in MODULES.items()}
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    left = graph()
+    while free := [module for module, used in left.items() if not used & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left, "a circle is among these modules"
+
+
+def test_folders_stand_on_few_floors():
+    """The floor of a folder is one above the highest folder that it imports."""
+    used = {folder: set() for folder in map(folder_of, MODULES)}
+    for module, others in graph().items():
+        used[folder_of(module)] |= {folder_of(other) for other in others} - {folder_of(module)}
+    floors = {}
+    while len(floors) < len(used):
+        ready = [folder for folder in used if folder not in floors and used[folder] <= floors.keys()]
+        assert ready, "folders import each other in a circle"
+        floors |= {folder: 1 + max((floors[other] for other in used[folder]), default=0) for folder in ready}
+    assert max(floors.values()) <= 9
+
+
+CODE_LINES = {"core": 8_000, "": 33_000}
+"""At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings."""
+
+
+def code_lines(text):
+    docstrings = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, node.end_lineno + 1)
+    }
+    no_code = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    found = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in no_code:
+            found.update(range(token.start[0], token.end[0] + 1))
+    return len(found - docstrings)
+
+
+def test_code_lines_are_counted_without_blank_lines_comments_and_docstrings():
+    text = '"""A module."""\n\nimport os  # that\n\n\ndef f(a,\n      b):\n'
+    text += '    """Nothing."""\n    # more\n    return (a +\n        b)\n'
+    assert code_lines(text) == 5
+
+
+@pytest.mark.parametrize("folder", CODE_LINES)
+def test_a_folder_keeps_its_budget(folder):
+    counted = sum(code_lines(path.read_text()) for path in PACKAGE.joinpath(folder).rglob("*.py"))
+    assert counted <= CODE_LINES[folder]
 
 
 def test_every_folder_is_there():
