@@ -15,7 +15,6 @@ import yaml
 
 from lockstep import LockstepError
 from lockstep.core import run_directory
-from lockstep.core.checkpoint.store import Retention
 from lockstep.core.config import config_file
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.launched import RESTARTS
@@ -391,15 +390,6 @@ def test_a_tuple_is_the_list_that_it_was_written_as(tmp_path):
     claimed(tmp_path, settings)
     (tmp_path / "checkpoints" / "step-00000005").mkdir(parents=True)
     claimed(tmp_path, settings)
-
-
-# ---- kept checkpoints
-
-
-def test_retention_is_the_configs():
-    assert run_directory.retention(config()) == Retention(3, None, None)
-    keep = {"keep_last": 2, "keep_best": "max eval/accuracy", "keep_every_steps": 100}
-    assert run_directory.retention(config(checkpoint=keep)) == Retention(2, ("max", "eval/accuracy"), 100)
 
 
 def test_errors_are_ours(tmp_path):

@@ -309,7 +309,7 @@ _engine("warm-up ignored", "gradients", ("core.schedule:Schedule.__call__", "upd
 _engine(
     "learning rate scaled twice",
     "gradients",
-    ("core.run_model:make_optimizer", "optim.lr * scale,", "optim.lr * scale * scale,"),
+    ("core.run_model:make_optimizer", "scale=scale,", "scale=scale * scale,"),
 )
 _engine(
     "learning rate scaled by the number of ranks",
@@ -359,22 +359,18 @@ _task("model put into evaluation mode by the loss", "gradients", "EvaluationMode
 _engine(
     "weight decay applied twice",
     "gradients",
-    (
-        "core.run_model:make_optimizer",
-        "weight_decay=optim.weight_decay,",
-        "weight_decay=30 * (optim.weight_decay or 0),",
-    ),
+    ("core.optim:build_optimizer", "else optim.weight_decay", "else 30 * (optim.weight_decay or 0)"),
 )
 _engine(
     "optimizer arguments ignored",
     "gradients",
-    ("core.run_model:make_optimizer", "args=optim.args,", "args={},"),
+    ("core.optim:build_optimizer", "optim.args, optim.fused", "{}, optim.fused"),
     base="momentum",
 )
 _engine(
     "parameter groups ignored",
     "gradients",
-    ("core.run_model:make_optimizer", "groups=groups,", "groups=[],"),
+    ("core.optim:build_optimizer", "_members(model, optim.groups)", "_members(model, [])"),
     base="groups",
 )
 _engine(
@@ -784,7 +780,11 @@ _engine(
 _engine(
     "parameter groups lost under FSDP",
     "strategies",
-    ("core.run_model:make_optimizer", "groups=groups,", "groups=[] if sharded else groups,"),
+    (
+        "core.run_model:make_optimizer",
+        "build_optimizer(model, optim,",
+        "build_optimizer(model, optim.model_copy(update={'groups': []}) if sharded else optim,",
+    ),
     base="groups",
 )
 _engine(

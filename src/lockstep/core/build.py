@@ -27,7 +27,7 @@ from lockstep.core.run_data import agreed_fingerprint, grouping, make_loader, st
 from lockstep.core.run_model import BuiltModel, build_model, load_first_state, make_optimizer, seed_everything
 from lockstep.core.schedule import Schedule
 from lockstep.core.step import TrainState
-from lockstep.core.stopping import Stopping, StopRule
+from lockstep.core.stopping import Stopping
 from lockstep.core.task import Task
 from lockstep.core.train_metrics import TrainMetrics
 
@@ -133,7 +133,7 @@ def prepare_run(
         form=Form.of(built.model),
         may_be_infinite={},
         warnings=list(dict.fromkeys([*(checkpoint.manifest.get("warnings", ()) if checkpoint else ()), *warnings])),
-        stopping=Stopping(StopRule(**train.stop_when.model_dump()) if train.stop_when else None, train.max_time),
+        stopping=Stopping(train.stop_when, train.max_time),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -100,10 +99,10 @@ def _check_schedule(
     Raises:
         UsageError: on the config's curve, the updates so far would have had other learning rates.
     """
-    then = dataclasses.replace(state.schedule, total_steps=manifest.get("schedule_steps", state.schedule.length))
+    then = state.schedule.model_copy(update={"total_steps": manifest.get("schedule_steps", state.schedule.length)})
     # Runs of earlier versions did not keep their warm-up. It was that of the curve's length.
     share, warmup = manifest.get("schedule_warmup", (then.warmup_share, then.warmup))
-    then = dataclasses.replace(then, warmup_share=share, kept_warmup=warmup)
+    then = then.model_copy(update={"warmup_share": share, "kept_warmup": warmup})
     done = manifest["step"] - manifest["skipped"]
     now = state.schedule = state.schedule.with_warmup_of(then)
     if now.same_until(then, done):

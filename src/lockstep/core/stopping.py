@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
+
+from lockstep.core.config.config_section import Section
 
 
-@dataclass(frozen=True)
-class StopRule:
-    """A training ends when the results of its evaluations do not get better any more, or are good enough."""
+def _result(name: str) -> str:
+    if not re.fullmatch(r"eval/\S+", name):
+        raise ValueError(f"{name!r} is no result of an evaluation; write `eval/NAME`, such as `eval/loss`")
+    return name
 
-    metric: str
+
+class StopRule(Section):
+    """A training ends before its last step when the results of its evaluations say so."""
+
+    metric: Annotated[str, AfterValidator(_result)]
     """Name of the result in the log, such as `eval/loss`."""
-    mode: str
-    """`min` or `max`: whether lower or higher results are better."""
-    patience: int | None = None
-    """Evaluations without an improvement after which the training ends. None: it does not end so."""
-    min_delta: float = 0.0
+    mode: Literal["min", "max"]
+    """Whether lower or higher results are better."""
+    patience: PositiveInt | None = None
+    """Number of evaluations without an improvement after which the training ends."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
     """An evaluation is an improvement only if it is better than the best so far by more than this number."""
     target: float | None = None
     """The training ends at a result as good as this, or better."""
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if self.patience is None and self.target is None:
+            raise ValueError("never ends a training; give patience, target, or both")
+        return self
 
     def reason(self, results: Sequence[float]) -> str:
         """Why a training with these results ends, as a sentence; empty if it goes on.

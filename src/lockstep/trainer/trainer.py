@@ -678,7 +678,7 @@ class Trainer:
     def _built(self, task: Task, world: World, load: Callable[[Checkpoint, BuiltModel], object]) -> BuiltModel:
         """The model with the weights that the task gives it. `load` is called with `self.checkpoint` and the model."""
         self._model = None  # its memory may be needed
-        retention = run_directory.retention(self.config)
+        retention = self.config.checkpoint
         chosen = choice.choose(self._checkpoints, world, retention, self.checkpoint)
         self._set_up(task, world, trained=True)
         built = run_model.build_model(self.config, task, world)
