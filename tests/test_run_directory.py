@@ -397,13 +397,3 @@ def test_errors_are_ours(tmp_path):
     with pytest.raises(LockstepError, match="cannot write") as caught:
         claimed(tmp_path / "file" / "run")
     assert caught.value.remedy == "choose another place with --run-dir"
-
-
-def test_config_of_an_earlier_version_is_read_with_todays_keys(tmp_path):
-    for tensorboard, writers in (
-        (True, ["text_log", "json_lines", "tensorboard"]),
-        (False, ["text_log", "json_lines"]),
-    ):
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"log": {"every_steps": 7, "tensorboard": tensorboard}}))
-        log = config_file.read_run(tmp_path).log
-        assert (log.every_steps, log.writers) == (7, writers)

@@ -132,7 +132,7 @@ def prepare_run(
         parts=checkpoint.manifest.get("parts", {}) if checkpoint else {},
         form=Form.of(built.model),
         may_be_infinite={},
-        warnings=list(dict.fromkeys([*(checkpoint.manifest.get("warnings", ()) if checkpoint else ()), *warnings])),
+        warnings=list(dict.fromkeys([*(checkpoint.manifest["warnings"] if checkpoint else ()), *warnings])),
         stopping=Stopping(train.stop_when, train.max_time),
     )
 

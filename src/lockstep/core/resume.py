@@ -63,8 +63,8 @@ def restore(checkpoint: Checkpoint, prepared: PreparedRun, config: RunConfig, al
     state.precision.load(manifest["loss_scale"])
     state.step, state.skipped = checkpoint.step, manifest["skipped"]
     stopping = prepared.stopping
-    messages += stopping.restore(manifest.get("evaluations", ()), manifest.get("evaluations_of"))
-    stopping.earlier_s = manifest.get("trained_s", 0.0)
+    messages += stopping.restore(manifest["evaluations"], manifest["evaluations_of"])
+    stopping.earlier_s = manifest["trained_s"]
     if checkpoint.metrics:
         stopping.add(state.step, checkpoint.metrics)
     if state.step > state.skipped:  # the rate of the last update, which is logged where no other update follows
@@ -99,10 +99,9 @@ def _check_schedule(
     Raises:
         UsageError: on the config's curve, the updates so far would have had other learning rates.
     """
-    then = state.schedule.model_copy(update={"total_steps": manifest.get("schedule_steps", state.schedule.length)})
-    # Runs of earlier versions did not keep their warm-up. It was that of the curve's length.
-    share, warmup = manifest.get("schedule_warmup", (then.warmup_share, then.warmup))
-    then = then.model_copy(update={"warmup_share": share, "kept_warmup": warmup})
+    share, warmup = manifest["schedule_warmup"]
+    kept = {"total_steps": manifest["schedule_steps"], "warmup_share": share, "kept_warmup": warmup}
+    then = state.schedule.model_copy(update=kept)
     done = manifest["step"] - manifest["skipped"]
     now = state.schedule = state.schedule.with_warmup_of(then)
     if now.same_until(then, done):
@@ -259,7 +258,7 @@ def as_torch(
     per_epoch = -(-manifest["data"]["samples"] // (config.batch.global_ or 1))
     if config.data.drop_last:
         per_epoch = max(1, manifest["data"]["samples"] // (config.batch.global_ or 1))
-    curve = config.schedule.model_dump() | {"total_steps": manifest.get("schedule_steps")}
+    curve = config.schedule.model_dump() | {"total_steps": manifest["schedule_steps"]}
     set_lr(optimizer, Schedule(steps_per_epoch=per_epoch, **curve)(manifest["step"] - manifest["skipped"]))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     integers = ("growth_interval", "_growth_tracker")

@@ -92,14 +92,14 @@ class Stopping:
 
         Args:
             results: step and result of each evaluation.
-            metric: of which the results are. None: the checkpoint does not say, as those of earlier versions.
+            metric: of which the results are. None: there are none.
 
         Returns:
             messages for the log.
         """
         if self.rule is None or not results:
             return []
-        if metric is not None and metric != self.rule.metric:
+        if metric != self.rule.metric:
             return [f"train.stop_when counts from here on: the earlier evaluations were of {metric}"]
         self.results = [(step, value) for step, value in results]
         return []

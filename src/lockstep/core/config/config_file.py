@@ -93,7 +93,7 @@ def read_run(run_dir: Path, overrides: Sequence[str] = (), allowed: Sequence[str
                 where="command line",
                 remedy=f"here, only these keys can be changed: {', '.join(allowed)}",
             )
-    return parse(_of_today(read_yaml(path)), str(path), overrides, needs_task=False)
+    return parse(read_yaml(path), str(path), overrides, needs_task=False)
 
 
 def with_task_option(config: RunConfig, key: str, value: Any, where: str) -> RunConfig:
@@ -131,17 +131,6 @@ def with_kept_task(config: RunConfig, run_dir: Path, tell: Callable[[str], None]
             tell(f"{path} is not there: the task's code is taken from {kept}")
             return config.model_copy(update={"task": config.task | {"kind": f"{kept.resolve()}:{name}"}})
     return config
-
-
-def _of_today(values: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier version of Lockstep recorded, with today's keys: `log.tensorboard` became `log.writers`."""
-    log = values.get("log")
-    if not isinstance(log, dict) or "tensorboard" not in log:
-        return values
-    today = {key: value for key, value in log.items() if key != "tensorboard"}
-    if not log["tensorboard"]:
-        today.setdefault("writers", ["text_log", "json_lines"])
-    return values | {"log": today}
 
 
 def parse(
