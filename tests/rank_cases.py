@@ -368,27 +368,6 @@ def refusal_with_other_files(run_dir, folder):
     return refusal("predict", run_dir, *files)
 
 
-def fit_with_equal_neighbours(settings, neighbours):
-    """Weights and results of a training with evaluation in which so many neighbouring ranks see the same samples."""
-    import dataclasses
-
-    import lockstep.trainer.trainer
-
-    joined = lockstep.trainer.trainer.join_world
-
-    @contextlib.contextmanager
-    def joined_in_groups(*arguments):
-        with joined(*arguments) as world:
-            yield dataclasses.replace(world, model_parallel_size=neighbours)
-
-    lockstep.trainer.trainer.join_world = joined_in_groups
-    try:
-        with runs.shared_folder() as run_dir:
-            return runs.fit_kind("Classes", {"eval_length": 21}, settings, run_dir)
-    finally:
-        lockstep.trainer.trainer.join_world = joined
-
-
 def shortage(text="CUDA error: out of memory"):
     raise torch.AcceleratorError(text)
 

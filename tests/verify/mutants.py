@@ -220,10 +220,8 @@ _config("learning rate a million times too small", "overfit", "optim.lr=2.0e-8")
 
 # ---- gradients: what the optimizer gets
 
-_engine("gradient divided by the world size", "gradients", (FACTORS, "state.world.data_size", "1"))
-_engine(
-    "gradient multiplied by the world size", "gradients", (FACTORS, "state.world.data_size", "state.world.data_size**2")
-)
+_engine("gradient divided by the world size", "gradients", (FACTORS, "state.world.size", "1"))
+_engine("gradient multiplied by the world size", "gradients", (FACTORS, "state.world.size", "state.world.size**2"))
 _engine(
     "loss summed twice",
     "gradients",
@@ -623,7 +621,7 @@ _engine(
 _engine(
     "each rank divides by its own weights",
     "ranks",
-    ("core.step:_count_units", "state.world.data_sum(units)", "[max(1.0, one) * state.world.size for one in units]"),
+    ("core.step:_count_units", "state.world.all_sum(units)", "[max(1.0, one) * state.world.size for one in units]"),
     base="masked",
 )
 _engine(
@@ -790,7 +788,7 @@ _engine(
 _engine(
     "gradients of shards summed instead of averaged",
     "strategies",
-    (FACTORS, "state.world.data_size", "state.world.data_size * (1 + state.strategy.is_sharded)"),
+    (FACTORS, "state.world.size", "state.world.size * (1 + state.strategy.is_sharded)"),
 )
 _engine(
     "shards drawn anew on each rank",
@@ -1037,8 +1035,7 @@ _engine(
     (
         "core.build:prepare_run",
         "coefficients=task_checks.coefficients(task),",
-        "coefficients={'loss': 1.0 if checkpoint is None "
-        "else world.data_size / checkpoint.manifest['versions']['world']},",
+        "coefficients={'loss': 1.0 if checkpoint is None else world.size / checkpoint.manifest['versions']['world']},",
     ),
 )
 _engine(
@@ -1263,7 +1260,7 @@ _engine(
 _engine(
     "augmented evaluation samples", "evaluation", ("core.run_data:evaluation_data", "training=False", "training=True")
 )
-_engine("a rank evaluates another's share", "evaluation", ("core.evaluate:_micro_batches", "[world.data_rank]", "[0]"))
+_engine("a rank evaluates another's share", "evaluation", ("core.evaluate:_micro_batches", "[world.rank]", "[0]"))
 _engine(
     "metrics not reset",
     "evaluation",
@@ -1402,8 +1399,8 @@ _engine(
     "determinism",
     (
         "core.run_data:step_plan",
-        "world.data_size, config.seed,",
-        "world.data_size, world.broadcast(__import__('time').perf_counter_ns()),",
+        "world.size, config.seed,",
+        "world.size, world.broadcast(__import__('time').perf_counter_ns()),",
     ),
 )
 _task("augmentation from one generator of the task", "resume", "OneGenerator")
@@ -1413,7 +1410,7 @@ _task("augmentation from one generator of the task", "resume", "OneGenerator")
 _engine(
     "same dropout masks in every step and on every rank",
     "determinism",
-    (MICRO_BATCH, "derive_seed(state.seed, result.step, world.data_rank, number)", "derive_seed(state.seed)"),
+    (MICRO_BATCH, "derive_seed(state.seed, result.step, world.rank, number)", "derive_seed(state.seed)"),
     base="dropout",
     says="same random numbers",
 )
@@ -1422,7 +1419,7 @@ _engine(
     "determinism",
     (
         MICRO_BATCH,
-        "derive_seed(state.seed, result.step, world.data_rank, number)",
+        "derive_seed(state.seed, result.step, world.rank, number)",
         "derive_seed(state.seed, result.step)",
     ),
     base="dropout",
@@ -1467,8 +1464,8 @@ _engine(
     "predictions",
     (
         "core.evaluate:predict_each",
-        "world.data_gather((indices, finished, micro_batch.bad)) or ()",
-        "(world.data_gather((indices, finished, micro_batch.bad)) or [])[::-1]",
+        "world.gather((indices, finished, micro_batch.bad)) or ()",
+        "(world.gather((indices, finished, micro_batch.bad)) or [])[::-1]",
     ),
     (
         "core.evaluate:predict_each",

@@ -93,7 +93,7 @@ def prepare_run(
     step = checkpoint.step if checkpoint else 0
     built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, init=checkpoint is None)
     built.messages += [*grouping(plan), *remarks]
-    precision = Precision(config.precision, world.device, world.data_size)
+    precision = Precision(config.precision, world.device, world.size)
     state = TrainState(
         strategy=built.strategy,
         optimizer=make_optimizer(
@@ -121,7 +121,7 @@ def prepare_run(
     # Weights that `train.init_from` gave, or that train later, are the task's no more.
     check_complete(built.model, also_frozen=bool(train.init_from or train.unfreeze))
     loader = make_loader(config, data, task, world, training=True)
-    batches = StepIterator(loader, plan, rank=world.data_rank, start=step, stop=stop)
+    batches = StepIterator(loader, plan, rank=world.rank, start=step, stop=stop)
     return PreparedRun(
         built=built,
         state=state,
