@@ -123,7 +123,7 @@ def build_optimizer(
         fused = fuses_adam and _can_fuse(optim.name, model, args)
     try:
         return optimizer_class(param_groups, **{"lr": optim.lr * scale, **({"fused": True} if fused else {}), **args})
-    except Exception as error:
+    except (TypeError, ValueError, LookupError, RuntimeError) as error:
         remedy = "see the documentation of this torch.optim class"
         raise UsageError(str(error), where=f"optim.args of {optim.name}", remedy=remedy) from error
 
@@ -148,7 +148,7 @@ def check_updates(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = torch.zeros_like(parameter)
             try:
                 type(optimizer)([parameter], **given).step(lambda: 0.0)
-            except Exception as error:
+            except (TypeError, ValueError, AssertionError, RuntimeError) as error:
                 return f"{type(error).__name__}: {error}"
             return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,34 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core import atomic
-from lockstep.core.checkpoint.run_weights import RunWeights
+from lockstep.core.checkpoint.run_weights import DTYPES, RunWeights
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.checkpoint.torch_file import TorchFile, unwrapped
-from lockstep.core.errors import CheckpointError, UsageError
+from lockstep.core.errors import CheckpointError, UsageError, listed
 from lockstep.core.parallel.sharded_tensor import is_sharded, local_shard
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # of weights in several files, as Hugging Face writes them
 _STAGING = ".staging-export-"
 _SHOWN = 8  # names in an error
-
 # Types that a file may hold. Others, such as eight-bit floats, mean nothing without the scales that belong to them.
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES = {name: getattr(torch, of_torch) for of_torch, name in DTYPES.items()}
 
 
 def export_weights(
@@ -191,7 +175,7 @@ def _names_to_load(
     for pattern in skip:
         if not any(fnmatchcase(name, pattern) for name in own.keys() | stored.keys()):
             what = f"{pattern!r} matches no tensor of the model and none of {source}"
-            remedy = f"use patterns over names such as: {_listed(own)}"
+            remedy = f"use patterns over names such as: {listed([*own], _SHOWN)}"
             raise UsageError(what, where="train.init_skip", remedy=remedy)
     wanted, given = _unmatched(own, skip), _unmatched(stored, skip)
     both = [name for name in wanted if name in given]
@@ -205,7 +189,7 @@ def _names_to_load(
         kinds = {"missing in the file": missing, "unknown to the model": unexpected, "differing": differing}
         raise UsageError(
             f"{source} is of another model: "
-            + "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names),
+            + "; ".join(f"{len(names)} {kind}: {listed([*names], _SHOWN)}" for kind, names in kinds.items() if names),
             where="train.init_from",
             remedy="use the task that the weights were made with, or add patterns to train.init_skip "
             "for the tensors that shall stay as the model makes them",
@@ -263,7 +247,7 @@ def _open_several(folder: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
     files = {part: _open(part, opened) for part in sorted(set(places.values()))}
     names = {part: set(file.keys()) for part, file in files.items()}
     if lost := [name for name, part in places.items() if name not in names[part]]:
-        what = f"{path} places tensors in files that lack them: {_listed(lost)}"
+        what = f"{path} places tensors in files that lack them: {listed([*lost], _SHOWN)}"
         raise UsageError(
             what, where="train.init_from", remedy="the folder mixes files of several models; fetch or export it again"
         )
@@ -321,8 +305,3 @@ def _unmatched(values: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, 
     return {
         name: value for name, value in values.items() if not any(fnmatchcase(name, pattern) for pattern in patterns)
     }
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

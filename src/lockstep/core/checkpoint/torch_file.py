@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.core import atomic
 from lockstep.core.checkpoint.run_weights import DTYPES
-from lockstep.core.errors import CheckpointError, UsageError
+from lockstep.core.errors import CheckpointError, UsageError, listed
 
 WHERE = "train.init_from"
 OPTIMIZER_CLASS = "optimizer_class"
@@ -115,7 +115,7 @@ def read(path: Path) -> TorchFile:
         )
     if not found:
         if not _tensors(values):
-            what = f"{path} holds no weights by name. It has the keys {_listed(map(repr, values))}"
+            what = f"{path} holds no weights by name. It has the keys {listed([*map(repr, values)], _SHOWN)}"
             raise UsageError(what, where=WHERE, remedy=_remedy())
         return TorchFile(path, _tensors(values), "the whole file", others=_no_tensors(values, ()))
     optimizer, scaler = (
@@ -227,8 +227,3 @@ def _no_tensors(
             continue
         words.append(f"{prefix}{key}={value!r}" if isinstance(value, int | float) else f"{prefix}{key}")
     return tuple(words)
-
-
-def _listed(words: Iterable[str]) -> str:
-    shown = list(words)
-    return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")

@@ -399,12 +399,14 @@ class _Order(torch.utils.data.Sampler[MicroBatchPlan]):
         return iter(self.plans())
 
 
-class _CatchErrors(Dataset[Any]):
-    """Returns errors of Lockstep instead of raising them."""
-
+class _InWorker(Dataset[Any]):
     def __init__(self, micro_batches: MicroBatches) -> None:
         self.files = ExecutedFiles()  # comes before objects of the classes in them
         self.micro_batches = micro_batches
+
+
+class _CatchErrors(_InWorker):
+    """Returns errors of Lockstep instead of raising them."""
 
     def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch | Failure:
         try:
@@ -415,12 +417,8 @@ class _CatchErrors(Dataset[Any]):
             return Failure(exit_of_task(error))
 
 
-class _Pairs(Dataset[Any]):
+class _Pairs(_InWorker):
     """Raw and prepared sample by index and epoch; None for a sample that cannot be read."""
-
-    def __init__(self, micro_batches: MicroBatches) -> None:
-        self.files = ExecutedFiles()  # comes before objects of the classes in them
-        self.micro_batches = micro_batches
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Any] | None:
         try:
