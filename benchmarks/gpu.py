@@ -376,7 +376,7 @@ def run_model(arguments):
 def peak_flops(name, precision, tf32):
     """What the GPU can do at most in a second. None: not known."""
     try:
-        from lockstep.core.devices import peaks
+        from lockstep.parts import peaks
     except ImportError:
         return None
     return peaks.flops(name, "tf32" if precision == "fp32" and tf32 else precision)

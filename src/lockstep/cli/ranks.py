@@ -33,7 +33,7 @@ def on_machine(
     if preset is None:
         allocator.use_expandable_segments(settings.device)
         return settings, nproc or default
-    from lockstep.core.config import config_preset
+    from lockstep.cli import config_preset
     from lockstep.core.parallel.launched import LAUNCHED
 
     chosen = config_preset.read(preset)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lockstep import Trainer
+from lockstep.cli import inventory
 from lockstep.core import run_model
-from lockstep.core.checkpoint import choice, inventory, store
+from lockstep.core.checkpoint import choice, store
 from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.errors import CheckpointError, UsageError
 from tests import own_tasks, runs

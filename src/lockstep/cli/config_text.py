@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from lockstep.core.config import config_file, config_preset, registry
+from lockstep.cli import config_preset
+from lockstep.core.config import config_file, registry
 from lockstep.core.config.config_layers import read_target
 from lockstep.core.config.config_section import Section
 from lockstep.core.config.sections import RunConfig
