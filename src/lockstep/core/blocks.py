@@ -51,7 +51,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether a module has a forward pass. Lists of modules have none."""
+    """True if a module has a forward pass. Lists of modules have none."""
     return type(module).forward is not nn.Module.forward
 
 

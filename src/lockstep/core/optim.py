@@ -169,7 +169,7 @@ def check_updates(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _can_fuse(name: str, model: nn.Module, args: Mapping[str, Any]) -> bool:
-    """Whether the fused kernel of Adam or AdamW can update all parameters, and `args` choose no other kernel."""
+    """True if the fused kernel of Adam or AdamW can update all parameters, and `args` choose no other kernel."""
     chosen = {"foreach", "fused", "differentiable"} & args.keys()
     return name in _FUSED and not chosen and all(p.is_floating_point() for p in model.parameters())
 

@@ -69,7 +69,7 @@ class Schedule(ScheduleConfig):
         return math.ceil(self.warmup_share * self.length - 1e-9)  # 0.1 * 30 is a little above 3
 
     def same_until(self, other: Schedule, updates: int) -> bool:
-        """Whether the first `updates` updates have the same factors with `other`.
+        """True if the first `updates` updates have the same factors with `other`.
 
         The two differ only in length, and have the same warm-up; see `with_warmup_of`.
         """

@@ -1,4 +1,4 @@
-"""When a training ends before its last step: by the results of its evaluations, or because its time is up."""
+"""The end of a training before its last step: by the results of its evaluations, or because its time is up."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StopRule(Section):
         return self
 
     def reason(self, results: Sequence[float]) -> str:
-        """Why a training with these results ends, as a sentence; empty if it goes on.
+        """The reason why a training with these results ends, as a sentence; empty if it goes on.
 
         Args:
             results: of all evaluations so far, in their order. NaN is no improvement.
@@ -105,9 +105,9 @@ class Stopping:
         return []
 
     def reason(self) -> str:
-        """Why the training ends at its last evaluation, as a sentence; empty if it goes on."""
+        """The reason why the training ends at its last evaluation, as a sentence; empty if it goes on."""
         return self.rule.reason([result for _, result in self.results]) if self.rule is not None else ""
 
     def time_is_up(self, elapsed_s: float) -> bool:
-        """Whether the training has used up its time, `elapsed_s` seconds after it was started."""
+        """True if the training has used up its time, `elapsed_s` seconds after it was started."""
         return self.max_time_s is not None and self.earlier_s + elapsed_s >= self.max_time_s

@@ -1,4 +1,4 @@
-"""Which parameters are trainable, as a pure function of the step."""
+"""The trainable parameters, as a pure function of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What GPUs can do at most, by the name that torch gives them. The figures are those of the makers' data sheets.
+"""The most that GPUs can do, by the name that torch gives them. The figures are those of the makers' data sheets.
 
 Throughput is that of dense matrices: data sheets often show twice as much, for matrices half of whose values are zero.
 Products of fp16 and bf16 are added in fp32, as torch does it. The sources: NVIDIA's data sheets of the A100 (2022),

@@ -732,13 +732,7 @@ class Trainer:
             stack.enter_context(exits_are_failures())
             stack.enter_context(_deterministic(compute.deterministic))
             check_supported(config.precision, world.device)
-            stack.enter_context(
-                backends.chosen(
-                    matmul_precision=compute.matmul_precision,
-                    cudnn_benchmark=compute.cudnn_benchmark,
-                    sdpa_backends=compute.sdpa_backends,
-                )
-            )
+            stack.enter_context(backends.chosen(compute))
             if compute.numa_binding:
                 stack.enter_context(devices.of(world.device).near_cpus(compute.numa_binding))
             if compute.memory_snapshot:

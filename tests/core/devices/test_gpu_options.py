@@ -62,7 +62,7 @@ def test_switches_are_as_before_after_an_error():
     before = switches()
 
     def fail():
-        with backends.chosen(matmul_precision="medium", sdpa_backends=["math"]):
+        with backends.chosen(ComputeConfig(matmul_precision="medium", sdpa_backends=["math"])):
             assert switches()[0] == "medium"
             raise ZeroDivisionError
 

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is evaluated, predicts, is exported, or gives the first weights of another run.
+"""The choice of the checkpoint that is evaluated, predicts, is exported, or gives the first weights of another run.
 
 The run may go on meanwhile, and delete the checkpoint that was chosen. Then another is chosen, on all ranks.
 """

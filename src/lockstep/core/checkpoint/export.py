@@ -275,7 +275,7 @@ def _open(path: Path, opened: contextlib.ExitStack) -> Any:
 
 
 def _difference(name: str, first: str, own: Mapping[str, Tensor], stored: Mapping[str, _Stored]) -> str | None:
-    """Why a tensor cannot be loaded; None if it can.
+    """The reason why a tensor cannot be loaded; None if it can.
 
     Args:
         first: the first loaded name of the same tensor of the model; `name` itself unless tensors are tied.

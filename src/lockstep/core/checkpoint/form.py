@@ -72,7 +72,7 @@ class Form:
 
 
 def described(new: Mapping[str, Kind], saved: Mapping[str, Kind], names: Iterable[str]) -> str:
-    """How tensors of a trained model differ from those of a newly built model, in words."""
+    """The differences between tensors of a trained model and those of a newly built model, in words."""
     names = list(names)
     texts = []
     for name in names[:_SHOWN]:
@@ -108,7 +108,7 @@ def place_buffer(model: nn.Module, name: str, value: Tensor) -> Tensor | None:
 
 
 def is_extra(name: str) -> bool:
-    """Whether a name in a state is of what `get_extra_state` returned."""
+    """True if a name in a state is of what `get_extra_state` returned."""
     return name.rpartition(".")[2] == _EXTRA
 
 

@@ -45,7 +45,7 @@ class Checkpoint:
 
     @cached_property
     def contents(self) -> dict[str, Any]:
-        """What the index says: `tensors` and `values`."""
+        """The content of the index: `tensors` and `values`."""
         content: dict[str, Any] = json.loads((self.path / INDEX).read_bytes())
         return content
 

@@ -23,7 +23,7 @@ def _best(text: str) -> str:
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are saved, and which are kept.
+    """The times at which checkpoints are saved, and the choice of those that are kept.
 
     A checkpoint is due after `every_minutes` or `every_steps`, whichever comes first, and at the end. The `keep_last`
     newest checkpoints are kept, and those that `keep_best` and `keep_every_steps` ask for.
@@ -50,7 +50,7 @@ class CheckpointConfig(Section):
         return (kind, metric) if metric else None
 
     def reasons(self, checkpoints: Iterable[Checkpoint]) -> dict[int, list[str]]:
-        """Why a checkpoint stays, by step. Steps whose checkpoint may be deleted are left out."""
+        """The reasons for which a checkpoint stays, by step. Steps whose checkpoint may be deleted are left out."""
         by_step = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
         reasons: dict[int, list[str]] = {}
         for checkpoint in by_step[-self.keep_last :]:

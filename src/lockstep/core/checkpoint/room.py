@@ -1,4 +1,4 @@
-"""How large a checkpoint will be, before the first is written."""
+"""The size that a checkpoint will have, before the first is written."""
 
 from __future__ import annotations
 

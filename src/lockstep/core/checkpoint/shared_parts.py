@@ -15,7 +15,7 @@ _TOGETHER_BYTES = 1 << 23  # small parts travel together; 8 MiB take a few milli
 
 
 def place(part: Part) -> Place:
-    """Where a part is: the file, and the offset in bytes."""
+    """The place of a part: the file, and the offset in bytes."""
     return part["file"], part["offset"]
 
 

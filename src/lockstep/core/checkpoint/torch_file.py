@@ -37,13 +37,13 @@ _UNSAFE = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message: what the pickle 
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What a file of `torch.save` holds. It has the methods of an open safetensors file, for its weights."""
+    """The content of a file of `torch.save`. It has the methods of an open safetensors file, for its weights."""
 
     path: Path
     weights: Mapping[str, Tensor]
     """By the names that they have in the file."""
     place: str
-    """Where in the file they are, in words."""
+    """Their place in the file, in words."""
     optimizer: Any = None
     """The state of an optimizer; None: there is none."""
     optimizer_class: str | None = None
@@ -51,7 +51,7 @@ class TorchFile:
     scaler: Any = None
     """The state of a `GradScaler`; None: there is none."""
     others: tuple[str, ...] = ()
-    """What else the file holds, in words."""
+    """The rest of the file, in words."""
 
     def keys(self) -> KeysView[str]:
         """The names of the weights."""
@@ -86,7 +86,7 @@ class TorchSlice:
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether a file begins as `torch.save` writes it, and does not call itself a safetensors file."""
+    """True if a file begins as `torch.save` writes it, and does not call itself a safetensors file."""
     if path.suffix == ".safetensors" or not path.is_file():
         return False
     with path.open("rb") as file:
@@ -215,7 +215,7 @@ def _tensors(value: Any) -> dict[str, Tensor]:
 def _no_tensors(
     values: Mapping[Any, Any], taken: Container[str | None], prefix: str = "", tensors: bool = False
 ) -> tuple[str, ...]:
-    """What else stands in a mapping, in words.
+    """The other values of a mapping, in words.
 
     Args:
         taken: keys that are left out.

@@ -62,7 +62,7 @@ def load(saved: Any, model: nn.Module, optimizer: torch.optim.Optimizer, *, save
 
 
 def as_state_dict(slots: Slots, groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> dict[str, Any]:
-    """What `torch.optim` would return as `state_dict()`, with the names of the parameters as `param_names`.
+    """The state as `state_dict()` of `torch.optim` would return it, with the names of the parameters as `param_names`.
 
     Args:
         slots: whole tensors and plain values.

@@ -310,7 +310,7 @@ _OPTIONS = {
     "preset": "--preset NAME",
     "max-restarts": "--max-restarts N, in Python Trainer.fit(max_restarts=N)",
 }
-"""What users write as keys, and what gives it."""
+"""Names that users write as keys, and the options that they mean."""
 
 
 def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: str, origin: Origin) -> list[str]:

@@ -41,7 +41,7 @@ class Layers(NamedTuple):
 
 
 def read_target(target: str) -> Layers:
-    """What a recipe's name, a YAML file or `FILE.py:Task` says, together with the files that it extends.
+    """The values of a recipe's name, a YAML file or `FILE.py:Task`, together with those of the files that it extends.
 
     Raises:
         UsageError: there is no such recipe or file, or files extend each other in a circle.

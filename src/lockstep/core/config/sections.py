@@ -128,7 +128,7 @@ class TrainConfig(Section):
 
 
 class ComputeConfig(Section):
-    """How the forward pass is computed. The training is the same to rounding."""
+    """The ways to compute the forward pass. The training is the same to rounding."""
 
     compile: Literal["blocks", "model"] | None = None
     """Apply `torch.compile` to each repeated block, or to the model."""
@@ -170,12 +170,12 @@ class ComputeConfig(Section):
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """Whether compiled code runs as CUDA graphs, where there is CUDA."""
+        """True if compiled code runs as CUDA graphs, where there is CUDA."""
         return self.compile_mode in ("reduce-overhead", "max-autotune")
 
 
 class LogConfig(Section):
-    """What is logged, how often, and by which writers."""
+    """The contents of the log, its interval, and its writers."""
 
     every_steps: PositiveInt = 50
     """Steps between two entries."""

@@ -1,4 +1,4 @@
-"""Which sample goes where: pure functions of (seed, data-set length, global batch, step). NumPy only.
+"""The place of each sample: pure functions of (seed, data-set length, global batch, step). NumPy only.
 
 The order of an epoch is a keyed pseudo-random permutation that is computed, never stored: any position of any
 epoch costs the same, whether the data set holds ten samples or 10^12. Where samples are grouped by length, their

@@ -31,16 +31,16 @@ class Device(abc.ABC):
     """
 
     has_float64: ClassVar[bool]
-    """Whether it computes in float64."""
+    """True if it computes in float64."""
     has_own_memory: ClassVar[bool]
-    """Whether its memory is apart from the host's, and torch's allocator counts it. Otherwise `allocated` and `peak`
+    """True if its memory is apart from the host's, and torch's allocator counts it. Otherwise `allocated` and `peak`
     are the memory of the process."""
     has_own_generator: ClassVar[bool]
-    """Whether it has a random number generator of its own, besides the CPU's."""
+    """True if it has a random number generator of its own, besides the CPU's."""
     has_fused_adam: ClassVar[bool]
-    """Whether Adam and AdamW update by a single kernel, unless the config says otherwise."""
+    """True if Adam and AdamW update by a single kernel, unless the config says otherwise."""
     has_sync_batch_norm: ClassVar[bool]
-    """Whether SyncBatchNorm runs on it."""
+    """True if SyncBatchNorm runs on it."""
     group_backend: ClassVar[str]
     """The backend of process groups whose ranks compute on such devices, as `init_process_group` takes it."""
 
@@ -53,7 +53,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def identity(self) -> str | None:
-        """What tells it from all other devices, where a device takes one rank; None where ranks share it."""
+        """A text that tells it from all other devices, where a device takes one rank; None where ranks share it."""
 
     @abc.abstractmethod
     def select(self) -> None:
@@ -72,7 +72,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def why_no_bf16(self) -> tuple[str, str] | None:
-        """Why it cannot compute in bf16, and the remedy; None if it can."""
+        """The reason why it cannot compute in bf16, and the remedy; None if it can."""
 
     @abc.abstractmethod
     def libraries(self) -> dict[str, Any]:
@@ -80,10 +80,10 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def profiled(self) -> list[ProfilerActivity]:
-        """What torch's profiler records of it."""
+        """The activities that torch's profiler records of it."""
 
     def note(self) -> str | None:
-        """What the log of a training on it says first; None where there is nothing to say."""
+        """The first line of the log of a training on it; None where there is nothing to say."""
         return None
 
     # ---- random numbers
@@ -180,7 +180,7 @@ class Device(abc.ABC):
 
     @staticmethod
     def is_shortage(error: BaseException) -> bool:
-        """Whether an error says that the memory of a device was not sufficient.
+        """True if an error says that the memory of a device was not sufficient.
 
         torch raises an error of its own class where its allocator gets no memory. Libraries that allocate by themselves
         (cuBLAS, cuDNN, NCCL, Triton) raise a RuntimeError or one of its subclasses, which only the text tells apart.
@@ -205,4 +205,4 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the device's own memory, apart from the host's."""
+        """True if a tensor is in the device's own memory, apart from the host's."""

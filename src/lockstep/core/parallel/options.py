@@ -10,7 +10,7 @@ from lockstep.core.config.config_section import DETERMINES_TRAINING, Section
 
 
 class ParallelConfig(Section):
-    """How the model is distributed over the ranks. docs/parallel.md explains the choices."""
+    """The distribution of the model over the ranks. docs/parallel.md explains the choices."""
 
     strategy: Literal["single", "ddp", "fsdp"] = "ddp"
     timeout_s: PositiveFloat = 600.0
