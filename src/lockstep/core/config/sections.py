@@ -249,7 +249,10 @@ def training_keys(config: RunConfig) -> dict[str, Any]:
 
     Another value of such a key trains other weights. World size, strategy, micro-batch and log are not among them.
     """
-    return _training_keys(config, prefix="", otherwise=True)
+    keys = {f"{key}." for key, counts in all_keys() if counts}
+    return {
+        path: value for path, value in all_values(config).items() if any(f"{path}.".startswith(key) for key in keys)
+    }
 
 
 def all_values(config: RunConfig) -> dict[str, Any]:
@@ -278,20 +281,6 @@ def all_keys(
             yield from all_keys(field.annotation, f"{path}.", counts)
         else:
             yield path, counts
-
-
-def _training_keys(section: BaseModel, prefix: str, otherwise: bool) -> dict[str, Any]:
-    keys: dict[str, Any] = {}
-    values = section.model_dump(by_alias=True)
-    for name, field in type(section).model_fields.items():
-        key = field.alias or name
-        counts = determines(field.metadata, otherwise)
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            keys |= _training_keys(value, f"{prefix}{key}.", counts)
-        elif counts:
-            keys |= _flatten({key: values[key]}, prefix)
-    return keys
 
 
 def _flatten(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -12,9 +12,8 @@ import os
 import torch
 
 from lockstep.core.devices.accelerator import Accelerator
-from lockstep.core.devices.cpu import Cpu
 from lockstep.core.devices.cuda import Cuda
-from lockstep.core.devices.device import Device
+from lockstep.core.devices.device import Cpu, Device
 from lockstep.core.devices.mps import Mps
 
 __all__ = [
