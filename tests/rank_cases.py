@@ -235,9 +235,9 @@ def fit_quietly(kind, options, settings, run_dir):
 
 def fit_from_file(settings):
     """Weights after training, and how many rows of each tensor this rank has read from the file."""
-    from lockstep.core.checkpoint import export
+    from lockstep.core.checkpoint import first_weights
 
-    opened, read = export._open, {}
+    opened, read = first_weights._open, {}
 
     class Slices:
         def __init__(self, name, inner):
@@ -256,11 +256,11 @@ def fit_from_file(settings):
             self.keys, self.get_tensor = inner.keys, inner.get_tensor
             self.get_slice = lambda name: Slices(name, inner.get_slice(name))
 
-    export._open = lambda *arguments: File(opened(*arguments))
+    first_weights._open = lambda *arguments: File(opened(*arguments))
     try:
         weights, _ = runs.fit_kind("Deep", {}, settings)
     finally:
-        export._open = opened
+        first_weights._open = opened
     return weights, read
 
 

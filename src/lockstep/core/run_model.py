@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.core import batch_norm, task_checks
 from lockstep.core.blocks import compile_modules, find_blocks, recompute_activations
 from lockstep.core.checkpoint import choice, torch_file, torch_optimizer
-from lockstep.core.checkpoint.export import load_weights
+from lockstep.core.checkpoint.first_weights import load_weights
 from lockstep.core.checkpoint.torch_file import TorchFile
 from lockstep.core.config import config_file
 from lockstep.core.config.sections import RunConfig, TrainConfig

@@ -36,7 +36,6 @@ from lockstep.core import (
 from lockstep.core import evaluate as evaluation
 from lockstep.core.build import PreparedRun
 from lockstep.core.checkpoint import choice, store, torch_file
-from lockstep.core.checkpoint.export import export_weights
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config import config_file, registry
 from lockstep.core.config.sections import RunConfig, all_values
@@ -66,6 +65,7 @@ from lockstep.parts.checks.run_checks import RunChecks
 from lockstep.parts.writer_kinds import files_of_writers
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.trainer import local_ranks, logs, prediction_run, run_export
+from lockstep.trainer.export import export_weights
 
 _PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
 
@@ -613,7 +613,7 @@ class Trainer:
             the file.
 
         Raises:
-            LockstepError: as `core.checkpoint.export.export_weights`.
+            LockstepError: as `trainer.export.export_weights`.
         """
         with self._join() as world:
             task = _given(task) or self.task()

@@ -162,7 +162,7 @@ def test_names_of_wrappers_and_of_keys_do_not_matter(tmp_path, prefix, key):
     assert file.others == (("epoch=3",) if key else ())
     if key is None:
         save_file(state, tmp_path / "a.safetensors")
-        from lockstep.core.checkpoint.export import load_weights
+        from lockstep.core.checkpoint.first_weights import load_weights
 
         other = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
         load_weights(other, tmp_path / "a.safetensors")

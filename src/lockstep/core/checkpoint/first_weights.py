@@ -1,14 +1,10 @@
-"""Exports weights for use without Lockstep, as safetensors, and loads weights to start from.
-
-`torch_file` reads and writes files of `torch.save`.
-"""
+"""Loads the weights to start from: of safetensors, of a run, or of a file of `torch.save`, which `torch_file` reads."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,80 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.core import atomic
 from lockstep.core.checkpoint.run_weights import DTYPES, RunWeights
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.checkpoint.torch_file import TorchFile, unwrapped
-from lockstep.core.errors import CheckpointError, UsageError, listed
+from lockstep.core.errors import UsageError, listed
 from lockstep.core.parallel.sharded_tensor import is_sharded, local_shard
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # of weights in several files, as Hugging Face writes them
-_STAGING = ".staging-export-"
 _SHOWN = 8  # names in an error
 # Types that a file may hold. Others, such as eight-bit floats, mean nothing without the scales that belong to them.
 _DTYPES = {name: getattr(torch, of_torch) for of_torch, name in DTYPES.items()}
-
-
-def export_weights(
-    tensors: Mapping[str, Tensor],
-    folder: Path,
-    about: Mapping[str, str],
-    extras: Callable[[Path], None] = lambda _: None,
-) -> Path:
-    """Write `folder/model.safetensors`. A kill at any instant leaves the whole folder, or nothing of that name.
-
-    Args:
-        tensors: whole tensors, on any device. Tied and non-contiguous tensors are each written separately.
-        folder: a new or an empty folder. Missing parents are made.
-        about: text for the metadata of the file, besides `{"format": "pt"}`.
-        extras: writes further files into the folder that it is given, which becomes `folder`, before the weights are
-            there. What it raises comes through, except an OSError.
-
-    Returns:
-        the file with the weights.
-
-    Raises:
-        UsageError: `folder` is a file, or is not empty; or `extras` writes `model.safetensors`.
-        CheckpointError: the disk is full or not writable; nothing is left behind.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    folder = folder.resolve()
-    missing: list[Path] = []  # parents that are made
-    try:
-        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise UsageError(
-                "exists and is not empty" if folder.is_dir() else "is a file",
-                where=str(folder),
-                remedy="give a new or empty folder",
-            )
-        missing = [parent for parent in folder.parents if not parent.exists()]
-        with atomic.staged_folder(folder, folder.parent / f"{_STAGING}{folder.name}") as staging:
-            extras(staging)
-            if (staging / _WEIGHTS).exists():
-                raise UsageError(
-                    f"it writes {_WEIGHTS}",
-                    where="Presenter.export",
-                    remedy="leave the weights to Lockstep, which writes this file under the names of Task.model, "
-                    "or give the file another name",
-                )
-            save_file(_independent(tensors), staging / _WEIGHTS, metadata={"format": "pt", **about})
-            (staging / _WEIGHTS).chmod(staging.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read
-    except BaseException as error:
-        for parent in missing:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        if not isinstance(error, (OSError, SafetensorError)):
-            raise
-        free = _free_mib(folder)
-        raise CheckpointError(
-            f"cannot be written with {free} MiB free: {error}",
-            where=str(folder),
-            remedy="free disk space, repair permissions, or give another folder",
-        ) from error
-    return folder / _WEIGHTS
 
 
 def load_weights(
@@ -198,25 +131,6 @@ def _names_to_load(
         remedy = "use narrower patterns, or leave out train.init_from"
         raise UsageError(f"leaves nothing of {source} to load", where="train.init_skip", remedy=remedy)
     return both
-
-
-def _independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors that share no memory, as safetensors requires."""
-    seen: set[int] = set()
-    own: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        storage = plain.untyped_storage().data_ptr()
-        own[name] = plain.clone() if storage in seen else plain
-        seen.add(storage)
-    return own
-
-
-def _free_mib(folder: Path) -> int:
-    """Free MiB on the disk of `folder`, also if it does not exist."""
-    with contextlib.suppress(OSError):
-        return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free // 2**20
-    return 0
 
 
 def _tensors_of(checkpoint: Checkpoint) -> dict[str, _Stored]:
