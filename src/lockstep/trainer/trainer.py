@@ -35,7 +35,7 @@ from lockstep.core import (
 )
 from lockstep.core import evaluate as evaluation
 from lockstep.core.build import PreparedRun
-from lockstep.core.checkpoint import choice, store, torch_file
+from lockstep.core.checkpoint import choice, store
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config import config_file, registry
 from lockstep.core.config.sections import RunConfig, all_values
@@ -64,7 +64,7 @@ from lockstep.parts import profile as profiling
 from lockstep.parts.checks.run_checks import RunChecks
 from lockstep.parts.writer_kinds import files_of_writers
 from lockstep.tasks.vision.pictures.cache import CacheOptions
-from lockstep.trainer import local_ranks, logs, prediction_run, run_export
+from lockstep.trainer import local_ranks, logs, prediction_run, room, run_export, training_state
 from lockstep.trainer.export import export_weights
 
 _PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
@@ -381,7 +381,7 @@ class Trainer:
             texts = [f"warning: task.{key}: {what}" for key, what in never.items()]
             prepared.warnings += [text for text in texts if text not in prepared.warnings]
         if checkpoint is None:
-            preflight.check_room(self.run_dir, resume.estimated_bytes(prepared), world)
+            preflight.check_room(self.run_dir, room.estimated_bytes(prepared), world)
         prepared.may_be_infinite = resume.may_be_infinite(prepared)
         return prepared
 
@@ -645,7 +645,7 @@ class Trainer:
     def export_training_state(self, file: str | Path, task: Task | None = None) -> Path:
         """Write one file with which plain torch goes on: `torch.load(file, weights_only=True)`.
 
-        It has the keys of `resume.as_torch`. Rank 0 holds the whole state in host memory.
+        It has the keys of `training_state.as_torch`. Rank 0 holds the whole state in host memory.
 
         Returns:
             the file.
@@ -661,7 +661,9 @@ class Trainer:
                 sharded = built.strategy.is_sharded
                 optimizer = run_model.make_optimizer(config, built.model, built.blocks, sharded=sharded)
                 world.on_rank0(
-                    lambda: torch_file.write(resume.as_torch(checkpoint, built.model, optimizer, config), Path(file))
+                    lambda: training_state.write(
+                        training_state.as_torch(checkpoint, built.model, optimizer, config), Path(file)
+                    )
                 )
 
             self._built(task, world, write)

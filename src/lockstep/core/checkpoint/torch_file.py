@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.core import atomic
 from lockstep.core.checkpoint.run_weights import DTYPES
-from lockstep.core.errors import CheckpointError, UsageError, listed
+from lockstep.core.errors import UsageError, listed
 
 WHERE = "train.init_from"
 OPTIMIZER_CLASS = "optimizer_class"
@@ -155,27 +154,6 @@ def unwrapped(names: Iterable[str], own: Container[str] | Iterable[str]) -> dict
             if is_before_all and not any(name.startswith(prefix) for name in own_names):
                 found = {name.removeprefix(prefix): in_file for name, in_file in found.items()}
     return found
-
-
-def write(content: Mapping[str, Any], path: Path) -> Path:
-    """Write `content` with `torch.save`. A kill at any instant leaves the whole file, or nothing of that name.
-
-    Raises:
-        UsageError: `path` exists.
-        CheckpointError: the disk is full or not writable.
-    """
-    path = path.resolve()
-    if path.exists():
-        raise UsageError("exists already", where=str(path), remedy="give the name of a new file, such as training.pt")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic.staged_file(path) as staging:
-            torch.save(dict(content), staging)
-        atomic.sync(path.parent)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a stream cannot be written
-        remedy = "free disk space, repair permissions, or give another place"
-        raise CheckpointError(f"cannot be written: {error}", where=str(path), remedy=remedy) from error
-    return path
 
 
 def _load(path: Path) -> Any:

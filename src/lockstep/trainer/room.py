@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+
+from lockstep.core.build import PreparedRun
 
 _SIDE = 4
 _IN_ONE_PIECE = ("fused", "foreach", "capturable", "differentiable")
 
 
-def estimated_bytes(
-    model: nn.Module, optimizer: torch.optim.Optimizer, averages: Mapping[str, Tensor] | None = None
-) -> int:
-    """Bytes of the tensors of model, optimizer and averages, whole where they are sharded.
+def estimated_bytes(prepared: PreparedRun) -> int:
+    """About how many bytes a checkpoint of a new run has: those of its tensors. All ranks call it.
 
-    The optimizer has no state before its first update. So an optimizer of its class makes an update of a small
-    parameter, and the state of all parameters is taken to be in the same proportion.
+    They are those of model, optimizer and averages, whole where they are sharded. The optimizer has no state before its
+    first update. So an optimizer of its class makes an update of a small parameter, and the state of all parameters is
+    taken to be in the same proportion.
     """
+    model, state = prepared.built.model, prepared.state
     held = sum(_bytes(tensor) for tensor in model.state_dict().values() if isinstance(tensor, Tensor))
-    held += sum(_bytes(tensor) for tensor in (averages or {}).values())
+    held += sum(_bytes(tensor) for tensor in (state.averages.tensors.values() if state.averages else ()))
     trained = sum(_bytes(parameter) for parameter in model.parameters() if parameter.requires_grad)
-    return held + round(_share_of_state(optimizer) * trained)
+    return held + round(_share_of_state(state.optimizer) * trained)
 
 
 def _bytes(tensor: Tensor) -> int:
