@@ -28,7 +28,7 @@ def on_machine(
     Raises:
         UsageError: there is no such preset, it has errors, or this machine has too few GPUs for it.
     """
-    from lockstep.core.parallel import allocator
+    from lockstep.cli import allocator
 
     if preset is None:
         allocator.use_expandable_segments(settings.device)

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from lockstep import Trainer
+from lockstep.cli import allocator
 from lockstep.core.blocks import compile_modules
 from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.devices import backends, cuda, memory_history
 from lockstep.core.errors import MemoryShortage, UsageError
 from lockstep.core.optim import OptimConfig, build_optimizer
-from lockstep.core.parallel import allocator
 from lockstep.core.parallel.strategy import Forward
 from tests import own_tasks, runs
 from tests.core.devices.test_python_device import train
