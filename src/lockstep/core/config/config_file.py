@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from lockstep.core.config import registry
 from lockstep.core.config.config_layers import (
     Layers,
-    Loader,
+    YamlLoader,
     alternatives,
     read_numbers_as_today,
     read_target,
@@ -31,16 +31,16 @@ from lockstep.core.errors import UsageError, did_you_mean
 Origin = Callable[[str], str]  # from a key's dotted path to the place where it was set: the command line, or a file
 
 
-class Dumper(yaml.SafeDumper):
-    """Writes values so that `Loader` reads them back unchanged: the text '1e-8' gets quotes."""
+class YamlDumper(yaml.SafeDumper):
+    """Writes values so that `YamlLoader` reads them back unchanged: the text '1e-8' gets quotes."""
 
 
-read_numbers_as_today(Dumper)
+read_numbers_as_today(YamlDumper)
 
 
 def to_yaml(config: RunConfig) -> str:
     """All keys of `config`, in the form that `load` reads."""
-    return yaml.dump(config.model_dump(by_alias=True), Dumper=Dumper, sort_keys=False)
+    return yaml.dump(config.model_dump(by_alias=True), Dumper=YamlDumper, sort_keys=False)
 
 
 def recipes() -> dict[str, str]:
@@ -198,7 +198,7 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], problems: list[str]
             problems.append(f"command line: {override!r} is not key=value")
             continue
         try:
-            value = yaml.load(text, Loader)
+            value = yaml.load(text, YamlLoader)
         except (yaml.YAMLError, ValueError) as error:
             problems.append(f"command line: {key}: {text!r} is not YAML: {error}")
             continue
