@@ -164,7 +164,7 @@ def gather_on_rank() -> None:
 
     with join_world("cpu") as world:
         metrics = MetricCollection([GatheredOnly(lambda: None, [str(n) for n in range(CLASSES)])])  # type: ignore[arg-type, return-value]
-        mine = range(world.data_rank * PICTURES // world.data_size, (world.data_rank + 1) * PICTURES // world.data_size)
+        mine = range(world.rank * PICTURES // world.size, (world.rank + 1) * PICTURES // world.size)
         for begin in range(0, len(mine), MICRO):
             ids = torch.tensor(mine[begin : begin + MICRO])
             shape = (len(ids), BOXES)

@@ -231,11 +231,13 @@ class Ours:
     def save_times(self, device, mode):
         """Seconds for which the training waits for a checkpoint, seconds until it is written, and its bytes."""
         from lockstep.core import resume
+        from lockstep.core.checkpoint.retention import CheckpointConfig
         from lockstep.core.checkpoint.saver import Saver
-        from lockstep.core.checkpoint.store import Retention
 
         folder = self.folder / mode
-        saver = Saver(folder, self.prepared.state.world, Retention(last=1), tell=print, in_background=mode == "async")
+        saver = Saver(
+            folder, self.prepared.state.world, CheckpointConfig(keep_last=1), tell=print, in_background=mode == "async"
+        )
         save = resume.save_function(self.prepared, saver, self.config)
         rows = []
         try:
@@ -374,7 +376,7 @@ def run_model(arguments):
 def peak_flops(name, precision, tf32):
     """What the GPU can do at most in a second. None: not known."""
     try:
-        from lockstep.core.devices import peaks
+        from lockstep.parts import peaks
     except ImportError:
         return None
     return peaks.flops(name, "tf32" if precision == "fp32" and tf32 else precision)

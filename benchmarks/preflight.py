@@ -79,7 +79,7 @@ FAULTS = {
         ["clock of node b is 90 s"],
     ),
     "slow network card": (
-        "from lockstep.core.parallel import links; import time; send = links._send\n"
+        "from lockstep.launch.preflight import links; import time; send = links._send\n"
         "links._send = lambda *arguments: (time.sleep(0.05), send(*arguments))",
         [],
         [],

@@ -42,8 +42,8 @@ class Loop:
         from torch import nn
         from torch.nn.parallel import DistributedDataParallel
 
+        from lockstep.core.checkpoint.retention import CheckpointConfig
         from lockstep.core.checkpoint.saver import Saver
-        from lockstep.core.checkpoint.store import Retention
 
         class Residual(nn.Linear):
             def forward(self, inputs):
@@ -56,7 +56,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.inputs = torch.randn(BATCH, width)
         self.world, self.folder, self.step = world, folder, 0
-        self.saver = Saver(folder / "ours", world, Retention(last=1), tell=print)
+        self.saver = Saver(folder / "ours", world, CheckpointConfig(keep_last=1), tell=print)
         self.written_at, self.watched = 0.0, threading.Event()
         self.watched.set()
 

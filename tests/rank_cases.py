@@ -235,9 +235,9 @@ def fit_quietly(kind, options, settings, run_dir):
 
 def fit_from_file(settings):
     """Weights after training, and how many rows of each tensor this rank has read from the file."""
-    from lockstep.core.checkpoint import export
+    from lockstep.core.checkpoint import first_weights
 
-    opened, read = export._open, {}
+    opened, read = first_weights._open, {}
 
     class Slices:
         def __init__(self, name, inner):
@@ -256,11 +256,11 @@ def fit_from_file(settings):
             self.keys, self.get_tensor = inner.keys, inner.get_tensor
             self.get_slice = lambda name: Slices(name, inner.get_slice(name))
 
-    export._open = lambda *arguments: File(opened(*arguments))
+    first_weights._open = lambda *arguments: File(opened(*arguments))
     try:
         weights, _ = runs.fit_kind("Deep", {}, settings)
     finally:
-        export._open = opened
+        first_weights._open = opened
     return weights, read
 
 
@@ -366,27 +366,6 @@ def refusal_with_other_files(run_dir, folder):
     """Predict where each rank finds other files in the same folder."""
     files = sorted(Path(folder).iterdir())[: 1 + int(os.environ["RANK"])]
     return refusal("predict", run_dir, *files)
-
-
-def fit_with_equal_neighbours(settings, neighbours):
-    """Weights and results of a training with evaluation in which so many neighbouring ranks see the same samples."""
-    import dataclasses
-
-    import lockstep.trainer.trainer
-
-    joined = lockstep.trainer.trainer.join_world
-
-    @contextlib.contextmanager
-    def joined_in_groups(*arguments):
-        with joined(*arguments) as world:
-            yield dataclasses.replace(world, model_parallel_size=neighbours)
-
-    lockstep.trainer.trainer.join_world = joined_in_groups
-    try:
-        with runs.shared_folder() as run_dir:
-            return runs.fit_kind("Classes", {"eval_length": 21}, settings, run_dir)
-    finally:
-        lockstep.trainer.trainer.join_world = joined
 
 
 def shortage(text="CUDA error: out of memory"):

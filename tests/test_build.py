@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from lockstep.core.errors import TrainingError, UsageError
-from lockstep.core.optim import build_optimizer
+from lockstep.core.optim import OptimConfig, build_optimizer
 from tests import own_tasks, runs
 
 
@@ -67,5 +67,5 @@ def test_a_sparse_gradient_of_a_function_is_named_before_the_first_update():
 @pytest.mark.parametrize(("name", "why"), [("LBFGS", "by a closure"), ("SparseAdam", "gradients are dense here")])
 def test_an_optimizer_that_cannot_train_here_says_why(name, why):
     with pytest.raises(UsageError, match=f"{name} cannot train here: .*{why}") as caught:
-        build_optimizer(nn.Linear(2, 2), name, 0.1)
+        build_optimizer(nn.Linear(2, 2), OptimConfig(name=name))
     assert "AdamW" in caught.value.remedy

@@ -9,8 +9,9 @@ import yaml
 from typer.testing import CliRunner
 
 from lockstep.cli import application as cli
+from lockstep.cli import config_preset
 from lockstep.cli import ranks as command_ranks
-from lockstep.core.config import config_file, config_preset
+from lockstep.core.config import config_file
 from lockstep.core.config.sections import RunConfig, all_keys, training_keys
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.precision import check_supported
@@ -214,6 +215,6 @@ def test_training_evaluating_and_going_on_with_a_preset(tmp_path, monkeypatch):
 def test_presets_are_read_without_torch():
     import subprocess
 
-    code = "import sys; from lockstep.core.config import config_preset; config_preset.read('g5'); "
+    code = "import sys; from lockstep.cli import config_preset; config_preset.read('g5'); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

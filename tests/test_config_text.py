@@ -4,7 +4,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli import application as cli
-from lockstep.core.config import config_file, config_text
+from lockstep.cli import config_text
+from lockstep.core.config import config_file
 from tests.selection import mainly
 
 

@@ -15,7 +15,6 @@ import yaml
 
 from lockstep import LockstepError
 from lockstep.core import run_directory
-from lockstep.core.checkpoint.store import Retention
 from lockstep.core.config import config_file
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.launched import RESTARTS
@@ -393,27 +392,8 @@ def test_a_tuple_is_the_list_that_it_was_written_as(tmp_path):
     claimed(tmp_path, settings)
 
 
-# ---- kept checkpoints
-
-
-def test_retention_is_the_configs():
-    assert run_directory.retention(config()) == Retention(3, None, None)
-    keep = {"keep_last": 2, "keep_best": "max eval/accuracy", "keep_every_steps": 100}
-    assert run_directory.retention(config(checkpoint=keep)) == Retention(2, ("max", "eval/accuracy"), 100)
-
-
 def test_errors_are_ours(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(LockstepError, match="cannot write") as caught:
         claimed(tmp_path / "file" / "run")
     assert caught.value.remedy == "choose another place with --run-dir"
-
-
-def test_config_of_an_earlier_version_is_read_with_todays_keys(tmp_path):
-    for tensorboard, writers in (
-        (True, ["text_log", "json_lines", "tensorboard"]),
-        (False, ["text_log", "json_lines"]),
-    ):
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"log": {"every_steps": 7, "tensorboard": tensorboard}}))
-        log = config_file.read_run(tmp_path).log
-        assert (log.every_steps, log.writers) == (7, writers)

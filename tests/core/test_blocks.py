@@ -8,6 +8,7 @@ from torch import nn
 
 from lockstep.core import devices
 from lockstep.core.blocks import compile_modules, find_blocks, recompute_activations
+from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.errors import UsageError
 from tests import own_tasks
 from tests.ranks import run_on_python_device
@@ -352,7 +353,7 @@ def test_compiling_changes_no_name_and_no_result(what):
     model = own_tasks.DeepModel(2, 0.0)
     names, parameters, expected = list(model.state_dict()), list(model.parameters()), model(torch.ones(2, 10))
     blocks = list(find_blocks(model).values())
-    compile_modules(model, blocks, what=what, backend="eager")
+    compile_modules(model, blocks, ComputeConfig(compile=what, compile_backend="eager"))
     assert model(torch.ones(2, 10)).tolist() == expected.tolist()
     assert list(model.state_dict()) == names
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
@@ -364,11 +365,11 @@ def test_an_unknown_backend_is_an_error_that_names_the_known_ones():
     with pytest.raises(
         UsageError, match=r"compute\.compile_backend: torch\.compile has no backend 'inductr'[\s\S]*inductor"
     ) as caught:
-        compile_modules(nn.Linear(2, 2), [], what="model", backend="inductr")
+        compile_modules(nn.Linear(2, 2), [], ComputeConfig(compile="model", compile_backend="inductr"))
     assert caught.value.where == "compute.compile_backend"
 
 
 def test_blocks_of_a_model_that_has_none_cannot_be_compiled():
     with pytest.raises(UsageError, match="no repeated blocks") as caught:
-        compile_modules(nn.Linear(2, 2), [], what="blocks", backend="eager")
+        compile_modules(nn.Linear(2, 2), [], ComputeConfig(compile="blocks", compile_backend="eager"))
     assert caught.value.where == "compute.compile=blocks"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lockstep.core.errors import UsageError
-from lockstep.core.optim import Group, build_optimizer, check_updates
+from lockstep.core.optim import Group, OptimConfig, build_optimizer, check_updates
 from lockstep.core.schedule import Schedule, set_lr
 from lockstep.parts.model_summary import model_summary
 from tests import own_tasks, runs
@@ -15,6 +15,10 @@ def make_model():
     torch.manual_seed(0)
     body = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6))
     return nn.ModuleDict({"body": body, "head": nn.Linear(6, 3)}).double()
+
+
+def build(model, name, lr, *, blocks=(), **keys):
+    return build_optimizer(model, OptimConfig(name=name, lr=lr, **keys), blocks=blocks)
 
 
 def forward(model, inputs):
@@ -46,33 +50,35 @@ def same_weights(one, other):
 
 def test_without_groups_all_parameters_are_in_the_default_group():
     model = make_model()
-    assert names_in(model, build_optimizer(model, "AdamW", 0.1)) == {
-        "default": [name for name, _ in model.named_parameters()]
-    }
+    assert names_in(model, build(model, "AdamW", 0.1)) == {"default": [name for name, _ in model.named_parameters()]}
 
 
 def test_a_group_takes_what_its_patterns_match_and_the_default_takes_the_rest():
     model = make_model()
-    found = names_in(model, build_optimizer(model, "AdamW", 0.1, groups=[Group("plain", ["*.bias", "body.1.*"])]))
+    found = names_in(model, build(model, "AdamW", 0.1, groups=[Group(name="plain", match=["*.bias", "body.1.*"])]))
     assert set(found["plain"]) == {"body.0.bias", "body.1.weight", "body.1.bias", "body.2.bias", "head.bias"}
     assert set(found["default"]) == {"body.0.weight", "body.2.weight", "head.weight"}
 
 
 def test_the_first_group_that_matches_takes_the_parameter():
     model = make_model()
-    head, bias = Group("head", ["head.*"]), Group("bias", ["*bias"])
-    found = names_in(model, build_optimizer(model, "AdamW", 0.1, groups=[head, bias]))
+    head, bias = Group(name="head", match=["head.*"]), Group(name="bias", match=["*bias"])
+    found = names_in(model, build(model, "AdamW", 0.1, groups=[head, bias]))
     assert "head.bias" in found["head"]
     assert "head.bias" not in found["bias"]
-    turned = names_in(model, build_optimizer(model, "AdamW", 0.1, groups=[bias, head]))
+    turned = names_in(model, build(model, "AdamW", 0.1, groups=[bias, head]))
     assert "head.bias" in turned["bias"]
     assert turned["head"] == ["head.weight"]
 
 
 def test_every_parameter_is_in_exactly_one_group():
     model = make_model()
-    groups = [Group("a", ["body.?.weight"]), Group("b", ["*weight"]), Group("c", ["body*"])]
-    optimizer = build_optimizer(model, "AdamW", 0.1, groups=groups)
+    groups = [
+        Group(name="a", match=["body.?.weight"]),
+        Group(name="b", match=["*weight"]),
+        Group(name="c", match=["body*"]),
+    ]
+    optimizer = build(model, "AdamW", 0.1, groups=groups)
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert len(members) == len({id(member) for member in members})
     assert {id(member) for member in members} == {id(parameter) for parameter in model.parameters()}
@@ -80,7 +86,7 @@ def test_every_parameter_is_in_exactly_one_group():
 
 def test_groups_that_take_everything_leave_no_empty_default():
     model = make_model()
-    optimizer = build_optimizer(model, "AdamW", 0.1, groups=[Group("all", ["*"])])
+    optimizer = build(model, "AdamW", 0.1, groups=[Group(name="all", match=["*"])])
     assert [group["name"] for group in optimizer.param_groups] == ["all"]
 
 
@@ -88,13 +94,13 @@ def test_patterns_match_whole_names_and_case():
     model = make_model()
     for pattern in ("head", "ead.*", "HEAD.*", "body.0"):
         with pytest.raises(UsageError):
-            build_optimizer(model, "AdamW", 0.1, groups=[Group("head", [pattern])])
+            build(model, "AdamW", 0.1, groups=[Group(name="head", match=[pattern])])
 
 
 def test_frozen_parameters_are_in_their_group_and_stay_as_they_are_until_thawed():
     model = make_model()
     model["body"].requires_grad_(False)
-    optimizer = build_optimizer(model, "AdamW", 0.1, weight_decay=0.5, groups=[Group("body", ["body.*"])])
+    optimizer = build(model, "AdamW", 0.1, weight_decay=0.5, groups=[Group(name="body", match=["body.*"])])
     assert len(names_in(model, optimizer)["body"]) == 6
     before = copy.deepcopy(model)
     train(model, optimizer)
@@ -107,7 +113,7 @@ def test_frozen_parameters_are_in_their_group_and_stay_as_they_are_until_thawed(
 
 def test_shared_parameters_are_optimized_once():
     shared = nn.Linear(3, 3)
-    optimizer = build_optimizer(nn.Sequential(shared, shared), "SGD", 0.1, groups=[Group("first", ["0.*"])])
+    optimizer = build(nn.Sequential(shared, shared), "SGD", 0.1, groups=[Group(name="first", match=["0.*"])])
     assert [len(group["params"]) for group in optimizer.param_groups] == [2]
 
 
@@ -116,12 +122,12 @@ def test_shared_parameters_are_optimized_once():
 
 def test_groups_have_their_own_rate_and_decay_and_else_the_common_ones():
     groups = [
-        Group("both", ["body.0.*"], 0.01, 0.3),
-        Group("rate", ["body.1.*"], 0.02),
-        Group("decay", ["body.2.*"], None, 0.0),
-        Group("none", ["head.weight"]),
+        Group(name="both", match=["body.0.*"], lr=0.01, weight_decay=0.3),
+        Group(name="rate", match=["body.1.*"], lr=0.02),
+        Group(name="decay", match=["body.2.*"], weight_decay=0.0),
+        Group(name="none", match=["head.weight"]),
     ]
-    optimizer = build_optimizer(make_model(), "AdamW", 0.1, weight_decay=0.05, groups=groups)
+    optimizer = build(make_model(), "AdamW", 0.1, weight_decay=0.05, groups=groups)
     found = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
     assert found == {
         "both": (0.01, 0.3),
@@ -133,17 +139,17 @@ def test_groups_have_their_own_rate_and_decay_and_else_the_common_ones():
 
 
 def test_every_group_keeps_its_base_rate():
-    optimizer = build_optimizer(make_model(), "SGD", 0.1, groups=[Group("head", ["head.*"], 0.7)])
+    optimizer = build(make_model(), "SGD", 0.1, groups=[Group(name="head", match=["head.*"], lr=0.7)])
     assert {group["name"]: group["base_lr"] for group in optimizer.param_groups} == {"head": 0.7, "default": 0.1}
 
 
 @pytest.mark.parametrize(("name", "decay"), [("AdamW", 0.01), ("SGD", 0), ("Adagrad", 0), ("RMSprop", 0)])
 def test_without_a_decay_torchs_own_default_holds(name, decay):
-    assert build_optimizer(make_model(), name, 0.1).param_groups[0]["weight_decay"] == decay
+    assert build(make_model(), name, 0.1).param_groups[0]["weight_decay"] == decay
 
 
 def test_a_decay_of_zero_is_not_the_default():
-    assert build_optimizer(make_model(), "AdamW", 0.1, weight_decay=0.0).param_groups[0]["weight_decay"] == 0.0
+    assert build(make_model(), "AdamW", 0.1, weight_decay=0.0).param_groups[0]["weight_decay"] == 0.0
 
 
 # ---- any optimizer of torch
@@ -163,8 +169,13 @@ def test_a_decay_of_zero_is_not_the_default():
 )
 def test_the_optimizer_is_torchs_own_to_the_last_bit(name, args):
     mine, plain = make_model(), make_model()
-    optimizer = build_optimizer(
-        mine, name, 0.02, weight_decay=0.1, groups=[Group("head", ["head.*"], 0.005, 0.0)], args=args
+    optimizer = build(
+        mine,
+        name,
+        0.02,
+        weight_decay=0.1,
+        groups=[Group(name="head", match=["head.*"], lr=0.005, weight_decay=0.0)],
+        args=args,
     )
     kind = getattr(torch.optim, name)
     rest, head = list(plain["body"].parameters()), list(plain["head"].parameters())
@@ -207,25 +218,25 @@ def rates(model, optimizer):
 
 def test_layer_decay_gives_each_level_below_the_top_a_lower_rate():
     model = make_deep()
-    found = rates(model, build_optimizer(model, "AdamW", 1.0, layer_decay=0.5, blocks=BLOCKS))
+    found = rates(model, build(model, "AdamW", 1.0, layer_decay=0.5, blocks=BLOCKS))
     wanted = {"embed": 0.0625, "layers.0": 0.125, "layers.1": 0.25, "layers.2": 0.5, "head": 1.0}
     assert found == {name: wanted[name.rpartition(".")[0]] for name, _ in model.named_parameters()}
 
 
 def test_the_head_of_the_log_says_where_learning_rates_differ():
     model = make_deep()
-    summary = model_summary(model, build_optimizer(model, "AdamW", 1.0, layer_decay=0.5, blocks=BLOCKS))
+    summary = model_summary(model, build(model, "AdamW", 1.0, layer_decay=0.5, blocks=BLOCKS))
     assert "  learning rates differ: 5 groups, from 0.0625 (default/level-0) to 1 (default/level-4)" in summary
-    assert not [line for line in model_summary(model, build_optimizer(model, "AdamW", 1.0)) if "differ" in line]
+    assert not [line for line in model_summary(model, build(model, "AdamW", 1.0)) if "differ" in line]
     model.embed.requires_grad_(False)
-    summary = model_summary(model, build_optimizer(model, "AdamW", 1.0, layer_decay=0.5, blocks=BLOCKS))
+    summary = model_summary(model, build(model, "AdamW", 1.0, layer_decay=0.5, blocks=BLOCKS))
     assert "  learning rates differ: 4 groups, from 0.125 (default/level-1) to 1 (default/level-4)" in summary
 
 
 def test_layer_decay_divides_groups_but_not_those_with_a_rate_of_their_own():
     model = make_deep()
-    groups = [Group("biases", ["*.bias"], weight_decay=0.0), Group("head", ["head.*"], lr=7.0)]
-    optimizer = build_optimizer(model, "AdamW", 1.0, weight_decay=0.1, groups=groups, layer_decay=0.5, blocks=BLOCKS)
+    groups = [Group(name="biases", match=["*.bias"], weight_decay=0.0), Group(name="head", match=["head.*"], lr=7.0)]
+    optimizer = build(model, "AdamW", 1.0, weight_decay=0.1, groups=groups, layer_decay=0.5, blocks=BLOCKS)
     found = rates(model, optimizer)
     assert (found["head.weight"], found["head.bias"], found["embed.bias"], found["layers.2.weight"]) == (
         7.0,
@@ -242,7 +253,7 @@ def test_layer_decay_divides_groups_but_not_those_with_a_rate_of_their_own():
 def test_layer_decay_of_one_trains_as_without_it():
     one, other = make_deep(), make_deep()
     for model, options in ((one, {}), (other, {"layer_decay": 1.0, "blocks": BLOCKS})):
-        optimizer = build_optimizer(model, "AdamW", 0.1, weight_decay=0.1, **options)
+        optimizer = build(model, "AdamW", 0.1, weight_decay=0.1, **options)
         for _ in range(3):
             optimizer.zero_grad()
             inputs = torch.ones(2, 4)
@@ -255,11 +266,11 @@ def test_layer_decay_of_one_trains_as_without_it():
 
 def test_layer_decay_without_blocks_is_refused():
     with pytest.raises(UsageError, match="no repeated blocks"):
-        build_optimizer(make_deep(), "AdamW", 1.0, layer_decay=0.9)
+        build(make_deep(), "AdamW", 1.0, layer_decay=0.9)
 
 
 def test_set_lr_gives_every_group_its_base_rate_times_the_factor_however_often():
-    optimizer = build_optimizer(make_model(), "SGD", 0.1, groups=[Group("head", ["head.*"], 0.8)])
+    optimizer = build(make_model(), "SGD", 0.1, groups=[Group(name="head", match=["head.*"], lr=0.8)])
     for factor in (0.5, 0.25, 0.0, 2.0):
         set_lr(optimizer, factor)
         assert {group["name"]: group["lr"] for group in optimizer.param_groups} == {
@@ -271,9 +282,9 @@ def test_set_lr_gives_every_group_its_base_rate_times_the_factor_however_often()
 
 def test_a_schedule_drives_the_groups_as_torchs_lambda_lr_does():
     model = make_model()
-    groups = [Group("head", ["head.*"], 0.8)]
-    mine, plain = build_optimizer(model, "SGD", 0.1, groups=groups), build_optimizer(model, "SGD", 0.1, groups=groups)
-    schedule = Schedule("cosine", 20, warmup_steps=3)
+    groups = [Group(name="head", match=["head.*"], lr=0.8)]
+    mine, plain = build(model, "SGD", 0.1, groups=groups), build(model, "SGD", 0.1, groups=groups)
+    schedule = Schedule(name="cosine", total=20, warmup_steps=3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(plain, schedule)
     for update in range(20):
         set_lr(mine, schedule(update))
@@ -287,7 +298,7 @@ def test_a_schedule_drives_the_groups_as_torchs_lambda_lr_does():
 
 def refusal(*args, **options):
     with pytest.raises(UsageError) as caught:
-        build_optimizer(make_model(), *args, **options)
+        build(make_model(), *args, **options)
     return str(caught.value)
 
 
@@ -337,7 +348,7 @@ def test_a_decay_that_the_optimizer_does_not_take_is_refused():
 
 
 def test_a_decay_of_a_group_that_the_optimizer_does_not_take_is_refused():
-    assert "weight_decay" in refusal("Rprop", 0.1, groups=[Group("head", ["head.*"], None, 0.1)])
+    assert "weight_decay" in refusal("Rprop", 0.1, groups=[Group(name="head", match=["head.*"], weight_decay=0.1)])
 
 
 def test_a_rate_among_the_arguments_is_refused():
@@ -374,7 +385,7 @@ def test_a_bad_value_of_an_argument_is_refused(name, args):
 )
 def test_an_option_that_torch_refuses_only_in_an_update_is_refused_before(name, dtype, options, where):
     with pytest.raises(UsageError) as caught:
-        check_updates(build_optimizer(nn.Linear(3, 2, dtype=dtype), name, 0.1, **options))
+        check_updates(build(nn.Linear(3, 2, dtype=dtype), name, 0.1, **options))
     assert where in str(caught.value)
     assert caught.value.remedy
 
@@ -388,7 +399,7 @@ def test_a_training_with_such_an_option_ends_before_its_first_step():
 @pytest.mark.parametrize("args", [{"foreach": True}, {"maximize": True}, {"fused": True}, {"amsgrad": True}])
 def test_options_that_work_pass_and_the_trial_leaves_no_trace(args):
     model = make_model()
-    optimizer = build_optimizer(model, "Adam", 0.1, args=args)
+    optimizer = build(model, "Adam", 0.1, args=args)
     before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     check_updates(optimizer)
     assert not optimizer.state
@@ -397,7 +408,9 @@ def test_options_that_work_pass_and_the_trial_leaves_no_trace(args):
 
 
 def test_a_group_that_matches_nothing_is_refused_with_names_there_are():
-    text = refusal("SGD", 0.1, groups=[Group("head", ["head.*"]), Group("encoder", ["encoder.*", "enc?"])])
+    text = refusal(
+        "SGD", 0.1, groups=[Group(name="head", match=["head.*"]), Group(name="encoder", match=["encoder.*", "enc?"])]
+    )
     assert "'encoder.*'" in text
     assert "'enc?'" in text
     assert "group 'encoder'" in text
@@ -405,4 +418,6 @@ def test_a_group_that_matches_nothing_is_refused_with_names_there_are():
 
 
 def test_a_group_left_empty_by_those_before_it_is_refused():
-    assert "group 'bias'" in refusal("SGD", 0.1, groups=[Group("all", ["*"]), Group("bias", ["*.bias"])])
+    assert "group 'bias'" in refusal(
+        "SGD", 0.1, groups=[Group(name="all", match=["*"]), Group(name="bias", match=["*.bias"])]
+    )

@@ -55,11 +55,11 @@ def test_a_training_ends_after_as_many_evaluations_without_a_new_best_as_its_pat
         if place - best_at >= patience:
             expected = place + 1
             break
-    assert ends_after(StopRule("eval/loss", "min", patience), results) == expected
+    assert ends_after(StopRule(metric="eval/loss", mode="min", patience=patience), results) == expected
 
 
 def test_an_evaluation_that_is_made_again_counts_once():
-    stopping = Stopping(StopRule("eval/loss", "min", 2))
+    stopping = Stopping(StopRule(metric="eval/loss", mode="min", patience=2))
     for step, loss in [(1, 3.0), (2, 4.0), (3, 5.0), (2, 4.0)]:
         stopping.add(step, {"eval/loss": loss})
     assert stopping.results == [(1, 3.0), (2, 4.0)]

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lockstep.core.parallel.world import World
-from tests import own_tasks, rank_cases, runs
+from tests import own_tasks, runs
 from tests.ranks import run_ranks
 
 # Ranks and `parallel` section.
@@ -65,31 +64,3 @@ def test_float32_agrees_to_rounding(name):
     for weights, _ in run_ranks(world, runs.fit_kind, "Deep", {"dtype": torch.float32}, settings):
         weights.pop("calls"), expected.pop("calls", None)
         assert runs.difference(weights, expected) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("ranks", "strategy"),
-    [(2, "ddp"), (2, "fsdp"), pytest.param(4, "ddp", marks=pytest.mark.exhaustive)],
-)
-def test_ranks_that_see_the_same_samples_count_as_one(ranks, strategy):
-    """As with tensor parallelism, in which such ranks would hold different parts of the model."""
-    settings = runs.config(batch={"micro": 5}, train={"steps": 12, "eval_every_steps": 6})
-    expected, results = runs.fit_kind("Classes", {"eval_length": 21}, settings)
-    settings["parallel"] = {"strategy": strategy}
-    for weights, found in run_ranks(ranks, rank_cases.fit_with_equal_neighbours, settings, 2):
-        assert runs.difference(weights, expected) < 1e-10
-        assert {name for name in results if name.startswith("eval/")} <= found.keys()
-        for name, value in results.items():
-            if name.startswith(("eval/", "train/loss")):
-                assert found[name] == pytest.approx(value, rel=1e-6), name  # torchmetrics adds in float32
-
-
-def test_a_world_knows_which_samples_its_rank_sees():
-    worlds = [World(rank, 6, 0, torch.device("cpu"), model_parallel_size=2) for rank in range(6)]
-    assert [world.data_rank for world in worlds] == [0, 0, 1, 1, 2, 2]
-    assert {world.data_size for world in worlds} == {3}
-    assert [world.counts_samples for world in worlds] == [True, False] * 3
-    alone = World(4, 6, 0, torch.device("cpu"))
-    assert (alone.data_rank, alone.data_size, alone.counts_samples) == (4, 6, True)
-    with pytest.raises(ValueError, match="6 ranks cannot be cut into groups of 4"):
-        World(0, 6, 0, torch.device("cpu"), model_parallel_size=4)

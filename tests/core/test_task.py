@@ -5,7 +5,6 @@ import torch
 from torchmetrics import MeanMetric
 
 from lockstep import Metrics, Presenter, Task, Trainer
-from lockstep.core import task as contract
 from lockstep.core import task_checks
 from lockstep.core.errors import LockstepError, TrainingError, UsageError
 from tests import own_tasks, runs
@@ -29,23 +28,6 @@ def test_a_task_has_ten_methods_and_four_attributes():
     names = {name for name in vars(Task) if not name.startswith("_")}
     assert {name for name in names if callable(vars(Task)[name]) and name != "presenter"} == METHODS
     assert names - METHODS == {"calls_vary", "coefficients", "frozen_epochs", "presenter"}
-
-
-@pytest.mark.parametrize("name", contract._REPLACED)
-def test_a_method_that_is_no_longer_called_is_refused_with_its_replacement(name):
-    with pytest.raises(UsageError, match=f"class Mine: Lockstep no longer calls {name}") as caught:
-        type("Mine", (own_tasks.Plain,), {name: lambda self: None})
-    assert contract._REPLACED[name] in caught.value.remedy
-
-
-def test_all_replaced_methods_of_a_class_and_its_mixins_are_named_at_once():
-    class Mixin:
-        def attach(self, folder, trained):
-            pass
-
-    with pytest.raises(UsageError, match="attach, update_metrics"):
-        type("Mixed", (Mixin, own_tasks.Plain), {"update_metrics": lambda self: None})
-    type("Fine", (own_tasks.Plain,), {"attach": True, "export": "onnx"})  # attributes are no methods
 
 
 def test_methods_of_a_presenter_in_a_task_are_noted_and_not_refused(tmp_path):

@@ -25,6 +25,14 @@ def make(frozen=()):
     return model
 
 
+def stage_at(step, match):
+    return Stage(step=step, match=match)
+
+
+def unfreezing_of(model, stages):
+    return Unfreezing(model, stages, steps_per_epoch=1)
+
+
 def trainable(model):
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
@@ -41,11 +49,11 @@ def expected(stages, step, frozen=()):
 
 def test_every_pair_of_stages_at_every_step():
     for (first, second), (one, other), frozen in itertools.product(
-        itertools.product(MATCHES, repeat=2), [(0, 0), (0, 2), (2, 0), (1, 2), (2, 2), (3, 1)], [(), NAMES, NAMES[3:5]]
+        itertools.product(MATCHES, repeat=2), [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)], [(), NAMES, NAMES[3:5]]
     ):
         stages = [(one, [first]), (other, [second])]
         model = make(frozen)
-        unfreezing = Unfreezing(model, [Stage(*stage) for stage in stages])
+        unfreezing = unfreezing_of(model, [stage_at(*one) for one in stages])
         assert trainable(model) == [name for name in NAMES if name not in frozen]  # making it changes nothing
         before = trainable(model)
         for step in range(5):
@@ -57,7 +65,7 @@ def test_every_pair_of_stages_at_every_step():
 
 
 STAGES = st.lists(
-    st.tuples(st.integers(0, 6), st.lists(st.sampled_from(sorted(MATCHES)), min_size=1, max_size=3)),
+    st.tuples(st.integers(1, 6), st.lists(st.sampled_from(sorted(MATCHES)), min_size=1, max_size=3)),
     min_size=1,
     max_size=4,
 )
@@ -72,14 +80,14 @@ STAGES = st.lists(
 )
 def test_only_the_last_step_counts_and_the_order_of_stages_does_not(stages, steps, frozen, chance):
     model = make(frozen)
-    unfreezing = Unfreezing(model, [Stage(*stage) for stage in stages])
+    unfreezing = unfreezing_of(model, [stage_at(*one) for one in stages])
     for step in steps:  # forth and back, and twice the same
         unfreezing.apply(step)
         assert trainable(model) == expected(stages, step, frozen)
     mixed = list(stages)
     chance.shuffle(mixed)
     fresh = make(frozen)
-    resumed = Unfreezing(fresh, [Stage(*stage) for stage in mixed])
+    resumed = unfreezing_of(fresh, [stage_at(*one) for one in mixed])
     resumed.apply(steps[-1])  # a process that begins inside a phase
     assert trainable(fresh) == trainable(model)
     assert resumed.steps == unfreezing.steps
@@ -87,17 +95,17 @@ def test_only_the_last_step_counts_and_the_order_of_stages_does_not(stages, step
 
 def test_steps_are_those_at_which_something_changes():
     def steps_of(*stages):
-        return Unfreezing(make(), [Stage(*stage) for stage in stages]).steps
+        return unfreezing_of(make(), [stage_at(*one) for one in stages]).steps
 
     assert steps_of((5, ["head.*"]), (2, ["body.*"])) == {2, 5}
     assert steps_of((5, ["head.*"]), (2, ["*"])) == {2}  # nothing is left for step 5
-    assert steps_of((0, ["*"])) == {0}
-    assert Unfreezing(make(), []).steps == frozenset()
+    assert Unfreezing(make(), [Stage(match=["*"], epoch=0.5)], 5).steps == {3}
+    assert unfreezing_of(make(), []).steps == frozenset()
 
 
 def test_between_stages_nothing_changes():
     model = make()
-    unfreezing = Unfreezing(model, [Stage(3, ["body.1.*"]), Stage(6, ["body.*"])])
+    unfreezing = unfreezing_of(model, [stage_at(3, ["body.1.*"]), stage_at(6, ["body.*"])])
     seen = []
     for step in range(8):
         unfreezing.apply(step)
@@ -108,50 +116,60 @@ def test_between_stages_nothing_changes():
 def test_a_tied_parameter_goes_by_its_first_name():
     model = make()
     model.head.weight = model.body[0].weight
-    Unfreezing(model, [Stage(3, ["body.0.weight"])]).apply(0)
+    unfreezing_of(model, [stage_at(3, ["body.0.weight"])]).apply(0)
     assert not model.head.weight.requires_grad
     with pytest.raises(UsageError, match=r"no parameter matches \['head\.weight'\]"):
-        Unfreezing(model, [Stage(3, ["head.weight"])])
+        unfreezing_of(model, [stage_at(3, ["head.weight"])])
 
 
 def test_parameters_stay_the_objects_that_they_are():
     model = make()
     before = list(model.parameters())
-    unfreezing = Unfreezing(model, [Stage(3, ["*"])])
+    unfreezing = unfreezing_of(model, [stage_at(3, ["*"])])
     for step in random.Random(0).choices(range(6), k=4):
         unfreezing.apply(step)
     assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("match", [["blocks"], ["Head.*"], ["calls"], []], ids=str)
+@pytest.mark.parametrize("match", [["blocks"], ["Head.*"], ["calls"]], ids=str)
 def test_a_stage_that_names_no_parameter_is_an_error_that_names_some(match):
     with pytest.raises(UsageError, match=r"no parameter matches[\s\S]*scale, inner\.weight, inner\.bias") as caught:
-        Unfreezing(own_tasks.DeepModel(2, 0.0), [Stage(1, ["blocks.*"]), Stage(3, match)])
+        unfreezing_of(own_tasks.DeepModel(2, 0.0), [stage_at(1, ["blocks.*"]), stage_at(3, match)])
     assert caught.value.where == "train.unfreeze"
     assert str(match) in str(caught.value)
 
 
 def test_each_pattern_of_a_stage_must_match():
     with pytest.raises(UsageError, match=r"no parameter matches \['bodies\.\*', 'haed'\]") as caught:
-        Unfreezing(make(), [Stage(1, ["body.*", "bodies.*", "head.*", "haed"])])
+        unfreezing_of(make(), [stage_at(1, ["body.*", "bodies.*", "head.*", "haed"])])
     assert caught.value.where == "train.unfreeze"
 
 
 @pytest.mark.parametrize(
     ("stages", "frozen", "until", "wrong"),
     [
-        ([Stage(4, ["body.*"])], (), {"body.*": 4}, None),
-        ([Stage(4, ["body.1.*"]), Stage(6, ["*"])], (), {"body.*": 4}, None),
-        ([Stage(4, ["body.*"])], (), {"body.*": 5}, r"body\.0\.weight trains from step 4 on.*body\.\*.*until step 5"),
-        ([Stage(3, ["*.1.bias"]), Stage(6, ["body.*"])], (), {"body.*": 4}, r"body\.1\.bias trains from step 3 on"),
-        ([Stage(4, ["body.0.*"])], (), {"body.*": 4}, r"body\.1\.weight trains from step 0 on"),
+        ([stage_at(4, ["body.*"])], (), {"body.*": 4}, None),
+        ([stage_at(4, ["body.1.*"]), stage_at(6, ["*"])], (), {"body.*": 4}, None),
+        (
+            [stage_at(4, ["body.*"])],
+            (),
+            {"body.*": 5},
+            r"body\.0\.weight trains from step 4 on.*body\.\*.*until step 5",
+        ),
+        (
+            [stage_at(3, ["*.1.bias"]), stage_at(6, ["body.*"])],
+            (),
+            {"body.*": 4},
+            r"body\.1\.bias trains from step 3 on",
+        ),
+        ([stage_at(4, ["body.0.*"])], (), {"body.*": 4}, r"body\.1\.weight trains from step 0 on"),
         ([], (), {"body.*": 1}, r"body\.0\.weight trains from step 0 on"),
         ([], NAMES[:4], {"body.*": 9}, None),  # the model itself froze them
         ([], (), {}, None),
     ],
 )
 def test_what_a_task_needs_frozen_must_stay_frozen(stages, frozen, until, wrong):
-    unfreezing = Unfreezing(make(frozen), stages)
+    unfreezing = unfreezing_of(make(frozen), stages)
     if wrong is None:
         unfreezing.check_frozen(until)
         return

@@ -7,17 +7,17 @@ import torch.distributed as dist
 from lockstep.core import run_model
 from lockstep.core.parallel.ddp import DDP
 from lockstep.core.parallel.fsdp import FSDP
-from lockstep.core.parallel.strategy import DDPOptions, FSDPOptions
+from lockstep.core.parallel.options import ParallelConfig
 from tests import own_tasks, runs
 from tests.gpu import cases
 
 pytestmark = pytest.mark.gpu
 STRATEGIES = {
-    "ddp": lambda world: DDP(world, DDPOptions()),
-    "ddp, static graph": lambda world: DDP(world, DDPOptions(static_graph=True)),
-    "fsdp": lambda world: FSDP(world, FSDPOptions()),
-    "fsdp, kept gathered": lambda world: FSDP(world, FSDPOptions(reshard_after_forward=False, forward_prefetch=1)),
-    "fsdp, offloaded": lambda world: FSDP(world, FSDPOptions(cpu_offload=True)),
+    "ddp": lambda world: DDP(world, ParallelConfig()),
+    "ddp, static graph": lambda world: DDP(world, ParallelConfig(static_graph=True)),
+    "fsdp": lambda world: FSDP(world, ParallelConfig()),
+    "fsdp, kept gathered": lambda world: FSDP(world, ParallelConfig(reshard_after_forward=False, forward_prefetch=1)),
+    "fsdp, offloaded": lambda world: FSDP(world, ParallelConfig(cpu_offload=True)),
 }
 
 
@@ -35,7 +35,7 @@ def group(processes_place, monkeypatch):
 def strategy(request, monkeypatch):
     """For one rank the factory makes no DDP and no FSDP. In these tests it does."""
     make = STRATEGIES[request.param]
-    monkeypatch.setattr(run_model, "make_strategy", lambda name, world, **_: make(world))
+    monkeypatch.setattr(run_model, "make_strategy", lambda options, world, **_: make(world))
     return request.param
 
 

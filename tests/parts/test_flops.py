@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lockstep
 from lockstep import Trainer
-from lockstep.core.devices import peaks
 from lockstep.core.errors import LockstepError
+from lockstep.parts import peaks
 from lockstep.parts.flops import FlopCount
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_on_python_device, run_ranks

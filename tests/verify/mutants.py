@@ -220,10 +220,8 @@ _config("learning rate a million times too small", "overfit", "optim.lr=2.0e-8")
 
 # ---- gradients: what the optimizer gets
 
-_engine("gradient divided by the world size", "gradients", (FACTORS, "state.world.data_size", "1"))
-_engine(
-    "gradient multiplied by the world size", "gradients", (FACTORS, "state.world.data_size", "state.world.data_size**2")
-)
+_engine("gradient divided by the world size", "gradients", (FACTORS, "state.world.size", "1"))
+_engine("gradient multiplied by the world size", "gradients", (FACTORS, "state.world.size", "state.world.size**2"))
 _engine(
     "loss summed twice",
     "gradients",
@@ -309,7 +307,7 @@ _engine("warm-up ignored", "gradients", ("core.schedule:Schedule.__call__", "upd
 _engine(
     "learning rate scaled twice",
     "gradients",
-    ("core.run_model:make_optimizer", "optim.lr * scale,", "optim.lr * scale * scale,"),
+    ("core.run_model:make_optimizer", "scale=scale,", "scale=scale * scale,"),
 )
 _engine(
     "learning rate scaled by the number of ranks",
@@ -359,22 +357,18 @@ _task("model put into evaluation mode by the loss", "gradients", "EvaluationMode
 _engine(
     "weight decay applied twice",
     "gradients",
-    (
-        "core.run_model:make_optimizer",
-        "weight_decay=optim.weight_decay,",
-        "weight_decay=30 * (optim.weight_decay or 0),",
-    ),
+    ("core.optim:build_optimizer", "else optim.weight_decay", "else 30 * (optim.weight_decay or 0)"),
 )
 _engine(
     "optimizer arguments ignored",
     "gradients",
-    ("core.run_model:make_optimizer", "args=optim.args,", "args={},"),
+    ("core.optim:build_optimizer", "optim.args, optim.fused", "{}, optim.fused"),
     base="momentum",
 )
 _engine(
     "parameter groups ignored",
     "gradients",
-    ("core.run_model:make_optimizer", "groups=groups,", "groups=[],"),
+    ("core.optim:build_optimizer", "_members(model, optim.groups)", "_members(model, [])"),
     base="groups",
 )
 _engine(
@@ -627,7 +621,7 @@ _engine(
 _engine(
     "each rank divides by its own weights",
     "ranks",
-    ("core.step:_count_units", "state.world.data_sum(units)", "[max(1.0, one) * state.world.size for one in units]"),
+    ("core.step:_count_units", "state.world.all_sum(units)", "[max(1.0, one) * state.world.size for one in units]"),
     base="masked",
 )
 _engine(
@@ -784,13 +778,17 @@ _engine(
 _engine(
     "parameter groups lost under FSDP",
     "strategies",
-    ("core.run_model:make_optimizer", "groups=groups,", "groups=[] if sharded else groups,"),
+    (
+        "core.run_model:make_optimizer",
+        "build_optimizer(model, optim,",
+        "build_optimizer(model, optim.model_copy(update={'groups': []}) if sharded else optim,",
+    ),
     base="groups",
 )
 _engine(
     "gradients of shards summed instead of averaged",
     "strategies",
-    (FACTORS, "state.world.data_size", "state.world.data_size * (1 + state.strategy.is_sharded)"),
+    (FACTORS, "state.world.size", "state.world.size * (1 + state.strategy.is_sharded)"),
 )
 _engine(
     "shards drawn anew on each rank",
@@ -1037,8 +1035,7 @@ _engine(
     (
         "core.build:prepare_run",
         "coefficients=task_checks.coefficients(task),",
-        "coefficients={'loss': 1.0 if checkpoint is None "
-        "else world.data_size / checkpoint.manifest['versions']['world']},",
+        "coefficients={'loss': 1.0 if checkpoint is None else world.size / checkpoint.manifest['versions']['world']},",
     ),
 )
 _engine(
@@ -1263,7 +1260,7 @@ _engine(
 _engine(
     "augmented evaluation samples", "evaluation", ("core.run_data:evaluation_data", "training=False", "training=True")
 )
-_engine("a rank evaluates another's share", "evaluation", ("core.evaluate:_micro_batches", "[world.data_rank]", "[0]"))
+_engine("a rank evaluates another's share", "evaluation", ("core.evaluate:_micro_batches", "[world.rank]", "[0]"))
 _engine(
     "metrics not reset",
     "evaluation",
@@ -1402,8 +1399,8 @@ _engine(
     "determinism",
     (
         "core.run_data:step_plan",
-        "world.data_size, config.seed,",
-        "world.data_size, world.broadcast(__import__('time').perf_counter_ns()),",
+        "world.size, config.seed,",
+        "world.size, world.broadcast(__import__('time').perf_counter_ns()),",
     ),
 )
 _task("augmentation from one generator of the task", "resume", "OneGenerator")
@@ -1413,7 +1410,7 @@ _task("augmentation from one generator of the task", "resume", "OneGenerator")
 _engine(
     "same dropout masks in every step and on every rank",
     "determinism",
-    (MICRO_BATCH, "derive_seed(state.seed, result.step, world.data_rank, number)", "derive_seed(state.seed)"),
+    (MICRO_BATCH, "derive_seed(state.seed, result.step, world.rank, number)", "derive_seed(state.seed)"),
     base="dropout",
     says="same random numbers",
 )
@@ -1422,7 +1419,7 @@ _engine(
     "determinism",
     (
         MICRO_BATCH,
-        "derive_seed(state.seed, result.step, world.data_rank, number)",
+        "derive_seed(state.seed, result.step, world.rank, number)",
         "derive_seed(state.seed, result.step)",
     ),
     base="dropout",
@@ -1467,8 +1464,8 @@ _engine(
     "predictions",
     (
         "core.evaluate:predict_each",
-        "world.data_gather((indices, finished, micro_batch.bad)) or ()",
-        "(world.data_gather((indices, finished, micro_batch.bad)) or [])[::-1]",
+        "world.gather((indices, finished, micro_batch.bad)) or ()",
+        "(world.gather((indices, finished, micro_batch.bad)) or [])[::-1]",
     ),
     (
         "core.evaluate:predict_each",

@@ -27,8 +27,7 @@ def checkpoints(
         from lockstep.core.config import config_file
 
         settings = config_file.read_run(run_dir)
-        from lockstep.core import run_directory
-        from lockstep.core.checkpoint import inventory
+        from lockstep.cli import inventory
 
-        if not inventory.show(run_dir / "checkpoints", run_directory.retention(settings), check, prune):
+        if not inventory.show(run_dir / "checkpoints", settings.checkpoint, check, prune):
             raise typer.Exit(3)

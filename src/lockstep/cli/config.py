@@ -22,6 +22,6 @@ def config(
 ) -> None:
     """Print the whole config of a training: every key, its meaning, its value, and where the value comes from."""
     with reporting(debug):
-        from lockstep.core.config import config_text
+        from lockstep.cli import config_text
 
         print(config_text.resolved(target, overrides or (), preset=preset, explained=not short), end="")

@@ -28,12 +28,12 @@ def on_machine(
     Raises:
         UsageError: there is no such preset, it has errors, or this machine has too few GPUs for it.
     """
-    from lockstep.core.parallel import allocator
+    from lockstep.cli import allocator
 
     if preset is None:
         allocator.use_expandable_segments(settings.device)
         return settings, nproc or default
-    from lockstep.core.config import config_preset
+    from lockstep.cli import config_preset
     from lockstep.core.parallel.launched import LAUNCHED
 
     chosen = config_preset.read(preset)

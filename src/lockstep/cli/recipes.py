@@ -12,7 +12,7 @@ def recipes() -> None:
 
 def presets() -> None:
     """List the presets: how kinds of machines run a training, for --preset."""
-    from lockstep.core.config import config_preset
+    from lockstep.cli import config_preset
 
     _list(config_preset.presets())
 

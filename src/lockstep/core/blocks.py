@@ -6,16 +6,15 @@ import contextlib
 from collections.abc import Callable, Generator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.core import devices
+from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.errors import UsageError
-
-CompileName = Literal["blocks", "model"]
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
@@ -52,7 +51,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether a module has a forward pass. Lists of modules have none."""
+    """True if a module has a forward pass. Lists of modules have none."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -158,23 +157,13 @@ def _buffers_kept(block: nn.Module) -> Generator[None, None, None]:
                 buffer.copy_(old)
 
 
-def compile_modules(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    *,
-    what: CompileName,
-    backend: str,
-    mode: str = "default",
-    dynamic: bool | None = None,
-) -> None:
+def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], compute: ComputeConfig) -> None:
     """Compile the model or its blocks with `torch.compile`, in place: the names of parameters stay.
-
-    Args:
-        mode, dynamic: as `torch.compile` takes them.
 
     Raises:
         UsageError: the backend is unknown, or the model has no blocks to compile.
     """
+    what, backend = compute.compile, compute.compile_backend
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         problem = f"torch.compile has no backend {backend!r}"
@@ -185,5 +174,6 @@ def compile_modules(
             where="compute.compile=blocks",
             remedy="name them in parallel.shard_modules, or use model",
         )
+    mode = None if compute.compile_mode == "default" else compute.compile_mode
     for module in blocks if what == "blocks" else [model]:
-        module.compile(backend=backend, mode=None if mode == "default" else mode, dynamic=dynamic)
+        module.compile(backend=backend, mode=mode, dynamic=compute.compile_dynamic)

@@ -27,7 +27,7 @@ from lockstep.core.run_data import agreed_fingerprint, grouping, make_loader, st
 from lockstep.core.run_model import BuiltModel, build_model, load_first_state, make_optimizer, seed_everything
 from lockstep.core.schedule import Schedule
 from lockstep.core.step import TrainState
-from lockstep.core.stopping import Stopping, StopRule
+from lockstep.core.stopping import Stopping
 from lockstep.core.task import Task
 from lockstep.core.train_metrics import TrainMetrics
 
@@ -93,7 +93,7 @@ def prepare_run(
     step = checkpoint.step if checkpoint else 0
     built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, init=checkpoint is None)
     built.messages += [*grouping(plan), *remarks]
-    precision = Precision(config.precision, world.device, world.data_size)
+    precision = Precision(config.precision, world.device, world.size)
     state = TrainState(
         strategy=built.strategy,
         optimizer=make_optimizer(
@@ -121,7 +121,7 @@ def prepare_run(
     # Weights that `train.init_from` gave, or that train later, are the task's no more.
     check_complete(built.model, also_frozen=bool(train.init_from or train.unfreeze))
     loader = make_loader(config, data, task, world, training=True)
-    batches = StepIterator(loader, plan, rank=world.data_rank, start=step, stop=stop)
+    batches = StepIterator(loader, plan, rank=world.rank, start=step, stop=stop)
     return PreparedRun(
         built=built,
         state=state,
@@ -132,8 +132,8 @@ def prepare_run(
         parts=checkpoint.manifest.get("parts", {}) if checkpoint else {},
         form=Form.of(built.model),
         may_be_infinite={},
-        warnings=list(dict.fromkeys([*(checkpoint.manifest.get("warnings", ()) if checkpoint else ()), *warnings])),
-        stopping=Stopping(StopRule(**train.stop_when.model_dump()) if train.stop_when else None, train.max_time),
+        warnings=list(dict.fromkeys([*(checkpoint.manifest["warnings"] if checkpoint else ()), *warnings])),
+        stopping=Stopping(train.stop_when, train.max_time),
     )
 
 

@@ -134,7 +134,7 @@ class _Tally:
         """What `evaluate` returns. Brings the ranks together, and calls `show`. A collective."""
         task, world, worst = self.task, self.world, self.worst
         parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in self.sums]
-        gathered = world.data_gather((parts, self.shown))
+        gathered = world.gather((parts, self.shown))
         losses = None if gathered is None else [sums_of_rank for sums_of_rank, _ in gathered]
         results: dict[str, float] = world.broadcast(_means(losses, task.coefficients))
         by_index = {index: part for _, of_rank in gathered or () for index, part in of_rank.items()}
@@ -147,7 +147,7 @@ class _Tally:
             worst.gather(world)
         if values or by_index or (worst is not None and (worst.found or worst.problem)):
             show(values, [(index, by_index[index]) for index in self.show_samples if index in by_index])
-        counted = world.data_sum([self.samples, self.bad])
+        counted = world.all_sum([self.samples, self.bad])
         return results | {"samples": int(counted[0]), "bad": int(counted[1])}
 
 
@@ -215,7 +215,7 @@ def predict_each(
         indices = () if micro_batch.filler else micro_batch.indices
         finished = finish(indices, output) if indices else []
         # Whole batches travel, because pickle adds many bytes to each small tensor.
-        for numbers, values, bad in world.data_gather((indices, finished, micro_batch.bad)) or ():
+        for numbers, values, bad in world.gather((indices, finished, micro_batch.bad)) or ():
             waiting |= zip(numbers, split(values, len(numbers)), strict=True)
             waiting |= {index: Unreadable(message.partition("\n  remedy:")[0]) for index, message in bad}
         while expected in waiting:
@@ -314,9 +314,9 @@ def _micro_batches(
     Args:
         in_turns: whether ranks take micro-batches in turn. Otherwise each rank takes consecutive micro-batches.
     """
-    plans: Iterable[MicroBatchPlan] = plan.in_turns(world.data_rank, world.data_size)
+    plans: Iterable[MicroBatchPlan] = plan.in_turns(world.rank, world.size)
     if not in_turns:
-        plans = plan.by_rank(world.data_size)[world.data_rank]
+        plans = plan.by_rank(world.size)[world.rank]
     was_training = forward.training
     forward.eval()
     try:

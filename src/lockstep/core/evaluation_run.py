@@ -122,7 +122,7 @@ def evaluate(
     Returns:
         results, as `core.evaluate.evaluate`.
     """
-    progress = EvaluationProgress(tell, evaluated.plan, world.data_size, name)
+    progress = EvaluationProgress(tell, evaluated.plan, world.size, name)
     wanted = dict.fromkeys(index for viewer in viewers for index in viewer.samples(evaluated))
     worst = next((found for viewer in viewers if (found := viewer.worst(evaluated)) is not None), None)
 

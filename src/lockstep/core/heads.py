@@ -14,12 +14,12 @@ HeadNames = tuple[str, ...]
 
 @dataclass(frozen=True)
 class AgreedLosses:
-    """What all ranks know about the losses."""
+    """Facts about the losses that all ranks know."""
 
     names: HeadNames
     """The heads, in the order in which sums over ranks are packed."""
     is_narrow: bool
-    """Whether a loss has 16 bits on some rank."""
+    """True if a loss has 16 bits on some rank."""
     frozen: frozenset[str]
     """Heads that are constants on all ranks although they have units: all parameters that they depend on are frozen."""
 

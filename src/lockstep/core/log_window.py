@@ -136,13 +136,12 @@ class LogWindow:
         size, rank = self.world.size, self.world.rank
         sums, units = _losses(self.results)
         fault = self._first_fault()
-        counts_samples = self.world.counts_samples
-        unreadable = [message for result in self.results for message in result.bad if counts_samples]
+        unreadable = [message for result in self.results for message in result.bad]
         waited_s, alone_s, window_s = self._times()
         here = [waited_s, alone_s]
         by_rank = [0.0] * size * len(here)  # each figure of all ranks, then the next figure of all ranks
         by_rank[rank::size] = here
-        sums_here = [_total(values) if counts_samples else 0.0 for values in sums.values()]
+        sums_here = [_total(values) for values in sums.values()]
         has_metrics = self.metrics is not None and self.metrics.has_news()
         packed = [float(fault is not None), float(len(unreadable)), window_s]
         reduced = self.world.all_sum([float(has_metrics), *packed, *by_rank, *sums_here])
@@ -200,8 +199,7 @@ class LogWindow:
         sums, units = _losses(self.results[self.in_epoch :])
         self.in_epoch = len(self.results)
         for head, values in sums.items():
-            here = _total(values) if self.world.counts_samples else 0.0
-            self.epoch_sums[head] = self.epoch_sums.get(head, 0.0) + here
+            self.epoch_sums[head] = self.epoch_sums.get(head, 0.0) + _total(values)
             self.epoch_units[head] = self.epoch_units.get(head, 0.0) + units[head]
 
     def check_finite(self) -> None:

@@ -1,17 +1,20 @@
-"""Optimizer and parameter groups by name pattern."""
+"""The optimizer, and parameter groups by name pattern. It imports torch late: the config imports it."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
-from torch import nn
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
 from lockstep.core.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 _FUSED = ("Adam", "AdamW")  # fused without being asked; for the other optimizers, torch calls its kernels new
 _REFUSED = {
@@ -27,31 +30,51 @@ _WAYS = (
 )  # how an update is made; torch refuses some when it is made
 
 
-@dataclass(frozen=True)
-class Group:
-    """A parameter group: the parameters whose name matches a pattern, and what they have of their own."""
+class Group(Section):
+    """A group of parameters with a learning rate and a weight decay of its own."""
 
     name: str
-    match: Sequence[str]
-    """Shell patterns (`*` and `?`) over names of parameters."""
-    lr: float | None = None
-    """Learning rate. None: that of the optimizer."""
-    weight_decay: float | None = None
-    """Weight decay. None: that of the optimizer."""
+    """Name of the group in the log."""
+    match: Annotated[list[str], Field(min_length=1)]
+    """Patterns of parameter names, with `*` and `?`. A parameter belongs to the first group that matches it."""
+    lr: PositiveFloat | None = None
+    """None: `optim.lr`."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """None: `optim.weight_decay`."""
+
+
+class OptimConfig(Section):
+    """The optimizer."""
+
+    name: str = "AdamW"
+    """A class of torch.optim."""
+    lr: PositiveFloat = 1e-3
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """None: the default of the optimizer."""
+    clip_norm: PositiveFloat | None = None
+    """Largest norm of the gradient. None: no clipping."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the learning rate grows with batch.global / reference_batch."""
+    reference_batch: PositiveInt = 32
+    """Global batch for which `lr` is meant, in samples."""
+    fused: Annotated[bool | None, DOES_NOT_DETERMINE] = None
+    """Whether a single kernel does the whole update. None: Adam and AdamW use it on CUDA."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Learning rate of each of the model's repeated blocks, relative to the block above it."""
+    groups: list[Group] = Field(default_factory=list)
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the optimizer (momentum, betas, ...)."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> OptimConfig:
+        names = [group.name for group in self.groups]
+        if len({*names, "default"}) <= len(names):
+            raise ValueError("group names must differ from each other and from 'default'")
+        return self
 
 
 def build_optimizer(
-    model: nn.Module,
-    name: str,
-    lr: float,
-    *,
-    weight_decay: float | None = None,
-    groups: Sequence[Group] = (),
-    args: Mapping[str, Any] | None = None,
-    fused: bool | None = None,
-    fuses_adam: bool = False,
-    layer_decay: float | None = None,
-    blocks: Sequence[str] = (),
+    model: nn.Module, optim: OptimConfig, *, scale: float = 1.0, fuses_adam: bool = False, blocks: Sequence[str] = ()
 ) -> torch.optim.Optimizer:
     """An optimizer of `torch.optim` over all parameters of `model`.
 
@@ -59,50 +82,50 @@ def build_optimizer(
     are in their group from the start, so that no group changes when they begin to train: an optimizer skips parameters
     without a gradient. Each group keeps its `name` and its `base_lr`, which schedules multiply.
 
+    `optim.layer_decay` divides groups without a learning rate of their own by depth. Parameters n levels below the top
+    learn at lr * layer_decay**n (Howard and Ruder 2018, arXiv:1801.06146, section 3.1; as in Clark et al. 2020,
+    arXiv:2003.10555). The levels are: all that comes before the first block, each block, and all that comes after the
+    last block.
+
     Args:
-        name: class of `torch.optim`.
-        weight_decay: None: the default of the class.
-        args: further arguments of the class.
-        fused: use the fused kernel of the class. None: as `fuses_adam` says, or as `args` say.
-        fuses_adam: the classes Adam and AdamW use their fused kernel, where it can update all parameters.
-        layer_decay: divide groups without a learning rate of their own by depth. Parameters n levels below the top
-            learn at lr * layer_decay**n (Howard and Ruder 2018, arXiv:1801.06146, section 3.1; as in Clark et al. 2020,
-            arXiv:2003.10555). The levels are: all that comes before the first block, each block, and all that comes
-            after the last block.
-        blocks: names of the model's repeated blocks, in the model's order; for `layer_decay`.
+        scale: factor on all learning rates.
+        fuses_adam: Adam and AdamW use their fused kernel, where it can update all parameters and the config leaves the
+            choice.
+        blocks: names of the model's repeated blocks, in the model's order; for `optim.layer_decay`.
 
     Raises:
         UsageError: an unknown optimizer or argument, or a group that matches no parameter; names the known values.
     """
-    optimizer_class = _optimizer_class(name)
-    depths = _depths(model, blocks) if layer_decay is not None else {}
+    optimizer_class, args, fused = _optimizer_class(optim.name), optim.args, optim.fused
+    depths = _depths(model, blocks) if optim.layer_decay is not None else {}
     param_groups: list[dict[str, Any]] = []
-    for group, members in _members(model, groups):
-        decay = group.weight_decay if group.weight_decay is not None else weight_decay
+    for group, members in _members(model, optim.groups):
+        decay = group.weight_decay if group.weight_decay is not None else optim.weight_decay
         options = {} if decay is None else {"weight_decay": decay}
         levels: dict[int | None, list[nn.Parameter]] = {}
         for parameter_name, parameter in members:
             levels.setdefault(depths.get(parameter_name) if group.lr is None else None, []).append(parameter)
         for level, parameters in levels.items():
-            rate, group_name = group.lr if group.lr is not None else lr, group.name
-            if level is not None and layer_decay is not None:
-                rate, group_name = rate * layer_decay ** (max(depths.values()) - level), f"{group.name}/level-{level}"
+            rate, group_name = (group.lr if group.lr is not None else optim.lr) * scale, group.name
+            if level is not None and optim.layer_decay is not None:
+                rate *= optim.layer_decay ** (max(depths.values()) - level)
+                group_name = f"{group.name}/level-{level}"
             param_groups.append({"params": parameters, "name": group_name, "lr": rate, "base_lr": rate, **options})
-    _check_arguments(optimizer_class, args or {}, decays=any("weight_decay" in options for options in param_groups))
+    _check_arguments(optimizer_class, args, decays=any("weight_decay" in options for options in param_groups))
     if fused and "fused" not in inspect.signature(optimizer_class).parameters:
         with_kernel = (n for n, c in _optimizer_classes().items() if "fused" in inspect.signature(c).parameters)
         remedy = f"leave it out, or use one of {', '.join(sorted(with_kernel))}"
-        raise UsageError(f"{name} has no fused kernel", where="optim.fused", remedy=remedy)
-    if fused is not None and (args or {}).get("fused", fused) != fused:
-        both = f"optim.fused={str(fused).lower()} and optim.args.fused={str((args or {})['fused']).lower()} disagree"
+        raise UsageError(f"{optim.name} has no fused kernel", where="optim.fused", remedy=remedy)
+    if fused is not None and args.get("fused", fused) != fused:
+        both = f"optim.fused={str(fused).lower()} and optim.args.fused={str(args['fused']).lower()} disagree"
         raise UsageError(both, where="optim.args.fused", remedy="leave it out: optim.fused decides")
     if fused is None:
-        fused = fuses_adam and _can_fuse(name, model, args or {})
+        fused = fuses_adam and _can_fuse(optim.name, model, args)
     try:
-        return optimizer_class(param_groups, **{"lr": lr, **({"fused": True} if fused else {}), **(args or {})})
-    except Exception as error:
+        return optimizer_class(param_groups, **{"lr": optim.lr * scale, **({"fused": True} if fused else {}), **args})
+    except (TypeError, ValueError, LookupError, RuntimeError) as error:
         remedy = "see the documentation of this torch.optim class"
-        raise UsageError(str(error), where=f"optim.args of {name}", remedy=remedy) from error
+        raise UsageError(str(error), where=f"optim.args of {optim.name}", remedy=remedy) from error
 
 
 def check_updates(optimizer: torch.optim.Optimizer) -> None:
@@ -113,17 +136,19 @@ def check_updates(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UsageError: it cannot; names the option.
     """
+    import torch
+
     kinds = {(p.device, p.dtype) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     taken = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in taken}
     for device, dtype in sorted(kinds, key=str):
 
         def fault(given: Mapping[str, Any], device: torch.device = device, dtype: torch.dtype = dtype) -> str | None:
-            parameter = nn.Parameter(torch.zeros(4, 4, device=device, dtype=dtype))
+            parameter = torch.nn.Parameter(torch.zeros(4, 4, device=device, dtype=dtype))
             parameter.grad = torch.zeros_like(parameter)
             try:
                 type(optimizer)([parameter], **given).step(lambda: 0.0)
-            except Exception as error:
+            except (TypeError, ValueError, AssertionError, RuntimeError) as error:
                 return f"{type(error).__name__}: {error}"
             return None
 
@@ -144,7 +169,7 @@ def check_updates(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _can_fuse(name: str, model: nn.Module, args: Mapping[str, Any]) -> bool:
-    """Whether the fused kernel of Adam or AdamW can update all parameters, and `args` choose no other kernel."""
+    """True if the fused kernel of Adam or AdamW can update all parameters, and `args` choose no other kernel."""
     chosen = {"foreach", "fused", "differentiable"} & args.keys()
     return name in _FUSED and not chosen and all(p.is_floating_point() for p in model.parameters())
 
@@ -168,7 +193,8 @@ def _members(model: nn.Module, groups: Sequence[Group]) -> list[tuple[Group, lis
                 where=f"optim.groups, group {group.name!r}",
                 remedy=f"use patterns over the model's parameter names, such as: {names}",
             )
-    return [(by_name.get(name, Group(name, ())), named) for name, named in members.items()]
+    rest = Group(name="default", match=["*"])
+    return [(by_name.get(name, rest), named) for name, named in members.items()]
 
 
 def _depths(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
@@ -202,6 +228,8 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:
+    import torch
+
     known = {n: k for n, k in vars(torch.optim).items() if inspect.isclass(k) and issubclass(k, torch.optim.Optimizer)}
     for name in ("Optimizer", *_REFUSED):
         known.pop(name, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +11,10 @@ from torch import nn
 
 import lockstep
 from lockstep.core.build import PreparedRun
-from lockstep.core.checkpoint import files, finite, nested, room, store, torch_optimizer
+from lockstep.core.checkpoint import files, finite, store
 from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.saver import Saver
 from lockstep.core.checkpoint.store import Checkpoint
-from lockstep.core.checkpoint.torch_file import OPTIMIZER_CLASS
 from lockstep.core.checks import Checks
 from lockstep.core.config.sections import RunConfig, config_digest
 from lockstep.core.ema import Ema
@@ -27,7 +25,7 @@ from lockstep.core.parallel.heartbeat import Phase
 from lockstep.core.parallel.signals import StopConsensus
 from lockstep.core.parallel.world import World
 from lockstep.core.run_directory import SCHEDULE_LENGTH_KEYS
-from lockstep.core.schedule import Schedule, set_lr
+from lockstep.core.schedule import set_lr
 from lockstep.core.step import TrainState
 
 
@@ -64,8 +62,8 @@ def restore(checkpoint: Checkpoint, prepared: PreparedRun, config: RunConfig, al
     state.precision.load(manifest["loss_scale"])
     state.step, state.skipped = checkpoint.step, manifest["skipped"]
     stopping = prepared.stopping
-    messages += stopping.restore(manifest.get("evaluations", ()), manifest.get("evaluations_of"))
-    stopping.earlier_s = manifest.get("trained_s", 0.0)
+    messages += stopping.restore(manifest["evaluations"], manifest["evaluations_of"])
+    stopping.earlier_s = manifest["trained_s"]
     if checkpoint.metrics:
         stopping.add(state.step, checkpoint.metrics)
     if state.step > state.skipped:  # the rate of the last update, which is logged where no other update follows
@@ -100,10 +98,9 @@ def _check_schedule(
     Raises:
         UsageError: on the config's curve, the updates so far would have had other learning rates.
     """
-    then = dataclasses.replace(state.schedule, total_steps=manifest.get("schedule_steps", state.schedule.length))
-    # Runs of earlier versions did not keep their warm-up. It was that of the curve's length.
-    share, warmup = manifest.get("schedule_warmup", (then.warmup_share, then.warmup))
-    then = dataclasses.replace(then, warmup_share=share, kept_warmup=warmup)
+    share, warmup = manifest["schedule_warmup"]
+    kept = {"total_steps": manifest["schedule_steps"], "warmup_share": share, "kept_warmup": warmup}
+    then = state.schedule.model_copy(update=kept)
     done = manifest["step"] - manifest["skipped"]
     now = state.schedule = state.schedule.with_warmup_of(then)
     if now.same_until(then, done):
@@ -132,13 +129,6 @@ def may_be_infinite(prepared: PreparedRun) -> finite.Grades:
     averages = state.averages.tensors if state.averages else None
     tensors, _ = checkpoint_state.capture(prepared.built.model, state.optimizer, averages)
     return finite.at_start(prepared.built.model, tensors, state.world)
-
-
-def estimated_bytes(prepared: PreparedRun) -> int:
-    """About how many bytes a checkpoint of a new run has: those of its tensors. All ranks call it."""
-    state = prepared.state
-    averages = state.averages.tensors if state.averages else None
-    return room.estimated_bytes(prepared.built.model, state.optimizer, averages)
 
 
 class RunKeeper(Keeper):
@@ -221,57 +211,3 @@ def load_trained_weights(checkpoint: Checkpoint, model: nn.Module, world: World)
         part = {name: rows for name, rows in needed.items() if name.startswith(kind)}
         tensors = files.read(checkpoint.path, checkpoint.index, part, node)
         checkpoint_state.restore(tensors, checkpoint.values, model, averages=averages, device=world.device)
-
-
-def as_torch(
-    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig
-) -> dict[str, Any]:
-    """A checkpoint in the formats of plain torch, with whole tensors on the CPU, whichever strategy has saved it.
-
-    Args:
-        model, optimizer: of the run. Only names, order and settings of their parameters are read.
-
-    Returns:
-        - model: the weights with which the training goes on; `model.load_state_dict` takes it
-        - optimizer: `load_state_dict` of the optimizer takes it. Learning rates are those of the next update
-        - optimizer_class: a class of torch.optim
-        - model_ema: averaged weights by name, where the run keeps an average
-        - scaler: the state of a GradScaler, with fp16
-        - step, epoch: steps and whole epochs that are done
-        - lockstep: the version that wrote it
-
-    Raises:
-        CheckpointError: the checkpoint does not fit the model, or is damaged.
-    """
-    manifest = checkpoint.manifest
-    checkpoint_state.check_fits(checkpoint.index, model, values=checkpoint.values)
-    found: dict[str, Any] = {
-        name: nested.decode(saved, torch.device("cpu")) for name, saved in checkpoint.values.items()
-    }
-    found |= files.read(checkpoint.path, checkpoint.index)
-    of_kind: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "ema": {}}
-    for name, value in found.items():
-        kind, _, rest = name.partition(".")
-        of_kind[kind][rest] = value
-    slots: torch_optimizer.Slots = {}
-    for name, value in of_kind["optimizer"].items():
-        parameter, _, slot = name.rpartition(".")
-        slots.setdefault(parameter, {})[slot] = value
-    per_epoch = -(-manifest["data"]["samples"] // (config.batch.global_ or 1))
-    if config.data.drop_last:
-        per_epoch = max(1, manifest["data"]["samples"] // (config.batch.global_ or 1))
-    curve = config.schedule.model_dump() | {"total_steps": manifest.get("schedule_steps")}
-    set_lr(optimizer, Schedule(steps_per_epoch=per_epoch, **curve)(manifest["step"] - manifest["skipped"]))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    integers = ("growth_interval", "_growth_tracker")
-    scale = {key: int(value) if key in integers else value for key, value in manifest["loss_scale"].items()}
-    return {
-        "model": {name: of_kind["model"][name] for name in model.state_dict() if name in of_kind["model"]},
-        "optimizer": torch_optimizer.as_state_dict(slots, optimizer.param_groups, names),
-        OPTIMIZER_CLASS: manifest["optimizer"][0],
-        **({"model_ema": of_kind["ema"]} if of_kind["ema"] else {}),
-        **({"scaler": scale} if scale else {}),
-        "step": manifest["step"],
-        "epoch": manifest["step"] // per_epoch,
-        "lockstep": lockstep.__version__,
-    }

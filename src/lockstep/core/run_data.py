@@ -35,7 +35,7 @@ def asked_micro_batches(config: RunConfig, world: World) -> list[list[int]]:
     batch = config.batch
     global_batch = batch.global_ or 1
     by_epoch = batch.micro if isinstance(batch.micro, dict) else {0: batch.micro or global_batch}
-    whole = -(-global_batch // world.data_size)
+    whole = -(-global_batch // world.size)
     return [[epoch, min(size, whole)] for epoch, size in sorted(by_epoch.items())]
 
 
@@ -75,7 +75,7 @@ def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: 
         length,
         global_batch,
         micro_batch,
-        world.data_size,
+        world.size,
         config.seed,
         config.data.drop_last,
         lengths,

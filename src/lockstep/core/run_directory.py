@@ -18,7 +18,6 @@ import torch
 import lockstep
 from lockstep.core import atomic, devices, locks, run_folder, source_code
 from lockstep.core.checkpoint import store
-from lockstep.core.checkpoint.store import Retention
 from lockstep.core.config import config_file
 from lockstep.core.config.sections import RunConfig, training_keys
 from lockstep.core.errors import LockstepError, UsageError, did_you_mean
@@ -86,7 +85,7 @@ def _claim(
             run_folder.delete_ours(folder, logs)
         store.clear_leftovers(folder / "checkpoints")
         _put_task_back(folder)  # a start was killed that had not kept its record
-        resolved = config.model_copy(update={"batch": config.batch.resolve(world.data_size)})
+        resolved = config.model_copy(update={"batch": config.batch.resolve(world.size)})
         if _has_checkpoints(folder):
             resolved = _same_training(folder, config, resolved, allow_change)
             if allow_change:
@@ -327,13 +326,6 @@ def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
     found = source_code.of_task(task, config.task.get("kind"), kept)
     change = source_code.difference(kept, found) if kept and found else None
     return [f"warning: the task's code has changed since the run was trained: {change}"] if change else []
-
-
-def retention(config: RunConfig) -> Retention:
-    """Which checkpoints the config keeps."""
-    keep = config.checkpoint
-    best = keep.keep_best.split() if keep.keep_best else None
-    return Retention(keep.keep_last, (best[0], best[1]) if best else None, keep.keep_every_steps)
 
 
 def _environment(world: World) -> dict[str, Any]:

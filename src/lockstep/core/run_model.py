@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,23 +11,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.core import batch_norm, run_directory, task_checks
+from lockstep.core import batch_norm, task_checks
 from lockstep.core.blocks import compile_modules, find_blocks, recompute_activations
 from lockstep.core.checkpoint import choice, torch_file, torch_optimizer
-from lockstep.core.checkpoint.export import load_weights
+from lockstep.core.checkpoint.first_weights import load_weights
 from lockstep.core.checkpoint.torch_file import TorchFile
 from lockstep.core.config import config_file
-from lockstep.core.config.sections import ParallelConfig, RunConfig, TrainConfig
+from lockstep.core.config.sections import RunConfig, TrainConfig
 from lockstep.core.errors import TrainingError, UsageError, listed
-from lockstep.core.optim import Group, build_optimizer
+from lockstep.core.optim import build_optimizer
 from lockstep.core.parallel import held_parameters
 from lockstep.core.parallel.factory import make_strategy
 from lockstep.core.parallel.precision import Precision
-from lockstep.core.parallel.strategy import DDPOptions, Forward, FSDPOptions, Strategy
+from lockstep.core.parallel.strategy import Forward, Strategy
 from lockstep.core.parallel.world import World
 from lockstep.core.schedule import scaled_lr
 from lockstep.core.task import Task
-from lockstep.core.unfreeze import Stage, Unfreezing
+from lockstep.core.unfreeze import Unfreezing
 
 # Found by training with every class of torch.optim (tests/core/parallel/test_sharding.py). Muon would silently train
 # another model.
@@ -83,9 +82,7 @@ def build_model(
     """
     parallel, compute = config.parallel, config.compute
     training = steps_per_epoch is not None
-    strategy = make_strategy(
-        parallel.strategy, world, trains=training, ddp=_ddp_options(parallel), fsdp=_fsdp_options(parallel)
-    )
+    strategy = make_strategy(parallel, world, trains=training)
     seed_everything(config)
     notes: list[str] = []
 
@@ -113,14 +110,7 @@ def build_model(
     if training and compute.activation_checkpointing:
         recompute_activations(list(blocks.values()), world.device)
     if compute.compile is not None:
-        compile_modules(
-            model,
-            list(blocks.values()),
-            what=compute.compile,
-            backend=compute.compile_backend,
-            mode=compute.compile_mode,
-            dynamic=compute.compile_dynamic,
-        )
+        compile_modules(model, list(blocks.values()), compute)
     forward = Forward(model, task.loss, calls_vary=task.calls_vary, uses_graphs=compute.uses_cuda_graphs)
     strategy.wrap(forward, list(blocks.values()))
     built = BuiltModel(
@@ -148,7 +138,7 @@ def _load_first_weights(built: BuiltModel, train: TrainConfig, world: World) -> 
         stay = f"these stay as Task.model made them: {', '.join(left)}" if left else ""
         built.messages += [f"train.init_from={train.init_from}: {text}" for text in (place, stay) if text]
         return
-    retention = run_directory.retention(config_file.read_run(source))
+    retention = config_file.read_run(source).checkpoint
     lines = choice.read(
         folder,
         world,
@@ -237,37 +227,12 @@ def _unfreezing(
     Raises:
         UsageError: a pattern matches no parameter, or a parameter trains that the task needs frozen.
     """
-    stages = [
-        Stage(stage.step or math.ceil((stage.epoch or 0) * steps_per_epoch), stage.match)
-        for stage in config.train.unfreeze
-    ]
-    unfreezing = Unfreezing(model, stages)
+    unfreezing = Unfreezing(model, config.train.unfreeze, steps_per_epoch)
     unfreezing.check_frozen({pattern: epochs * steps_per_epoch for pattern, epochs in task.frozen_epochs.items()})
-    if not stages:
+    if not config.train.unfreeze:
         return None
     unfreezing.apply(step)
     return unfreezing
-
-
-def _ddp_options(parallel: ParallelConfig) -> DDPOptions:
-    return DDPOptions(
-        find_unused_parameters=parallel.find_unused_parameters,
-        static_graph=parallel.static_graph,
-        bucket_mb=parallel.bucket_mb,
-        gradient_as_bucket_view=parallel.gradient_as_bucket_view,
-    )
-
-
-def _fsdp_options(parallel: ParallelConfig) -> FSDPOptions:
-    return FSDPOptions(
-        reshard_after_forward=parallel.reshard_after_forward,
-        shard_ranks=parallel.shard_ranks,
-        cpu_offload=parallel.cpu_offload,
-        forward_prefetch=parallel.forward_prefetch,
-        backward_prefetch=parallel.backward_prefetch,
-        param_dtype=parallel.param_dtype,
-        reduce_dtype=parallel.reduce_dtype,
-    )
 
 
 def make_optimizer(
@@ -295,22 +260,7 @@ def make_optimizer(
     scale = scaled_lr(
         1.0, optim.lr_scaling, global_batch=config.batch.global_ or 1, reference_batch=optim.reference_batch
     )
-    groups = [
-        Group(group.name, group.match, lr=group.lr * scale if group.lr else None, weight_decay=group.weight_decay)
-        for group in optim.groups
-    ]
-    return build_optimizer(
-        model,
-        optim.name,
-        optim.lr * scale,
-        weight_decay=optim.weight_decay,
-        groups=groups,
-        args=optim.args,
-        fused=optim.fused,
-        fuses_adam=fuses_adam,
-        layer_decay=optim.layer_decay,
-        blocks=blocks,
-    )
+    return build_optimizer(model, optim, scale=scale, fuses_adam=fuses_adam, blocks=blocks)
 
 
 def check_shardable(optimizer: str, *, fused: bool) -> None:

@@ -3,41 +3,54 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
+
+from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-ScheduleName = Literal["constant", "linear", "cosine", "step", "one_cycle", "polynomial"]
 _WITH_LENGTH = ("linear", "cosine", "one_cycle", "polynomial")
 
 
-@dataclass(frozen=True)
-class Schedule:
+class ScheduleConfig(Section):
+    """The learning rate as a function of the updates.
+
+    `one_cycle` has its own rise, whose length the warm-up sets. After the end of its curve, a training keeps the last
+    factor. A training that ends earlier sees the beginning of the curve. `constant` and `step` have no length.
+    """
+
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("warmup_steps", "warmup_share"),)
+
+    name: Literal["constant", "linear", "cosine", "step", "one_cycle", "polynomial"] = "constant"
+    """Shape of the curve after the warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Length of the warm-up in updates."""
+    warmup_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Length of the warm-up as a share of the curve's length."""
+    end_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """For linear, cosine and polynomial: the factor on the learning rate at the end of the curve."""
+    step_epochs: PositiveFloat = 1
+    """For step: epochs between two decreases of the learning rate."""
+    gamma: PositiveFloat = 0.1
+    """For step: the factor of each decrease."""
+    power: PositiveFloat = 1.0
+    """For polynomial: the exponent."""
+    total_steps: Annotated[PositiveInt | None, DOES_NOT_DETERMINE] = None
+    """Length of the curve in updates. None: the length of the run."""
+
+
+class Schedule(ScheduleConfig):
     """The factor on every group's learning rate. Call it with the number of updates applied so far."""
 
-    name: ScheduleName = "constant"
-    """Shape of the curve after the warm-up. `one_cycle` has its own rise, whose length the warm-up sets."""
+    model_config = ConfigDict(frozen=True)
+
     total: int = 1
     """Updates of the whole training."""
     steps_per_epoch: int = 1
     """Updates of an epoch; for `step`."""
-    warmup_steps: int = 0
-    """Updates over which the factor rises linearly: update u, counted from 0, gets (u + 1) / warmup_steps."""
-    end_factor: float = 0.0
-    """Factor that `linear`, `cosine` and `polynomial` reach at the end of the curve."""
-    step_epochs: float = 1
-    """`step` multiplies the factor by `gamma` after every `step_epochs` epochs."""
-    gamma: float = 0.1
-    """Multiplier of `step`."""
-    power: float = 1.0
-    """Exponent of `polynomial`."""
-    total_steps: int | None = None
-    """Length of the curve in updates. None: `total`. After the end of the curve, a training keeps the curve's last
-    factor. A training that ends earlier sees the beginning of the curve. `constant` and `step` have no length."""
-    warmup_share: float | None = None
-    """Warm-up as a share of the curve's length, rounded up to whole updates. None: `warmup_steps` counts."""
     kept_warmup: int | None = None
     """Updates of the warm-up with which the training began, where its share is of another length now."""
 
@@ -56,7 +69,7 @@ class Schedule:
         return math.ceil(self.warmup_share * self.length - 1e-9)  # 0.1 * 30 is a little above 3
 
     def same_until(self, other: Schedule, updates: int) -> bool:
-        """Whether the first `updates` updates have the same factors with `other`.
+        """True if the first `updates` updates have the same factors with `other`.
 
         The two differ only in length, and have the same warm-up; see `with_warmup_of`.
         """
@@ -70,7 +83,7 @@ class Schedule:
         """This schedule with the warm-up of `other`, of another length, where both have the same share of warm-up."""
         if self.warmup_share is None or self.warmup_share != other.warmup_share or self.warmup == other.warmup:
             return self
-        return replace(self, kept_warmup=other.warmup)
+        return self.model_copy(update={"kept_warmup": other.warmup})
 
     def __call__(self, update: int) -> float:
         if self.total_steps is not None and self.name in _WITH_LENGTH:

@@ -190,7 +190,7 @@ def forward_backward_step(
     """
     strategy, world = state.strategy, state.strategy.world
     metrics = None if micro_batch.filler else state.metrics
-    seed_forward(derive_seed(state.seed, result.step, world.data_rank, number), world.device)
+    seed_forward(derive_seed(state.seed, result.step, world.rank, number), world.device)
     without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
     with strategy.gradient_sync(last), without_trace:
         strategy.unwrapped.keeps_output = metrics is not None and metrics.wants_output
@@ -222,12 +222,12 @@ def _count_units(state: TrainState, micro_batches: Sequence[MicroBatch], samples
     if not state.weight_heads:
         if not state.must_agree_on_weights:
             return {SAMPLES: float(samples)}
-        return {SAMPLES: state.world.data_sum([sum(micro_batch.samples for micro_batch in micro_batches)])[0]}
+        return {SAMPLES: state.world.all_sum([sum(micro_batch.samples for micro_batch in micro_batches)])[0]}
     units = [
         sum(micro_batch.weights[head] for micro_batch in micro_batches if micro_batch.weights)
         for head in state.weight_heads
     ]
-    return dict(zip(state.weight_heads, state.world.data_sum(units), strict=True))
+    return dict(zip(state.weight_heads, state.world.all_sum(units), strict=True))
 
 
 def _factors(
@@ -253,7 +253,7 @@ def _factors(
             where="Task.loss and Task.weight",
             remedy="return the same keys from both; a single tensor is the head 'loss'",
         )
-    weights, world = micro_batch.weights, state.world.data_size
+    weights, world = micro_batch.weights, state.world.size
     with_units = set(losses) if weights is None else {head for head, weight in weights.items() if weight}
     with_units = set() if micro_batch.filler else with_units
     if state.agreed is None:

@@ -1,29 +1,46 @@
-"""When a training ends before its last step: by the results of its evaluations, or because its time is up."""
+"""The end of a training before its last step: by the results of its evaluations, or because its time is up."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
+
+from lockstep.core.config.config_section import Section
 
 
-@dataclass(frozen=True)
-class StopRule:
-    """A training ends when the results of its evaluations do not get better any more, or are good enough."""
+def _result(name: str) -> str:
+    if not re.fullmatch(r"eval/\S+", name):
+        raise ValueError(f"{name!r} is no result of an evaluation; write `eval/NAME`, such as `eval/loss`")
+    return name
 
-    metric: str
+
+class StopRule(Section):
+    """A training ends before its last step when the results of its evaluations say so."""
+
+    metric: Annotated[str, AfterValidator(_result)]
     """Name of the result in the log, such as `eval/loss`."""
-    mode: str
-    """`min` or `max`: whether lower or higher results are better."""
-    patience: int | None = None
-    """Evaluations without an improvement after which the training ends. None: it does not end so."""
-    min_delta: float = 0.0
+    mode: Literal["min", "max"]
+    """Whether lower or higher results are better."""
+    patience: PositiveInt | None = None
+    """Number of evaluations without an improvement after which the training ends."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
     """An evaluation is an improvement only if it is better than the best so far by more than this number."""
     target: float | None = None
     """The training ends at a result as good as this, or better."""
 
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if self.patience is None and self.target is None:
+            raise ValueError("never ends a training; give patience, target, or both")
+        return self
+
     def reason(self, results: Sequence[float]) -> str:
-        """Why a training with these results ends, as a sentence; empty if it goes on.
+        """The reason why a training with these results ends, as a sentence; empty if it goes on.
 
         Args:
             results: of all evaluations so far, in their order. NaN is no improvement.
@@ -75,22 +92,22 @@ class Stopping:
 
         Args:
             results: step and result of each evaluation.
-            metric: of which the results are. None: the checkpoint does not say, as those of earlier versions.
+            metric: of which the results are. None: there are none.
 
         Returns:
             messages for the log.
         """
         if self.rule is None or not results:
             return []
-        if metric is not None and metric != self.rule.metric:
+        if metric != self.rule.metric:
             return [f"train.stop_when counts from here on: the earlier evaluations were of {metric}"]
         self.results = [(step, value) for step, value in results]
         return []
 
     def reason(self) -> str:
-        """Why the training ends at its last evaluation, as a sentence; empty if it goes on."""
+        """The reason why the training ends at its last evaluation, as a sentence; empty if it goes on."""
         return self.rule.reason([result for _, result in self.results]) if self.rule is not None else ""
 
     def time_is_up(self, elapsed_s: float) -> bool:
-        """Whether the training has used up its time, `elapsed_s` seconds after it was started."""
+        """True if the training has used up its time, `elapsed_s` seconds after it was started."""
         return self.max_time_s is not None and self.earlier_s + elapsed_s >= self.max_time_s

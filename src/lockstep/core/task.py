@@ -93,7 +93,12 @@ class Task(abc.ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        _refuse_old_names(cls)
+        if callable(cls.coefficients):
+            raise UsageError(
+                "it is a method, but must be an attribute",
+                where=f"{cls.__name__}.coefficients",
+                remedy="write `coefficients = {'depth': 0.5}` in the class, or put @property above the method",
+            )
 
     # ---- the parts
 
@@ -179,13 +184,6 @@ class Task(abc.ABC):
         return None
 
 
-# Methods that an earlier version of Lockstep called, with what replaces them.
-_REPLACED = {
-    "attach": "`setup`",
-    "update_metrics": "lockstep.Metrics(metrics, update), which `metrics` returns, with this method as `update`",
-    "loss_and_output": "the tuple (loss, output), which `loss` may return",
-    "input_data": "`inputs` of a lockstep.Presenter",
-}
 # Methods of a Presenter. A task may have methods with these names for itself.
 _OF_PRESENTER = (
     "describe",
@@ -200,24 +198,6 @@ _OF_PRESENTER = (
     "notes",
     "export",
 )
-
-
-def _refuse_old_names(kind: type[Task]) -> None:
-    """Raise UsageError if a task class has methods that Lockstep no longer calls, or `coefficients` as a method."""
-    old = [name for name in _REPLACED if callable(getattr(kind, name, None))]
-    if old:
-        replaced = "; ".join(f"{name} became {_REPLACED[name]}" for name in old)
-        raise UsageError(
-            f"Lockstep no longer calls {', '.join(old)}",
-            where=f"class {kind.__name__}",
-            remedy=f"{replaced}. Rename a method that only your own code calls",
-        )
-    if callable(kind.coefficients):
-        raise UsageError(
-            "it is a method, but must be an attribute",
-            where=f"{kind.__name__}.coefficients",
-            remedy="write `coefficients = {'depth': 0.5}` in the class, or put @property above the method",
-        )
 
 
 def methods_not_called(task: Task) -> list[str]:

@@ -306,7 +306,7 @@ class TrainingRun:
         return Saver(
             self.run_dir / "checkpoints",
             self.prepared.state.world,
-            run_directory.retention(self.config),
+            self.config.checkpoint,
             tell=self.tell,
             in_background=self.config.checkpoint.mode == "async",
             allowed=self.prepared.may_be_infinite,
@@ -316,7 +316,7 @@ class TrainingRun:
         """Give the files of the trained run to the writers, if the config says so. A collective."""
         if not self.config.log.artifacts:
             return
-        retention = run_directory.retention(self.config)
+        retention = self.config.checkpoint
         try:
             checkpoint, _ = choice.choose(self.run_dir / "checkpoints", self.prepared.state.world, retention)
         except CheckpointError as error:

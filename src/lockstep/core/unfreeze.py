@@ -1,24 +1,40 @@
-"""Which parameters are trainable, as a pure function of the step."""
+"""The trainable parameters, as a pure function of the step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Self
 
-from torch import nn
+from pydantic import Field, PositiveInt, model_validator
 
+from lockstep.core.config.config_section import Section
 from lockstep.core.errors import UsageError
 
+if TYPE_CHECKING:
+    from torch import nn
 
-@dataclass(frozen=True)
-class Stage:
-    """Parameters that are frozen before a step, and trainable from that step on."""
 
-    step: int
-    """Global batches consumed before the parameters are trainable."""
-    match: Sequence[str]
-    """Shell patterns (`*` and `?`) over names of parameters."""
+class Stage(Section):
+    """Parameters that are frozen until the beginning of an epoch, or until a step."""
+
+    match: Annotated[list[str], Field(min_length=1)]
+    """Patterns of parameter names, with `*` and `?`."""
+    epoch: Annotated[float, Field(gt=0)] | None = None
+    """Epochs, counted from 0, before the parameters train."""
+    step: PositiveInt | None = None
+    """Steps before the parameters train."""
+
+    @model_validator(mode="after")
+    def _epoch_or_step(self) -> Self:
+        if (self.epoch is None) == (self.step is None):
+            raise ValueError("give either epoch or step")
+        return self
+
+    def begins(self, steps_per_epoch: int) -> int:
+        """The step with which the parameters begin to train."""
+        return self.step or math.ceil((self.epoch or 0) * steps_per_epoch)
 
 
 class Unfreezing:
@@ -27,22 +43,23 @@ class Unfreezing:
     A parameter of several stages follows the earliest stage. A parameter of no stage stays as the model made it.
 
     Raises:
-        UsageError: a stage has no patterns, or a pattern matches no parameter.
+        UsageError: a pattern matches no parameter.
     """
 
-    def __init__(self, model: nn.Module, stages: Sequence[Stage]) -> None:
+    def __init__(self, model: nn.Module, stages: Sequence[Stage], steps_per_epoch: int) -> None:
         self.model = model
         names = [name for name, _ in model.named_parameters()]
         self._since: dict[str, int] = {}
         self._patterns: dict[int, list[str]] = {}
         for stage in stages:
             unused = [pattern for pattern in stage.match if not any(fnmatchcase(name, pattern) for name in names)]
-            if unused or not stage.match:
+            if unused:
                 remedy = f"use patterns over the model's parameter names, such as: {', '.join(names[:8])}"
                 raise UsageError(f"no parameter matches {unused}", where="train.unfreeze", remedy=remedy)
-            self._patterns.setdefault(stage.step, []).extend(stage.match)
+            step = stage.begins(steps_per_epoch)
+            self._patterns.setdefault(step, []).extend(stage.match)
             for name in _matching(names, stage.match):
-                self._since[name] = min(stage.step, self._since.get(name, stage.step))
+                self._since[name] = min(step, self._since.get(name, step))
         self.steps = frozenset(self._since.values())
         """Steps at which some parameter becomes trainable."""
 

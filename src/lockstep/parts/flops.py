@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.core import batch_norm
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.randomness import restored_generators
-from lockstep.core.devices import peaks
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.single import Single
 from lockstep.core.parallel.strategy import Strategy
+from lockstep.parts import peaks
 
 
 class FlopCount:

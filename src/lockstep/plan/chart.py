@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from lockstep.core.markup import Markup, element
 from lockstep.plan.search import Option, Plan
+from lockstep.report.markup import Markup, element
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart, on white and on black.
 _COLORS = {

@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.core.devices import peaks
 from lockstep.core.errors import UsageError
+from lockstep.parts import peaks
 
 StrategyName = Literal["single", "ddp", "fsdp", "hybrid"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]

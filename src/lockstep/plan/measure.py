@@ -21,11 +21,11 @@ from torch import Tensor
 
 from lockstep.core import build, devices, shortages
 from lockstep.core.data.loader import MicroBatch
-from lockstep.core.devices import peaks
 from lockstep.core.errors import TrainingError
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.parallel.world import World as Ranks
 from lockstep.core.step import TrainState, train_step
+from lockstep.parts import peaks
 from lockstep.parts.flops import FlopCount
 from lockstep.plan.chart import gb
 from lockstep.plan.command import facts_with_or_without_data

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lockstep.core.markup import Markup, element
 from lockstep.report import page
+from lockstep.report.markup import Markup, element
 from lockstep.report.run import Run
 
 _WITH_VALUE = ("--nproc", "--preset", "--run-dir", "--allow-change", "--max-restarts", "--checkpoint")

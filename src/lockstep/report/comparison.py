@@ -11,10 +11,10 @@ from typing import Any
 
 from lockstep.core import atomic
 from lockstep.core.errors import UsageError
-from lockstep.core.markup import Markup, element, shortened
 from lockstep.parts.ending import duration
 from lockstep.report import charts, page, run
 from lockstep.report.config_difference import differing
+from lockstep.report.markup import Markup, element, shortened
 from lockstep.report.page import number_text, section, table
 from lockstep.report.run import Run
 

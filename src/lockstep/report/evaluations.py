@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core.markup import Markup, element, shortened
 from lockstep.parts import metric_arrays
+from lockstep.report.markup import Markup, element, shortened
 from lockstep.report.metrics_file import Metrics
 from lockstep.report.page import code, folded, number_text, table, time
 from lockstep.report.run import Run, is_result

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
-from lockstep.core.markup import Markup, element, shortened
 from lockstep.report import charts
 from lockstep.report.charts import Chart
+from lockstep.report.markup import Markup, element, shortened
 
 MARK = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src"
 """A part of every page, in its first bytes: what browsers may load."""

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from lockstep.core import locks
 from lockstep.core.checkpoint import manifest
-from lockstep.core.checkpoint.manifest import Checkpoint, Retention
+from lockstep.core.checkpoint.manifest import Checkpoint
+from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.config import config_layers
 from lockstep.core.errors import UsageError
 from lockstep.parts import evaluations_file
@@ -54,16 +57,12 @@ class Run:
         return str(self.config.get("name") or self.folder.resolve().name)
 
     @property
-    def retention(self) -> Retention:
+    def retention(self) -> CheckpointConfig:
         """The checkpoints that the config keeps."""
-        keep = self.section("checkpoint")
-        best = str(keep.get("keep_best") or "").split()
-        last, every = keep.get("keep_last"), keep.get("keep_every_steps")
-        return Retention(
-            last if isinstance(last, int) and last > 0 else 3,
-            (best[0], best[1]) if len(best) == 2 else None,
-            every if isinstance(every, int) and every > 0 else None,
-        )
+        try:
+            return CheckpointConfig.model_validate(self.section("checkpoint"))
+        except ValidationError:  # config.yaml is damaged, or of another version
+            return CheckpointConfig()
 
     @property
     def best(self) -> Checkpoint | None:

@@ -12,10 +12,10 @@ import yaml
 
 import lockstep
 from lockstep.core import atomic
-from lockstep.core.markup import Markup, element, shortened
 from lockstep.parts.ending import duration
 from lockstep.report import charts, commands, evaluations, page, run, timeline
 from lockstep.report.config_difference import flat
+from lockstep.report.markup import Markup, element, shortened
 from lockstep.report.page import code, facts, folded, number_text, section, table
 from lockstep.report.run import Run, is_result
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 
-from lockstep.core.markup import Markup, element
 from lockstep.parts.ending import duration
 from lockstep.report import page
+from lockstep.report.markup import Markup, element
 from lockstep.report.page import code, folded, table
 from lockstep.report.run import Run
 from lockstep.report.train_log import Start

@@ -45,7 +45,7 @@ def open_writers(
     sharded_over = world.size if state.strategy.is_sharded else None
     summary = model_summary(built.model, state.optimizer, sharded_over=sharded_over, blocks=built.blocks)
     warning = warm_up_warning(state.schedule, prepared.stop, config.schedule.warmup_share)
-    warning += idle_ranks_warning(config.batch.global_ or 1, world.data_size)
+    warning += idle_ranks_warning(config.batch.global_ or 1, world.size)
     for text in (*([header] if isinstance(header, str) else header), *summary, *built.messages, *warning):
         tell(writers, text)
     return writers

@@ -35,8 +35,7 @@ from lockstep.core import (
 )
 from lockstep.core import evaluate as evaluation
 from lockstep.core.build import PreparedRun
-from lockstep.core.checkpoint import choice, store, torch_file
-from lockstep.core.checkpoint.export import export_weights
+from lockstep.core.checkpoint import choice, store
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config import config_file, registry
 from lockstep.core.config.sections import RunConfig, all_values
@@ -65,7 +64,8 @@ from lockstep.parts import profile as profiling
 from lockstep.parts.checks.run_checks import RunChecks
 from lockstep.parts.writer_kinds import files_of_writers
 from lockstep.tasks.vision.pictures.cache import CacheOptions
-from lockstep.trainer import local_ranks, logs, prediction_run, run_export
+from lockstep.trainer import local_ranks, logs, prediction_run, room, run_export, training_state
+from lockstep.trainer.export import export_weights
 
 _PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
 
@@ -381,7 +381,7 @@ class Trainer:
             texts = [f"warning: task.{key}: {what}" for key, what in never.items()]
             prepared.warnings += [text for text in texts if text not in prepared.warnings]
         if checkpoint is None:
-            preflight.check_room(self.run_dir, resume.estimated_bytes(prepared), world)
+            preflight.check_room(self.run_dir, room.estimated_bytes(prepared), world)
         prepared.may_be_infinite = resume.may_be_infinite(prepared)
         return prepared
 
@@ -613,7 +613,7 @@ class Trainer:
             the file.
 
         Raises:
-            LockstepError: as `core.checkpoint.export.export_weights`.
+            LockstepError: as `trainer.export.export_weights`.
         """
         with self._join() as world:
             task = _given(task) or self.task()
@@ -645,7 +645,7 @@ class Trainer:
     def export_training_state(self, file: str | Path, task: Task | None = None) -> Path:
         """Write one file with which plain torch goes on: `torch.load(file, weights_only=True)`.
 
-        It has the keys of `resume.as_torch`. Rank 0 holds the whole state in host memory.
+        It has the keys of `training_state.as_torch`. Rank 0 holds the whole state in host memory.
 
         Returns:
             the file.
@@ -661,7 +661,9 @@ class Trainer:
                 sharded = built.strategy.is_sharded
                 optimizer = run_model.make_optimizer(config, built.model, built.blocks, sharded=sharded)
                 world.on_rank0(
-                    lambda: torch_file.write(resume.as_torch(checkpoint, built.model, optimizer, config), Path(file))
+                    lambda: training_state.write(
+                        training_state.as_torch(checkpoint, built.model, optimizer, config), Path(file)
+                    )
                 )
 
             self._built(task, world, write)
@@ -678,7 +680,7 @@ class Trainer:
     def _built(self, task: Task, world: World, load: Callable[[Checkpoint, BuiltModel], object]) -> BuiltModel:
         """The model with the weights that the task gives it. `load` is called with `self.checkpoint` and the model."""
         self._model = None  # its memory may be needed
-        retention = run_directory.retention(self.config)
+        retention = self.config.checkpoint
         chosen = choice.choose(self._checkpoints, world, retention, self.checkpoint)
         self._set_up(task, world, trained=True)
         built = run_model.build_model(self.config, task, world)
@@ -732,13 +734,7 @@ class Trainer:
             stack.enter_context(exits_are_failures())
             stack.enter_context(_deterministic(compute.deterministic))
             check_supported(config.precision, world.device)
-            stack.enter_context(
-                backends.chosen(
-                    matmul_precision=compute.matmul_precision,
-                    cudnn_benchmark=compute.cudnn_benchmark,
-                    sdpa_backends=compute.sdpa_backends,
-                )
-            )
+            stack.enter_context(backends.chosen(compute))
             if compute.numa_binding:
                 stack.enter_context(devices.of(world.device).near_cpus(compute.numa_binding))
             if compute.memory_snapshot:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from lockstep.core.markup import Markup, element, shortened
+from lockstep.report.markup import Markup, element, shortened
 
 _MOST_POINTS = 400  # of a curve
 _HUGE = 1e300  # larger numbers are not drawn: neither infinity and nan, nor numbers whose difference is infinite

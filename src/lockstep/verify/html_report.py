@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lockstep.core.markup import Markup, element, shortened
+from lockstep.report.markup import Markup, element, shortened
 from lockstep.verify.curves import charts
 from lockstep.verify.report import STATUS_WORDS, comparison, counts, counts_in_words, plain
 from lockstep.verify.result import CheckResult, VerifyResult

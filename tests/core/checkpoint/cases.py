@@ -8,8 +8,8 @@ import torch
 from lockstep import Trainer
 from lockstep.core import resume
 from lockstep.core.checkpoint import files, store
+from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.checkpoint.saver import Saver
-from lockstep.core.checkpoint.store import Retention
 from lockstep.core.parallel import faults
 from lockstep.core.parallel.sharded_tensor import LocalShard
 from lockstep.core.parallel.world import World, join_world
@@ -81,7 +81,7 @@ def save_on_ranks(folder, tensors):
     """Saves step 1, then step 2 while rank 1's disk is full, then step 3; what this rank saw."""
     folder, told, seen = Path(folder), [], {}
     with join_world("cpu") as world:
-        saver = Saver(folder, world, Retention(), tell=told.append)
+        saver = Saver(folder, world, CheckpointConfig(), tell=told.append)
         for step in (1, 2, 3):
             faults._WANTED = ["1:2:before-share:full"]
             try:

@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from lockstep import Trainer
+from lockstep.cli import inventory
 from lockstep.core import run_model
-from lockstep.core.checkpoint import choice, inventory, store
-from lockstep.core.checkpoint.store import Retention
+from lockstep.core.checkpoint import choice, store
+from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.errors import CheckpointError, UsageError
 from tests import own_tasks, runs
 from tests.core.checkpoint import cases
 from tests.core.checkpoint.cases import ALONE, commit, read
 from tests.ranks import run_ranks
 
-BEST = Retention(best=("max", "eval/accuracy"))
+BEST = CheckpointConfig(keep_best="max eval/accuracy")
 
 
 @pytest.fixture
@@ -35,10 +36,10 @@ def test_the_default_is_the_best_where_the_run_keeps_it_else_the_newest(folder):
     step, line = step_of(folder, BEST)
     assert step == 2
     assert line.startswith("using the best checkpoint, of step 2 (max eval/accuracy 0.9)")
-    assert step_of(folder, Retention()) == (4, "")
+    assert step_of(folder, CheckpointConfig()) == (4, "")
     assert step_of(folder, BEST, "newest") == (4, "")
     assert step_of(folder, BEST, 3)[0] == step_of(folder, BEST, "3")[0] == 3
-    assert step_of(folder, Retention(best=("min", "eval/accuracy")), "best")[0] == 1
+    assert step_of(folder, CheckpointConfig(keep_best="min eval/accuracy"), "best")[0] == 1
 
 
 def test_without_a_rated_checkpoint_the_default_is_the_newest_and_says_so(tmp_path):
@@ -52,8 +53,8 @@ def test_without_a_rated_checkpoint_the_default_is_the_newest_and_says_so(tmp_pa
     [
         (BEST, "7", "no checkpoint of step 7.*there are the steps 1, 2, 3, 4"),
         (BEST, "last", "'last' is no checkpoint.*use newest, best or a step"),
-        (Retention(), "best", "does not say by which result.*set checkpoint.keep_best"),
-        (Retention(best=("max", "eval/f1")), "best", "no checkpoint is evaluated"),
+        (CheckpointConfig(), "best", "does not say by which result.*set checkpoint.keep_best"),
+        (CheckpointConfig(keep_best="max eval/f1"), "best", "no checkpoint is evaluated"),
     ],
 )
 def test_what_is_not_there_is_an_error_that_names_it(folder, retention, wanted, text):
@@ -161,7 +162,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_replaced_by_another_on
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "check", check_while_pruned)
-        assert inventory.show(run / "checkpoints", Retention(1), check=True, prune=True)
+        assert inventory.show(run / "checkpoints", CheckpointConfig(keep_last=1), check=True, prune=True)
     out = capsys.readouterr().out
     assert "DAMAGED" not in out
     assert "step-00000002  " in out
@@ -178,7 +179,7 @@ def test_a_run_begins_with_the_weights_of_another_runs_checkpoint(tmp_path, want
     if wanted == "best":
         settings["checkpoint"]["keep_best"] = "max eval/loss"
     runs.fit(own_tasks.Classes(), runs.config(**settings), tmp_path / "first")
-    retention = Retention(best=("max", "eval/loss") if wanted == "best" else None)
+    retention = CheckpointConfig(keep_best="max eval/loss" if wanted == "best" else None)
     checkpoint, _ = choice.choose(tmp_path / "first/checkpoints", ALONE, retention, wanted)
     if step is not None:
         assert checkpoint.step == step

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lockstep.core.checkpoint import finite
+from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.checkpoint.saver import Saver
-from lockstep.core.checkpoint.store import Retention
 from lockstep.core.errors import LockstepError, TrainingError
 from tests import own_tasks, rank_cases, runs
 from tests.core.checkpoint import cases
@@ -74,7 +74,7 @@ def test_state_that_is_not_finite_is_refused_and_nothing_is_pruned(tmp_path, in_
     saver = Saver(
         tmp_path,
         ALONE,
-        Retention(last=1),
+        CheckpointConfig(keep_last=1),
         tell=told.append,
         in_background=in_background,
         allowed={"model.mask": finite.INFINITE},
@@ -100,7 +100,7 @@ def test_state_that_is_not_finite_is_refused_and_nothing_is_pruned(tmp_path, in_
 
 
 def test_the_first_checkpoint_is_refused_too(tmp_path):
-    saver = Saver(tmp_path, ALONE, Retention(), tell=cases.ignore)
+    saver = Saver(tmp_path, ALONE, CheckpointConfig(), tell=cases.ignore)
     saver.save(2, {"model.a": torch.tensor([INF]), "model.b": torch.tensor([NAN])}, {}, about(2))
     with pytest.raises(
         TrainingError, match=r"model\.a holds infinite numbers, and 1 more .* no checkpoint was saved before"

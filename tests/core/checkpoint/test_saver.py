@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lockstep.core.checkpoint import files, store
+from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.checkpoint.saver import Saver
 from lockstep.core.checkpoint.staging import Block, pack
-from lockstep.core.checkpoint.store import Retention
 from lockstep.core.errors import CheckpointError
 from lockstep.core.parallel import faults
 from tests.core.checkpoint import cases
@@ -37,7 +37,9 @@ def told():
 
 @pytest.fixture
 def make(tmp_path, told):
-    return lambda **options: Saver(tmp_path, ALONE, options.pop("retention", Retention()), tell=told.append, **options)
+    return lambda **options: Saver(
+        tmp_path, ALONE, options.pop("retention", CheckpointConfig()), tell=told.append, **options
+    )
 
 
 @pytest.fixture
@@ -240,7 +242,7 @@ def test_a_view_is_saved_without_what_it_is_a_view_of(saver, tmp_path):
 
 
 def test_old_checkpoints_go_by_the_retention(make, tmp_path):
-    saver = make(retention=Retention(last=2, best=("max", "eval/accuracy")))
+    saver = make(retention=CheckpointConfig(keep_last=2, keep_best="max eval/accuracy"))
     for step, accuracy in enumerate([0.1, 0.9, 0.2, 0.3, 0.4], 1):
         saver.save(step, state(), {}, about(step) | {"metrics": {"eval/accuracy": accuracy}})
     saver.finish()
@@ -274,7 +276,7 @@ def test_close_without_a_save_is_nothing(saver):
 
 @pytest.mark.parametrize("in_background", [True, False])
 def test_metrics_are_added_when_the_checkpoint_is_written_and_decide_what_stays(make, tmp_path, in_background):
-    saver = make(in_background=in_background, retention=Retention(last=1, best=("max", "eval/accuracy")))
+    saver = make(in_background=in_background, retention=CheckpointConfig(keep_last=1, keep_best="max eval/accuracy"))
     for step, accuracy in enumerate([0.1, 0.9, 0.2, 0.3], 1):
         saver.save(step, state(step), {}, about(step))
         saver.add_metrics(step, {"eval/accuracy": accuracy})
@@ -295,7 +297,7 @@ def test_adding_metrics_does_not_wait_for_the_disk(saver, tmp_path, gate):
 
 
 def test_best_until_now_stays_while_the_newest_has_no_metrics_yet(make, tmp_path):
-    saver = make(retention=Retention(last=1, best=("min", "eval/loss")))
+    saver = make(retention=CheckpointConfig(keep_last=1, keep_best="min eval/loss"))
     for step, loss in ((1, 0.5), (2, 0.9)):
         saver.save(step, state(), {}, about(step))
         saver.add_metrics(step, {"eval/loss": loss})
@@ -432,7 +434,7 @@ def test_missing_permission_is_told_like_a_full_disk(saver, tmp_path, told, monk
 
 def test_folder_that_cannot_be_made_is_told(tmp_path, told):
     (tmp_path / "file").write_text("in the way")
-    saver = Saver(tmp_path / "file" / "checkpoints", ALONE, Retention(), tell=told.append)
+    saver = Saver(tmp_path / "file" / "checkpoints", ALONE, CheckpointConfig(), tell=told.append)
     saver.save(1, state(), {}, about(1))
     with pytest.raises(CheckpointError, match="this process wrote none"):
         saver.finish()
@@ -445,7 +447,7 @@ def test_old_checkpoints_that_cannot_be_deleted_are_told_and_harm_nothing(make, 
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(store, "remove", refuse)
-    saver = make(retention=Retention(last=1))
+    saver = make(retention=CheckpointConfig(keep_last=1))
     for step in (1, 2):
         saver.save(step, state(), {}, about(step))
     saver.finish()
@@ -457,7 +459,7 @@ def test_old_checkpoints_that_cannot_be_deleted_are_told_and_harm_nothing(make, 
 
 @pytest.mark.parametrize("last", [1, 2])
 def test_after_a_fall_back_what_is_saved_stays(make, tmp_path, last):
-    saver = make(retention=Retention(last))
+    saver = make(retention=CheckpointConfig(keep_last=last))
     for step in (10, 20, 30):
         cases.commit(tmp_path, step)
     for step in (20, 30):

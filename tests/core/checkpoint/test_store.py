@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from lockstep.core import atomic
 from lockstep.core.checkpoint import files, store
-from lockstep.core.checkpoint.store import Checkpoint, Retention
+from lockstep.core.checkpoint.retention import CheckpointConfig
+from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.errors import CheckpointError
 from tests.core.checkpoint import cases
 from tests.core.checkpoint.cases import ALONE, commit, steps
@@ -293,14 +294,14 @@ def test_share_that_rank_0_cannot_see_is_an_error_when_it_is_saved(folder, how):
 
 
 def test_metrics_are_added_and_nothing_else_changes(folder):
-    commit(folder, 2, values={"a": 1})
+    commit(folder, 2, values={"eval/a": 1})
     before = store.listed(folder)[0]
     assert store.add_metrics(folder, 2, {"eval/loss": 0.5, "eval/accuracy": math.nan})
     after = store.listed(folder)[0]
     assert after.metrics["eval/loss"] == 0.5
     assert math.isnan(after.metrics["eval/accuracy"])
     assert after.manifest | {"metrics": {}} == before.manifest
-    assert (after.values, store.check(after)) == ({"a": 1}, [])
+    assert (after.values, store.check(after)) == ({"eval/a": 1}, [])
     assert store.unreadable(folder) == []
     assert {path.name for path in folder.iterdir()} == {"step-00000001", "step-00000002"}
     assert store.add_metrics(folder, 2, {"eval/loss": 0.4})
@@ -397,7 +398,7 @@ def test_leftovers_are_cleared_and_nothing_else(folder):
 def test_prune_deletes_what_is_not_kept_and_says_so(tmp_path):
     for step in range(1, 7):
         commit(tmp_path, step)
-    gone = store.prune(tmp_path, Retention(last=2, every_steps=3))
+    gone = store.prune(tmp_path, CheckpointConfig(keep_last=2, keep_every_steps=3))
     assert sorted(path.name for path in gone) == ["step-00000001", "step-00000002", "step-00000004"]
     assert steps(tmp_path) == [6, 5, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in (3, 5, 6)]
@@ -405,13 +406,13 @@ def test_prune_deletes_what_is_not_kept_and_says_so(tmp_path):
 
 @pytest.mark.parametrize("last", [1, 2, 3])
 def test_prune_never_deletes_the_last_valid_one(monkeypatch, last):
-    found = [fake(step, a=float(step % 3)) for step in range(5, 0, -1)]
+    found = [fake(step, **{"eval/a": float(step % 3)}) for step in range(5, 0, -1)]
     monkeypatch.setattr(store, "listed", lambda _: found)
     monkeypatch.setattr(store, "remove", lambda _: None)
     for count in range(6):
         for valid in itertools.combinations(range(1, 6), count):
-            for best in (None, ("max", "a")):
-                retention = Retention(last, best)
+            for best in (None, "max eval/a"):
+                retention = CheckpointConfig(keep_last=last, keep_best=best)
                 gone = {
                     int(path.name[-1])
                     for path in store.prune(Path(), retention, valid=lambda one, valid=valid: one.step in valid)
@@ -426,7 +427,7 @@ def test_prune_never_deletes_the_last_valid_one(monkeypatch, last):
 def test_prune_without_checking_reads_no_share(folder, monkeypatch):
     commit(folder, 2)
     monkeypatch.setattr(files, "checksum", lambda _: pytest.fail("read a share"))
-    store.prune(folder, Retention(last=1))
+    store.prune(folder, CheckpointConfig(keep_last=1))
     assert steps(folder) == [2]
 
 
@@ -437,7 +438,7 @@ def test_failing_removal_is_an_error_of_the_system(folder, monkeypatch):
     commit(folder, 2)
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises(OSError, match="Permission denied"):
-        store.prune(folder, Retention(last=1))
+        store.prune(folder, CheckpointConfig(keep_last=1))
     assert steps(folder) == [2, 1]
 
 
@@ -447,31 +448,43 @@ def test_failing_removal_is_an_error_of_the_system(folder, monkeypatch):
 def test_reasons_are_named():
     found = [
         fake(step, **metrics)
-        for step, metrics in [(10, {"a": 0.3}), (20, {"a": 0.9}), (30, {}), (40, {"a": 0.1}), (50, {"b": 5.0})]
+        for step, metrics in [
+            (10, {"eval/a": 0.3}),
+            (20, {"eval/a": 0.9}),
+            (30, {}),
+            (40, {"eval/a": 0.1}),
+            (50, {"eval/b": 5.0}),
+        ]
     ]
-    assert Retention(2).reasons(found) == {40: ["last"], 50: ["last"]}
-    assert Retention(1, ("max", "a")).reasons(found) == {50: ["last"], 20: ["best"]}
-    assert Retention(1, ("min", "a")).reasons(found) == {50: ["last"], 40: ["best"]}
-    assert Retention(1, ("min", "c")).reasons(found) == {50: ["last"]}
-    assert Retention(1, None, 20).reasons(found) == {50: ["last"], 20: ["every 20"], 40: ["every 20"]}
-    assert Retention(3, ("min", "a"), 40).reasons(reversed(found)) == {
+    assert CheckpointConfig(keep_last=2).reasons(found) == {40: ["last"], 50: ["last"]}
+    assert CheckpointConfig(keep_last=1, keep_best="max eval/a").reasons(found) == {50: ["last"], 20: ["best"]}
+    assert CheckpointConfig(keep_last=1, keep_best="min eval/a").reasons(found) == {50: ["last"], 40: ["best"]}
+    assert CheckpointConfig(keep_last=1, keep_best="min eval/c").reasons(found) == {50: ["last"]}
+    assert CheckpointConfig(keep_last=1, keep_every_steps=20).reasons(found) == {
+        50: ["last"],
+        20: ["every 20"],
+        40: ["every 20"],
+    }
+    assert CheckpointConfig(keep_last=3, keep_best="min eval/a", keep_every_steps=40).reasons(reversed(found)) == {
         30: ["last"],
         40: ["last", "best", "every 40"],
         50: ["last"],
     }
-    assert Retention(9).reasons(found) == {step: ["last"] for step in (10, 20, 30, 40, 50)}
-    assert Retention().reasons([]) == {}
+    assert CheckpointConfig(keep_last=9).reasons(found) == {step: ["last"] for step in (10, 20, 30, 40, 50)}
+    assert CheckpointConfig().reasons([]) == {}
 
 
 def test_of_equally_good_ones_the_newer_stays():
-    found = [fake(1, a=0.5), fake(2, a=0.5), fake(3, a=0.1)]
-    assert Retention(1, ("max", "a")).reasons(found) == {3: ["last"], 2: ["best"]}
+    found = [fake(1, **{"eval/a": 0.5}), fake(2, **{"eval/a": 0.5}), fake(3, **{"eval/a": 0.1})]
+    assert CheckpointConfig(keep_last=1, keep_best="max eval/a").reasons(found) == {3: ["last"], 2: ["best"]}
 
 
 def test_a_metric_that_is_no_number_is_never_the_best():
     for best, at in itertools.product(("min", "max"), (1, 2, 3)):
         values = {1: 0.1, 2: 0.5, 3: 0.9} | {at: float("nan")}
-        kept = Retention(1, (best, "a")).reasons([*(fake(step, a=value) for step, value in values.items()), fake(4)])
+        kept = CheckpointConfig(keep_last=1, keep_best=f"{best} eval/a").reasons(
+            [*(fake(step, **{"eval/a": value}) for step, value in values.items()), fake(4)]
+        )
         rated = {step: value for step, value in values.items() if step != at}
         assert kept == {4: ["last"], {"min": min, "max": max}[best](rated, key=rated.get): ["best"]}
 
@@ -484,8 +497,10 @@ def test_a_metric_that_is_no_number_is_never_the_best():
     st.none() | st.integers(1, 20),
 )
 def test_what_stays_is_what_was_asked_for(metrics, last, best, every):
-    found = [fake(step, **({} if value is None else {"a": float(value)})) for step, value in metrics.items()]
-    reasons = Retention(last, (best, "a") if best else None, every).reasons(found)
+    found = [fake(step, **({} if value is None else {"eval/a": float(value)})) for step, value in metrics.items()]
+    reasons = CheckpointConfig(
+        keep_last=last, keep_best=f"{best} eval/a" if best else None, keep_every_steps=every
+    ).reasons(found)
     ordered = sorted(metrics)
     assert set(ordered[-last:]) == {step for step, why in reasons.items() if "last" in why}
     assert len(reasons) >= min(last, len(metrics))

@@ -162,7 +162,7 @@ def test_names_of_wrappers_and_of_keys_do_not_matter(tmp_path, prefix, key):
     assert file.others == (("epoch=3",) if key else ())
     if key is None:
         save_file(state, tmp_path / "a.safetensors")
-        from lockstep.core.checkpoint.export import load_weights
+        from lockstep.core.checkpoint.first_weights import load_weights
 
         other = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
         load_weights(other, tmp_path / "a.safetensors")
@@ -368,7 +368,7 @@ def test_an_export_begins_another_run_with_all_its_state(tmp_path):
     assert (head["param_names"], head["params"]) == (["2.weight", "2.bias"], [0, 1])
     assert (others["param_names"], others["params"]) == (["0.weight", "0.bias"], [2, 3])
     assert head["initial_lr"] == 0.002
-    last = Schedule("cosine", total=6)(5)  # the curve has come to its end, where its last rate stays
+    last = Schedule(name="cosine", total=6)(5)  # the curve has come to its end, where its last rate stays
     assert (head["lr"], others["lr"]) == (0.002 * last, 0.01 * last)
     saved = read(store.listed(tmp_path / "run/checkpoints")[0])
     assert torch.equal(content["optimizer"]["state"][0]["exp_avg"], saved["optimizer.2.weight.exp_avg"])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core.data.order import EvaluationPlan, StepPlan, cut, derive_seed, derive_seeds, group, permute
+from lockstep.core.data.order import EvaluationPlan, StepPlan, derive_seed, derive_seeds, group, permute, split_for_rank
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=100)
 GRID = list(itertools.product(range(1, 41), range(1, 6), range(1, 8)))  # count, world, micro-batch
@@ -179,6 +179,11 @@ def test_lengths_without_permutation_are_refused_with_their_value(length):
 
 
 # ---- cut
+
+
+def cut(indices, epoch, world, micro, lengths=None):
+    """plans[rank][micro-batch]"""
+    return [split_for_rank(indices, epoch, world, micro, rank, lengths) for rank in range(world)]
 
 
 def test_every_rank_gets_equally_many_micro_batches_and_as_few_as_possible():

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from lockstep import Trainer
+from lockstep.cli import allocator
 from lockstep.core.blocks import compile_modules
 from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.devices import backends, cuda, memory_history
 from lockstep.core.errors import MemoryShortage, UsageError
-from lockstep.core.optim import build_optimizer
-from lockstep.core.parallel import allocator
+from lockstep.core.optim import OptimConfig, build_optimizer
 from lockstep.core.parallel.strategy import Forward
 from tests import own_tasks, runs
 from tests.core.devices.test_python_device import train
@@ -62,7 +62,7 @@ def test_switches_are_as_before_after_an_error():
     before = switches()
 
     def fail():
-        with backends.chosen(matmul_precision="medium", sdpa_backends=["math"]):
+        with backends.chosen(ComputeConfig(matmul_precision="medium", sdpa_backends=["math"])):
             assert switches()[0] == "medium"
             raise ZeroDivisionError
 
@@ -95,11 +95,11 @@ def test_a_gpu_updates_by_adams_fused_kernel_unless_the_config_says_otherwise(tm
 
 def test_the_cpu_updates_as_before_and_models_that_the_kernel_cannot_update_too():
     model = nn.Linear(2, 2)
-    assert not build_optimizer(model, "AdamW", 0.1).defaults["fused"]
-    assert build_optimizer(model, "AdamW", 0.1, fuses_adam=True).defaults["fused"]
-    assert not build_optimizer(model, "AdamW", 0.1, fuses_adam=True, fused=False).defaults["fused"]
+    assert not build_optimizer(model, OptimConfig()).defaults["fused"]
+    assert build_optimizer(model, OptimConfig(), fuses_adam=True).defaults["fused"]
+    assert not build_optimizer(model, OptimConfig(fused=False), fuses_adam=True).defaults["fused"]
     model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    assert not build_optimizer(model, "AdamW", 0.1, fuses_adam=True).defaults["fused"]
+    assert not build_optimizer(model, OptimConfig(), fuses_adam=True).defaults["fused"]
 
 
 # ---- SyncBatchNorm
@@ -167,8 +167,9 @@ def test_sync_batch_norm_stays_on_a_gpu(tmp_path):
 def test_mode_and_dynamic_shapes_reach_torch_compile(monkeypatch):
     given = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: given.append(options))
-    compile_modules(nn.Linear(1, 1), [], what="model", backend="inductor", mode="reduce-overhead", dynamic=False)
-    compile_modules(nn.Linear(1, 1), [], what="model", backend="inductor")
+    compute = ComputeConfig(compile="model", compile_mode="reduce-overhead", compile_dynamic=False)
+    compile_modules(nn.Linear(1, 1), [], compute)
+    compile_modules(nn.Linear(1, 1), [], ComputeConfig(compile="model"))
     assert given == [
         {"backend": "inductor", "mode": "reduce-overhead", "dynamic": False},
         {"backend": "inductor", "mode": None, "dynamic": None},

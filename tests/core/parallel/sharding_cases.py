@@ -10,13 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep import LockstepError
 from lockstep.core import run_model
 from lockstep.core.blocks import find_blocks
+from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.checkpoint.saver import Saver
-from lockstep.core.checkpoint.store import Retention
 from lockstep.core.config import config_file
 from lockstep.core.parallel import meta_init, sharded_tensor
 from lockstep.core.parallel.fsdp import FSDP
 from lockstep.core.parallel.gradients import clip_grads, grad_norm
-from lockstep.core.parallel.strategy import Forward, FSDPOptions
+from lockstep.core.parallel.options import ParallelConfig
+from lockstep.core.parallel.strategy import Forward
 from lockstep.core.parallel.world import join_world
 from tests import own_tasks, runs
 from tests.core.checkpoint import cases
@@ -229,7 +230,7 @@ def build_unlike():
     with join_world("cpu") as world:
         for make in (wider, retyped, longer):
             try:
-                FSDP(world, FSDPOptions()).build_model(make)
+                FSDP(world, ParallelConfig()).build_model(make)
                 answers.append(None)
             except LockstepError as error:
                 answers.append(str(error))
@@ -238,7 +239,7 @@ def build_unlike():
 
 def sharded(make, world, options=None, dtype=torch.float64, seed=0):
     """A strategy whose model has the same values on any number of ranks, sharded, and the whole model."""
-    strategy = FSDP(world, options or FSDPOptions())
+    strategy = FSDP(world, options or ParallelConfig())
     torch.manual_seed(seed)
     model, _ = strategy.build_model(lambda: make().to(dtype))
     torch.manual_seed(seed)
@@ -276,7 +277,7 @@ def save_sharded(folder, options):
         strategy, whole = sharded(deep, world, options)
         strategy_few, whole_few = sharded(Few, world, options, seed=1)
         model, few = strategy.model, strategy_few.model
-        saver = Saver(Path(folder), world, Retention(), tell=print, in_background=False)
+        saver = Saver(Path(folder), world, CheckpointConfig(), tell=print, in_background=False)
         saver.save(1, model.state_dict() | few.state_dict(), {}, cases.about(1))
         saver.finish()
         return {name: cases.bits(tensor) for name, tensor in (whole.state_dict() | whole_few.state_dict()).items()}

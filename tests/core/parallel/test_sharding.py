@@ -8,7 +8,8 @@ from lockstep.core.checkpoint import store
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.factory import make_strategy
 from lockstep.core.parallel.fsdp import FSDP
-from lockstep.core.parallel.strategy import DDPOptions, Forward, FSDPOptions
+from lockstep.core.parallel.options import ParallelConfig
+from lockstep.core.parallel.strategy import Forward
 from lockstep.core.parallel.world import World
 from tests import own_tasks, rank_cases, runs
 from tests.core.checkpoint import cases
@@ -21,7 +22,7 @@ FULL_IN_CASES = ("reads", "keeps")  # that cannot be made without values
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.exhaustive), 3], ids=["2 ranks", "3 ranks"])
 def built(request):
-    return run_ranks(request.param, sharding_cases.build_each, list(sharding_cases.MAKERS), FSDPOptions(), CHUNK)
+    return run_ranks(request.param, sharding_cases.build_each, list(sharding_cases.MAKERS), ParallelConfig(), CHUNK)
 
 
 def alone(name):
@@ -113,7 +114,7 @@ def test_what_is_harder_to_build(troubles, name):
 
 @pytest.fixture(scope="module")
 def troubles():
-    return run_ranks(2, sharding_cases.build_each, list(sharding_cases.TROUBLES), FSDPOptions(), CHUNK)
+    return run_ranks(2, sharding_cases.build_each, list(sharding_cases.TROUBLES), ParallelConfig(), CHUNK)
 
 
 def test_a_model_that_differs_between_ranks_is_an_error_that_names_the_rank_on_all_ranks():
@@ -127,10 +128,10 @@ def test_a_model_that_differs_between_ranks_is_an_error_that_names_the_rank_on_a
 
 
 MESHES = {
-    "2": (2, FSDPOptions()),
-    "3": (3, FSDPOptions()),
-    "2x2": (4, FSDPOptions(shard_ranks=2)),
-    "3x1": (3, FSDPOptions(shard_ranks=1)),
+    "2": (2, ParallelConfig()),
+    "3": (3, ParallelConfig()),
+    "2x2": (4, ParallelConfig(shard_ranks=2)),
+    "3x1": (3, ParallelConfig(shard_ranks=1)),
 }
 
 
@@ -205,7 +206,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_world_is_an_error_that_names
         UsageError,
         match=rf"parallel\.shard_ranks: 3 ranks cannot be cut into groups of {ranks}\s+remedy: use one of 1, 3",
     ):
-        FSDP(THREE, FSDPOptions(shard_ranks=ranks)).wrap(Forward(nn.Linear(3, 3), None), [])
+        FSDP(THREE, ParallelConfig(shard_ranks=ranks)).wrap(Forward(nn.Linear(3, 3), None), [])
 
 
 def test_a_parameter_without_dimensions_is_named():
@@ -214,17 +215,17 @@ def test_a_parameter_without_dimensions_is_named():
     with pytest.raises(
         UsageError, match=r"parallel\.strategy=fsdp: parameter 0\.factor has no dimension to shard[\s\S]*shape \(1,\)"
     ):
-        FSDP(THREE, FSDPOptions()).wrap(Forward(model, None), [])
+        FSDP(THREE, ParallelConfig()).wrap(Forward(model, None), [])
 
 
 def test_fsdp_with_unused_parameters_is_an_error_that_names_ddp():
     with pytest.raises(UsageError, match=r"parallel\.find_unused_parameters: [\s\S]*use ddp"):
-        make_strategy("fsdp", THREE, ddp=DDPOptions(find_unused_parameters=True))
+        make_strategy(ParallelConfig(strategy="fsdp", find_unused_parameters=True), THREE)
 
 
 def test_single_on_several_ranks_is_an_error():
     with pytest.raises(UsageError, match=r"parallel\.strategy=single: 3 ranks would train 3 models"):
-        make_strategy("single", THREE)
+        make_strategy(ParallelConfig(strategy="single"), THREE)
 
 
 def test_an_unused_parameter_is_named_on_all_ranks():

@@ -12,9 +12,8 @@ import torch
 
 from lockstep import LockstepError, Trainer
 from lockstep.core import devices
-from lockstep.core.parallel import links
 from lockstep.core.parallel.world import join_world
-from lockstep.launch.preflight import facts, shared_folder
+from lockstep.launch.preflight import facts, links, shared_folder
 from lockstep.launch.preflight import run as preflight
 from tests import own_tasks, rank_cases, runs
 

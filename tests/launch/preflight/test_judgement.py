@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from lockstep.core.parallel.links import Link, Sum
 from lockstep.core.parallel.nodes import Nodes
 from lockstep.launch.preflight import judgement
 from lockstep.launch.preflight.facts import Facts
 from lockstep.launch.preflight.judgement import Level
+from lockstep.launch.preflight.links import Link, Sum
 from lockstep.launch.preflight.shared_folder import Access
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is evaluated, predicts, is exported, or gives the first weights of another run.
+"""The choice of the checkpoint that is evaluated, predicts, is exported, or gives the first weights of another run.
 
 The run may go on meanwhile, and delete the checkpoint that was chosen. Then another is chosen, on all ranks.
 """
@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.core.checkpoint import store
-from lockstep.core.checkpoint.store import Checkpoint, Retention
+from lockstep.core.checkpoint.retention import CheckpointConfig
+from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.errors import CheckpointError, UsageError
 from lockstep.core.parallel.world import World
 
@@ -19,7 +20,7 @@ NEWEST, BEST = "newest", "best"
 def read(
     folder: Path,
     world: World,
-    retention: Retention,
+    retention: CheckpointConfig,
     wanted: str | int | None = None,
     *,
     load: Callable[[Checkpoint], object],
@@ -56,7 +57,7 @@ def read(
 def choose(
     folder: Path,
     world: World,
-    retention: Retention,
+    retention: CheckpointConfig,
     wanted: str | int | None = None,
     *,
     where: str = "--checkpoint",
@@ -103,7 +104,7 @@ def choose(
     raise store.deleted_too_often(folder)
 
 
-def describe(checkpoint: Checkpoint, retention: Retention, wanted: str, *, where: str = "--checkpoint") -> str:
+def describe(checkpoint: Checkpoint, retention: CheckpointConfig, wanted: str, *, where: str = "--checkpoint") -> str:
     """A line that says which checkpoint is used, and why."""
     if wanted != BEST or retention.best is None:
         return f"using the checkpoint of step {checkpoint.step}"
@@ -121,7 +122,9 @@ def _newest(folder: Path, world: World) -> tuple[Checkpoint, list[str]]:
     return checkpoint, complaints
 
 
-def _wanted(folder: Path, retention: Retention, wanted: str, *, where: str, must_be_known: bool) -> Checkpoint | None:
+def _wanted(
+    folder: Path, retention: CheckpointConfig, wanted: str, *, where: str, must_be_known: bool
+) -> Checkpoint | None:
     """The wanted checkpoint. None: no checkpoint is evaluated, and the best need not be known."""
     found = store.listed(folder)
     if wanted != BEST:

@@ -20,7 +20,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from lockstep.core.checkpoint.shared_parts import Part, SharedParts, place
+from lockstep.core.checkpoint.shared_parts import FilePart, SharedParts, place
 from lockstep.core.errors import CheckpointError
 from lockstep.core.parallel.nodes import NodeGroup
 from lockstep.core.parallel.sharded_tensor import LocalShard
@@ -213,7 +213,7 @@ def read(
         shared.finish()
 
 
-def _parts(entry: Mapping[str, Any], rows: Rows) -> list[Part]:
+def _parts(entry: Mapping[str, Any], rows: Rows) -> list[FilePart]:
     """The parts of a tensor in which the rows are."""
     if rows is None:
         return list(entry["parts"])
@@ -269,7 +269,7 @@ class _Files(contextlib.ExitStack):
             if found is not None:
                 raise CheckpointError(f"cannot be read: {found[1]}", where=str(self.folder / found[0]))
 
-    def read(self, part: Part, buffer: memoryview) -> None:
+    def read(self, part: FilePart, buffer: memoryview) -> None:
         """Read the bytes of a part into `buffer`, which has their length.
 
         Raises:
@@ -284,7 +284,7 @@ class _Files(contextlib.ExitStack):
         if count != len(buffer):
             raise CheckpointError("is shorter than it was", where=str(self.folder / part["file"]))
 
-    def load(self, name: str, part: Part, content: memoryview | None) -> Tensor:
+    def load(self, name: str, part: FilePart, content: memoryview | None) -> Tensor:
         """A part of the tensor `name`, from the bytes `content`, or where this is None from its file."""
         try:
             if content is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.checkpoint.nested import structure
-from lockstep.core.errors import TrainingError
+from lockstep.core.errors import TrainingError, listed
 from lockstep.core.parallel.sharded_tensor import is_sharded, local
 
 Kind = tuple[int | str, ...] | None
@@ -72,7 +72,7 @@ class Form:
 
 
 def described(new: Mapping[str, Kind], saved: Mapping[str, Kind], names: Iterable[str]) -> str:
-    """How tensors of a trained model differ from those of a newly built model, in words."""
+    """The differences between tensors of a trained model and those of a newly built model, in words."""
     names = list(names)
     texts = []
     for name in names[:_SHOWN]:
@@ -108,7 +108,7 @@ def place_buffer(model: nn.Module, name: str, value: Tensor) -> Tensor | None:
 
 
 def is_extra(name: str) -> bool:
-    """Whether a name in a state is of what `get_extra_state` returned."""
+    """True if a name in a state is of what `get_extra_state` returned."""
     return name.rpartition(".")[2] == _EXTRA
 
 
@@ -147,10 +147,8 @@ def check_complete(model: nn.Module, *, also_frozen: bool) -> None:
         if parameter.requires_grad or also_frozen
     ]
     if lost:
-        more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
         raise TrainingError(
-            f"state_dict leaves out {', '.join(lost[:_SHOWN])}{more}: "
-            "a checkpoint would not hold all that a resumed run needs",
+            f"state_dict leaves out {listed(lost, _SHOWN)}: a checkpoint would not hold all that a resumed run needs",
             where="Task.model",
             remedy="leave state_dict as torch has it; `lockstep export` writes what you need of the weights",
         )

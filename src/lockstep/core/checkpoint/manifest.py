@@ -1,4 +1,4 @@
-"""The manifests of checkpoints, and what they say: which checkpoints there are, why each stays, and which is the best.
+"""The manifests of checkpoints, and what they say: which checkpoints there are.
 
 It imports no torch, so that a page on a run is there at once.
 """
@@ -6,10 +6,9 @@ It imports no torch, so that a page on a run is there at once.
 from __future__ import annotations
 
 import json
-import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +45,7 @@ class Checkpoint:
 
     @cached_property
     def contents(self) -> dict[str, Any]:
-        """What the index says: `tensors` and `values`."""
+        """The content of the index: `tensors` and `values`."""
         content: dict[str, Any] = json.loads((self.path / INDEX).read_bytes())
         return content
 
@@ -59,40 +58,6 @@ class Checkpoint:
     def values(self) -> dict[str, Any]:
         """State that is not a tensor, by name."""
         return dict(self.contents["values"])
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints stay: the newest, the best by a metric, and those of every n-th step."""
-
-    last: int = 3
-    """How many of the newest stay."""
-    best: tuple[str, str] | None = None
-    """`min` or `max`, and the name of the metric."""
-    every_steps: int | None = None
-    """Checkpoints stay whose step is a multiple of this number."""
-
-    def reasons(self, checkpoints: Iterable[Checkpoint]) -> dict[int, list[str]]:
-        """Why a checkpoint stays, by step. Steps whose checkpoint may be deleted are left out."""
-        by_step = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
-        reasons: dict[int, list[str]] = {}
-        for checkpoint in by_step[-self.last :]:
-            reasons.setdefault(checkpoint.step, []).append("last")
-        best = self.best_of(by_step)
-        if best is not None:
-            reasons.setdefault(best.step, []).append("best")
-        for checkpoint in by_step if self.every_steps else ():
-            if checkpoint.step % (self.every_steps or 1) == 0:
-                reasons.setdefault(checkpoint.step, []).append(f"every {self.every_steps}")
-        return reasons
-
-    def best_of(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-        """The best by the metric, and the latest of equal ones. None: no metric was chosen, or none was evaluated."""
-        if self.best is None:
-            return None
-        sign, metric = (-1 if self.best[0] == "min" else 1), self.best[1]
-        rated = [one for one in checkpoints if not math.isnan(one.metrics.get(metric, math.nan))]
-        return max(rated, key=lambda one: (sign * one.metrics[metric], one.step), default=None)
 
 
 def listed(folder: Path) -> list[Checkpoint]:

@@ -43,7 +43,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(saved: Any, device: torch.device) -> Any:
-    """What `encode` was given. Tensors that were on an accelerator come to `device`."""
+    """The value that `encode` was given. Tensors that were on an accelerator come to `device`."""
     return _decoded(saved[NESTED], device) if isinstance(saved, Mapping) else saved
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lockstep.core import devices
 from lockstep.core.checkpoint import files, finite, store
+from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.checkpoint.staging import buffers_like
-from lockstep.core.checkpoint.store import Retention
 from lockstep.core.errors import CheckpointError, TrainingError
 from lockstep.core.parallel.faults import fail_at
 from lockstep.core.parallel.sharded_tensor import LocalShard, local_shard
@@ -42,7 +42,7 @@ class Saver:
         self,
         folder: Path,
         world: World,
-        retention: Retention,
+        retention: CheckpointConfig,
         *,
         tell: Callable[[str], None],
         in_background: bool = True,

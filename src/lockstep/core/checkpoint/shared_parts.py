@@ -8,14 +8,14 @@ from typing import Any
 
 from lockstep.core.parallel.nodes import NodeGroup
 
-Part = Mapping[str, Any]
+FilePart = Mapping[str, Any]
 """A part of a tensor in a file; see `files.Index`."""
 Place = tuple[str, int]
 _TOGETHER_BYTES = 1 << 23  # small parts travel together; 8 MiB take a few milliseconds
 
 
-def place(part: Part) -> Place:
-    """Where a part is: the file, and the offset in bytes."""
+def place(part: FilePart) -> Place:
+    """The place of a part: the file, and the offset in bytes."""
     return part["file"], part["offset"]
 
 
@@ -35,9 +35,9 @@ class SharedParts:
 
     def __init__(
         self,
-        read: Callable[[Part, memoryview], None],
+        read: Callable[[FilePart, memoryview], None],
         index: Mapping[str, Mapping[str, Any]],
-        wanted: Mapping[str, Sequence[Part]],
+        wanted: Mapping[str, Sequence[FilePart]],
         node: NodeGroup | None,
     ) -> None:
         self.read, self.node = read, node
@@ -48,7 +48,7 @@ class SharedParts:
         self.shared = {place(part) for part in self.left}
         self.held: dict[Place, memoryview] = {}
 
-    def take(self, part: Part) -> memoryview | None:
+    def take(self, part: FilePart) -> memoryview | None:
         """The bytes of a part that this rank wants. None: no other rank of the node wants it."""
         if place(part) not in self.shared:
             return None

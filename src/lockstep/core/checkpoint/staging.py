@@ -20,7 +20,7 @@ class Block(NamedTuple):
     size: int
     """Bytes."""
     offsets: dict[str, int]
-    """Where each tensor begins, in bytes, by name."""
+    """The first byte of each tensor, by name."""
 
 
 def buffers_like(tensors: Mapping[str, Tensor], device: Device) -> dict[str, Tensor]:

@@ -119,7 +119,7 @@ def wanted(
     optimizer: torch.optim.Optimizer | None = None,
     averages: Mapping[str, Tensor] | None = None,
 ) -> dict[str, tuple[int, int] | None]:
-    """What this rank needs of a checkpoint, for `files.read`: first row and end by tensor; None: the whole tensor.
+    """The rows that this rank needs of a checkpoint, for `files.read`: first row and end by tensor; None: all rows.
 
     The optimizer and the averages are left out if they are None.
     """

@@ -22,9 +22,9 @@ from lockstep.core.checkpoint import files
 from lockstep.core.checkpoint import manifest as manifests
 from lockstep.core.checkpoint.manifest import INDEX, MANIFEST
 from lockstep.core.checkpoint.manifest import Checkpoint as Checkpoint
-from lockstep.core.checkpoint.manifest import Retention as Retention
 from lockstep.core.checkpoint.manifest import listed as listed
 from lockstep.core.checkpoint.manifest import unreadable as unreadable
+from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.errors import CheckpointError
 from lockstep.core.parallel.faults import fail_at
 from lockstep.core.parallel.nodes import NodeGroup
@@ -210,7 +210,10 @@ def read_contents(checkpoint: Checkpoint, node: NodeGroup | None) -> None:
 
 
 def prune(
-    folder: Path, retention: Retention, valid: Callable[[Checkpoint], bool] | None = None, newest: int | None = None
+    folder: Path,
+    retention: CheckpointConfig,
+    valid: Callable[[Checkpoint], bool] | None = None,
+    newest: int | None = None,
 ) -> list[Path]:
     """Delete the checkpoints that `retention` does not keep.
 

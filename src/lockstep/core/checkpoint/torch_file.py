@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.core import atomic
 from lockstep.core.checkpoint.run_weights import DTYPES
-from lockstep.core.errors import CheckpointError, UsageError
+from lockstep.core.errors import UsageError, listed
 
 WHERE = "train.init_from"
 OPTIMIZER_CLASS = "optimizer_class"
@@ -37,13 +36,13 @@ _UNSAFE = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message: what the pickle 
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What a file of `torch.save` holds. It has the methods of an open safetensors file, for its weights."""
+    """The content of a file of `torch.save`. It has the methods of an open safetensors file, for its weights."""
 
     path: Path
     weights: Mapping[str, Tensor]
     """By the names that they have in the file."""
     place: str
-    """Where in the file they are, in words."""
+    """Their place in the file, in words."""
     optimizer: Any = None
     """The state of an optimizer; None: there is none."""
     optimizer_class: str | None = None
@@ -51,7 +50,7 @@ class TorchFile:
     scaler: Any = None
     """The state of a `GradScaler`; None: there is none."""
     others: tuple[str, ...] = ()
-    """What else the file holds, in words."""
+    """The rest of the file, in words."""
 
     def keys(self) -> KeysView[str]:
         """The names of the weights."""
@@ -86,7 +85,7 @@ class TorchSlice:
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether a file begins as `torch.save` writes it, and does not call itself a safetensors file."""
+    """True if a file begins as `torch.save` writes it, and does not call itself a safetensors file."""
     if path.suffix == ".safetensors" or not path.is_file():
         return False
     with path.open("rb") as file:
@@ -115,7 +114,7 @@ def read(path: Path) -> TorchFile:
         )
     if not found:
         if not _tensors(values):
-            what = f"{path} holds no weights by name. It has the keys {_listed(map(repr, values))}"
+            what = f"{path} holds no weights by name. It has the keys {listed([*map(repr, values)], _SHOWN)}"
             raise UsageError(what, where=WHERE, remedy=_remedy())
         return TorchFile(path, _tensors(values), "the whole file", others=_no_tensors(values, ()))
     optimizer, scaler = (
@@ -157,27 +156,6 @@ def unwrapped(names: Iterable[str], own: Container[str] | Iterable[str]) -> dict
     return found
 
 
-def write(content: Mapping[str, Any], path: Path) -> Path:
-    """Write `content` with `torch.save`. A kill at any instant leaves the whole file, or nothing of that name.
-
-    Raises:
-        UsageError: `path` exists.
-        CheckpointError: the disk is full or not writable.
-    """
-    path = path.resolve()
-    if path.exists():
-        raise UsageError("exists already", where=str(path), remedy="give the name of a new file, such as training.pt")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic.staged_file(path) as staging:
-            torch.save(dict(content), staging)
-        atomic.sync(path.parent)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a stream cannot be written
-        remedy = "free disk space, repair permissions, or give another place"
-        raise CheckpointError(f"cannot be written: {error}", where=str(path), remedy=remedy) from error
-    return path
-
-
 def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -215,7 +193,7 @@ def _tensors(value: Any) -> dict[str, Tensor]:
 def _no_tensors(
     values: Mapping[Any, Any], taken: Container[str | None], prefix: str = "", tensors: bool = False
 ) -> tuple[str, ...]:
-    """What else stands in a mapping, in words.
+    """The other values of a mapping, in words.
 
     Args:
         taken: keys that are left out.
@@ -227,8 +205,3 @@ def _no_tensors(
             continue
         words.append(f"{prefix}{key}={value!r}" if isinstance(value, int | float) else f"{prefix}{key}")
     return tuple(words)
-
-
-def _listed(words: Iterable[str]) -> str:
-    shown = list(words)
-    return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")

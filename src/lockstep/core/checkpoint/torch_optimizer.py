@@ -1,4 +1,4 @@
-"""The state of an optimizer in the format of `torch.optim`, which numbers parameters, and by name, as we keep it."""
+"""The state of an optimizer in the format of `torch.optim`, which numbers parameters, loaded by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from lockstep.core.checkpoint.torch_file import unwrapped
 
 Slots = dict[str, dict[str, Any]]  # by name of the parameter, then by name of the slot
 
-_OWN_KEYS = ("name", "base_lr", "params")  # of our groups
 _KERNELS = ("foreach", "fused", "capturable", "differentiable", "maximize")  # they change no state
 _NEVER_STORED_BEFORE = "decoupled_weight_decay"  # it tells Adam from AdamW; older versions of torch lack it
 
@@ -59,26 +58,6 @@ def load(saved: Any, model: nn.Module, optimizer: torch.optim.Optimizer, *, save
 
     state.restore(own_rows(), plain, model, optimizer)
     return len(slots)
-
-
-def as_state_dict(slots: Slots, groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]) -> dict[str, Any]:
-    """What `torch.optim` would return as `state_dict()`, with the names of the parameters as `param_names`.
-
-    Args:
-        slots: whole tensors and plain values.
-        groups: `param_groups` of the optimizer, in their order.
-        names: by the identity (`id`) of a parameter.
-    """
-    packed, number = [], 0
-    numbers: dict[str, int] = {}
-    for group in groups:
-        members = [names[id(parameter)] for parameter in group["params"]]
-        numbers |= {name: number + place for place, name in enumerate(members)}
-        settings = {key: value for key, value in group.items() if key not in _OWN_KEYS}
-        indices = list(range(number, number + len(members)))
-        packed.append({**settings, "initial_lr": group["base_lr"], "params": indices, "param_names": members})
-        number += len(members)
-    return {"state": {numbers[name]: dict(own) for name, own in slots.items()}, "param_groups": packed}
 
 
 def _groups(saved: Any) -> list[Mapping[str, Any]]:

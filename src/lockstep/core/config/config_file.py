@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from lockstep.core.config import registry
 from lockstep.core.config.config_layers import (
     Layers,
-    Loader,
+    YamlLoader,
     alternatives,
     read_numbers_as_today,
     read_target,
@@ -31,16 +31,16 @@ from lockstep.core.errors import UsageError, did_you_mean
 Origin = Callable[[str], str]  # from a key's dotted path to the place where it was set: the command line, or a file
 
 
-class Dumper(yaml.SafeDumper):
-    """Writes values so that `Loader` reads them back unchanged: the text '1e-8' gets quotes."""
+class YamlDumper(yaml.SafeDumper):
+    """Writes values so that `YamlLoader` reads them back unchanged: the text '1e-8' gets quotes."""
 
 
-read_numbers_as_today(Dumper)
+read_numbers_as_today(YamlDumper)
 
 
 def to_yaml(config: RunConfig) -> str:
     """All keys of `config`, in the form that `load` reads."""
-    return yaml.dump(config.model_dump(by_alias=True), Dumper=Dumper, sort_keys=False)
+    return yaml.dump(config.model_dump(by_alias=True), Dumper=YamlDumper, sort_keys=False)
 
 
 def recipes() -> dict[str, str]:
@@ -93,7 +93,7 @@ def read_run(run_dir: Path, overrides: Sequence[str] = (), allowed: Sequence[str
                 where="command line",
                 remedy=f"here, only these keys can be changed: {', '.join(allowed)}",
             )
-    return parse(_of_today(read_yaml(path)), str(path), overrides, needs_task=False)
+    return parse(read_yaml(path), str(path), overrides, needs_task=False)
 
 
 def with_task_option(config: RunConfig, key: str, value: Any, where: str) -> RunConfig:
@@ -131,17 +131,6 @@ def with_kept_task(config: RunConfig, run_dir: Path, tell: Callable[[str], None]
             tell(f"{path} is not there: the task's code is taken from {kept}")
             return config.model_copy(update={"task": config.task | {"kind": f"{kept.resolve()}:{name}"}})
     return config
-
-
-def _of_today(values: dict[str, Any]) -> dict[str, Any]:
-    """What an earlier version of Lockstep recorded, with today's keys: `log.tensorboard` became `log.writers`."""
-    log = values.get("log")
-    if not isinstance(log, dict) or "tensorboard" not in log:
-        return values
-    today = {key: value for key, value in log.items() if key != "tensorboard"}
-    if not log["tensorboard"]:
-        today.setdefault("writers", ["text_log", "json_lines"])
-    return values | {"log": today}
 
 
 def parse(
@@ -209,7 +198,7 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], problems: list[str]
             problems.append(f"command line: {override!r} is not key=value")
             continue
         try:
-            value = yaml.load(text, Loader)
+            value = yaml.load(text, YamlLoader)
         except (yaml.YAMLError, ValueError) as error:
             problems.append(f"command line: {key}: {text!r} is not YAML: {error}")
             continue
@@ -321,7 +310,7 @@ _OPTIONS = {
     "preset": "--preset NAME",
     "max-restarts": "--max-restarts N, in Python Trainer.fit(max_restarts=N)",
 }
-"""What users write as keys, and what gives it."""
+"""Names that users write as keys, and the options that they mean."""
 
 
 def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: str, origin: Origin) -> list[str]:

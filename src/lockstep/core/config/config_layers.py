@@ -23,11 +23,11 @@ def read_numbers_as_today(side: Any) -> None:
     )
 
 
-class Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """Reads numbers as YAML 1.2 does: `1e-8` is a number. (For PyYAML, which follows YAML 1.1, it is text.)"""
 
 
-read_numbers_as_today(Loader)
+read_numbers_as_today(YamlLoader)
 
 
 class Layers(NamedTuple):
@@ -41,7 +41,7 @@ class Layers(NamedTuple):
 
 
 def read_target(target: str) -> Layers:
-    """What a recipe's name, a YAML file or `FILE.py:Task` says, together with the files that it extends.
+    """The values of a recipe's name, a YAML file or `FILE.py:Task`, together with those of the files that it extends.
 
     Raises:
         UsageError: there is no such recipe or file, or files extend each other in a circle.
@@ -157,7 +157,7 @@ def parse_yaml(content: bytes | str, where: str) -> dict[str, Any]:
         UsageError: the content is not a mapping of sections in YAML.
     """
     try:
-        values = yaml.load(content.decode() if isinstance(content, bytes) else content, Loader)
+        values = yaml.load(content.decode() if isinstance(content, bytes) else content, YamlLoader)
     except (
         yaml.YAMLError,
         ValueError,

@@ -42,5 +42,5 @@ class Section(BaseModel):
 
 
 def determines(metadata: list[object], otherwise: bool) -> bool:
-    """Whether a key with these annotations determines the training; `otherwise` if no marker is among them."""
+    """True if a key with these annotations determines the training; `otherwise` if no marker is among them."""
     return next((marker.yes for marker in metadata if isinstance(marker, _Determines)), otherwise)

@@ -1,4 +1,7 @@
-"""The configuration of a run: one pydantic model per YAML section. It imports no torch."""
+"""The configuration of a run: one pydantic model per YAML section. It imports no torch.
+
+Most sections stand beside the code that uses them. Here are those of several users.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,18 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PositiveInt, model_validator
 
+from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.config.config_section import DETERMINES_TRAINING, DOES_NOT_DETERMINE, Section, determines
+from lockstep.core.data.options import BatchConfig, DataConfig
 from lockstep.core.errors import UsageError
+from lockstep.core.optim import OptimConfig
+from lockstep.core.parallel.options import ParallelConfig
+from lockstep.core.schedule import ScheduleConfig
+from lockstep.core.stopping import StopRule
+from lockstep.core.unfreeze import Stage
 
-_GLOBAL_BATCH = 32
 _LONGEST_NAME = 200  # characters; file systems allow 255 bytes
 
 
@@ -24,19 +33,6 @@ def _folder_name(text: str) -> str:
         allowed = f"up to {_LONGEST_NAME} letters, digits, - and _, or choose another place with --run-dir"
         raise ValueError(f"{text!r} cannot be the name of a folder in runs/; use {allowed}")
     return text
-
-
-def _best(text: str) -> str:
-    if not re.fullmatch(r"(min|max) eval/\S+", text):
-        remedy = "write `max eval/NAME` or `min eval/NAME`, such as `min eval/loss`"
-        raise ValueError(f"{text!r} does not say which result is best; {remedy}")
-    return text
-
-
-def _result(name: str) -> str:
-    if not re.fullmatch(r"eval/\S+", name):
-        raise ValueError(f"{name!r} is no result of an evaluation; write `eval/NAME`, such as `eval/loss`")
-    return name
 
 
 def _checkpoint(wanted: Any) -> Any:
@@ -53,135 +49,6 @@ def _seconds(time: Any) -> Any:
     if match is None:
         raise ValueError(f"{time!r} is no time; write seconds, or text such as 90s, 45m, 4h or 2d")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
-
-
-def _from_epoch_0(by_epoch: dict[int, int]) -> dict[int, int]:
-    if 0 not in by_epoch or min(by_epoch) < 0:
-        raise ValueError("gives no value for epoch 0; write {0: 256, 20: 128}, with epochs that are counted from 0")
-    return dict(sorted(by_epoch.items()))
-
-
-def _named_sets(sources: dict[str, str]) -> dict[str, str]:
-    if not sources:
-        raise ValueError("names no evaluation data; write {NAME: SOURCE}, or null")
-    for name in sources:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-            raise ValueError(f"{name!r} cannot name evaluation data; use letters, digits, '_', '.' and '-'")
-    return sources
-
-
-class DataConfig(Section):
-    """The training and evaluation data."""
-
-    train: str | None = None
-    """Source of the training data, for the constructor of the task."""
-    eval: str | Annotated[dict[str, str], AfterValidator(_named_sets)] | None = None
-    """Source of the evaluation data; or several sources by name, such as `{clean: a.csv, noisy: b.csv}`. With names,
-    the results are `eval/clean/accuracy` and so on."""
-    eval_limit: Annotated[PositiveInt | None, DOES_NOT_DETERMINE] = None
-    """Evaluate at most so many samples of each set, spread evenly over it: the same samples each time. The results then
-    also have `eval/of_samples`, the size of the set. None: all samples."""
-    fold: Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*$")] | None = None
-    """`2/5`: evaluate on the second of five folds of the training data, and train on the others. For tasks that make
-    folds."""
-    workers: Annotated[int, Field(ge=0), DOES_NOT_DETERMINE] = 0
-    """Loader processes of each rank. 0: the rank loads its data itself."""
-    on_error: Literal["raise", "skip"] = "raise"
-    """What happens if a sample cannot be read: `raise` the error, or `skip` the sample."""
-    drop_last: bool = False
-    """Whether the last, partial batch of an epoch is left out."""
-    group_by_length: PositiveInt | None = None
-    """Batches of samples of similar length, which need less padding: number of global batches in a window of the epoch,
-    whose samples are sorted by length and cut into these batches, which are then shuffled. For data with the attribute
-    `lengths`. None: lengths do not choose the samples of a batch."""
-    cache: Annotated[Literal["decoded"] | None, DOES_NOT_DETERMINE] = None
-    """Pictures: `decoded` keeps their pixels on disk, so that only the first epoch decodes. The samples are the same.
-    None: no cache."""
-    cache_gb: Annotated[PositiveFloat, DOES_NOT_DETERMINE] = 100.0
-    """Largest size of the cache in 10^9 bytes, for the training data and for the evaluation data."""
-    cache_size: PositiveInt | None = None
-    """Shorter side in pixels to which larger pictures are reduced before they are kept. It makes the cache smaller,
-    and other samples. None: pictures are kept as they are."""
-
-    @property
-    def eval_sources(self) -> dict[str, str | None]:
-        """The sources of evaluation data by name. A single source, or None, has the empty name."""
-        return dict(self.eval) if isinstance(self.eval, dict) else {"": self.eval}
-
-    @model_validator(mode="after")
-    def _size_of_a_cache(self) -> DataConfig:
-        # Otherwise another value of `cache`, which is free to change, would change the samples.
-        if self.cache_size is not None and self.cache is None:
-            raise ValueError("cache_size needs cache: decoded")
-        return self
-
-
-class BatchConfig(Section):
-    """Samples of an update, over all ranks.
-
-    Instead of `global` and `micro`, `per_rank` and `accumulate` may be given. The global batch is then
-    per_rank x accumulate x ranks of the first launch, and stays the same in later launches.
-    """
-
-    global_: PositiveInt | None = Field(None, alias="global")
-    """Samples of an update. None: 32."""
-    micro: Annotated[
-        PositiveInt | Annotated[dict[int, PositiveInt], AfterValidator(_from_epoch_0)] | None, DOES_NOT_DETERMINE
-    ] = None
-    """Largest number of samples of a forward pass. None: as few forward passes as possible.
-
-    `{0: 256, 20: 128}`: 256 samples from epoch 0 on, and 128 samples from epoch 20 on. Epochs are counted from 0.
-    Evaluations use the smallest of these numbers.
-    """
-    per_rank: PositiveInt | None = None
-    """Samples of a forward pass on each rank."""
-    accumulate: PositiveInt | None = None
-    """Forward passes of each rank before an update."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> BatchConfig:
-        if self.global_ is not None and (self.per_rank or self.accumulate):
-            raise ValueError("give either global (and micro) or per_rank and accumulate, not both")
-        if self.accumulate and not self.per_rank:
-            raise ValueError("accumulate needs per_rank")
-        if self.micro and self.per_rank:
-            raise ValueError("per_rank is the micro-batch; leave micro out")
-        largest = max(self.micro.values()) if isinstance(self.micro, dict) else self.micro
-        if largest and largest > (self.global_ or _GLOBAL_BATCH):
-            raise ValueError(
-                f"micro ({largest}) is above global ({self.global_ or _GLOBAL_BATCH}); use micro <= global"
-            )
-        return self
-
-    @property
-    def smallest_micro(self) -> int | None:
-        """The smallest number that `micro` has for any epoch."""
-        return min(self.micro.values()) if isinstance(self.micro, dict) else self.micro
-
-    def resolve(self, world: int) -> BatchConfig:
-        """This section with `global` and `micro` as numbers, for a first launch on `world` ranks."""
-        if self.per_rank:
-            return BatchConfig.model_validate(
-                {"global": self.per_rank * (self.accumulate or 1) * world, "micro": self.per_rank}
-            )
-        return self.model_copy(update={"global_": self.global_ or _GLOBAL_BATCH})
-
-
-class UnfreezeConfig(Section):
-    """Parameters that are frozen until the beginning of an epoch, or until a step."""
-
-    match: Annotated[list[str], Field(min_length=1)]
-    """Patterns of parameter names, with `*` and `?`."""
-    epoch: Annotated[float, Field(gt=0)] | None = None
-    """Epochs, counted from 0, before the parameters train."""
-    step: PositiveInt | None = None
-    """Steps before the parameters train."""
-
-    @model_validator(mode="after")
-    def _epoch_or_step(self) -> UnfreezeConfig:
-        if (self.epoch is None) == (self.step is None):
-            raise ValueError("give either epoch or step")
-        return self
 
 
 def _from_anywhere(name: str) -> str:
@@ -226,7 +93,7 @@ class TrainConfig(Section):
     probe_every: Annotated[int, Field(ge=0), DOES_NOT_DETERMINE] = 0
     """Steps between two comparisons of the ranks, which are also compared before each save: their states, and their
     losses of one batch. 0: never."""
-    stop_when: Annotated[StopConfig | None, DOES_NOT_DETERMINE] = None
+    stop_when: Annotated[StopRule | None, DOES_NOT_DETERMINE] = None
     """Ends the training before its last step, by the results of its evaluations."""
     max_time: Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_seconds), DOES_NOT_DETERMINE] = None
     """Ends the training after this time, over all its starts: seconds, or text such as `90s`, `45m`, `4h` and `2d`."""
@@ -246,7 +113,7 @@ class TrainConfig(Section):
     its best checkpoint, else the newest."""
     init_skip: list[str] = Field(default_factory=list)
     """Patterns of names of tensors that `init_from` may lack."""
-    unfreeze: list[UnfreezeConfig] = Field(default_factory=list)
+    unfreeze: list[Stage] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _checkpoint_of_a_run(self) -> Self:
@@ -260,128 +127,8 @@ class TrainConfig(Section):
         return None if self.steps or self.min_steps else self.epochs or 1
 
 
-class StopConfig(Section):
-    """A training ends before its last step when the results of its evaluations say so."""
-
-    metric: Annotated[str, AfterValidator(_result)]
-    """Name of the result in the log, such as `eval/loss`."""
-    mode: Literal["min", "max"]
-    """Whether lower or higher results are better."""
-    patience: PositiveInt | None = None
-    """Number of evaluations without an improvement after which the training ends."""
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """An evaluation is an improvement only if it is better than the best so far by more than this number."""
-    target: float | None = None
-    """The training ends at a result as good as this, or better."""
-
-    @model_validator(mode="after")
-    def _ends(self) -> Self:
-        if self.patience is None and self.target is None:
-            raise ValueError("never ends a training; give patience, target, or both")
-        return self
-
-
-class GroupConfig(Section):
-    """A group of parameters with a learning rate and a weight decay of its own."""
-
-    name: str
-    """Name of the group in the log."""
-    match: Annotated[list[str], Field(min_length=1)]
-    """Patterns of parameter names, with `*` and `?`. A parameter belongs to the first group that matches it."""
-    lr: PositiveFloat | None = None
-    """None: `optim.lr`."""
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """None: `optim.weight_decay`."""
-
-
-class OptimConfig(Section):
-    """The optimizer."""
-
-    name: str = "AdamW"
-    """A class of torch.optim."""
-    lr: PositiveFloat = 1e-3
-    weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """None: the default of the optimizer."""
-    clip_norm: PositiveFloat | None = None
-    """Largest norm of the gradient. None: no clipping."""
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the learning rate grows with batch.global / reference_batch."""
-    reference_batch: PositiveInt = 32
-    """Global batch for which `lr` is meant, in samples."""
-    fused: Annotated[bool | None, DOES_NOT_DETERMINE] = None
-    """Whether a single kernel does the whole update. None: Adam and AdamW use it on CUDA."""
-    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Learning rate of each of the model's repeated blocks, relative to the block above it."""
-    groups: list[GroupConfig] = Field(default_factory=list)
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the optimizer (momentum, betas, ...)."""
-
-    @model_validator(mode="after")
-    def _names_differ(self) -> OptimConfig:
-        names = [group.name for group in self.groups]
-        if len({*names, "default"}) <= len(names):
-            raise ValueError("group names must differ from each other and from 'default'")
-        return self
-
-
-class ScheduleConfig(Section):
-    """The learning rate as a function of the updates; see `lockstep.core.schedule.Schedule`."""
-
-    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("warmup_steps", "warmup_share"),)
-
-    name: Literal["constant", "linear", "cosine", "step", "one_cycle", "polynomial"] = "constant"
-    """Shape of the curve after the warm-up."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Length of the warm-up in updates."""
-    warmup_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Length of the warm-up as a share of the curve's length."""
-    end_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """For linear, cosine and polynomial: the factor on the learning rate at the end of the curve."""
-    step_epochs: PositiveFloat = 1
-    """For step: epochs between two decreases of the learning rate."""
-    gamma: PositiveFloat = 0.1
-    """For step: the factor of each decrease."""
-    power: PositiveFloat = 1.0
-    """For polynomial: the exponent."""
-    total_steps: Annotated[PositiveInt | None, DOES_NOT_DETERMINE] = None
-    """Length of the curve in updates. None: the length of the run."""
-
-
-class ParallelConfig(Section):
-    """How the model is distributed over the ranks. docs/parallel.md explains the choices."""
-
-    strategy: Literal["single", "ddp", "fsdp"] = "ddp"
-    timeout_s: PositiveFloat = 600.0
-    """Seconds without progress of any rank after which the run ends with a report."""
-    find_unused_parameters: bool = False
-    """DDP: some trainable parameters get no gradient in some batches."""
-    static_graph: bool = False
-    """DDP: every step uses the same parameters."""
-    bucket_mb: PositiveFloat | None = None
-    """DDP: size in MiB of the buckets in which gradients are reduced. None: DDP's default."""
-    gradient_as_bucket_view: bool = True
-    """DDP: gradients are views of the buckets, which saves memory."""
-    shard_modules: Annotated[list[str], Field(min_length=1)] | None = None
-    """FSDP: patterns of the modules that are sharded separately. None: the model's repeated blocks."""
-    shard_ranks: PositiveInt | None = None
-    """FSDP: shard over groups of this many neighbouring ranks, and replicate across groups. None: shard over all
-    ranks."""
-    reshard_after_forward: bool = True
-    """FSDP: free the gathered parameters of a block after its forward pass."""
-    forward_prefetch: Annotated[int, Field(ge=0)] = 0
-    """FSDP: number of blocks that are gathered ahead in the forward pass. 0: FSDP's default."""
-    backward_prefetch: Annotated[int, Field(ge=0)] = 0
-    """FSDP: number of blocks that are gathered ahead in the backward pass. 0: FSDP's default."""
-    cpu_offload: bool = False
-    """FSDP: keep parameters, gradients and optimizer state in host memory."""
-    param_dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, DETERMINES_TRAINING] = None
-    """FSDP: number format in which parameters are gathered. None: the format in which they are stored."""
-    reduce_dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, DETERMINES_TRAINING] = None
-    """FSDP: number format in which gradients are reduced. None: the format in which they are stored."""
-
-
 class ComputeConfig(Section):
-    """How the forward pass is computed. The training is the same to rounding."""
+    """The ways to compute the forward pass. The training is the same to rounding."""
 
     compile: Literal["blocks", "model"] | None = None
     """Apply `torch.compile` to each repeated block, or to the model."""
@@ -423,34 +170,12 @@ class ComputeConfig(Section):
 
     @property
     def uses_cuda_graphs(self) -> bool:
-        """Whether compiled code runs as CUDA graphs, where there is CUDA."""
+        """True if compiled code runs as CUDA graphs, where there is CUDA."""
         return self.compile_mode in ("reduce-overhead", "max-autotune")
 
 
-class CheckpointConfig(Section):
-    """When checkpoints are saved, and which are kept.
-
-    A checkpoint is due after `every_minutes` or `every_steps`, whichever comes first, and at the end. The `keep_last`
-    newest checkpoints are kept, and those that `keep_best` and `keep_every_steps` ask for.
-    """
-
-    every_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints. 0: only minutes count."""
-    every_minutes: PositiveFloat | None = 10.0
-    """Minutes between checkpoints. None: only steps count."""
-    mode: Literal["async", "sync"] = "async"
-    """async: the training continues while a checkpoint is written."""
-    keep_last: PositiveInt = 3
-    """Number of the newest checkpoints that are kept."""
-    keep_best: Annotated[str, AfterValidator(_best)] | None = None
-    """The result whose best checkpoint is kept, such as `max eval/accuracy`. A checkpoint is then saved before each
-    evaluation."""
-    keep_every_steps: PositiveInt | None = None
-    """Checkpoints of steps that are multiples of this number are kept."""
-
-
 class LogConfig(Section):
-    """What is logged, how often, and by which writers."""
+    """The contents of the log, its interval, and its writers."""
 
     every_steps: PositiveInt = 50
     """Steps between two entries."""
@@ -524,7 +249,10 @@ def training_keys(config: RunConfig) -> dict[str, Any]:
 
     Another value of such a key trains other weights. World size, strategy, micro-batch and log are not among them.
     """
-    return _training_keys(config, prefix="", otherwise=True)
+    keys = {f"{key}." for key, counts in all_keys() if counts}
+    return {
+        path: value for path, value in all_values(config).items() if any(f"{path}.".startswith(key) for key in keys)
+    }
 
 
 def all_values(config: RunConfig) -> dict[str, Any]:
@@ -553,20 +281,6 @@ def all_keys(
             yield from all_keys(field.annotation, f"{path}.", counts)
         else:
             yield path, counts
-
-
-def _training_keys(section: BaseModel, prefix: str, otherwise: bool) -> dict[str, Any]:
-    keys: dict[str, Any] = {}
-    values = section.model_dump(by_alias=True)
-    for name, field in type(section).model_fields.items():
-        key = field.alias or name
-        counts = determines(field.metadata, otherwise)
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            keys |= _training_keys(value, f"{prefix}{key}.", counts)
-        elif counts:
-            keys |= _flatten({key: values[key]}, prefix)
-    return keys
 
 
 def _flatten(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class TaskOptions(Section):
         return self
 
     def never_reached(self, epochs: int) -> dict[str, str]:
-        """What a training of so many epochs never reaches, and cannot do without: a sentence and a remedy by key."""
+        """The options that are never reached in so many epochs, and are needed: a sentence and a remedy by key."""
         return {}
 
 

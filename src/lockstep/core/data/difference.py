@@ -17,7 +17,7 @@ class Leaf(NamedTuple):
     """A tensor, a text or a number in a sample."""
 
     place: str
-    """Where it stands in the sample, such as `['image']` or `[1]`."""
+    """Its place in the sample, such as `['image']` or `[1]`."""
     kind: str
     """Its type; of tensors and arrays also the type of the numbers and the shape."""
     digest: str

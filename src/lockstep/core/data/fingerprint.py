@@ -49,7 +49,7 @@ def sample(data: Any, index: int, in_worker: bool = False) -> Any:
 
 
 def digest_of(value: Any) -> str:
-    """SHA-256 (hexadecimal) of a sample or a batch."""
+    """SHA-256 (hexadecimal) of the values in a sample or a batch, however they are nested."""
     digest = hashlib.sha256()
     _add(digest, value)
     return digest.hexdigest()
@@ -88,13 +88,6 @@ class _Digests(_Samples):
             return digest_of(super().__getitem__(index))
         except Exception:  # the loader decides whether an unreadable sample is an error
             return UNREADABLE
-
-
-def digest_of_sample(value: Any) -> str:
-    """A digest of the values in a sample, however they are nested."""
-    digest = hashlib.sha256()
-    _add(digest, value)
-    return digest.hexdigest()
 
 
 def _add(digest: Any, value: Any) -> None:

@@ -48,7 +48,7 @@ class SampleTask(Protocol):
 
 
 def is_default(method: Callable[..., Any]) -> bool:
-    """Whether a bound method of a task is the method of `Task` itself.
+    """True if a bound method of a task is the method of `Task` itself.
 
     The functions of `Task` have an attribute `default` that holds the function. A mark that is just True would not do:
     decorators copy attributes to the function that they return.
@@ -62,7 +62,7 @@ class MicroBatch:
     """A micro-batch, ready for the forward pass."""
 
     collated: Any
-    """What the task's `collate` returned, in the host's memory."""
+    """The batch that the task's `collate` returned, in the host's memory."""
     indices: tuple[int, ...]
     """Indices of its samples."""
     epoch: int
@@ -388,7 +388,7 @@ def _steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> 
 
 
 class _Order(torch.utils.data.Sampler[MicroBatchPlan]):
-    """What the DataLoader reads next. A DataLoader keeps its workers while this object is given other plans."""
+    """The plans that the DataLoader reads next. A DataLoader keeps its workers while this object gets other plans."""
 
     plans: Plans = staticmethod(tuple)
 
@@ -399,12 +399,14 @@ class _Order(torch.utils.data.Sampler[MicroBatchPlan]):
         return iter(self.plans())
 
 
-class _CatchErrors(Dataset[Any]):
-    """Returns errors of Lockstep instead of raising them."""
-
+class _InWorker(Dataset[Any]):
     def __init__(self, micro_batches: MicroBatches) -> None:
         self.files = ExecutedFiles()  # comes before objects of the classes in them
         self.micro_batches = micro_batches
+
+
+class _CatchErrors(_InWorker):
+    """Returns errors of Lockstep instead of raising them."""
 
     def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch | Failure:
         try:
@@ -415,12 +417,8 @@ class _CatchErrors(Dataset[Any]):
             return Failure(exit_of_task(error))
 
 
-class _Pairs(Dataset[Any]):
+class _Pairs(_InWorker):
     """Raw and prepared sample by index and epoch; None for a sample that cannot be read."""
-
-    def __init__(self, micro_batches: MicroBatches) -> None:
-        self.files = ExecutedFiles()  # comes before objects of the classes in them
-        self.micro_batches = micro_batches
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Any] | None:
         try:
@@ -464,7 +462,7 @@ def _identity(value: Any) -> Any:
 
 
 def _as_floats(weights: Any, filler: bool) -> Weights:
-    """What `Task.weight` returned, as numbers by head. Heads are sorted by name: their order is the same on all ranks.
+    """The weights that `Task.weight` returned, as numbers by head, sorted by name: the order is the same on all ranks.
 
     Raises:
         TrainingError: a weight is not a number, is negative, or is not finite.

@@ -1,4 +1,4 @@
-"""Which sample goes where: pure functions of (seed, data-set length, global batch, step). NumPy only.
+"""The place of each sample: pure functions of (seed, data-set length, global batch, step). NumPy only.
 
 The order of an epoch is a keyed pseudo-random permutation that is computed, never stored: any position of any
 epoch costs the same, whether the data set holds ten samples or 10^12. Where samples are grouped by length, their
@@ -128,24 +128,14 @@ def count_micro_batches(samples: int, world: int, micro_batch: int) -> int:
     return max(1, -(-samples // (world * micro_batch)))
 
 
-def cut(
-    indices: Indices, epoch: int, world: int, micro_batch: int, lengths: Indices | None = None
-) -> list[list[MicroBatchPlan]]:
-    """Cut a global batch into the same number of micro-batches for every rank.
-
-    Sizes differ by at most 1 over all ranks and micro-batches. With `lengths` (of these samples), samples of similar
-    length share a micro-batch, and ranks take turns in alternating order ("snake"), so that each gets the same work.
-
-    Returns:
-        plans[rank][micro-batch]
-    """
-    return [split_for_rank(indices, epoch, world, micro_batch, rank, lengths) for rank in range(world)]
-
-
 def split_for_rank(
     indices: Indices, epoch: int, world: int, micro_batch: int, rank: int, lengths: Indices | None = None
 ) -> list[MicroBatchPlan]:
-    """The micro-batches of one rank, as `cut` returns them, without the work for the other ranks."""
+    """The micro-batches of one rank. Every rank has the same number of them.
+
+    Sizes differ by at most 1 over all ranks and micro-batches. With `lengths` (of these samples), samples of similar
+    length share a micro-batch, and ranks take turns in alternating order ("snake"), so that each gets the same work.
+    """
     count = len(indices)
     per_rank = count_micro_batches(count, world, micro_batch)
     if lengths is not None:

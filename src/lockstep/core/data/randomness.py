@@ -113,7 +113,7 @@ class SampleSeeding:
             generator.seed(seed)
 
     def found_more(self) -> bool:
-        """Whether the samples drew from a generator for the first time: then read the micro-batch again."""
+        """True if the samples drew from a generator for the first time: then read the micro-batch again."""
         pairs = zip(self._others, self._first, strict=True)
         newly_drawn = [generator for generator, first in pairs if generator.draw() != first]
         if newly_drawn:

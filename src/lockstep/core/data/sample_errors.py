@@ -1,4 +1,4 @@
-"""Which errors of reading and preparing a sample are about the data, and which are about the code that did it."""
+"""Errors of reading and preparing a sample: about the data, or about the code that did it."""
 
 from __future__ import annotations
 

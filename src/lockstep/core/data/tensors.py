@@ -95,12 +95,12 @@ def _map_mapping(value: Mapping[Any, Any], inner: Callable[[Any], Any]) -> Any:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is a single block of memory: neither sparse nor nested."""
+    """True if a tensor is a single block of memory: neither sparse nor nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def moves_itself(value: Any) -> bool:
-    """Whether an object that is no tensor has a method `to` that moves it to a device, and no plain mapping.
+    """True if an object that is no tensor has a method `to` that moves it to a device, and is no plain mapping.
 
     A mapping with this method, such as the `BatchEncoding` of a tokenizer, is not meant: its items are known.
     """

@@ -18,7 +18,7 @@ from lockstep.core.errors import DataError
 
 _TORCH = "torch.utils.data._utils.signal_handling"  # where torch's handler of SIGCHLD is
 MOST_DEATHS = 3
-"""How many workers may be killed without a micro-batch in between."""
+"""Number of workers that may be killed without a micro-batch in between."""
 _REMEDY = (
     "lower data.workers if the memory of the machine is short (the system log has a line of the out-of-memory killer); "
     "else a sample crashes the code that reads it: data.workers=0 shows where"
@@ -98,7 +98,7 @@ def killed_again(how: str, where: str) -> DataError:
 
 
 def caused(error: Exception, processes: Sequence[BaseProcess]) -> bool:
-    """Whether a DataLoader raised `error` because a worker among `processes` has ended."""
+    """True if a DataLoader raised `error` because a worker among `processes` has ended."""
     if isinstance(error, RuntimeError):
         return str(error).startswith(_TEXTS)
     # The worker ended while it handed over a batch. Its end may take a moment to be known.
@@ -106,7 +106,7 @@ def caused(error: Exception, processes: Sequence[BaseProcess]) -> bool:
 
 
 def describe(processes: Sequence[BaseProcess], error: Exception) -> str:
-    """Which of the workers among `processes` ended, and how: `loader worker 4711 was killed by SIGKILL`."""
+    """The workers among `processes` that ended, and how: `loader worker 4711 was killed by SIGKILL`."""
     for process in processes:
         if connection.wait([process.sentinel], timeout=0):  # it closes its files a moment before its exit code is known
             process.join(timeout=1)

@@ -1,4 +1,4 @@
-"""What differs between the kinds of devices on which a rank computes. No other part asks which kind a device is.
+"""The differences between the kinds of devices on which a rank computes. No other part asks which kind a device is.
 
 `of(device)` gives the `Device` of a `torch.device`: its streams, memory, generators, errors and names. There is a class
 for the CPU, for GPUs with torch's CUDA interface (NVIDIA, and AMD through ROCm, which also calls itself cuda), and for
@@ -12,9 +12,8 @@ import os
 import torch
 
 from lockstep.core.devices.accelerator import Accelerator
-from lockstep.core.devices.cpu import Cpu
 from lockstep.core.devices.cuda import Cuda
-from lockstep.core.devices.device import Device
+from lockstep.core.devices.device import Cpu, Device
 from lockstep.core.devices.mps import Mps
 
 __all__ = [
@@ -61,12 +60,12 @@ def register(kind: str, device: type[Device]) -> None:
 
 
 def gpus() -> int:
-    """How many GPUs with torch's CUDA interface this process sees."""
+    """Number of GPUs with torch's CUDA interface that this process sees."""
     return torch.cuda.device_count()
 
 
 def has_mps() -> bool:
-    """Whether this process can compute on the GPU of a Mac."""
+    """True if this process can compute on the GPU of a Mac."""
     return torch.backends.mps.is_available()
 
 

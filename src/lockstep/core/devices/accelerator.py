@@ -17,7 +17,6 @@ class Accelerator(Device):
     It uses torch's module of this kind of devices (`torch.get_device_module`), which has the functions of torch.cuda.
     """
 
-    has_float64 = True
     has_own_memory = True
     has_own_generator = True
     has_fused_adam = True

@@ -1,15 +1,18 @@
-"""The interface of a device: everything that depends on its kind."""
+"""The interface of a device: everything that depends on its kind. The defaults are right for the CPU."""
 
 from __future__ import annotations
 
-import abc
 import contextlib
+import platform
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import Tensor
+
+from lockstep.core.devices import host_memory
 
 if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity
@@ -23,43 +26,44 @@ _SHORTAGES = (
 )
 
 
-class Device(abc.ABC):
+class Device:
     """A device on which this rank computes.
+
+    The defaults are those of a device that shares the memory of the process, and has no queues that Lockstep uses:
+    copies run in order with the computation.
 
     Args:
         device: with an index, if its kind has several devices.
     """
 
-    has_float64: ClassVar[bool]
-    """Whether it computes in float64."""
-    has_own_memory: ClassVar[bool]
-    """Whether its memory is apart from the host's, and torch's allocator counts it. Otherwise `allocated` and `peak`
+    has_float64: ClassVar[bool] = True
+    """True if it computes in float64."""
+    has_own_memory: ClassVar[bool] = False
+    """True if its memory is apart from the host's, and torch's allocator counts it. Otherwise `allocated` and `peak`
     are the memory of the process."""
-    has_own_generator: ClassVar[bool]
-    """Whether it has a random number generator of its own, besides the CPU's."""
-    has_fused_adam: ClassVar[bool]
-    """Whether Adam and AdamW update by a single kernel, unless the config says otherwise."""
-    has_sync_batch_norm: ClassVar[bool]
-    """Whether SyncBatchNorm runs on it."""
-    group_backend: ClassVar[str]
+    has_own_generator: ClassVar[bool] = False
+    """True if it has a random number generator of its own, besides the CPU's."""
+    has_fused_adam: ClassVar[bool] = False
+    """True if Adam and AdamW update by a single kernel, unless the config says otherwise."""
+    has_sync_batch_norm: ClassVar[bool] = False
+    """True if SyncBatchNorm runs on it."""
+    group_backend: ClassVar[str] = "gloo"
     """The backend of process groups whose ranks compute on such devices, as `init_process_group` takes it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    @abc.abstractmethod
     def name(self) -> str:
         """The name of the model, such as NVIDIA H100. For a CPU, its architecture."""
+        return platform.processor() or platform.machine()
 
-    @abc.abstractmethod
     def identity(self) -> str | None:
-        """What tells it from all other devices, where a device takes one rank; None where ranks share it."""
+        """A text that tells it from all other devices, where a device takes one rank; None where ranks share it."""
+        return None
 
-    @abc.abstractmethod
     def select(self) -> None:
         """Make it the current device of this process, where a kind has several devices."""
 
-    @abc.abstractmethod
     def near_cpus(self, binding: str) -> contextlib.AbstractContextManager[None]:
         """Inside, this process and those that it starts run only on the CPUs near the device, if it is near to some.
 
@@ -69,34 +73,35 @@ class Device(abc.ABC):
         Raises:
             UsageError: the system does not tell which CPUs these are, or does not allow them.
         """
+        return contextlib.nullcontext()
 
-    @abc.abstractmethod
     def why_no_bf16(self) -> tuple[str, str] | None:
-        """Why it cannot compute in bf16, and the remedy; None if it can."""
+        """The reason why it cannot compute in bf16, and the remedy; None if it can."""
+        return None
 
-    @abc.abstractmethod
     def libraries(self) -> dict[str, Any]:
         """Versions of the libraries and of the driver that it needs, and the names of all such devices here."""
+        return {}
 
-    @abc.abstractmethod
     def profiled(self) -> list[ProfilerActivity]:
-        """What torch's profiler records of it."""
+        """The activities that torch's profiler records of it."""
+        from torch.profiler import ProfilerActivity
+
+        return [ProfilerActivity.CPU]
 
     def note(self) -> str | None:
-        """What the log of a training on it says first; None where there is nothing to say."""
+        """The first line of the log of a training on it; None where there is nothing to say."""
         return None
 
     # ---- random numbers
 
-    @abc.abstractmethod
     def seed(self, seed: int) -> None:
         """Seed its own generator, if it has one, with 64 bits."""
 
-    @abc.abstractmethod
     def generator_state(self) -> Tensor | None:
         """The state of its own generator, on the CPU; None if it has none."""
+        return None
 
-    @abc.abstractmethod
     def set_generator_state(self, state: Tensor) -> None:
         """Give its own generator a state that `generator_state` returned."""
 
@@ -108,41 +113,39 @@ class Device(abc.ABC):
 
     # ---- queues
 
-    @abc.abstractmethod
     def synchronize(self) -> None:
         """Wait until it has done everything that was queued."""
 
-    @abc.abstractmethod
     def watched_waits(self, note: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Inside, `note` is called where the host waits for it, if it tells. The caller's frames are on the stack."""
+        return contextlib.nullcontext()
 
-    @abc.abstractmethod
     def new_stream(self) -> Any | None:
         """A queue for copies beside the computation. None: copies cannot run beside it."""
+        return None
 
-    @abc.abstractmethod
     def current_stream(self) -> Any:
         """The queue of the computation, of a device that has queues.
 
         Raises:
             RuntimeError: it has none.
         """
+        raise RuntimeError(f"{self.device.type} has no queues")
 
-    @abc.abstractmethod
     def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """Inside, operations are queued on `stream`, which `new_stream` returned."""
+        raise RuntimeError(f"{self.device.type} has no queues")
 
-    @abc.abstractmethod
     def mark(self) -> Any:
         """A place in the work that the device was given: after all that was queued for the computation so far."""
+        return time.perf_counter()
 
-    @abc.abstractmethod
     def wait_for(self, mark: Any) -> None:
         """Wait until the device has come to a mark."""
 
-    @abc.abstractmethod
     def seconds_between(self, first: Any, second: Any) -> float:
         """The time between two marks, to both of which the device has come."""
+        return float(second - first)
 
     # ---- memory
 
@@ -150,21 +153,21 @@ class Device(abc.ABC):
         """Bytes that it has in all. None: unknown, or it has no memory of its own."""
         return None
 
-    @abc.abstractmethod
     def allocated(self) -> int:
         """Bytes held now. Where the system does not tell, the most bytes held so far."""
+        return host_memory.resident()
 
-    @abc.abstractmethod
     def peak(self) -> int:
         """Most bytes held since `reset_peak`."""
+        return host_memory.peak()
 
-    @abc.abstractmethod
     def reset_peak(self) -> None:
         """Begin a new peak, where the system can. Otherwise `peak` only grows."""
+        host_memory.reset_peak()
 
-    @abc.abstractmethod
     def reserved_peak(self) -> int:
         """Most bytes that torch's allocator has reserved since `reset_peak`; 0 where it has no memory of its own."""
+        return 0
 
     def free_memory(self) -> tuple[int, int] | None:
         """Free bytes and all bytes of its own memory; None where it has none, or the system does not tell."""
@@ -174,13 +177,12 @@ class Device(abc.ABC):
         """Other processes that hold memory of it, as far as the driver names them."""
         return []
 
-    @abc.abstractmethod
     def empty_cache(self) -> None:
         """Give memory that torch keeps but does not use back to the device."""
 
     @staticmethod
     def is_shortage(error: BaseException) -> bool:
-        """Whether an error says that the memory of a device was not sufficient.
+        """True if an error says that the memory of a device was not sufficient.
 
         torch raises an error of its own class where its allocator gets no memory. Libraries that allocate by themselves
         (cuBLAS, cuDNN, NCCL, Triton) raise a RuntimeError or one of its subclasses, which only the text tells apart.
@@ -192,17 +194,22 @@ class Device(abc.ABC):
             return True
         return isinstance(error, RuntimeError) and error.__cause__ is not None and Device.is_shortage(error.__cause__)
 
-    @abc.abstractmethod
     def host_buffer(self, size: int) -> Tensor:
         """Memory of the host into which copies from the device do not hold up the host: `size` bytes, uint8."""
+        return torch.empty(size, dtype=torch.uint8)
 
-    @abc.abstractmethod
     def snapshot_at_shortage(self, file: Path) -> contextlib.AbstractContextManager[None]:
         """Inside, allocations are recorded, and written to `file` when the memory does not suffice for the first time.
 
         It does nothing where torch does not count the memory of the device.
         """
+        return contextlib.nullcontext()
 
-    @abc.abstractmethod
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the device's own memory, apart from the host's."""
+        """True if a tensor is in the device's own memory, apart from the host's."""
+        return False
+
+
+@final
+class Cpu(Device):
+    """The CPU. Operations are done when they return, and random numbers are those of the host's generator."""

@@ -1,4 +1,4 @@
-"""What CUDA's allocator did before the memory did not suffice, as a file for pytorch.org/memory_viz.
+"""The work of CUDA's allocator before a shortage of memory, as a file for pytorch.org/memory_viz.
 
 torch calls these functions private: `_record_memory_history`, `_dump_snapshot`, `_cuda_attach_out_of_memory_observer`.
 No other module uses them, and a test says when torch changes them.

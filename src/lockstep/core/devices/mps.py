@@ -9,11 +9,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lockstep.core.devices.unqueued import Unqueued
+from lockstep.core.devices.device import Device
 
 
 @final
-class Mps(Unqueued):
+class Mps(Device):
     """The GPU of a Mac, which shares the memory of the host. It takes one rank."""
 
     has_float64 = False

@@ -11,9 +11,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.single import Single, constant_loss_error, unused_error
-from lockstep.core.parallel.strategy import DDPOptions, Forward, Losses
+from lockstep.core.parallel.strategy import Forward, Losses
 from lockstep.core.parallel.world import World
 
 
@@ -22,7 +23,7 @@ class DDP(Single):
 
     forward: DistributedDataParallel
 
-    def __init__(self, world: World, options: DDPOptions) -> None:
+    def __init__(self, world: World, options: ParallelConfig) -> None:
         super().__init__(world, options.find_unused_parameters)
         self.options = options
 

@@ -1,24 +1,18 @@
-"""From the name of a strategy to the strategy."""
+"""From the section `parallel` of a config to the strategy."""
 
 from __future__ import annotations
 
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.ddp import DDP
 from lockstep.core.parallel.fsdp import FSDP
+from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.single import Single
-from lockstep.core.parallel.strategy import DDPOptions, FSDPOptions, Strategy, StrategyName
+from lockstep.core.parallel.strategy import Strategy
 from lockstep.core.parallel.world import World
 
 
-def make_strategy(
-    name: StrategyName,
-    world: World,
-    *,
-    trains: bool = True,
-    ddp: DDPOptions | None = None,
-    fsdp: FSDPOptions | None = None,
-) -> Strategy:
-    """The strategy called `name` on this world. On one rank there is nothing to synchronise or shard: it is `Single`.
+def make_strategy(options: ParallelConfig, world: World, *, trains: bool = True) -> Strategy:
+    """The strategy that `options` ask for. On one rank there is nothing to synchronise or shard: it is `Single`.
 
     Args:
         trains: whether gradients will be computed. Where they are not, `ddp` has nothing to do and becomes `Single`
@@ -27,7 +21,7 @@ def make_strategy(
     Raises:
         UsageError: `single` on several ranks, which would train as many models; or `fsdp` with unused parameters.
     """
-    ddp = ddp or DDPOptions()
+    name = options.strategy
     if world.size > 1 and name == "single" and trains:
         raise UsageError(
             f"{world.size} ranks would train {world.size} models",
@@ -35,13 +29,13 @@ def make_strategy(
             remedy="use ddp or fsdp, or one rank",
         )
     if world.size == 1 or name == "single" or (name == "ddp" and not trains):
-        return Single(world, find_unused_parameters=ddp.find_unused_parameters)
+        return Single(world, find_unused_parameters=options.find_unused_parameters)
     if name == "ddp":
-        return DDP(world, ddp)
-    if ddp.find_unused_parameters:
+        return DDP(world, options)
+    if options.find_unused_parameters:
         raise UsageError(
             "fsdp cannot train with unused parameters",
             where="parallel.find_unused_parameters",
             remedy="use ddp, or a model whose trainable parameters are all part of each loss",
         )
-    return FSDP(world, fsdp or FSDPOptions())
+    return FSDP(world, options)

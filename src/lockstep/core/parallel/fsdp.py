@@ -15,9 +15,10 @@ from lockstep.core.parallel import torch_internals
 from lockstep.core.parallel import world as worlds
 from lockstep.core.parallel.gathered_writes import GatheredWrites
 from lockstep.core.parallel.meta_init import build_on_meta, materialise
+from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.sharded_tensor import is_sharded
 from lockstep.core.parallel.single import Single, constant_loss_error, leaves
-from lockstep.core.parallel.strategy import CallsVary, Forward, FSDPOptions, Losses
+from lockstep.core.parallel.strategy import CallsVary, Forward, Losses
 from lockstep.core.parallel.world import World
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,7 +30,7 @@ class FSDP(Single):
     forward: Any
     is_sharded = True
 
-    def __init__(self, world: World, options: FSDPOptions) -> None:
+    def __init__(self, world: World, options: ParallelConfig) -> None:
         super().__init__(world)
         self.options = options
         self._waits: list[tuple[Any, Any]] | None = []  # marks around the gathering of blocks; None: not marked

@@ -1,4 +1,4 @@
-"""What a strategy would break: hooks on gradients of parameters, references to parameters, and `max_norm`."""
+"""Checks for what strategies break: hooks on gradients of parameters, references to parameters, and `max_norm`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks share a node, and how the ranks of a node pass on what one of them has read."""
+"""The nodes of ranks, and groups in which the ranks of a node pass on what one of them has read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def own_name() -> str:
 
 
 def own_key() -> str:
-    """What processes of this node have in common, and no process of another node has.
+    """A text that processes of this node have in common, and no process of another node has.
 
     Two machines may have the same host name, as containers do, but each start of a system has an id of its own.
     """
@@ -100,7 +100,7 @@ class NodeGroup:
 
     @property
     def reads(self) -> bool:
-        """Whether this rank is the one that reads."""
+        """True if this rank is the one that reads."""
         return self.rank == self.ranks[0]
 
     def gather(self, value: Any) -> list[Any]:

@@ -40,7 +40,7 @@ class Precision:
     ranks.
 
     Args:
-        ranks: that see different samples, see `World.data_size`.
+        ranks: number of ranks.
     """
 
     def __init__(self, name: PrecisionName, device: torch.device, ranks: int = 1) -> None:

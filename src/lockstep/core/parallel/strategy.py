@@ -1,11 +1,11 @@
-"""How a model is spread over ranks: what every strategy owes to training, and the strategy that a config asks for."""
+"""How a model is spread over ranks: what every strategy owes to training."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,44 +15,8 @@ from lockstep.core.errors import TrainingError
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
 
-StrategyName = Literal["single", "ddp", "fsdp"]
-NumberFormat = Literal["fp32", "bf16", "fp16"]
 Losses = dict[str, Tensor]
 """Loss sums by head: scalar tensors."""
-
-
-@dataclass(frozen=True)
-class DDPOptions:
-    """How DDP sends gradients. The names are those of `torch.nn.parallel.DistributedDataParallel`."""
-
-    find_unused_parameters: bool = False
-    """Some trainable parameters get no gradient in some batches."""
-    static_graph: bool = False
-    """The same parameters are used in every step."""
-    bucket_mb: float | None = None
-    """Gradients that travel together, in MiB. None: DDP's own default."""
-    gradient_as_bucket_view: bool = True
-    """Gradients are views of the buckets, which saves one copy of them."""
-
-
-@dataclass(frozen=True)
-class FSDPOptions:
-    """How `fully_shard` is used."""
-
-    reshard_after_forward: bool = True
-    """Free the gathered parameters of a block after its forward pass, and gather them again for the backward pass."""
-    shard_ranks: int | None = None
-    """Shard over groups of this many neighbouring ranks, and replicate across groups (hybrid). None: shard over all."""
-    cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory."""
-    forward_prefetch: int = 0
-    """Blocks to gather ahead in the forward pass. 0: FSDP's default, which gathers the next block."""
-    backward_prefetch: int = 0
-    """Blocks to gather ahead in the backward pass. 0: FSDP's default, which gathers the next block."""
-    param_dtype: NumberFormat | None = None
-    """Number format in which parameters are gathered. None: the format in which they are stored."""
-    reduce_dtype: NumberFormat | None = None
-    """Number format in which gradients are reduced. None: fp32 where `param_dtype` is set, else the stored format."""
 
 
 _TUPLES = (

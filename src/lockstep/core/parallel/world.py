@@ -54,11 +54,7 @@ def retire(groups: Sequence[dist.ProcessGroup]) -> None:
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of the run. One process is a world of size 1, with the same methods.
-
-    `rank` and `size` are for control: who writes, and what all ranks must agree on. `data_rank` and `data_size` are for
-    samples: which of them this rank reads, and what is summed over them.
-    """
+    """This process among all processes of the run. One process is a world of size 1, with the same methods."""
 
     rank: int
     """0 to size - 1, over all nodes."""
@@ -74,21 +70,6 @@ class World:
     """The process group of the collectives. None: the default group."""
     timeout: datetime.timedelta | None = None
     """How long a collective waits for other ranks. None: torch's default."""
-    model_parallel_size: int = 1
-    """Neighbouring ranks that see the same samples, as with tensor parallelism. 1: every rank sees its own samples."""
-    data_rank: int = field(init=False)
-    """Position among the groups of ranks that see different samples, from 0."""
-    data_size: int = field(init=False)
-    """Number of groups of ranks that see different samples."""
-    counts_samples: bool = field(init=False)
-    """Whether this rank's samples count in sums over ranks: true for one of the ranks that see the same samples."""
-
-    def __post_init__(self) -> None:
-        if self.size % self.model_parallel_size:
-            raise ValueError(f"{self.size} ranks cannot be cut into groups of {self.model_parallel_size}")
-        object.__setattr__(self, "data_rank", self.rank // self.model_parallel_size)
-        object.__setattr__(self, "data_size", self.size // self.model_parallel_size)
-        object.__setattr__(self, "counts_samples", self.rank % self.model_parallel_size == 0)
 
     @functools.cached_property
     def nodes(self) -> Nodes:
@@ -122,10 +103,6 @@ class World:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return int(largest.tolist()[0])
 
-    def data_sum(self, values: Sequence[float]) -> list[float]:
-        """As `all_sum`, for values that come from samples: of the ranks that see the same samples, one counts."""
-        return self.all_sum(values if self.counts_samples else [0.0] * len(values))
-
     def gather(self, value: Any) -> list[Any] | None:
         """The `value` of every rank, in rank order, on rank 0; None elsewhere. Any picklable object.
 
@@ -136,11 +113,6 @@ class World:
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(_packed(value), values, group=self.group)
         return None if values is None else [pickle.loads(packed) for packed in values]
-
-    def data_gather(self, value: Any) -> list[Any] | None:
-        """As `gather`, for values that come from samples: one value for each `data_rank`, in their order."""
-        values = self.gather(value)
-        return None if values is None else values[:: self.model_parallel_size]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank. Any picklable object. On other ranks, tensors in it arrive on the CPU."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.core.parallel.links import Link, Sum
 from lockstep.core.parallel.nodes import Nodes
 from lockstep.launch.preflight.facts import LEAST_FREE, Facts
+from lockstep.launch.preflight.links import Link, Sum
 from lockstep.launch.preflight.shared_folder import Access
 
 _SKEW_S = 5.0  # clocks that differ by more are named; the clocks are read within the time of a message

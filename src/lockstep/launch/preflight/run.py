@@ -10,9 +10,8 @@ from pathlib import Path
 from lockstep.core import devices
 from lockstep.core.checkpoint import manifest
 from lockstep.core.errors import UsageError
-from lockstep.core.parallel import links
 from lockstep.core.parallel.world import World
-from lockstep.launch.preflight import facts, judgement, shared_folder
+from lockstep.launch.preflight import facts, judgement, links, shared_folder
 from lockstep.launch.preflight.facts import Subject
 from lockstep.launch.preflight.judgement import Finding, Level
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep.core.data import worker_deaths
 from lockstep.core.data.executed_files import ExecutedFiles
-from lockstep.core.data.fingerprint import digest_of_sample
+from lockstep.core.data.fingerprint import digest_of
 from lockstep.core.data.loader import Loader, MicroBatches
 from lockstep.core.data.order import derive_seed
 from lockstep.core.data.randomness import restored_generators, seed_all
@@ -142,9 +142,9 @@ class _Reads(Dataset[Changed | None]):
             return None
         for index in indices:
             first = self._read(index)
-            before, own = digest_of_sample(first), set(_memory(first))
+            before, own = digest_of(first), set(_memory(first))
             again = self._read(index)
-            if digest_of_sample(again) != before:
+            if digest_of(again) != before:
                 return Changed(index, None)
             if own.isdisjoint(_memory(again)):
                 break
@@ -156,7 +156,7 @@ class _Reads(Dataset[Changed | None]):
         """Whether equal samples give other batches under the same seeds, and by which method."""
         if self.digest_of_batch(index) == self.digest_of_batch(index):
             return None
-        prepared = {digest_of_sample(self._prepared(index, 0, self._read(index))) for _ in range(2)}
+        prepared = {digest_of(self._prepared(index, 0, self._read(index))) for _ in range(2)}
         method = "prepare" if len(prepared) > 1 else "collate"
         return Changed(index, method, draws=True) if self._has_own(method) else None
 
@@ -211,7 +211,7 @@ class _Reads(Dataset[Changed | None]):
         task, prepared = self.micro_batches.task, [self._prepared(index, epoch, sample) for sample in samples]
         seed_all(derive_seed(self.micro_batches.seed, epoch, index))
         batch = task.collate(prepared)
-        return digest_of_sample(batch) if _is_comparable(batch) else None
+        return digest_of(batch) if _is_comparable(batch) else None
 
     def _has_own(self, method: str) -> bool:
         """Without a method of its own, the task has changed nothing: the data set reads other samples by itself."""
@@ -227,7 +227,7 @@ class _Reads(Dataset[Changed | None]):
 
     def digest(self, index: int) -> str:
         """The digest of a raw sample."""
-        return digest_of_sample(self._read(index))
+        return digest_of(self._read(index))
 
     def _read(self, index: int) -> Any:
         one = self.micro_batches
@@ -251,7 +251,7 @@ def _memory(value: Any) -> Iterator[int]:
 
 
 def _is_comparable(value: Any) -> bool:
-    """Whether `digest_of_sample` takes all that is in a value, and not only the names of types."""
+    """Whether `digest_of` takes all that is in a value, and not only the names of types."""
     if isinstance(value, Mapping):
         return all(map(_is_comparable, value.values()))
     if isinstance(value, list | tuple):

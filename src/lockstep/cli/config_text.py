@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from lockstep.core.config import config_file, config_preset, registry
+from lockstep.cli import config_preset
+from lockstep.core.config import config_file, registry
 from lockstep.core.config.config_layers import read_target
 from lockstep.core.config.config_section import Section
 from lockstep.core.config.sections import RunConfig
@@ -92,7 +93,7 @@ def _key(key: str, value: Any, meaning: str, source: str, explained: bool) -> It
 
 def _dump(value: Any, *, default_flow_style: bool | None) -> str:
     text: str = yaml.dump(
-        value, Dumper=config_file.Dumper, default_flow_style=default_flow_style, sort_keys=False, width=2**31
+        value, Dumper=config_file.YamlDumper, default_flow_style=default_flow_style, sort_keys=False, width=2**31
     )
     return text
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.core.checkpoint import store
-from lockstep.core.checkpoint.store import Checkpoint, Retention
+from lockstep.core.checkpoint.retention import CheckpointConfig
+from lockstep.core.checkpoint.store import Checkpoint
 
 
-def show(folder: Path, retention: Retention, check: bool, prune: bool) -> bool:
+def show(folder: Path, retention: CheckpointConfig, check: bool, prune: bool) -> bool:
     """Print a line for each checkpoint, newest first.
 
     Args:

@@ -1,4 +1,4 @@
-"""What GPUs can do at most, by the name that torch gives them. The figures are those of the makers' data sheets.
+"""The most that GPUs can do, by the name that torch gives them. The figures are those of the makers' data sheets.
 
 Throughput is that of dense matrices: data sheets often show twice as much, for matrices half of whose values are zero.
 Products of fp16 and bf16 are added in fp32, as torch does it. The sources: NVIDIA's data sheets of the A100 (2022),
@@ -27,7 +27,6 @@ class Gpu:
     fp32: float
     memory_gb: float
     """10^9 bytes, as the data sheet has it."""
-    memory_gb_per_s: float
     link_gb_per_s: float
     """To other GPUs of the machine, both directions together: NVLink or Infinity Fabric; PCIe, where it has no other
     link."""
@@ -38,43 +37,43 @@ def _gpu(
     *,
     tensor: float | None,
     fp32: float,
-    memory: tuple[float, float],
+    memory: float,
     link: float,
     tf32: float | None = None,
     fp16: float | None = None,
 ) -> Gpu:
     """Args:
     tensor: of bf16, and of fp16 unless `fp16` is given.
-    memory: 10^9 bytes, and 10^9 bytes in a second.
+    memory: 10^9 bytes.
     """
-    return Gpu(words, frozenset(words.lower().split()), tensor, fp16 or tensor, tf32, fp32, *memory, link)
+    return Gpu(words, frozenset(words.lower().split()), tensor, fp16 or tensor, tf32, fp32, memory, link)
 
 
 # A name may fit several entries: the entry with most words counts.
 GPUS = (
-    _gpu("A100", tensor=312, tf32=156, fp32=19.5, memory=(40, 1555), link=600),
-    _gpu("A100 80GB", tensor=312, tf32=156, fp32=19.5, memory=(80, 2039), link=600),
-    _gpu("A100 80GB PCIe", tensor=312, tf32=156, fp32=19.5, memory=(80, 1935), link=600),
-    _gpu("H100", tensor=989.4, tf32=494.7, fp32=66.9, memory=(80, 3350), link=900),
-    _gpu("H100 PCIe", tensor=756, tf32=378, fp32=51.2, memory=(80, 2000), link=600),
-    _gpu("H100 NVL", tensor=835, tf32=417.5, fp32=60, memory=(94, 3900), link=600),
-    _gpu("H200", tensor=989.4, tf32=494.7, fp32=66.9, memory=(141, 4800), link=900),
-    _gpu("H200 NVL", tensor=835, tf32=417.5, fp32=60, memory=(141, 4800), link=900),
-    _gpu("B200", tensor=2250, tf32=1125, fp32=75, memory=(180, 7700), link=1800),
-    _gpu("L4", tensor=121, tf32=60, fp32=30.3, memory=(24, 300), link=64),
-    _gpu("L40S", tensor=362, tf32=183, fp32=91.6, memory=(48, 864), link=64),
-    _gpu("A10", tensor=125, tf32=62.5, fp32=31.2, memory=(24, 600), link=64),
-    _gpu("A10G", tensor=70, tf32=35, fp32=35, memory=(24, 600), link=64),
-    _gpu("T4", tensor=None, fp16=65, fp32=8.1, memory=(16, 320), link=32),
-    _gpu("V100", tensor=None, fp16=125, fp32=15.7, memory=(16, 900), link=300),
-    _gpu("V100 32GB", tensor=None, fp16=125, fp32=15.7, memory=(32, 900), link=300),
-    _gpu("V100 PCIe", tensor=None, fp16=112, fp32=14, memory=(16, 900), link=32),
-    _gpu("V100 PCIe 32GB", tensor=None, fp16=112, fp32=14, memory=(32, 900), link=32),
-    _gpu("RTX 3090", tensor=71.2, tf32=35.6, fp32=35.6, memory=(24, 936), link=112.5),
-    _gpu("RTX 4090", tensor=165.2, tf32=82.6, fp32=82.6, memory=(24, 1008), link=64),
-    _gpu("RTX A6000", tensor=154.8, tf32=77.4, fp32=38.7, memory=(48, 768), link=112.5),
-    _gpu("MI250X", tensor=191.5, fp32=47.9, memory=(64, 1638), link=400),
-    _gpu("MI300X", tensor=1307.4, tf32=653.7, fp32=163.4, memory=(192, 5300), link=896),
+    _gpu("A100", tensor=312, tf32=156, fp32=19.5, memory=40, link=600),
+    _gpu("A100 80GB", tensor=312, tf32=156, fp32=19.5, memory=80, link=600),
+    _gpu("A100 80GB PCIe", tensor=312, tf32=156, fp32=19.5, memory=80, link=600),
+    _gpu("H100", tensor=989.4, tf32=494.7, fp32=66.9, memory=80, link=900),
+    _gpu("H100 PCIe", tensor=756, tf32=378, fp32=51.2, memory=80, link=600),
+    _gpu("H100 NVL", tensor=835, tf32=417.5, fp32=60, memory=94, link=600),
+    _gpu("H200", tensor=989.4, tf32=494.7, fp32=66.9, memory=141, link=900),
+    _gpu("H200 NVL", tensor=835, tf32=417.5, fp32=60, memory=141, link=900),
+    _gpu("B200", tensor=2250, tf32=1125, fp32=75, memory=180, link=1800),
+    _gpu("L4", tensor=121, tf32=60, fp32=30.3, memory=24, link=64),
+    _gpu("L40S", tensor=362, tf32=183, fp32=91.6, memory=48, link=64),
+    _gpu("A10", tensor=125, tf32=62.5, fp32=31.2, memory=24, link=64),
+    _gpu("A10G", tensor=70, tf32=35, fp32=35, memory=24, link=64),
+    _gpu("T4", tensor=None, fp16=65, fp32=8.1, memory=16, link=32),
+    _gpu("V100", tensor=None, fp16=125, fp32=15.7, memory=16, link=300),
+    _gpu("V100 32GB", tensor=None, fp16=125, fp32=15.7, memory=32, link=300),
+    _gpu("V100 PCIe", tensor=None, fp16=112, fp32=14, memory=16, link=32),
+    _gpu("V100 PCIe 32GB", tensor=None, fp16=112, fp32=14, memory=32, link=32),
+    _gpu("RTX 3090", tensor=71.2, tf32=35.6, fp32=35.6, memory=24, link=112.5),
+    _gpu("RTX 4090", tensor=165.2, tf32=82.6, fp32=82.6, memory=24, link=64),
+    _gpu("RTX A6000", tensor=154.8, tf32=77.4, fp32=38.7, memory=48, link=112.5),
+    _gpu("MI250X", tensor=191.5, fp32=47.9, memory=64, link=400),
+    _gpu("MI300X", tensor=1307.4, tf32=653.7, fp32=163.4, memory=192, link=896),
 )
 # Words of a part of a GPU, and of other GPUs with a similar name.
 _OTHER = frozenset({"mig", "grid", "laptop", "mobile", "ti", "d", "super", "max"})

@@ -1,4 +1,4 @@
-"""How quick the network between the nodes of a run is."""
+"""The latency and the throughput of the network between the nodes of a run."""
 
 from __future__ import annotations
 

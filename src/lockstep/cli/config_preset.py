@@ -31,7 +31,7 @@ def allowed_keys() -> list[str]:
 
 @dataclass(frozen=True)
 class Preset:
-    """How a kind of machine runs a training."""
+    """The values of a preset: a kind of machine runs a training so."""
 
     name: str
     """As it is given on the command line."""
@@ -68,7 +68,7 @@ class Preset:
         return config_file.parse(values, self.where, needs_task=False)
 
     def notes(self, before: RunConfig, after: RunConfig) -> list[str]:
-        """What people should know of this preset's effect on a config: lines for the terminal.
+        """Lines for the terminal: the effects of this preset on a config that people should know.
 
         Args:
             before, after: the config without and with the preset.

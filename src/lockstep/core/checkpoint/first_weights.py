@@ -1,14 +1,10 @@
-"""Exports weights for use without Lockstep, as safetensors, and loads weights to start from.
-
-`torch_file` reads and writes files of `torch.save`.
-"""
+"""Loads the weights to start from: of safetensors, of a run, or of a file of `torch.save`, which `torch_file` reads."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,96 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.core import atomic
-from lockstep.core.checkpoint.run_weights import RunWeights
+from lockstep.core.checkpoint.run_weights import DTYPES, RunWeights
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.checkpoint.torch_file import TorchFile, unwrapped
-from lockstep.core.errors import CheckpointError, UsageError
+from lockstep.core.errors import UsageError, listed
 from lockstep.core.parallel.sharded_tensor import is_sharded, local_shard
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # of weights in several files, as Hugging Face writes them
-_STAGING = ".staging-export-"
 _SHOWN = 8  # names in an error
-
 # Types that a file may hold. Others, such as eight-bit floats, mean nothing without the scales that belong to them.
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-def export_weights(
-    tensors: Mapping[str, Tensor],
-    folder: Path,
-    about: Mapping[str, str],
-    extras: Callable[[Path], None] = lambda _: None,
-) -> Path:
-    """Write `folder/model.safetensors`. A kill at any instant leaves the whole folder, or nothing of that name.
-
-    Args:
-        tensors: whole tensors, on any device. Tied and non-contiguous tensors are each written separately.
-        folder: a new or an empty folder. Missing parents are made.
-        about: text for the metadata of the file, besides `{"format": "pt"}`.
-        extras: writes further files into the folder that it is given, which becomes `folder`, before the weights are
-            there. What it raises comes through, except an OSError.
-
-    Returns:
-        the file with the weights.
-
-    Raises:
-        UsageError: `folder` is a file, or is not empty; or `extras` writes `model.safetensors`.
-        CheckpointError: the disk is full or not writable; nothing is left behind.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    folder = folder.resolve()
-    missing: list[Path] = []  # parents that are made
-    try:
-        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise UsageError(
-                "exists and is not empty" if folder.is_dir() else "is a file",
-                where=str(folder),
-                remedy="give a new or empty folder",
-            )
-        missing = [parent for parent in folder.parents if not parent.exists()]
-        with atomic.staged_folder(folder, folder.parent / f"{_STAGING}{folder.name}") as staging:
-            extras(staging)
-            if (staging / _WEIGHTS).exists():
-                raise UsageError(
-                    f"it writes {_WEIGHTS}",
-                    where="Presenter.export",
-                    remedy="leave the weights to Lockstep, which writes this file under the names of Task.model, "
-                    "or give the file another name",
-                )
-            save_file(_independent(tensors), staging / _WEIGHTS, metadata={"format": "pt", **about})
-            (staging / _WEIGHTS).chmod(staging.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read
-    except BaseException as error:
-        for parent in missing:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-        if not isinstance(error, (OSError, SafetensorError)):
-            raise
-        free = _free_mib(folder)
-        raise CheckpointError(
-            f"cannot be written with {free} MiB free: {error}",
-            where=str(folder),
-            remedy="free disk space, repair permissions, or give another folder",
-        ) from error
-    return folder / _WEIGHTS
+_DTYPES = {name: getattr(torch, of_torch) for of_torch, name in DTYPES.items()}
 
 
 def load_weights(
@@ -191,7 +108,7 @@ def _names_to_load(
     for pattern in skip:
         if not any(fnmatchcase(name, pattern) for name in own.keys() | stored.keys()):
             what = f"{pattern!r} matches no tensor of the model and none of {source}"
-            remedy = f"use patterns over names such as: {_listed(own)}"
+            remedy = f"use patterns over names such as: {listed([*own], _SHOWN)}"
             raise UsageError(what, where="train.init_skip", remedy=remedy)
     wanted, given = _unmatched(own, skip), _unmatched(stored, skip)
     both = [name for name in wanted if name in given]
@@ -205,7 +122,7 @@ def _names_to_load(
         kinds = {"missing in the file": missing, "unknown to the model": unexpected, "differing": differing}
         raise UsageError(
             f"{source} is of another model: "
-            + "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names),
+            + "; ".join(f"{len(names)} {kind}: {listed([*names], _SHOWN)}" for kind, names in kinds.items() if names),
             where="train.init_from",
             remedy="use the task that the weights were made with, or add patterns to train.init_skip "
             "for the tensors that shall stay as the model makes them",
@@ -214,25 +131,6 @@ def _names_to_load(
         remedy = "use narrower patterns, or leave out train.init_from"
         raise UsageError(f"leaves nothing of {source} to load", where="train.init_skip", remedy=remedy)
     return both
-
-
-def _independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors that share no memory, as safetensors requires."""
-    seen: set[int] = set()
-    own: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        storage = plain.untyped_storage().data_ptr()
-        own[name] = plain.clone() if storage in seen else plain
-        seen.add(storage)
-    return own
-
-
-def _free_mib(folder: Path) -> int:
-    """Free MiB on the disk of `folder`, also if it does not exist."""
-    with contextlib.suppress(OSError):
-        return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free // 2**20
-    return 0
 
 
 def _tensors_of(checkpoint: Checkpoint) -> dict[str, _Stored]:
@@ -263,7 +161,7 @@ def _open_several(folder: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
     files = {part: _open(part, opened) for part in sorted(set(places.values()))}
     names = {part: set(file.keys()) for part, file in files.items()}
     if lost := [name for name, part in places.items() if name not in names[part]]:
-        what = f"{path} places tensors in files that lack them: {_listed(lost)}"
+        what = f"{path} places tensors in files that lack them: {listed([*lost], _SHOWN)}"
         raise UsageError(
             what, where="train.init_from", remedy="the folder mixes files of several models; fetch or export it again"
         )
@@ -291,7 +189,7 @@ def _open(path: Path, opened: contextlib.ExitStack) -> Any:
 
 
 def _difference(name: str, first: str, own: Mapping[str, Tensor], stored: Mapping[str, _Stored]) -> str | None:
-    """Why a tensor cannot be loaded; None if it can.
+    """The reason why a tensor cannot be loaded; None if it can.
 
     Args:
         first: the first loaded name of the same tensor of the model; `name` itself unless tensors are tied.
@@ -321,8 +219,3 @@ def _unmatched(values: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, 
     return {
         name: value for name, value in values.items() if not any(fnmatchcase(name, pattern) for pattern in patterns)
     }
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
