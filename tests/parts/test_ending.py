@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from lockstep.core.training_run import Ending
 from lockstep.parts import ending
 
 RESULTS = [(10, 0.5, 0.8), (20, 0.3, 0.9), (30, 0.4, 0.95)]
@@ -9,8 +10,8 @@ RESULTS = [(10, 0.5, 0.8), (20, 0.3, 0.9), (30, 0.4, 0.95)]
 
 
 def text(folder, compared=("min", "eval/loss"), kept=(20, 30), latest=None, **others):
-    figures = {"step": 30, "epoch": 3.0, "trained_s": 3700.0, "samples_per_s": 1234.5} | others
-    return ending.lines(folder, compared=compared, kept=kept, latest=latest or {}, **figures)
+    figures = {"step": 30, "epoch": 3.0, "trained_s": 3700.0, "samples_per_s": 1234.5, "since": 0} | others
+    return ending.lines(folder, Ending(compared=compared, kept=kept, latest=latest or {}, **figures))
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from lockstep.parts.digest import digest
 _TORCH = str(Path(torch.__file__).parent)
 _VERIFY = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
-_DISTRIBUTED = f"{_PACKAGE}/distributed"  # its own reductions count units and compute norms
+_DISTRIBUTED = f"{_PACKAGE}/core/parallel"  # its own reductions count units and compute norms
 _AGREEMENT = f"{_DISTRIBUTED}/signals.py"
 _HOST_WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _REDUCTIONS = {  # by operator, the position of the argument that holds its input tensors
