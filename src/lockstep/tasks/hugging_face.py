@@ -37,11 +37,8 @@ def import_transformers(kind: str, extra: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise UsageError(
-            "transformers is not installed",
-            where=f"task.kind: {kind}",
-            remedy=f"pip install 'torch-lockstep[{extra}]'",
-        ) from error
+        remedy = f"pip install 'torch-lockstep[{extra}]'"
+        raise UsageError("transformers is not installed", where=f"task.kind: {kind}", remedy=remedy) from error
     return transformers
 
 
@@ -71,11 +68,8 @@ def load(loading: Callable[..., Any], what: str, name: str | Path, **options: An
             hub = f"in the cache {constants.HF_HUB_CACHE}, and at {constants.ENDPOINT}{offline}"
             place = f"as a folder {os.path.abspath(name)}, {hub}"
         remedy = "check the name; offline, give the folder of a model that `save_pretrained` wrote"
-        raise UsageError(
-            f"the {what} of {str(name)!r} cannot be loaded; looked for {place}: {first_line(error)}",
-            where="task.model",
-            remedy=remedy,
-        ) from error
+        what = f"the {what} of {str(name)!r} cannot be loaded; looked for {place}: {first_line(error)}"
+        raise UsageError(what, where="task.model", remedy=remedy) from error
 
 
 def new_config(
@@ -114,11 +108,8 @@ def new_config(
     try:
         return kind(**{**defaults(kind, names), **sizes})
     except Exception as error:
-        raise UsageError(
-            f"{type(error).__name__}: {error}",
-            where="task.scratch.sizes",
-            remedy=f"give sizes that suit {kind.__name__}",
-        ) from error
+        remedy = f"give sizes that suit {kind.__name__}"
+        raise UsageError(f"{type(error).__name__}: {error}", where="task.scratch.sizes", remedy=remedy) from error
 
 
 def set_labels(config: Any, labels: Sequence[str], *, multi_label: bool = False) -> None:
@@ -146,11 +137,8 @@ def check_labels(config: Any, labels: Sequence[str], *, head: str, name: str, ne
     theirs = [config.id2label[number] for number in range(config.num_labels)]
     if len(theirs) != len(labels):
         classes = f"{name} classifies into {len(theirs)} labels ({listed(theirs)})"
-        raise UsageError(
-            f"{classes}, the data has {len(labels)} ({listed(labels)})",
-            where="task.model",
-            remedy="set task.new_head=true to replace its last layer, or use data with its labels",
-        )
+        remedy = "set task.new_head=true to replace its last layer, or use data with its labels"
+        raise UsageError(f"{classes}, the data has {len(labels)} ({listed(labels)})", where="task.model", remedy=remedy)
     return theirs if set(theirs) == set(labels) else list(labels)
 
 
@@ -190,20 +178,14 @@ def make_model(auto: Any, config: Any, name: str | None, *, what: str, new_head:
             transformers.logging.set_verbosity(before)
     except (ValueError, KeyError) as error:
         kind = getattr(config, "model_type", type(config).__name__)
-        raise UsageError(
-            f"transformers has no {what} for {kind!r}: {first_line(error)}",
-            where="task.model",
-            remedy="use another model",
-        ) from error
+        what = f"transformers has no {what} for {kind!r}: {first_line(error)}"
+        raise UsageError(what, where="task.model", remedy="use another model") from error
     missing = sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])})
     body = [weight for weight in model.state_dict() if weight.startswith(f"{model.base_model_prefix}.")]
     if body and set(body) <= set(missing):
         others = listed(sorted(info["unexpected_keys"])) or "no other weights"
-        raise UsageError(
-            f"{name} has none of the weights of {type(model).__name__}; it has: {others}",
-            where="task.model",
-            remedy="use the folder or name of a model of this architecture",
-        )
+        what = f"{name} has none of the weights of {type(model).__name__}; it has: {others}"
+        raise UsageError(what, where="task.model", remedy="use the folder or name of a model of this architecture")
     return model, missing
 
 

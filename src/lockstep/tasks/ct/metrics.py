@@ -114,11 +114,8 @@ class RiskMetrics(Metric):
         indices = indices[order]
         if (indices[1:] == indices[:-1]).any():
             twice = int(indices[1:][indices[1:] == indices[:-1]][0])
-            raise DataError(
-                f"evaluation sample {twice} was counted twice",
-                where="RiskMetrics",
-                remedy="let `index` of a batch be the indices of its samples in the evaluation data",
-            )
+            remedy = "let `index` of a batch be the indices of its samples in the evaluation data"
+            raise DataError(f"evaluation sample {twice} was counted twice", where="RiskMetrics", remedy=remedy)
         count = len(self.questions)
         risks, labels = (_joined(part).reshape(-1, count)[order] for part in (self.risks, self.labels))
         numbers, tables = self._by_question(risks, labels)

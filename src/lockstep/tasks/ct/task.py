@@ -124,9 +124,8 @@ class VolumeRisk(Task):
     ) -> None:
         if eval is not None and fold is not None:
             remedy = "leave out data.eval, or data.fold"
-            raise UsageError(
-                "a fold of data.train is for evaluation, besides data.eval", where="data.fold", remedy=remedy
-            )
+            what = "a fold of data.train is for evaluation, besides data.eval"
+            raise UsageError(what, where="data.fold", remedy=remedy)
         self.options, self.train_source, self.fold = options, train, fold
         self.eval_source = eval or (train if fold is not None or has_parts(train) else None)
         self.frozen_epochs = {"backbone.*": options.frozen_epochs} if options.frozen_epochs else {}

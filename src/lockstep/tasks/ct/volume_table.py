@@ -129,9 +129,8 @@ class VolumeTable(Dataset[VolumeSample]):
             )
         except DataError as error:
             where = self.where(index)
-            raise DataError(
-                error.what, where=f"{where}: {error.where or self.paths[index]}", remedy=error.remedy
-            ) from error
+            remedy = error.remedy
+            raise DataError(error.what, where=f"{where}: {error.where or self.paths[index]}", remedy=remedy) from error
         return VolumeSample(
             slices=volume.slices,
             positions=volume.positions,
@@ -397,7 +396,6 @@ def volume_paths(table: Table, column: str, rows: Sequence[int]) -> list[Path]:
     twice = [name for name, count in Counter(map(str, paths)).items() if count > 1]
     if twice:
         remedy = "keep one row for each volume"
-        raise DataError(
-            f"{len(twice)} volumes have several rows: {', '.join(twice[:_SHOWN])}", where=table.name, remedy=remedy
-        )
+        what = f"{len(twice)} volumes have several rows: {', '.join(twice[:_SHOWN])}"
+        raise DataError(what, where=table.name, remedy=remedy)
     return paths

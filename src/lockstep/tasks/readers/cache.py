@@ -38,9 +38,8 @@ def digest_of(*parts: object, files: tuple[Path, ...] = ()) -> str:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
-            raise DataError(
-                f"cannot be read: {error.strerror}", where=str(path), remedy="check the path and its permissions"
-            ) from error
+            remedy = "check the path and its permissions"
+            raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
     return digest.hexdigest()[:32]
 
 
@@ -72,9 +71,8 @@ def cached(kind: str, key: str, make: Callable[[Path], None]) -> Path:
         raise UsageError(f"cannot write: {error.strerror}", where=str(error.filename or root), remedy=remedy) from error
     except OSError as error:
         remedy = f"free disk space, or set {CACHE_VARIABLE} to a folder on another disk"
-        raise DataError(
-            f"the cache cannot be written: {error.strerror or error}", where=str(error.filename or root), remedy=remedy
-        ) from error
+        what = f"the cache cannot be written: {error.strerror or error}"
+        raise DataError(what, where=str(error.filename or root), remedy=remedy) from error
     return folder
 
 

@@ -62,11 +62,8 @@ def single_labels(
             or (isinstance(value, str) and not value.strip())
             or (classes is not None and not 0 <= int(value) < len(classes))
         ):
-            raise DataError(
-                f"no label in column {column!r}: {value!r}",
-                where=where(number),
-                remedy="fill in the label, or remove the row",
-            )
+            remedy = "fill in the label, or remove the row"
+            raise DataError(f"no label in column {column!r}: {value!r}", where=where(number), remedy=remedy)
     if classes is not None:
         return list(classes), np.array(values, dtype=np.int64)
     written = [_name(value) for value in values]
@@ -93,11 +90,8 @@ def multiple_labels(
             else ([] if value is None else value)
         )
         if not isinstance(items, list):
-            raise DataError(
-                f"the labels are {value!r}",
-                where=where(number),
-                remedy=f"use a list, or text with {separator!r} between labels",
-            )
+            remedy = f"use a list, or text with {separator!r} between labels"
+            raise DataError(f"the labels are {value!r}", where=where(number), remedy=remedy)
         bad = [
             item
             for item in items
@@ -106,11 +100,8 @@ def multiple_labels(
             or (classes is not None and isinstance(item, int) and not 0 <= item < len(classes))
         ]
         if bad:
-            raise DataError(
-                f"{bad[0]!r} among the labels {items!r}",
-                where=where(number),
-                remedy="leave it out of the list, or name the label",
-            )
+            remedy = "leave it out of the list, or name the label"
+            raise DataError(f"{bad[0]!r} among the labels {items!r}", where=where(number), remedy=remedy)
         lists.append(
             [
                 classes[item] if classes is not None and isinstance(item, int) else _name(item)
@@ -155,11 +146,8 @@ def match_labels(samples: Labelled, names: Sequence[str]) -> Array:
         row = int(np.flatnonzero(samples.codes == code if samples.codes.ndim == 1 else samples.codes[:, code])[0])
         more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
         what = f"label {unknown[0]!r} does not occur in the training data{more}"
-        raise DataError(
-            what,
-            where=samples.where(row),
-            remedy=f"the {len(names)} labels are: {listed(names)}; remove these rows, or train with them",
-        )
+        remedy = f"the {len(names)} labels are: {listed(names)}; remove these rows, or train with them"
+        raise DataError(what, where=samples.where(row), remedy=remedy)
     if samples.codes.ndim == 1:
         places = np.array([*(names.index(name) if name in names else -1 for name in samples.names), -1], dtype=np.int64)
         return places[samples.codes]

@@ -136,11 +136,9 @@ def _store(rows: Table, columns: Columns, *, multi_label: bool, separator: str, 
     parts = [_joined(rows, columns.text)] + ([_joined(rows, (columns.pair,))] if columns.pair is not None else [])
     blank = [row for row in range(len(rows)) if not any(part[row].strip() for part in parts)]
     if blank and empty == "raise":
-        raise DataError(
-            f"{len(blank)} empty texts in column {' + '.join(columns.text)}, the first here",
-            where=rows.where(blank[0]),
-            remedy="fill or remove these rows, or set task.empty=drop to leave them out",
-        )
+        what = f"{len(blank)} empty texts in column {' + '.join(columns.text)}, the first here"
+        remedy = "fill or remove these rows, or set task.empty=drop to leave them out"
+        raise DataError(what, where=rows.where(blank[0]), remedy=remedy)
     gone = set(blank)
     kept = [row for row in range(len(rows)) if row not in gone]
     if not kept:
@@ -178,9 +176,8 @@ def _joined(rows: Table, names: Sequence[str]) -> list[str]:
         bad = next((number for number, value in enumerate(column) if not isinstance(value, str | None)), None)
         if bad is not None:
             what = f"column {name!r} holds {column[bad]!r} ({type(column[bad]).__name__}), not text"
-            raise DataError(
-                what, where=rows.where(bad), remedy=f"set task.columns.text to one of: {', '.join(rows.columns)}"
-            )
+            remedy = f"set task.columns.text to one of: {', '.join(rows.columns)}"
+            raise DataError(what, where=rows.where(bad), remedy=remedy)
     return [" ".join(value for value in values if value) for values in zip(*columns, strict=True)]
 
 
@@ -189,9 +186,8 @@ def _encoded(text: str, rows: Table, row: int) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         what = f"{text[error.start]!a} at letter {error.start} is half of a character"
-        raise DataError(
-            what, where=rows.where(row), remedy="write the text as UTF-8, or its escapes in pairs"
-        ) from None
+        remedy = "write the text as UTF-8, or its escapes in pairs"
+        raise DataError(what, where=rows.where(row), remedy=remedy) from None
 
 
 # ---- tokens

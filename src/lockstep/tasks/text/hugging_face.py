@@ -36,16 +36,12 @@ def load_tokenizer(name: str | Path) -> Any:
     transformers = _transformers()
     tokenizer = hugging_face.load(transformers.AutoTokenizer.from_pretrained, "tokenizer", name)
     if not tokenizer.is_fast:
-        raise UsageError(
-            f"{name} has no fast tokenizer", where="task.model", remedy="use a model with a tokenizer.json"
-        )
+        remedy = "use a model with a tokenizer.json"
+        raise UsageError(f"{name} has no fast tokenizer", where="task.model", remedy=remedy)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
-            raise UsageError(
-                f"the tokenizer of {name} has neither a padding nor an end token",
-                where="task.model",
-                remedy="give it a pad_token and save it",
-            )
+            what = f"the tokenizer of {name} has neither a padding nor an end token"
+            raise UsageError(what, where="task.model", remedy="give it a pad_token and save it")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 

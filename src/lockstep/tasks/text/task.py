@@ -71,9 +71,8 @@ class Text(Task):
                 with atomic.staged_folder(folder, replace=True) as staging:
                     hugging_face.save(self.config, self.tokenizer, max_length=self.options.max_length, folder=staging)
             except OSError as error:
-                raise UsageError(
-                    f"cannot write: {error.strerror}", where=str(folder), remedy="choose another place with --run-dir"
-                ) from error
+                remedy = "choose another place with --run-dir"
+                raise UsageError(f"cannot write: {error.strerror}", where=str(folder), remedy=remedy) from error
         self.folder = folder
         for name in (
             "config",
@@ -147,11 +146,8 @@ class Text(Task):
         max_length = self.options.max_length
         limit = hugging_face.longest(self.config, self.tokenizer)
         if limit is not None and max_length > limit:
-            raise UsageError(
-                f"{max_length} is more than the {limit} tokens that the model takes",
-                where="task.max_length",
-                remedy=f"use at most {limit}",
-            )
+            what = f"{max_length} is more than the {limit} tokens that the model takes"
+            raise UsageError(what, where="task.max_length", remedy=f"use at most {limit}")
         digest = hugging_face.digest_of_tokenizer(self.tokenizer)
         return tokenise(texts, self.tokenizer, digest=digest, max_length=max_length)
 

@@ -62,11 +62,9 @@ def _exchange_for_groups(model: nn.Module) -> None:
         if not isinstance(module, _Normed):
             continue
         if type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or not name:
-            raise UsageError(
-                f"{name or 'the model'} is a {type(module).__name__}, which does more than BatchNorm",
-                where="task.batch_norm=group",
-                remedy="use another model, or task.batch_norm=sync or frozen",
-            )
+            what = f"{name or 'the model'} is a {type(module).__name__}, which does more than BatchNorm"
+            remedy = "use another model, or task.batch_norm=sync or frozen"
+            raise UsageError(what, where="task.batch_norm=group", remedy=remedy)
         # All layers have groups of a whole number of channels.
         groups = math.gcd(_MOST_GROUPS, module.num_features)
         group_norm = nn.GroupNorm(groups, module.num_features, eps=module.eps, affine=module.affine)

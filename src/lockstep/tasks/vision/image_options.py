@@ -16,9 +16,8 @@ def _from_epoch_0(sizes: dict[int | float, int]) -> dict[int | float, int]:
         raise ValueError("gives no size for epoch 0; write {0: 128, 20: 160}, with epochs that are counted from 0")
     shares = [place for place in sizes if isinstance(place, float)]
     if shares and (max(sizes) >= 1 or len(shares) < len(sizes) - 1):
-        raise ValueError(
-            "gives neither epochs nor shares; write {0: 128, 20: 160} or {0: 128, 0.5: 160}, shares below 1"
-        )
+        what = "gives neither epochs nor shares; write {0: 128, 20: 160} or {0: 128, 0.5: 160}, shares below 1"
+        raise ValueError(what)
     return dict(sorted(sizes.items()))
 
 

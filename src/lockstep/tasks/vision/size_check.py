@@ -55,11 +55,8 @@ def check_image_sizes(model: nn.Module, sizes: Sequence[int], *, channels: int, 
         changed = next((name for name in alone if after.get(name) != alone[name]), None)
         if changed is not None:
             what = f"{changed} is {alone[changed]!r} after a picture of {order[-1]} pixels, but {after.get(changed)!r}"
-            raise UsageError(
-                f"the model remembers the sizes of earlier pictures: {what} if {order[0]} pixels came before",
-                where=where,
-                remedy="use one size for training and evaluation, or another model",
-            )
+            what = f"the model remembers the sizes of earlier pictures: {what} if {order[0]} pixels came before"
+            raise UsageError(what, where=where, remedy="use one size for training and evaluation, or another model")
 
 
 class _Trial:

@@ -118,9 +118,8 @@ def pixels_of(picture: Any, about: dict[str, Any]) -> Tensor:
     if isinstance(picture, np.ndarray):
         picture = Image.fromarray(picture[..., 0] if picture.ndim == 3 and picture.shape[2] == 1 else picture)
     if picture.mode == "F":
-        raise ValueError(
-            "the pixels are floating-point numbers, of which the range is not known; save them as integers"
-        )
+        what = "the pixels are floating-point numbers, of which the range is not known; save them as integers"
+        raise ValueError(what)
     if picture.mode.startswith("I"):  # 16 bits
         picture = Image.fromarray(((np.asarray(picture).astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
     if picture.mode in ("P", "PA") and "transparency" in picture.info:

@@ -42,9 +42,8 @@ def read_volume(path: str | Path, *, allow_gaps: bool = False) -> Volume:
     if path.is_dir():
         volume = read_dicom(path, allow_gaps=allow_gaps)
     elif not path.is_file():
-        raise DataError(
-            "there is no such volume", where=str(path), remedy="check the path; it is relative to the table"
-        )
+        remedy = "check the path; it is relative to the table"
+        raise DataError("there is no such volume", where=str(path), remedy=remedy)
     elif name.endswith(NIFTI):
         volume = _read_nifti(path)
     elif name.endswith(NUMPY):

@@ -135,11 +135,8 @@ class TimmModels(Models):
         try:
             return importlib.import_module("timm")
         except ImportError as error:
-            raise UsageError(
-                f"timm cannot be imported: {error}",
-                where=f"{TIMM}{self.name}",
-                remedy="pip install 'torch-lockstep[timm]'. timm needs a torchvision that fits the installed torch",
-            ) from error
+            remedy = "pip install 'torch-lockstep[timm]'. timm needs a torchvision that fits the installed torch"
+            raise UsageError(f"timm cannot be imported: {error}", where=f"{TIMM}{self.name}", remedy=remedy) from error
 
     def pixels(self) -> Pixels:
         config = self._timm.get_pretrained_cfg(self.name) if self.options.model else None

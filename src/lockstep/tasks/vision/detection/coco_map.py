@@ -237,11 +237,9 @@ def cocoeval() -> Any:
     try:
         return importlib.import_module("pycocotools.cocoeval").COCOeval
     except ImportError as error:
-        raise UsageError(
-            f"pycocotools cannot be imported: {error}",
-            where="the evaluation of a detection",
-            remedy="pip install 'torch-lockstep[images]'",
-        ) from error
+        what = f"pycocotools cannot be imported: {error}"
+        remedy = "pip install 'torch-lockstep[images]'"
+        raise UsageError(what, where="the evaluation of a detection", remedy=remedy) from error
 
 
 @contextlib.contextmanager

@@ -344,9 +344,6 @@ def _import(name: str) -> Any:
     try:
         importlib.import_module("scipy.optimize")
     except ImportError as error:
-        raise UsageError(
-            f"scipy cannot be imported: {error}",
-            where="task.model",
-            remedy="pip install 'torch-lockstep[images]'; detectors of transformers match boxes with scipy",
-        ) from error
+        remedy = "pip install 'torch-lockstep[images]'; detectors of transformers match boxes with scipy"
+        raise UsageError(f"scipy cannot be imported: {error}", where="task.model", remedy=remedy) from error
     return importlib.import_module(f"transformers.loss.{name}")

@@ -113,11 +113,8 @@ def _values(image: PILImage.Image, data: bytes, where: str) -> Array:
         return values // _STEPS.get(_bits(image, data), 1) if image.mode == "L" else values
     if image.mode in ("RGB", "RGBA", "RGBX"):
         return np.array(image)[..., :3].copy()
-    raise DataError(
-        f"a mask cannot have pixels of the kind {image.mode}",
-        where=where or None,
-        remedy="save the mask as PNG: a palette, grey with 8 or 16 bits, or RGB",
-    )
+    remedy = "save the mask as PNG: a palette, grey with 8 or 16 bits, or RGB"
+    raise DataError(f"a mask cannot have pixels of the kind {image.mode}", where=where or None, remedy=remedy)
 
 
 def _bits(image: PILImage.Image, data: bytes) -> int:

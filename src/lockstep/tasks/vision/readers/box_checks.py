@@ -142,11 +142,9 @@ def check_boxes(annotations: Annotations, on_bad: OnBadBoxes) -> tuple[Annotatio
 
 def _bad_box(annotations: Annotations, place: int, fault: str, *, others: int) -> DataError:
     more = f" (and {others} more bad boxes)" if others else ""
-    return DataError(
-        f"the box {_box_text(annotations, place, fault)}{more}",
-        where=annotations.where(place),
-        remedy="repair or remove it, or set task.on_bad_boxes=skip to go on without such boxes",
-    )
+    what = f"the box {_box_text(annotations, place, fault)}{more}"
+    remedy = "repair or remove it, or set task.on_bad_boxes=skip to go on without such boxes"
+    return DataError(what, where=annotations.where(place), remedy=remedy)
 
 
 def _only(annotations: Annotations, kept: Array) -> Annotations:

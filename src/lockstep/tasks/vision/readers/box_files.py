@@ -299,9 +299,8 @@ def _by_stem(folder: Path) -> dict[str, str]:
 
 def _no_picture(path: Path, images: Path, stem: str, pictures: Iterable[str]) -> DataError:
     hint = did_you_mean(stem, pictures)
-    return DataError(
-        f"there is no picture for it in {images}", where=str(path), remedy=f"{hint}Add the picture, or remove this file"
-    )
+    remedy = f"{hint}Add the picture, or remove this file"
+    return DataError(f"there is no picture for it in {images}", where=str(path), remedy=remedy)
 
 
 def _refuse_twice(names: Sequence[str], *, where: Path | None, remedy: str) -> None:

@@ -238,11 +238,9 @@ def check_picture_files(pictures: PictureFiles, annotations: Annotations, key: s
         there = os.listdir(path.parent) if path.parent.is_dir() else []
         more = f" ({len(missing)} of {len(pictures)} pictures are not there)" if len(missing) > 1 else ""
         hint = did_you_mean(path.name, there) if there else f"there are no files in {path.parent}. "
-        raise DataError(
-            f"{key}: there is no file {path}{more}",
-            where=f"{annotations.path}: image {annotations.image_ids[missing[0]]}",
-            remedy=f"{hint}Give the folder that the names of the pictures are relative to as task.images",
-        )
+        what = f"{key}: there is no file {path}{more}"
+        remedy = f"{hint}Give the folder that the names of the pictures are relative to as task.images"
+        raise DataError(what, where=f"{annotations.path}: image {annotations.image_ids[missing[0]]}", remedy=remedy)
 
 
 def _with_sizes(annotations: Annotations, pictures: PictureFiles) -> Annotations:

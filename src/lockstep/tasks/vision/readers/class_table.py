@@ -167,9 +167,8 @@ def _lines(text: str, where: str) -> list[str] | dict[str, list[int]]:
         name = match[4].strip()
         if name in colors:
             remedy = "give each class a name of its own"
-            raise DataError(
-                f"the name {name!r} is given to several classes", where=f"{where}, line {number}", remedy=remedy
-            )
+            what = f"the name {name!r} is given to several classes"
+            raise DataError(what, where=f"{where}, line {number}", remedy=remedy)
         colors[name] = [int(match[place]) for place in (1, 2, 3)]
     return colors
 

@@ -101,9 +101,8 @@ class SegmentationOptions(ImageOptions):
         if self.eval_window and self.eval_size:
             raise ValueError("eval_window takes pictures at their own resolution; leave out eval_size or eval_window")
         if self.eval_resize:
-            raise ValueError(
-                "eval_resize cuts out the centre, but every pixel is evaluated; use eval_size, the shorter side"
-            )
+            what = "eval_resize cuts out the centre, but every pixel is evaluated; use eval_size, the shorter side"
+            raise ValueError(what)
         if self.eval_shape == "square" and self.eval_window:
             raise ValueError("eval_window needs eval_shape: keep")
         return self
