@@ -44,14 +44,7 @@ class VolumeRiskPresenter(Presenter):
 
     def inputs(self, arguments: Sequence[str]) -> VolumeTable:
         """The volumes that the arguments name: see `read_volume_inputs`."""
-        columns = self.task.options.columns
-        return read_volume_inputs(
-            arguments,
-            questions=self.task.questions,
-            image=columns.image,
-            patient=columns.patient,
-            options=self.task.volume_options,
-        )
+        return read_volume_inputs(arguments, self.task.questions, self.task.options)
 
     # ---- one volume
 

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from lockstep.core.errors import DataError, UsageError, did_you_mean
 from lockstep.tasks.ct.folds import Fold, folds_of
+from lockstep.tasks.ct.options import VolumeRiskOptions
 from lockstep.tasks.ct.volume_labels import check_horizons, label_columns, label_values, one_sided
 from lockstep.tasks.ct.volume_labels import horizons as horizons
 from lockstep.tasks.ct.volumes.cache import cached_volume, content_address
@@ -69,6 +70,11 @@ class VolumeOptions:
     """Whether missing slices are a remark, and not an error."""
     cache: bool = True
     """Whether decoded volumes are kept on disk. Otherwise a volume is read whole each time."""
+
+
+def volume_options(options: VolumeRiskOptions) -> VolumeOptions:
+    """How volumes are read, as the options of the task say it."""
+    return VolumeOptions(options.slice_distance_mm, allow_gaps=options.allow_gaps, cache=options.keep_volumes)
 
 
 class VolumeTable(Dataset[VolumeSample]):
@@ -172,18 +178,11 @@ class VolumeTable(Dataset[VolumeSample]):
 
 def read_volume_table(
     source: str,
-    *,
-    key: str,
     split: Split,
-    image: str | int | None = None,
-    labels: Sequence[str] | None = None,
-    patient: str | int | None = None,
+    options: VolumeRiskOptions,
+    *,
+    questions: Sequence[str] | None = None,
     fold: str | None = None,
-    seed: int = 0,
-    leaks: Sequence[str] = (),
-    options: VolumeOptions = VolumeOptions(),
-    check_first: bool = False,
-    **csv: Any,
 ) -> VolumeTable:
     """The volumes of a table: CSV, TSV, JSON (lines), Parquet.
 
@@ -193,43 +192,36 @@ def read_volume_table(
 
     Args:
         source: the table. Paths in it are relative to its folder.
-        key: the config's key of the source, such as `data.train`, for errors.
         split: which part to read.
-        image: the column of the volumes. None: a usual name.
-        labels: names of the label columns, or patterns such as `lung_mets_*`, in this order. None: the columns that end
-            in a time, such as `death_5y`. For the evaluation data give the questions of the training data.
-        patient: the column of the patients. None: a usual name; if there is none, each volume is a patient, whose
-            name is the path in the table.
-        fold: `2/5`: the second of five folds of patients, stratified by labels. They depend on `seed` and the table.
-        leaks: columns, or patterns, that hold the outcome. They are refused as inputs.
-        check_first: see `VolumeTable`.
-        csv: `header`, `delimiter` and `quoting` of `lockstep.tasks.readers.table.Source`.
+        options: its `columns`, `labels`, `leaks`, `fold_seed` and `check_volumes`, and how volumes are read.
+        questions: of the training data, for the evaluation data. None: as `options.labels` says.
+        fold: `2/5`: the second of five folds of patients, stratified by labels. They depend on `fold_seed` and the
+            table.
 
     Raises:
         DataError: there is no such source or column; a label is not 0, 1 or blank; a path does not exist; an event is
             known at one horizon and denied at a later one; no row is left. Errors name file, line and column.
         UsageError: the fold is none, or a leaking column is used as an input.
     """
-    table = Source.parse(source, **csv).read()
-    taken = table_column(image, IMAGE, table, "image", needed=True)
+    table = Source.parse(source).read()
+    taken = table_column(options.columns.image, IMAGE, table, "image", needed=True)
     assert taken is not None
-    person = table_column(patient, PATIENT, table, "patient", needed=False)
-    refuse_leaks([taken], leaks, names=list(table.columns), where=source)
-    questions = label_columns(labels, table)
+    person = table_column(options.columns.patient, PATIENT, table, "patient", needed=False)
+    refuse_leaks([taken], options.leaks, names=list(table.columns), where=source)
+    questions = label_columns(options.labels if questions is None else questions, table)
     values = label_values(table, questions)
     check_horizons(values, questions, table)
     names = [_text(value) for value in table.columns[taken]]
     patients = names if person is None else _patients(table, person)
-    rows, notes = _rows(
-        table, values, patients, split=split, fold=None if fold is None else Fold.parse(fold), seed=seed
-    )
+    chosen = None if fold is None else Fold.parse(fold)
+    rows, notes = _rows(table, values, patients, split=split, fold=chosen, seed=options.fold_seed)
     if person is None:
         notes.append("the table has no column of patients: each volume is taken as a patient")
     if split == "train":
         rows, without = _with_labels(rows, values)
         notes += without
     if not rows:
-        raise _no_rows(table, key, split)
+        raise _no_rows(table, f"data.{split}", split)
     return VolumeTable(
         volume_paths(table, taken, rows),
         names=[names[row] for row in rows],
@@ -238,8 +230,8 @@ def read_volume_table(
         patients_are_known=person is not None,
         questions=questions,
         labels=values[rows],
-        options=options,
-        check_first=check_first,
+        options=volume_options(options),
+        check_first=options.check_volumes,
         notes=(*table.notes, *notes, *one_sided(values[rows], questions)),
     )
 
@@ -260,9 +252,9 @@ def _no_rows(table: Table, key: str, split: Split) -> DataError:
     return DataError(f"{key} holds no volume for {split}: column {column!r} has {has}", where=table.name, remedy=remedy)
 
 
-def has_parts(source: str, **csv: Any) -> bool:
+def has_parts(source: str) -> bool:
     """Whether a table says in a column `split` which rows are for evaluation."""
-    return any(name.lower() in _SPLIT for name in Source.parse(source, **csv).read().columns)
+    return any(name.lower() in _SPLIT for name in Source.parse(source).read().columns)
 
 
 def check_patients_apart(train: VolumeTable, evaluation: VolumeTable) -> None:

@@ -156,7 +156,7 @@ def make_model(config: Any, name: str | None, *, new_head: bool) -> tuple[nn.Mod
     return hugging_face.make_model(auto, config, name, what=_WHAT, new_head=new_head)
 
 
-def save(config: Any, tokenizer: Any, *, max_length: int, folder: Path) -> None:
+def save(config: Any, tokenizer: Any, max_length: int, folder: Path) -> None:
     """Write a config and a tokenizer into `folder`.
 
     The tokenizer's longest text is the model's limit, else `max_length`.
@@ -165,11 +165,6 @@ def save(config: Any, tokenizer: Any, *, max_length: int, folder: Path) -> None:
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.model_max_length = min(tokenizer.model_max_length, longest(config, tokenizer) or max_length)
     tokenizer.save_pretrained(folder)
-
-
-def save_for_pipeline(model: Any, tokenizer: Any, *, max_length: int, folder: Path) -> None:
-    """Write the config of `model`, with the name of its class, and the tokenizer into `folder`."""
-    save(hugging_face.config_for_pipeline(model), tokenizer, max_length=max_length, folder=folder)
 
 
 def longest(config: Any, tokenizer: Any) -> int | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.core.presenter import Presenter
 from lockstep.tasks import confusion
+from lockstep.tasks.hugging_face import config_for_pipeline
 from lockstep.tasks.readers.table import SUFFIXES, Source, lines_of
 from lockstep.tasks.text import hugging_face, log_header
 from lockstep.tasks.text.data import InputText, InputTexts, TextSample, read_input_texts
@@ -116,6 +117,5 @@ class TextPresenter(Presenter):
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the files that `transformers.pipeline` needs: the config with the label names, and the tokenizer."""
-        hugging_face.save_for_pipeline(
-            model, self.task.tokenizer, max_length=self.task.options.max_length, folder=folder
-        )
+        config = config_for_pipeline(model)
+        hugging_face.save(config, self.task.tokenizer, self.task.options.max_length, folder)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from lockstep.core import atomic
 from lockstep.core.errors import DataError, UsageError
 from lockstep.core.task import Metrics, Task
 from lockstep.tasks.class_weights import OnDevice, class_weights
+from lockstep.tasks.kept import keep
 from lockstep.tasks.readers.labels import count_labels, match_labels, split
 from lockstep.tasks.readers.table import Source
 from lockstep.tasks.text import hugging_face
@@ -67,17 +67,10 @@ class Text(Task):
         them."""
         self._trained = trained
         if not (folder / "config.json").exists():
-            try:
-                with atomic.staged_folder(folder, replace=True) as staging:
-                    hugging_face.save(self.config, self.tokenizer, max_length=self.options.max_length, folder=staging)
-            except OSError as error:
-                remedy = "choose another place with --run-dir"
-                raise UsageError(f"cannot write: {error.strerror}", where=str(folder), remedy=remedy) from error
+            config, tokenizer, length = self.config, self.tokenizer, self.options.max_length
+            keep(folder, "config.json", lambda staging: hugging_face.save(config, tokenizer, length, staging))
         self.folder = folder
-        for name in (
-            "config",
-            "tokenizer",
-        ):  # they are read again from the files, so that they are the same on every rank
+        for name in ("config", "tokenizer"):  # they come from the files, so that all ranks have the same
             self.__dict__.pop(name, None)
 
     # ---- data

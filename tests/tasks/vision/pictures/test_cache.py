@@ -22,6 +22,7 @@ from PIL import Image
 
 from lockstep.core.config import config_file
 from lockstep.core.errors import DataError, UsageError
+from lockstep.tasks.vision.classification.options import ClassificationOptions
 from lockstep.tasks.vision.pictures import cache as cache_module
 from lockstep.tasks.vision.pictures import cache_slabs
 from lockstep.tasks.vision.pictures.cache import CacheOptions, DecodedCache, folder_name, reduced
@@ -413,7 +414,7 @@ def records(tmp_path, monkeypatch):
         path = tmp_path / "set" / "ab"[number % 2] / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture(number).repeat(4, 0).repeat(4, 1)).save(path, quality=90)
-    return read_image_records(str(tmp_path / "set"), key="data.train", split="train")
+    return read_image_records(str(tmp_path / "set"), "train", ClassificationOptions())
 
 
 def test_samples_are_the_same_with_and_without_the_cache(records):
@@ -446,7 +447,7 @@ def test_pictures_of_another_folder_never_come_out_of_the_cache(tmp_path, monkey
             Image.new("RGB", (4, 4), (value,) * 3).save(path)
             os.utime(path, (1_577_836_800, 1_577_836_800))
     for split, value in (("train", 0), ("eval", 255)):
-        records = read_image_records(str(tmp_path / "data"), key="data.train", split=split)
+        records = read_image_records(str(tmp_path / "data"), split, ClassificationOptions())
         data = DecodedImages(records, cache=CacheOptions())
         assert all((data[index].pixels == value).all() for index in (0, 1))
 
@@ -470,7 +471,7 @@ def test_loader_workers_fill_the_cache(records):
 def test_real_pictures_are_bit_identical(shared_data, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     root = shared_data / "classification" / "bccd_cells"
-    records = read_image_records(str(root), key="data.eval", split="eval")
+    records = read_image_records(str(root), "eval", ClassificationOptions())
     data = DecodedImages(records, cache=CacheOptions())
     for _ in range(2):
         for index in range(len(records)):
@@ -484,7 +485,7 @@ def test_a_source_of_png_files_too(tmp_path, monkeypatch):
     (tmp_path / "set/a").mkdir(parents=True)
     (tmp_path / "set/a/1.png").write_bytes(file.getvalue())
     data = DecodedImages(
-        read_image_records(str(tmp_path / "set"), key="data.train", split="train"), cache=CacheOptions()
+        read_image_records(str(tmp_path / "set"), "train", ClassificationOptions()), cache=CacheOptions()
     )
     for _ in range(2):
         np.testing.assert_array_equal(data[0].pixels, picture(1))

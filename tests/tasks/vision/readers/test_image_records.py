@@ -15,6 +15,7 @@ from PIL import Image
 
 from lockstep.core.errors import DataError, UsageError
 from lockstep.tasks.readers.packed_text import PackedText
+from lockstep.tasks.vision.classification.options import ClassificationOptions
 from lockstep.tasks.vision.pictures.decode import decode
 from lockstep.tasks.vision.readers.image_records import evaluation_source, read_image_records, unlabelled_pictures
 from lockstep.tasks.vision.readers.image_shards import ShardPictures, find_shards, read_shards
@@ -36,8 +37,8 @@ def put(path, content=None):
     return path
 
 
-def read(source, split="train", **options):
-    return read_image_records(str(source), key=f"data.{split}", split=split, **options)
+def read(source, split="train", classes=None, **columns):
+    return read_image_records(str(source), split, ClassificationOptions(columns=columns), classes=classes)
 
 
 def samples(records):

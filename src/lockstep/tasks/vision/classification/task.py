@@ -107,17 +107,7 @@ class Classification(ImageTask):
     def _records(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> Any:
         if source == _DIGITS:
             return Digits(training=split == "train")
-        columns, subset = self.options.columns, self.options.subset
-        return read_image_records(
-            source,
-            key=f"data.{split}",
-            split=split,
-            classes=classes,
-            image=columns.image,
-            label=columns.label,
-            subset=subset,
-            **self.options.of_csv(),
-        )
+        return read_image_records(source, split, self.options, classes=classes)
 
     def _rows(self, records: Any) -> tuple[Any, Any]:
         """The rows of the training source that are for training, and those that are held back; (None, None): no split.

@@ -72,6 +72,10 @@ class DetectionOptions(ImageOptions):
     """The least share of a tile that the next tile covers too. An object that is larger than the common part may be
     found in parts only."""
 
+    def images_of(self, split: Literal["train", "eval"]) -> str | None:
+        """The folder of the pictures of a part of the data, as `images` or `eval_images` gives it."""
+        return self.images if split == "train" else self.eval_images or self.images
+
     @model_validator(mode="before")
     @classmethod
     def _batch_norm_of_transformers(cls, values: Any) -> Any:

@@ -108,17 +108,7 @@ class Detection(ImageTask):
         options = self.options
         if classes is None and options.classes is not None:
             classes = read_class_table(options.classes).names
-        return read_boxed_images(
-            source,
-            key=f"data.{split}",
-            split=split,
-            classes=classes,
-            images=options.images if split == "train" else options.eval_images or options.images,
-            on_bad_boxes=options.on_bad_boxes,
-            difficult=options.difficult,
-            channels=options.channels,
-            cache=self.cache,
-        )
+        return read_boxed_images(source, split, options, classes=classes, cache=self.cache)
 
     # ---- the model
 

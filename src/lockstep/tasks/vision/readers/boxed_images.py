@@ -6,14 +6,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep.tasks.vision.pictures.cache import CacheOptions
-from lockstep.tasks.vision.readers.box_checks import OnBadBoxes, check_boxes, check_meaning
+from lockstep.tasks.vision.readers.box_checks import check_boxes, check_meaning
 from lockstep.tasks.vision.readers.box_files import read_voc, read_yolo
 from lockstep.tasks.vision.readers.box_layouts import Layout, evaluation_part, find_layout
 from lockstep.tasks.vision.readers.class_table import listed
@@ -21,6 +21,9 @@ from lockstep.tasks.vision.readers.coco_file import Annotations, read_coco
 from lockstep.tasks.vision.readers.decoded_images import DecodedPictures
 from lockstep.tasks.vision.readers.image_files import PictureFiles, missing_files, size_of_file
 from lockstep.tasks.vision.readers.image_records import Split
+
+if TYPE_CHECKING:
+    from lockstep.tasks.vision.detection.options import DetectionOptions
 
 __all__ = ["BoxedImage", "BoxedImages", "evaluation_part", "read_boxed_images"]
 
@@ -160,14 +163,10 @@ class BoxedImages(DecodedPictures):
 
 def read_boxed_images(
     source: str,
-    *,
-    key: str,
     split: Split,
+    options: DetectionOptions,
+    *,
     classes: Sequence[str] | None = None,
-    images: str | None = None,
-    on_bad_boxes: OnBadBoxes = "raise",
-    difficult: bool = False,
-    channels: int = 3,
     cache: CacheOptions | None = None,
 ) -> BoxedImages:
     """The pictures of a source, with boxes. No picture is decoded here.
@@ -180,16 +179,10 @@ def read_boxed_images(
     | a folder with `train/`, and `val/`, `valid/` or `test/` | those of one of these folders |
 
     Args:
-        key: the config's key of the source, such as `data.train`, for errors.
         split: which part to read where a source has several.
+        options: its `images` and `eval_images`, `on_bad_boxes`, `difficult` and `channels`.
         classes: the class names of the training data, or of the config; class numbers are places in this list. None:
             the classes are those of the source: COCO by category id, VOC by letter, YOLO by number.
-        images: the folder of the pictures. None: a usual place beside the annotations.
-        on_bad_boxes: what to do with a box that is not finite, has no area, or lies outside of its picture. `raise` an
-            error, or `skip` the annotation: it is then neither trained nor evaluated, and a note says how many. `skip`
-            also allows that many boxes reach over the edge or have too large an area; these are kept.
-        difficult: VOC: take difficult objects for ordinary ones, not for crowds.
-        channels: 1 (grey) or 3 (RGB).
         cache: keep decoded pictures on disk.
 
     Raises:
@@ -197,27 +190,19 @@ def read_boxed_images(
             `read_yolo` and `on_bad_boxes`), or has a class that is not in `classes`; the four numbers of most boxes
             seem to mean something else. The error names file, annotation and value.
     """
-    layout = find_layout(source, key=key, split=split, images=images)
-    annotations = _read(layout, key=key, classes=classes, difficult=difficult)
-    pictures = PictureFiles(
-        layout.images, [annotations.file_names[number] for number in range(len(annotations.image_ids))]
-    )
-    check_picture_files(pictures, annotations, key)
+    key, on_bad = f"data.{split}", options.on_bad_boxes
+    layout = find_layout(source, key=key, split=split, images=options.images_of(split))
+    annotations = _read(layout, key=key, classes=classes, difficult=options.difficult)
+    pictures = picture_files(annotations, layout.images, key)
     annotations = _with_sizes(annotations, pictures)
-    check_meaning(annotations, on_bad_boxes)
-    annotations, notes = check_boxes(annotations, on_bad_boxes)
+    check_meaning(annotations, on_bad)
+    annotations, notes = check_boxes(annotations, on_bad)
     if not len(annotations.ids):
         raise DataError(f"{key} holds no box", where=source, remedy="give a source with annotations")
     names = list(annotations.classes if classes is None else classes)
-    return BoxedImages(
-        annotations,
-        pictures,
-        classes=names,
-        numbers=_class_numbers(annotations, names),
-        channels=channels,
-        cache=cache,
-        notes=notes,
-    )
+    numbers = _class_numbers(annotations, names)
+    kept: dict[str, Any] = {"channels": options.channels, "cache": cache, "notes": notes}
+    return BoxedImages(annotations, pictures, classes=names, numbers=numbers, **kept)
 
 
 def _read(layout: Layout, *, key: str, classes: Sequence[str] | None, difficult: bool) -> Annotations:
@@ -230,8 +215,13 @@ def _read(layout: Layout, *, key: str, classes: Sequence[str] | None, difficult:
     return read_yolo(layout.pictures, names, whole_folders=layout.whole_folders)
 
 
-def check_picture_files(pictures: PictureFiles, annotations: Annotations, key: str) -> None:
-    """Raise DataError if a picture is not there."""
+def picture_files(annotations: Annotations, folder: Path, key: str) -> PictureFiles:
+    """The pictures that a file names.
+
+    Raises:
+        DataError: one of them is not there.
+    """
+    pictures = PictureFiles(folder, [annotations.file_names[number] for number in range(len(annotations.image_ids))])
     missing = missing_files([pictures.path(index) for index in range(len(pictures))])
     if missing:
         path = Path(pictures.path(missing[0]))
@@ -241,6 +231,7 @@ def check_picture_files(pictures: PictureFiles, annotations: Annotations, key: s
         what = f"{key}: there is no file {path}{more}"
         remedy = f"{hint}Give the folder that the names of the pictures are relative to as task.images"
         raise DataError(what, where=f"{annotations.path}: image {annotations.image_ids[missing[0]]}", remedy=remedy)
+    return pictures
 
 
 def _with_sizes(annotations: Annotations, pictures: PictureFiles) -> Annotations:

@@ -83,6 +83,10 @@ class SegmentationOptions(ImageOptions):
     """The distance at which boundaries still match in the boundary F1, as a share of the picture's diagonal. None: no
     boundary F1."""
 
+    def images_of(self, split: Literal["train", "eval"]) -> str | None:
+        """The folder of the pictures of a part of the data, as `images` or `eval_images` gives it."""
+        return self.images if split == "train" else self.eval_images or self.images
+
     def never_reached(self, epochs: int) -> dict[str, str]:
         # Only square evaluation pictures have a size of `image_size`.
         return super().never_reached(epochs) if self.eval_shape == "square" else {}

@@ -136,21 +136,7 @@ class Segmentation(ImageTask):
 
     def read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> Any:
         options = self.options
-        data = read_masked_images(
-            source,
-            key=f"data.{split}",
-            split=split,
-            classes=options.classes,
-            ignore=options.ignore,
-            names=classes,
-            channels=options.channels,
-            images=options.images if split == "train" else options.eval_images or options.images,
-            image=options.columns.image,
-            mask=options.columns.mask,
-            subset=options.subset,
-            cache=self.cache,
-        )
-
+        data = read_masked_images(source, split, options, names=classes, cache=self.cache)
         if split == "train" or options.eval_window is None:
             return data
         sizes = [size_of(data.pictures, index) for index in range(len(data))]
