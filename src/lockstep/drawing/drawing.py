@@ -179,12 +179,7 @@ def distinct(colors: Any) -> npt.NDArray[np.uint8]:
 
 
 def with_boxes(
-    image: Any,
-    boxes: Any,
-    texts: Sequence[str | Sequence[str]] = (),
-    colors: Any = (),
-    *,
-    side: int | None = None,
+    image: Any, boxes: Any, texts: Sequence[str | Sequence[str]] = (), colors: Any = (), *, side: int | None = None
 ) -> Picture:
     """A picture with boxes, and with a text at each box that has room for it.
 

@@ -79,14 +79,7 @@ def risk_curve(risks: Array, labels: Array | None, outcomes: Outcomes) -> drawin
     last = max(float(pairs[-1][0]) for pairs in outcomes.values())
     known = labels is not None and bool(np.isfinite(labels).any())
     title = "risk over time" + (": discs are the known answers, 0 (no) and 1 (yes)" if known else "")
-    return diagrams.curves(
-        series,
-        title=title,
-        x_label="years",
-        y_label="risk",
-        x_range=(0.0, last),
-        marks=marks,
-    )
+    return diagrams.curves(series, title=title, x_label="years", y_label="risk", x_range=(0.0, last), marks=marks)
 
 
 def roc_curves(

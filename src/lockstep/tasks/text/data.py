@@ -299,11 +299,7 @@ class InputText(NamedTuple):
 
 
 def read_input_texts(
-    source: Source,
-    *,
-    text: str | int | Sequence[str | int] | None,
-    pair: str | int | None,
-    label: str | int | None,
+    source: Source, *, text: str | int | Sequence[str | int] | None, pair: str | int | None, label: str | int | None
 ) -> list[InputText]:
     """The texts of a source, which needs no labels. The arguments are those of `read_texts`."""
     rows = source.read()

@@ -59,11 +59,7 @@ def train_picture(
     if options.randaugment is not None:
         chosen = options.randaugment
         picture = rand_augment(
-            picture,
-            operations=chosen.operations,
-            magnitude=chosen.magnitude,
-            options=options,
-            mask_fill=mask_fill,
+            picture, operations=chosen.operations, magnitude=chosen.magnitude, options=options, mask_fill=mask_fill
         )
     if options.trivialaugment:
         picture = trivial_augment(picture, options=options, mask_fill=mask_fill)
@@ -156,11 +152,7 @@ def _scale_jitter(picture: Picture, size: Size, options: AugmentOptions, mask_fi
         whole = high, wide = geometry.fitted_size((height, width), size)
         top = left = above = before = 0
     picture = geometry.resize_crop(
-        picture,
-        whole,
-        (top, left, high, wide),
-        interpolation=options.interpolation,
-        min_visible=options.min_visible,
+        picture, whole, (top, left, high, wide), interpolation=options.interpolation, min_visible=options.min_visible
     )
     below, after = size[0] - high - above, size[1] - wide - before
     if not (above or before or below or after):

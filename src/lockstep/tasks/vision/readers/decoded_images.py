@@ -101,11 +101,7 @@ def open_cache(records: Digested, *, channels: int, options: CacheOptions) -> De
     digest = hashlib.sha256(repr((records.digest(), len(records), versions)).encode()).hexdigest()
     folder = cache_root() / folder_name(digest, channels=channels, shorter_side=options.shorter_side)
     return DecodedCache(
-        folder,
-        len(records),
-        channels=channels,
-        limit_bytes=options.limit_bytes,
-        shorter_side=options.shorter_side,
+        folder, len(records), channels=channels, limit_bytes=options.limit_bytes, shorter_side=options.shorter_side
     )
 
 

@@ -71,10 +71,7 @@ def load_index(shard: Path, label: str) -> ShardIndex:
         raise DataError(f"cannot be read: {error.strerror}", where=str(shard), remedy="check the path") from error
     key = {"format": _FORMAT, "label": label, "size": about.st_size, "time_ns": about.st_mtime_ns}
     key |= {"heif": True} if reads_heif() else {}  # an index without it has no HEIC pictures
-    places = (
-        shard.with_name(f".{shard.name}.index"),
-        cache_root() / f"shard-{digest_of(str(shard.resolve()))}.index",
-    )
+    places = (shard.with_name(f".{shard.name}.index"), cache_root() / f"shard-{digest_of(str(shard.resolve()))}.index")
     for place in places:
         if (index := _read(place, key)) is not None:
             return index

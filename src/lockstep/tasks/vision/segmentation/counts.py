@@ -71,10 +71,7 @@ def summarise(confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
     right, either = counts.diagonal(), counts.sum(0) + counts.sum(1) - counts.diagonal()
     seen = either > 0
     iou = right / either.clamp(min=1)
-    values = {
-        "miou": float(iou[seen].mean()),
-        "pixel_accuracy": float(right.sum() / counts.sum()),
-    }
+    values = {"miou": float(iou[seen].mean()), "pixel_accuracy": float(right.sum() / counts.sum())}
     return values | {f"iou/{name}": float(iou[number]) for number, name in enumerate(classes) if seen[number]}
 
 
