@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.core.errors import UsageError, did_you_mean
+from lockstep.tasks.faults import first_line, optional
 from lockstep.tasks.readers.hub import offline_without_network
 from lockstep.tasks.vision.readers.class_table import listed
 
@@ -34,12 +35,9 @@ def import_transformers(kind: str, extra: str) -> Any:
     Raises:
         UsageError: it is not installed.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        remedy = f"pip install 'torch-lockstep[{extra}]'"
-        raise UsageError("transformers is not installed", where=f"task.kind: {kind}", remedy=remedy) from error
-    return transformers
+    remedy = f"pip install 'torch-lockstep[{extra}]'"
+    what, where = "transformers is not installed", f"task.kind: {kind}"
+    return optional("transformers", what, where=where, remedy=remedy, kind=UsageError)
 
 
 def load(loading: Callable[..., Any], what: str, name: str | Path, **options: Any) -> Any:
@@ -230,8 +228,3 @@ def config_for_pipeline(model: Any) -> Any:
     config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     return config
-
-
-def first_line(error: Exception) -> str:
-    """The kind of an error and the first line of its text."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -18,6 +18,8 @@ from torch.export import Dim
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from lockstep.tasks.faults import first_line
+
 FILE = "model.pt2"
 SCRIPT = "use_model.py"
 _SIGNATURE = "model.json"
@@ -149,8 +151,7 @@ def _quiet() -> Iterator[None]:
 
 def without_program(error: Exception) -> str:
     """The warning that an export has no program."""
-    what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    return f"there is no {FILE}, so the weights need the code of the model: {what}"
+    return f"there is no {FILE}, so the weights need the code of the model: {first_line(error)}"
 
 
 def _write(program: Program, folder: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lockstep.core import atomic, locks
 from lockstep.core.errors import DataError, UsageError
+from lockstep.tasks.faults import reading
 
 CACHE_VARIABLE = "LOCKSTEP_CACHE"
 _POLL_S = 0.1
@@ -34,12 +35,8 @@ def digest_of(*parts: object, files: tuple[Path, ...] = ()) -> str:
         text = repr(part).encode()
         digest.update(f"{len(text)}:".encode() + text)
     for path in files:
-        try:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            remedy = "check the path and its permissions"
-            raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
+        with reading(path), path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:32]
 
 

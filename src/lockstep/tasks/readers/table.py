@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.faults import first_line, optional
 from lockstep.tasks.readers.encodings import decoded, read_text
 from lockstep.tasks.readers.hub import offline_without_network
 
@@ -314,13 +315,12 @@ def _from_objects(rows: list[Any], path: Path, lines: list[int] | None) -> Table
 
 
 def _read_parquet(path: Path) -> Table:
+    remedy = "pip install 'torch-lockstep[text]'"
+    parquet = optional("pyarrow.parquet", "pyarrow is needed to read Parquet", where=str(path), remedy=remedy)
+    import pyarrow
+
     try:
-        import pyarrow.parquet
-    except ImportError as error:
-        remedy = "pip install 'torch-lockstep[text]'"
-        raise DataError("pyarrow is needed to read Parquet", where=str(path), remedy=remedy) from error
-    try:
-        columns = pyarrow.parquet.read_table(path).to_pydict()
+        columns = parquet.read_table(path).to_pydict()
     except (OSError, pyarrow.ArrowException) as error:
         remedy = "it is damaged, or of another format"
         raise DataError(f"not readable as Parquet: {error}", where=str(path), remedy=remedy) from error
@@ -329,11 +329,8 @@ def _read_parquet(path: Path) -> Table:
 
 def _data_set(source: Source) -> Any:
     """A `datasets.Dataset`: from a saved folder, or from the hub (offline: from the hub's cache)."""
-    try:
-        import datasets
-    except ImportError as error:
-        remedy = "pip install datasets (or 'torch-lockstep[text]'), or give a CSV, TSV or JSON file"
-        raise DataError("`datasets` is needed to read this data set", where=source.name, remedy=remedy) from error
+    remedy = "pip install datasets (or 'torch-lockstep[text]'), or give a CSV, TSV or JSON file"
+    datasets = optional("datasets", "`datasets` is needed to read this data set", where=source.name, remedy=remedy)
     datasets.disable_progress_bars()
     if Path(source.name).is_dir():
         try:
@@ -343,7 +340,7 @@ def _data_set(source: Source) -> Any:
             remedy = "make a data set with `Dataset.save_to_disk`, or give a file"
             if files:
                 remedy = f"give one of its files: {', '.join(files)}"
-            what = f"not a folder that `datasets` saved: {_first_line(error)}"
+            what = f"not a folder that `datasets` saved: {first_line(error)}"
             raise DataError(what, where=source.name, remedy=remedy) from error
         if not isinstance(loaded, Mapping):
             return loaded
@@ -357,9 +354,9 @@ def _data_set(source: Source) -> Any:
     except Exception as error:
         here = Path(source.name).absolute()
         what = f"neither a file nor a folder ({here}), nor a data set that the Hugging Face hub gives now"
+        what = f"{what}: {first_line(error)}"
         hint = did_you_mean(here.name, os.listdir(here.parent)) if here.parent.is_dir() else ""
         remedy = f"{hint}Check the path or the name; offline, give a file or a folder made by `Dataset.save_to_disk`"
-        what = f"{what}: {_first_line(error)}"
         remedy = f"{remedy} (the hub's cache is {datasets.config.HF_DATASETS_CACHE})"
         raise DataError(what, where=f"{source.name}:{source.split}", remedy=remedy) from error
 
@@ -371,7 +368,3 @@ def _from_data_set(data: Any, name: str) -> Table:
         if inner:
             classes[column] = list(inner)
     return Table(data.to_dict(), name, classes=classes)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from lockstep.core.errors import DataError
 from lockstep.tasks.ct.volumes.volume import REMEDY, Volume, oriented
+from lockstep.tasks.faults import optional
 
 Array = npt.NDArray[Any]
 
@@ -74,10 +75,7 @@ def read_dicom(folder: Path, *, allow_gaps: bool = False) -> Volume:
 
 def _one_series(folder: Path) -> tuple[list[Any], list[str]]:
     """The slices in a folder, and notes."""
-    try:
-        import pydicom
-    except ImportError as error:
-        raise DataError("pydicom is needed to read DICOM", where=str(folder), remedy=REMEDY) from error
+    pydicom = optional("pydicom", "pydicom is needed to read DICOM", where=str(folder), remedy=REMEDY)
     series: dict[str, list[Any]] = defaultdict(list)
     others = 0
     for path in dicom_files(folder):

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from lockstep.core.errors import DataError
 from lockstep.tasks.ct.volumes.dicom import read_dicom
 from lockstep.tasks.ct.volumes.volume import REMEDY, Volume, oriented, volume_of
+from lockstep.tasks.faults import optional
 
 Array = npt.NDArray[Any]
 
@@ -58,10 +59,7 @@ def read_volume(path: str | Path, *, allow_gaps: bool = False) -> Volume:
 
 
 def _read_nifti(path: Path) -> Volume:
-    try:
-        import nibabel
-    except ImportError as error:
-        raise DataError("nibabel is needed to read NIfTI", where=str(path), remedy=REMEDY) from error
+    nibabel = optional("nibabel", "nibabel is needed to read NIfTI", where=str(path), remedy=REMEDY)
     try:
         image: Any = nibabel.load(path)
         voxels = _checked_voxels(path, image) if path.name.lower().endswith(".gz") else np.asanyarray(image.dataobj)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.faults import optional
 
 Array = npt.NDArray[Any]
 
@@ -52,7 +53,7 @@ def oriented(voxels: Array, affine: Array, *, where: str, positions: Array | Non
         DataError: the voxels are no volume (see `hounsfield`), the matrix has no orientation, or distances are uneven
             along an axis that is not nearest to the axis of the body.
     """
-    nibabel = _nibabel(where)
+    nibabel = optional("nibabel", "nibabel is needed to read volumes", where=where, remedy=REMEDY)
     if voxels.ndim == 4 and voxels.shape[3] == 1:
         voxels = voxels[..., 0]
     if voxels.ndim != 3 or not voxels.size:
@@ -134,11 +135,3 @@ def _notes(is_axial: bool, along: Array, distance: float, steps: Array) -> tuple
     if _is_uneven(steps):
         notes.append(f"distances between slices are uneven: {steps.min():.2f} to {steps.max():.2f} mm")
     return tuple(notes)
-
-
-def _nibabel(where: str) -> Any:
-    try:
-        import nibabel
-    except ImportError as error:
-        raise DataError("nibabel is needed to read volumes", where=where, remedy=REMEDY) from error
-    return nibabel

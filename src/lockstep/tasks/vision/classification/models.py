@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.core.errors import DataError, UsageError
+from lockstep.tasks.faults import optional
 from lockstep.tasks.vision.classification.convnet import ConvNet
 from lockstep.tasks.vision.classification.options import AUTO, CONVNET, CONVNET4, RESNET9, TIMM, ClassificationOptions
 from lockstep.tasks.vision.classification.resnet9 import ConvNet4, ResNet9
@@ -132,11 +132,8 @@ class TimmModels(Models):
 
     @property
     def _timm(self) -> Any:
-        try:
-            return importlib.import_module("timm")
-        except ImportError as error:
-            remedy = "pip install 'torch-lockstep[timm]'. timm needs a torchvision that fits the installed torch"
-            raise UsageError(f"timm cannot be imported: {error}", where=f"{TIMM}{self.name}", remedy=remedy) from error
+        remedy = "pip install 'torch-lockstep[timm]'. timm needs a torchvision that fits the installed torch"
+        return optional("timm", where=f"{TIMM}{self.name}", remedy=remedy, kind=UsageError)
 
     def pixels(self) -> Pixels:
         config = self._timm.get_pretrained_cfg(self.name) if self.options.model else None

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lockstep.core.errors import DataError, UsageError
+from lockstep.tasks.faults import optional
 from lockstep.tasks.vision.readers.boxed_images import BoxedImages
 
 MOST = 100
@@ -234,12 +235,8 @@ def cocoeval() -> Any:
     Raises:
         UsageError: pycocotools cannot be imported.
     """
-    try:
-        return importlib.import_module("pycocotools.cocoeval").COCOeval
-    except ImportError as error:
-        what = f"pycocotools cannot be imported: {error}"
-        remedy = "pip install 'torch-lockstep[images]'"
-        raise UsageError(what, where="the evaluation of a detection", remedy=remedy) from error
+    where, remedy = "the evaluation of a detection", "pip install 'torch-lockstep[images]'"
+    return optional("pycocotools.cocoeval", where=where, remedy=remedy, kind=UsageError).COCOeval
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.errors import UsageError
+from lockstep.tasks.faults import optional
 
 Layer = dict[str, Tensor]
 Labels = list[dict[str, Tensor]]
@@ -341,9 +342,6 @@ def _import(name: str) -> Any:
     Raises:
         UsageError: scipy is not installed, which matches boxes with queries.
     """
-    try:
-        importlib.import_module("scipy.optimize")
-    except ImportError as error:
-        remedy = "pip install 'torch-lockstep[images]'; detectors of transformers match boxes with scipy"
-        raise UsageError(f"scipy cannot be imported: {error}", where="task.model", remedy=remedy) from error
+    remedy = "pip install 'torch-lockstep[images]'; detectors of transformers match boxes with scipy"
+    optional("scipy.optimize", where="task.model", remedy=remedy, kind=UsageError)
     return importlib.import_module(f"transformers.loss.{name}")

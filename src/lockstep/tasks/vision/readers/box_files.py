@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.faults import reading
 from lockstep.tasks.readers.packed_text import PackedText
 from lockstep.tasks.vision.readers.class_table import listed
 from lockstep.tasks.vision.readers.coco_file import Annotations
@@ -282,11 +283,8 @@ def _check_labels(images: Sequence[Path]) -> None:
 
 def _by_stem(folder: Path) -> dict[str, str]:
     """The names of the pictures in a folder, by stem."""
-    try:
+    with reading(folder, "give the folder of the pictures as task.images"):
         names = sorted(os.listdir(folder))
-    except OSError as error:
-        what = f"cannot be read: {error.strerror}"
-        raise DataError(what, where=str(folder), remedy="give the folder of the pictures as task.images") from error
     found: dict[str, str] = {}
     for name in filter(is_picture, names):
         stem = os.path.splitext(name)[0]

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.faults import optional
 from lockstep.tasks.vision.readers.class_table import ClassEntry, ClassesOption, ClassTable, listed, read_class_table
 from lockstep.tasks.vision.readers.coco_file import Annotations
 from lockstep.tasks.vision.readers.image_files import Pictures, add_file
@@ -196,7 +197,8 @@ class _Fault(Exception):
 def _region(segmentation: Any, size: Size) -> npt.NDArray[np.bool_]:
     """The pixels of an annotation: (height, width) bool, column by column in memory."""
     _check(segmentation, size)
-    coco = _pycocotools()
+    remedy = "pip install 'torch-lockstep[images]'"
+    coco = optional("pycocotools.mask", "pycocotools is needed to draw polygons", remedy=remedy)
     try:
         if isinstance(segmentation, list):
             encoded = coco.merge(coco.frPyObjects(segmentation, *size))
@@ -286,12 +288,3 @@ def _runs(counts: str) -> list[int]:
             runs.append(value + (runs[-2] if len(runs) > 2 else 0))
             value = place = 0
     return runs
-
-
-def _pycocotools() -> Any:
-    try:
-        from pycocotools import mask
-    except ImportError as error:
-        remedy = "pip install 'torch-lockstep[images]'"
-        raise DataError("pycocotools is needed to draw polygons", remedy=remedy) from error
-    return mask

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import SKIP, DataError, did_you_mean
+from lockstep.tasks.faults import reading
 from lockstep.tasks.readers.input_files import special_files
 from lockstep.tasks.readers.packed_text import PackedText
 from lockstep.tasks.vision.pictures.decode import image_size, reads_heif
@@ -126,18 +127,14 @@ def size_of_file(path: str, *, where: str | None = None) -> tuple[int, int]:
         DataError: the file cannot be read, or is no picture.
     """
     where = path if where is None else where
-    try:
-        with open(path, "rb") as file:
-            head = file.read(_PNG_HEAD)
-            if head.startswith(_PNG) and len(head) >= 24 and b"eXIf" not in head:
-                return int.from_bytes(head[20:24], "big"), int.from_bytes(head[16:20], "big")
-            with contextlib.suppress(DataError):
-                head += file.read(_HEAD)
-                return image_size(head, where=where)
-            return image_size(head + file.read(), where=where)
-    except OSError as error:
-        what = f"cannot be read: {error.strerror}"
-        raise DataError(what, where=where, remedy="check the path and its permissions") from error
+    with reading(where), open(path, "rb") as file:
+        head = file.read(_PNG_HEAD)
+        if head.startswith(_PNG) and len(head) >= 24 and b"eXIf" not in head:
+            return int.from_bytes(head[20:24], "big"), int.from_bytes(head[16:20], "big")
+        with contextlib.suppress(DataError):
+            head += file.read(_HEAD)
+            return image_size(head, where=where)
+        return image_size(head + file.read(), where=where)
 
 
 def picture_suffixes() -> tuple[str, ...]:

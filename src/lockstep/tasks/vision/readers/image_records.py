@@ -18,6 +18,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.faults import optional
 from lockstep.tasks.readers.input_files import find_files
 from lockstep.tasks.readers.labels import match_labels
 from lockstep.tasks.readers.table import Source
@@ -177,11 +178,8 @@ def is_saved_data_set(folder: Path) -> bool:
 
 
 def _from_parquet(source: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        remedy = "pip install datasets, or write the pictures to files"
-        raise DataError("`datasets` is needed to read pictures from Parquet", where=source, remedy=remedy) from error
+    remedy = "pip install datasets, or write the pictures to files"
+    datasets = optional("datasets", "`datasets` is needed to read pictures from Parquet", where=source, remedy=remedy)
     datasets.disable_progress_bars()
     data = datasets.Dataset.from_parquet(source)
     for name, kind in data.features.items():

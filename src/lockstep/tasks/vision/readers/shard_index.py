@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from lockstep.core import atomic
 from lockstep.core.errors import DataError
+from lockstep.tasks.faults import reading
 from lockstep.tasks.readers.cache import cache_root, digest_of
 from lockstep.tasks.vision.pictures.decode import reads_heif
 from lockstep.tasks.vision.readers.image_files import picture_suffixes
@@ -65,10 +65,8 @@ def load_index(shard: Path, label: str) -> ShardIndex:
     Raises:
         DataError: see `make_index`.
     """
-    try:
+    with reading(shard, "check the path"):
         about = os.stat(shard)
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(shard), remedy="check the path") from error
     key = {"format": _FORMAT, "label": label, "size": about.st_size, "time_ns": about.st_mtime_ns}
     key |= {"heif": True} if reads_heif() else {}  # an index without it has no HEIC pictures
     places = (shard.with_name(f".{shard.name}.index"), cache_root() / f"shard-{digest_of(str(shard.resolve()))}.index")
@@ -144,7 +142,7 @@ def make_index(shard: Path, label: str) -> ShardIndex:
     """
     keys: dict[str, _Key] = {}
     suffixes, others = picture_suffixes(), 0
-    with _opened(shard) as file:
+    with reading(shard), shard.open("rb") as file:
         about = os.fstat(file.fileno())
         for member in _members(shard, file):
             folder, _, name = member.name.rpartition("/")
@@ -189,16 +187,6 @@ def make_index(shard: Path, label: str) -> ShardIndex:
         codes=np.array([-1 if name is None else places[name] for name in given], dtype=np.int64),
         others=others,
     )
-
-
-@contextlib.contextmanager
-def _opened(shard: Path) -> Iterator[BinaryIO]:
-    try:
-        with shard.open("rb") as file:
-            yield file
-    except OSError as error:
-        remedy = "check the path and its permissions"
-        raise DataError(f"cannot be read: {error.strerror}", where=str(shard), remedy=remedy) from error
 
 
 def _members(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
