@@ -5,11 +5,12 @@ import pytest
 from lockstep.core.errors import DataError
 from lockstep.tasks.readers.table import Table
 from lockstep.tasks.text.columns import Columns, choose
+from lockstep.tasks.text.options import ColumnsOptions
 
 
 def chosen(names, text=None, pair=None, label=None, needs_label=True):
     table = Table({name: [] for name in names.split()}, "a.csv")
-    return choose(table, text=text, pair=pair, label=label, needs_label=needs_label)
+    return choose(table, ColumnsOptions(text=text, pair=pair, label=label), needs_label=needs_label)
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,13 @@ from lockstep.tasks.ct.volume_inputs import read_volume_inputs
 from lockstep.tasks.ct.volume_table import VolumeSample, VolumeTable, horizons
 from lockstep.tasks.ct.volumes.windows import windowed
 from lockstep.tasks.program import Program
+from lockstep.tasks.vision.readers.class_table import listed
 
 if TYPE_CHECKING:
     from lockstep.tasks.ct.task import Prepared, VolumeRisk
 
 _DIGITS = 4
 _MATTERED = 3  # slices that rows and texts name
-_SHOWN = 8
 
 Array = npt.NDArray[Any]
 Output = Mapping[str, Tensor]
@@ -156,8 +156,7 @@ class VolumeRiskPresenter(Presenter):
             pairs = zip(about.questions, about.positive_weights, strict=True)
             lines.append("weights of yes: " + ", ".join(f"{name} {weight:.3g}" for name, weight in pairs))
         if task.new_weights:
-            shown = ", ".join(task.new_weights[:_SHOWN]) + (", ..." if len(task.new_weights) > _SHOWN else "")
-            lines.append(f"not in {options.model}, so new: {shown}")
+            lines.append(f"not in {options.model}, so new: {listed(task.new_weights)}")
         return lines
 
     def _windows(self) -> list[tuple[str, Any]]:

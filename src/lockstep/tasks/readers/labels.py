@@ -56,12 +56,8 @@ def single_labels(
     for number, value in enumerate(values):
         if isinstance(value, list | Mapping):
             raise DataError(f"the label is a {type(value).__name__}: {value!r}", where=where(number), remedy=for_lists)
-        if (
-            value is None
-            or value != value
-            or (isinstance(value, str) and not value.strip())
-            or (classes is not None and not 0 <= int(value) < len(classes))
-        ):
+        blank = value is None or value != value or (isinstance(value, str) and not value.strip())
+        if blank or (classes is not None and not 0 <= int(value) < len(classes)):
             remedy = "fill in the label, or remove the row"
             raise DataError(f"no label in column {column!r}: {value!r}", where=where(number), remedy=remedy)
     if classes is not None:
@@ -84,11 +80,9 @@ def multiple_labels(
     """
     lists = []
     for number, value in enumerate(values):
-        items = (
-            [part.strip() for part in value.split(separator)]
-            if isinstance(value, str)
-            else ([] if value is None else value)
-        )
+        items = [] if value is None else value
+        if isinstance(value, str):
+            items = [part.strip() for part in value.split(separator)]
         if not isinstance(items, list):
             remedy = f"use a list, or text with {separator!r} between labels"
             raise DataError(f"the labels are {value!r}", where=where(number), remedy=remedy)
@@ -102,13 +96,9 @@ def multiple_labels(
         if bad:
             remedy = "leave it out of the list, or name the label"
             raise DataError(f"{bad[0]!r} among the labels {items!r}", where=where(number), remedy=remedy)
-        lists.append(
-            [
-                classes[item] if classes is not None and isinstance(item, int) else _name(item)
-                for item in items
-                if item != ""
-            ]
-        )
+        numbered = classes if classes is not None else ()
+        written = [item for item in items if item != ""]
+        lists.append([numbered[item] if numbered and isinstance(item, int) else _name(item) for item in written])
     names = list(classes) if classes is not None else sorted_names({item for items in lists for item in items})
     place = {name: number for number, name in enumerate(names)}
     codes = np.zeros((len(lists), len(names)), dtype=np.int8)

@@ -31,7 +31,6 @@ class TextPresenter(Presenter):
     def inputs(self, arguments: Sequence[str]) -> InputTexts:
         """The texts of each argument: the rows of a file, the lines of standard input (`-`), or else the argument
         itself."""
-        columns = self.task.options.columns
         texts: list[InputText] = []
         for number, argument in enumerate(arguments, start=1):
             if argument == "-":
@@ -39,7 +38,7 @@ class TextPresenter(Presenter):
                 texts += [InputText(f"standard input:{line}", text) for line, text in enumerate(lines, start=1)]
             elif Path(argument).is_file() or (argument.endswith(SUFFIXES) and " " not in argument):
                 source = Source.parse(argument, **self.task.reading)
-                texts += read_input_texts(source, text=columns.text, pair=columns.pair, label=columns.label)
+                texts += read_input_texts(source, self.task.options.columns)
             else:
                 texts.append(InputText(f"argument {number}", argument))
         return InputTexts(texts, self.task.tokenizer, self.task.options.max_length)
@@ -56,11 +55,8 @@ class TextPresenter(Presenter):
             chosen: Any = [label for label, value in probabilities.items() if value > 0.5]
             return {"prediction": chosen, "probability": max(probabilities.values()), "probabilities": probabilities}
         best = int(output.argmax())
-        return {
-            "prediction": labels[best],
-            "probability": round(float(output[best]), 6),
-            "probabilities": probabilities,
-        }
+        found = {"prediction": labels[best], "probability": round(float(output[best]), 6)}
+        return {**found, "probabilities": probabilities}
 
     def truth(self, sample: TextSample) -> Any:
         labels = self.task.labels

@@ -45,12 +45,7 @@ class Text(Task):
 
     def __init__(self, options: TextOptions, train: str, eval: str | None = None) -> None:
         self.options = options
-        self.reading: dict[str, Any] = {
-            "subset": options.subset,
-            "header": options.header,
-            "delimiter": options.delimiter,
-            "quoting": options.quoting,
-        }
+        self.reading: dict[str, Any] = options.of_csv() | {"subset": options.subset}
         self.source = Source.parse(train, split="train", **self.reading)
         self.eval_source = Source.parse(eval, split="test", **self.reading) if eval else None
         self.folder: Path | None = None
@@ -84,16 +79,7 @@ class Text(Task):
         return self._read(self.eval_source) if self.eval_source else None
 
     def _read(self, source: Source) -> Texts:
-        columns = self.options.columns
-        return read_texts(
-            source,
-            text=columns.text,
-            pair=columns.pair,
-            label=columns.label,
-            multi_label=self.options.multi_label,
-            separator=self.options.label_separator,
-            empty=self.options.empty,
-        )
+        return read_texts(source, self.options)
 
     @cached_property
     def _split(self) -> tuple[Any, Any]:
@@ -197,11 +183,9 @@ class Text(Task):
     def prepare(self, sample: TextSample, epoch: int, training: bool) -> tuple[Tensor, Tensor | None, Any]:
         """Token ids, segments (None without pairs), and the label: a class number, or 0.0 and 1.0 by class."""
         types = None if sample.types is None else torch.from_numpy(np.array(sample.types, dtype=np.int64))
-        label = (
-            sample.label
-            if isinstance(sample.label, int)
-            else torch.from_numpy(np.array(sample.label, dtype=np.float32))
-        )
+        label: Any = sample.label
+        if not isinstance(label, int):
+            label = torch.from_numpy(np.array(label, dtype=np.float32))
         return torch.from_numpy(np.array(sample.ids, dtype=np.int64)), types, label
 
     def collate(self, samples: list[Any]) -> Batch:
