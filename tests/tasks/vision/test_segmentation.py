@@ -19,7 +19,7 @@ from lockstep.tasks.vision.readers import coco_masks, masked_images
 from lockstep.tasks.vision.segmentation import counts
 from lockstep.tasks.vision.segmentation import task as segmentation_task
 from lockstep.tasks.vision.segmentation.options import SegmentationOptions
-from lockstep.tasks.vision.segmentation.task import fitted_size
+from lockstep.tasks.vision.use_pictures import fitted_size
 from tests import runs
 from tests.mask_cases import (
     CLASSES,

@@ -141,15 +141,7 @@ class Detection(ImageTask):
                 changed = train_picture(picture, size, options.augment)
             seen = [View(changed, changed.size, (1.0, 1.0), (0, 0))]
         else:
-            seen = views(
-                picture,
-                options.size_for_evaluation(default),
-                tile=options.tile,
-                overlap=options.tile_overlap,
-                fill=options.augment.fill,
-                interpolation=options.augment.interpolation,
-                min_visible=options.augment.min_visible,
-            )
+            seen = views(picture, options.size_for_evaluation(default), options)
         indices = [view.picture.box_indices for view in seen]
         # The cache may have reduced the picture.
         reduced = sample.size[1] / picture.size[1], sample.size[0] / picture.size[0]

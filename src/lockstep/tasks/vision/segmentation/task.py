@@ -37,6 +37,7 @@ from lockstep.tasks.vision.segmentation.models import models_for
 from lockstep.tasks.vision.segmentation.options import SegmentationOptions
 from lockstep.tasks.vision.segmentation.presenter import SegmentationPresenter
 from lockstep.tasks.vision.segmentation.windows import Tile, Window, Windows, tiles
+from lockstep.tasks.vision.use_pictures import fitted_size
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -356,16 +357,3 @@ def _ids(classes: Sequence[str], known: Mapping[str, int]) -> list[int]:
     """The id of each class. Classes of a pretrained model that the data lack get the numbers after all known ids."""
     free = itertools.count(max(known.values()) + 1)
     return [known[name] if name in known else next(free) for name in classes]
-
-
-def fitted_size(size: Size, shorter: int | None) -> Size:
-    """(height, width) with a shorter side of `shorter` pixels and the shape of `size`. None: `size` itself.
-
-    The longer side is rounded down, as in torchvision's `Resize`.
-    """
-    if shorter is None:
-        return size
-    height, width = size
-    if height <= width:
-        return shorter, max(shorter, width * shorter // height)
-    return max(shorter, height * shorter // width), shorter
