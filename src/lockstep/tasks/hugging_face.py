@@ -165,13 +165,8 @@ def make_model(auto: Any, config: Any, name: str | None, *, what: str, new_head:
         transformers.logging.set_verbosity_error()  # no warning about the new last layer, which is intended
         try:
             # float32, also if the file holds half precision: updates of half-precision weights vanish in rounding.
-            options = {
-                "config": config,
-                "dtype": torch.float32,
-                "ignore_mismatched_sizes": new_head,
-                "output_loading_info": True,
-            }
-            model, info = load(auto.from_pretrained, "model", name, **options)
+            options = {"config": config, "dtype": torch.float32, "ignore_mismatched_sizes": new_head}
+            model, info = load(auto.from_pretrained, "model", name, output_loading_info=True, **options)
         finally:
             transformers.logging.set_verbosity(before)
     except (ValueError, KeyError) as error:

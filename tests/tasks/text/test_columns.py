@@ -94,11 +94,7 @@ def test_columns_that_are_not_clear_are_listed(names, options, what, remedy):
 
 def test_a_first_row_that_holds_no_names_is_suspected():
     with pytest.raises(DataError) as caught:
-        choose(
-            Table({"It was a good film, and long enough to be seen twice": [], "pos": []}, "a.csv"),
-            text=None,
-            pair=None,
-            label=None,
-        )
+        table = Table({"It was a good film, and long enough to be seen twice": [], "pos": []}, "a.csv")
+        choose(table, ColumnsOptions())
     assert "It was a good film, and long enough to b...," in caught.value.remedy
     assert caught.value.remedy.endswith("if these are not names but a first row, set task.header=false")

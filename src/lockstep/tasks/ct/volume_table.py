@@ -332,11 +332,9 @@ def _rows(
             raise DataError(f"{value!r} in column {column!r} is no part", where=table.where(row), remedy=remedy)
     usual = TRAIN if split == "train" else next(((name,) for name in EVAL if name in written), EVAL)
     others = [value for value in written if value in EVAL and value not in usual] if split == "eval" else []
-    notes = (
-        [f"{len(others)} rows of other parts for evaluation are not used: {', '.join(sorted(set(others)))}"]
-        if others
-        else []
-    )
+    notes = []
+    if others:
+        notes = [f"{len(others)} rows of other parts for evaluation are not used: {', '.join(sorted(set(others)))}"]
     return [row for row, value in enumerate(written) if value in usual], notes
 
 

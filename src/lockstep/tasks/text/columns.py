@@ -8,8 +8,8 @@ from lockstep.tasks.readers.columns import LABEL, named, usual
 from lockstep.tasks.readers.table import Table
 from lockstep.tasks.text.options import ColumnsOptions
 
-_TEXT = ("text", "sentence", "content", "review", "comment", "utterance", "query", "question", "document")
-_TEXT += ("body", "message", "tweet")
+_TEXT: tuple[str, ...] = ("text", "sentence", "content", "review", "comment", "utterance", "query", "question")
+_TEXT += ("document", "body", "message", "tweet")
 _PAIRS = {"text": "text_pair", "sentence1": "sentence2", "premise": "hypothesis", "question1": "question2"}
 _PAIRS |= {"text1": "text2"}
 

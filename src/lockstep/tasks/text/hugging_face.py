@@ -17,13 +17,7 @@ from lockstep.tasks.readers.cache import cached, digest_of
 from lockstep.tasks.text.options import EMBEDDING_BAG
 
 # The special tokens of a tokenizer that is trained here, by role. They have the names of BERT's tokens.
-_SPECIAL = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
+_SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 _WHAT = "sequence classification"
 
 
@@ -61,12 +55,9 @@ def train_tokenizer(texts: Iterable[str], *, digest: str, vocab_size: int, lower
         tokenizer = Tokenizer(models.WordPiece(unk_token=_SPECIAL["unk_token"]))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.train_from_iterator(
-            texts,
-            trainers.WordPieceTrainer(
-                vocab_size=vocab_size, special_tokens=list(_SPECIAL.values()), show_progress=False
-            ),
-        )
+        special = list(_SPECIAL.values())
+        trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
+        tokenizer.train_from_iterator(texts, trainer)
         cls, sep = _SPECIAL["cls_token"], _SPECIAL["sep_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{cls} $A {sep}",
@@ -169,12 +160,8 @@ def save(config: Any, tokenizer: Any, max_length: int, folder: Path) -> None:
 
 def longest(config: Any, tokenizer: Any) -> int | None:
     """The largest number of tokens that a model takes. None: it has no limit."""
-    limits = [
-        limit
-        for limit in (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
-        if limit and 0 < limit < 10**6
-    ]
-    return min(limits, default=None)
+    limits = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
+    return min((limit for limit in limits if limit and 0 < limit < 10**6), default=None)
 
 
 def _transformers() -> Any:

@@ -264,8 +264,8 @@ def detected(about: dict[str, Any], run: Callable[..., Any], pictures: Sequence[
 def _boxes(about: dict[str, Any], run: Callable[..., Any], pixels: Tensor) -> dict[str, Any]:
     height, width = pixels.shape[1:]
     views, shapes, scales, offsets = [], [], [], []
-    rows, columns = (tiles_along(length, about["tile"], about["tile_overlap"]) for length in (height, width))
-    for (top, high), (left, wide) in itertools.product(rows, columns):
+    along = [tiles_along(length, about["tile"], about["tile_overlap"]) for length in (height, width)]
+    for (top, high), (left, wide) in itertools.product(*along):
         view, (rows, columns) = _in_square(pixels[:, top : top + high, left : left + wide], about)
         views.append(view)
         shapes.append(torch.tensor([rows, columns]))

@@ -75,13 +75,8 @@ def cached_volume(
         warnings.warn(what, RuntimeWarning, stacklevel=2)
         return in_memory(error.volume)
     about = json.loads((folder / "volume.json").read_text(encoding="utf-8"))
-    return CachedVolume(
-        Slices(folder / "slices.npy"),
-        tuple(about["spacing"]),
-        np.load(folder / "positions.npy"),
-        tuple(about["notes"]),
-        address,
-    )
+    slices, positions = Slices(folder / "slices.npy"), np.load(folder / "positions.npy")
+    return CachedVolume(slices, tuple(about["spacing"]), positions, tuple(about["notes"]), address)
 
 
 def content_address(path: Path) -> str:

@@ -77,11 +77,8 @@ def oriented(voxels: Array, affine: Array, *, where: str, positions: Array | Non
         remedy = "give an axial series, or a series with even distances"
         raise DataError("distances of slices that are not axial are uneven", where=where, remedy=remedy)
     steps = np.diff(places)
-    spacing = (
-        float(np.median(steps)) if len(steps) else distance,
-        float(np.linalg.norm(down)),
-        float(np.linalg.norm(across)),
-    )
+    usual = float(np.median(steps)) if len(steps) else distance
+    spacing = (usual, float(np.linalg.norm(down)), float(np.linalg.norm(across)))
     is_axial = positions is None or transform[2, 0] == 2  # the order of axes in a NIfTI file tells nothing
     notes = _notes(is_axial, along, distance, steps)
     return replace(volume_of(turned, places, spacing, where=where), notes=notes)

@@ -25,11 +25,8 @@ _SIZE = 224  # pixels, where nothing says another size
 _CONVNET_SIZE = 32
 _SIDES = (32, 48)  # smallest and largest size in pixels that `convnet4` and `resnet9` take from the data
 _LOOKED_AT = 100
-_WIDTHS = {
-    CONVNET: (32, 4),
-    CONVNET4: (32, 16),
-    RESNET9: (16, 16),
-}  # the default, and what a width must be a multiple of
+# The default width, and what a width must be a multiple of.
+_WIDTHS = {CONVNET: (32, 4), CONVNET4: (32, 16), RESNET9: (16, 16)}
 
 
 def models_for(options: ClassificationOptions, folder: Path | None, *, architecture: str | None = None) -> Models:

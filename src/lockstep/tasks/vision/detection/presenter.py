@@ -90,14 +90,9 @@ class DetectionPresenter(ImagePresenter):
         if has_id and sample.image_id is not None:
             picture = {"image_id": int(sample.image_id), **picture}
         rows = zip(width_and_height(boxes).tolist(), scores.tolist(), labels.tolist(), strict=True)
+        classes = self.task.classes
         return [
-            {
-                **picture,
-                "category_id": categories[label],
-                "bbox": box,
-                "score": score,
-                "class": self.task.classes[label],
-            }
+            {**picture, "category_id": categories[label], "bbox": box, "score": score, "class": classes[label]}
             for box, score, label in rows
         ]
 

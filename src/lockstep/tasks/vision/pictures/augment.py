@@ -217,16 +217,12 @@ def _middle(size: Size, ratio: tuple[float, float]) -> Region:
 def _jitter(image: Tensor, options: ColorJitterOptions) -> Tensor:
     """Random factors in random order, as torchvision's `ColorJitter` does it."""
     for which in torch.randperm(4).tolist():
-        change, most = (
-            (color.brightness, options.brightness),
-            (color.contrast, options.contrast),
-            (color.saturation, options.saturation),
-            (color.hue, options.hue),
-        )[which]
-        if most and change is color.hue:
+        name = ("brightness", "contrast", "saturation", "hue")[which]
+        most = getattr(options, name)
+        if most and name == "hue":
             image = color.hue(image, _uniform(-most, most))
         elif most:
-            image = change(image, _uniform(max(0.0, 1 - most), 1 + most))
+            image = getattr(color, name)(image, _uniform(max(0.0, 1 - most), 1 + most))
     return image
 
 

@@ -150,13 +150,6 @@ def _bad_box(annotations: Annotations, place: int, fault: str, *, others: int) -
 def _only(annotations: Annotations, kept: Array) -> Annotations:
     """The annotations that are kept, of all pictures."""
     images = annotations.images[kept]
-    return replace(
-        annotations,
-        ids=annotations.ids[kept],
-        images=images,
-        labels=annotations.labels[kept],
-        boxes=annotations.boxes[kept],
-        area=annotations.area[kept],
-        crowd=annotations.crowd[kept],
-        starts=np.searchsorted(images, np.arange(len(annotations.image_ids) + 1)),
-    )
+    starts = np.searchsorted(images, np.arange(len(annotations.image_ids) + 1))
+    rows = {name: getattr(annotations, name)[kept] for name in ("ids", "labels", "boxes", "area", "crowd")}
+    return replace(annotations, images=images, starts=starts, **rows)

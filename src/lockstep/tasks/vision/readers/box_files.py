@@ -21,7 +21,7 @@ from lockstep.core.errors import DataError, did_you_mean
 from lockstep.tasks.faults import reading
 from lockstep.tasks.readers.packed_text import PackedText
 from lockstep.tasks.vision.readers.class_table import listed
-from lockstep.tasks.vision.readers.coco_file import Annotations
+from lockstep.tasks.vision.readers.coco_file import Annotations, more_like_this
 from lockstep.tasks.vision.readers.image_files import is_picture, left_out_below, size_of_file
 
 Array = npt.NDArray[Any]
@@ -93,7 +93,7 @@ def read_voc(
     _refuse_twice(wanted, where=folder, remedy="name each picture once in the file of ImageSets/Main")
     absent = sorted(set(wanted) - set(there))
     if absent:
-        what = f"there is no {absent[0]}.xml, which the list of the split names{_more(len(absent))}"
+        what = f"there is no {absent[0]}.xml, which the list of the split names{more_like_this(len(absent))}"
         raise DataError(what, where=str(folder), remedy="add the file, or take the name out of ImageSets/Main")
     out = _Collected()
     for stem in wanted:
@@ -273,7 +273,7 @@ def _check_labels(images: Sequence[Path]) -> None:
         there = sorted(folder.glob("*.txt")) if folder.is_dir() else []
         lost = [file for file in there if file not in known and file.name not in _NOT_LABELS]
         if lost:
-            what = f"there is no picture for this file of labels{_more(len(lost))}"
+            what = f"there is no picture for this file of labels{more_like_this(len(lost))}"
             remedy = "add the picture, or remove this file"
             raise DataError(what, where=str(lost[0]), remedy=remedy)
 
@@ -305,9 +305,5 @@ def _refuse_twice(names: Sequence[str], *, where: Path | None, remedy: str) -> N
     """Raise DataError if a picture occurs twice: trainings and evaluations would count it twice."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        what = f"the data set names the picture {twice[0]} more than once{_more(len(twice))}"
+        what = f"the data set names the picture {twice[0]} more than once{more_like_this(len(twice))}"
         raise DataError(what, where=None if where is None else str(where), remedy=remedy)
-
-
-def _more(count: int) -> str:
-    return f" (and {count - 1} more like this)" if count > 1 else ""

@@ -142,14 +142,8 @@ class BoxedImages(DecodedPictures):
         """
         all_ = self.annotations
         names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
-        columns = (
-            all_.ids,
-            all_.image_ids[all_.images],
-            all_.category_ids[all_.labels],
-            all_.boxes,
-            all_.area,
-            all_.crowd.astype(int),
-        )
+        image_ids, category_ids = all_.image_ids[all_.images], all_.category_ids[all_.labels]
+        columns = (all_.ids, image_ids, category_ids, all_.boxes, all_.area, all_.crowd.astype(int))
         rows = zip(*(column.tolist() for column in columns), strict=True)
         images = zip(all_.image_ids.tolist(), all_.sizes.tolist(), strict=True)
         categories = zip(all_.category_ids.tolist(), all_.classes, strict=True)

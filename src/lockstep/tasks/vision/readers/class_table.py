@@ -19,7 +19,7 @@ Color = tuple[int, int, int]
 ClassesOption = str | Sequence[str] | Mapping[Any, Any] | None
 """`task.classes`: a file, names, or what a file of classes may hold."""
 
-CLASS_FILES = ("classes.yaml", "classes.yml", "classes.json", "classes.txt", "id2label.json", "label_colors.txt")
+CLASS_FILES = ("classes.yaml", "classes.json", "classes.txt", "id2label.json", "label_colors.txt")
 """Names under which the files of classes are found beside masks."""
 _KEYS = ("classes", "ignore", "ignore_index", "colors", "masks")
 _COLOR_LINE = re.compile(r"(\d+)[\s,]+(\d+)[\s,]+(\d+)[\s,]+(.+)")
@@ -239,8 +239,6 @@ def _entries(classes: Any, where: str) -> tuple[ClassEntry, ...]:
 
 def _entry(name: Any, value: Any, place: int, where: str) -> ClassEntry:
     name = _name(name, where)
-    if value is None:
-        return ClassEntry(name, place)
     if isinstance(value, Mapping):
         unknown = [key for key in value if key not in ("id", "color")]
         number = _as_id(value.get("id", place))
@@ -259,11 +257,8 @@ def _entry(name: Any, value: Any, place: int, where: str) -> ClassEntry:
 
 
 def _with_colors(entries: tuple[ClassEntry, ...], colors: Any, where: str) -> tuple[ClassEntry, ...]:
-    if isinstance(colors, list | tuple):
-        if len(colors) != len(entries):
-            what = f"there are {len(colors)} colors and {len(entries)} classes"
-            raise DataError(what, where=where, remedy="give a colour for each class")
-        colors = {entry.name: color for entry, color in zip(entries, colors, strict=True)}
+    if not isinstance(colors, Mapping):
+        raise DataError(f"colors is {colors!r}", where=where, remedy="write {NAME: [red, green, blue], ...}")
     names = [entry.name for entry in entries]
     unknown = [name for name in colors if name not in names]
     if unknown:

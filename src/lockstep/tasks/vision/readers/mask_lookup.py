@@ -147,20 +147,16 @@ class MaskLookup:
         by_id = {entry.id: entry for entry in (*self.table.classes, *self.table.ignored)}
         suspect: list[tuple[int, Color]] = []
         for number, color in enumerate(map(tuple, palette.tolist())):
-            if (
-                color in meant
-                and number in by_id
-                and meant[color] is not by_id[number]
-                and by_id[number].color != color
-            ):
+            by_color, own = meant.get(color), by_id.get(number)
+            if by_color and own and by_color is not own and own.color != color:
                 suspect.append((number, color))
         if not suspect:
             return
         used = np.bincount(values.reshape(-1), minlength=256)
         for number, color in suspect:
             if used[number]:
-                by_color, by_number = meant[color].name, by_id[number].name
-                what = f"id {number} is {by_number!r}, but its colour in the palette, {list(color)}, is {by_color!r}'s"
+                by_id_, other = by_id[number].name, meant[color].name
+                what = f"id {number} is {by_id_!r}, but its colour in the palette, {list(color)}, is {other!r}'s"
                 remedy = "write `masks: ids` into the file of classes if the ids are right, or `masks: colors`"
                 raise DataError(what, where=where, remedy=remedy)
 

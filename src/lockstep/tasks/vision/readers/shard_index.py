@@ -92,19 +92,11 @@ def _read(place: Path, key: dict[str, Any]) -> ShardIndex | None:
             about = json.loads(str(kept["about"]))
             if about["key"] != key:
                 return None
-            arrays = [kept[name] for name in ("offsets", "sizes", "codes")]
+            arrays = {name: kept[name] for name in ("offsets", "sizes", "codes")}
     except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error, zipfile.BadZipFile):  # it can be made again
         return None
-    return ShardIndex(
-        size=key["size"],
-        time_ns=key["time_ns"],
-        members=about["members"],
-        offsets=arrays[0],
-        sizes=arrays[1],
-        labels=about["labels"],
-        codes=arrays[2],
-        others=about["others"],
-    )
+    known = {name: about[name] for name in ("members", "labels", "others")}
+    return ShardIndex(size=key["size"], time_ns=key["time_ns"], **known, **arrays)
 
 
 def _write(place: Path, index: ShardIndex, key: dict[str, Any]) -> None:
