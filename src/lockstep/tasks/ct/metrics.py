@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -174,13 +173,15 @@ class RiskMetrics(Metric):
         for place, question in enumerate(self.questions):
             rows = ~np.isnan(labels[:, place])
             if np.isfinite(risks[rows, place]).all():
-                found["auc", question] = partial(_auc, risks[rows, place], labels[rows, place], rows)
+                found["auc", question] = _of_rows(scores.auc, rows, risks[rows, place], labels[rows, place])
         for outcome, places in self.outcomes.items():
             years, columns = (list(part) for part in zip(*places, strict=True))
             times, events = scores.event_times(labels[:, columns], years)
             rows, risk = np.isfinite(times), risks[:, columns].mean(axis=1)
             if np.isfinite(risk[rows]).all():
-                found["concordance", outcome] = partial(_concordance, risk[rows], times[rows], events[rows], rows)
+                found["concordance", outcome] = _of_rows(
+                    scores.concordance, rows, risk[rows], times[rows], events[rows]
+                )
         points = {name: float(score(None)[0]) for name, score in found.items()}
         defined = {name: score for name, score in found.items() if np.isfinite(points[name])}
         limits = scores.intervals(
@@ -235,12 +236,9 @@ def update_risk_metrics(metrics: MetricCollection, output: Mapping[str, Any], ba
     metrics.update(output["risks"], batch["labels"], batch["index"])
 
 
-def _auc(risks: Array, labels: Array, rows: Array, weights: Array | None) -> Array:
-    return scores.auc(risks, labels, None if weights is None else weights[:, rows])
-
-
-def _concordance(risks: Array, times: Array, events: Array, rows: Array, weights: Array | None) -> Array:
-    return scores.concordance(risks, times, events, None if weights is None else weights[:, rows])
+def _of_rows(score: Any, rows: Array, *columns: Array) -> scores.Score:
+    """A score of some of the samples, as a function of the weights of all."""
+    return lambda weights: score(*columns, None if weights is None else weights[:, rows])
 
 
 def _known(risks: Array, labels: Array, place: int) -> tuple[Array, Array]:

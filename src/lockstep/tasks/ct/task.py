@@ -26,25 +26,18 @@ from lockstep.tasks.ct.model import VolumeRiskModel
 from lockstep.tasks.ct.options import VolumeRiskOptions
 from lockstep.tasks.ct.outputs import largest_weights, mean_of_groups
 from lockstep.tasks.ct.presenter import VolumeRiskPresenter
-from lockstep.tasks.ct.volume_table import (
-    VolumeSample,
-    VolumeTable,
-    check_patients_apart,
-    has_parts,
-    horizons,
-    read_volume_table,
-)
+from lockstep.tasks.ct.volume_labels import horizons
+from lockstep.tasks.ct.volume_table import VolumeSample, VolumeTable, check_patients_apart, has_parts, read_volume_table
 from lockstep.tasks.ct.volumes.choice import choose_slices, slice_groups
 from lockstep.tasks.ct.volumes.pictures import slice_pictures
 from lockstep.tasks.ct.volumes.windows import windows_of
 from lockstep.tasks.kept import KeptTask
-from lockstep.tasks.vision.pictures.normalise import IMAGENET_MEAN, IMAGENET_STD
+from lockstep.tasks.vision.pictures.normalise import usual_mean_and_std
 
 Batch = dict[str, Any]
 Output = dict[str, Tensor]
 
 _PATIENTS = "patients.csv"
-_GREY = 0.5
 
 
 @dataclass(frozen=True)
@@ -159,8 +152,7 @@ class VolumeRisk(KeptTask):
     def learn(self) -> About:
         data, options = self.read(self.train_source, "train", None), self.options
         labels = torch.from_numpy(data.labels)
-        grey = [_GREY] * len(self.windows)
-        usual = (list(IMAGENET_MEAN), list(IMAGENET_STD)) if len(self.windows) == 3 else (grey, grey)
+        usual = usual_mean_and_std(len(self.windows))
         return About(
             questions=data.questions,
             known=(~labels.isnan()).sum(dim=0).tolist(),

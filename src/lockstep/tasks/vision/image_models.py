@@ -15,9 +15,7 @@ from lockstep.core.errors import UsageError
 from lockstep.tasks import hugging_face
 from lockstep.tasks.readers.hub import offline_without_network
 from lockstep.tasks.vision.image_options import ImageOptions
-from lockstep.tasks.vision.pictures.normalise import IMAGENET_MEAN, IMAGENET_STD
-
-_GREY = 0.5
+from lockstep.tasks.vision.pictures.normalise import usual_mean_and_std
 
 
 class Pixels(NamedTuple):
@@ -25,16 +23,15 @@ class Pixels(NamedTuple):
 
     size: int
     """Height and width in pixels."""
-    mean: list[float] | None
+    mean: list[float] | None = None
     """Mean of each channel, from 0 to 1. None: the model does not say."""
-    std: list[float] | None
+    std: list[float] | None = None
     """Standard deviation of each channel. None: the model does not say."""
 
     def mean_and_std(self, options: ImageOptions) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of each channel: those of the options, of the model, of ImageNet, or 0.5 for grey
         pictures."""
-        grey = [_GREY] * options.channels
-        usual = (list(IMAGENET_MEAN), list(IMAGENET_STD)) if options.channels == 3 else (grey, grey)
+        usual = usual_mean_and_std(options.channels)
         return options.mean or self.mean or usual[0], options.std or self.std or usual[1]
 
 
@@ -145,6 +142,8 @@ class AutoModels(Models):
     """Types of models that cannot be made without pretrained weights."""
     usual_size: ClassVar[int]
     """Height and width in pixels, where nothing says another size."""
+    size_keys: ClassVar[tuple[str, ...]] = ("size",)
+    """Where a processor says the size of pictures; the first that it says counts."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Parts of the names of parameters that have no part in the logits. Without a gradient, DDP would refuse them."""
     problem: ClassVar[str | None] = None
@@ -223,6 +222,12 @@ class AutoModels(Models):
 
     def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
         self._config_of(classes, size).save_pretrained(folder)
+
+    def pixels(self) -> Pixels:
+        said, usual = processor_of(self.options.model), self.usual_size
+        size = next((said[key] for key in self.size_keys if said.get(key)), None)
+        size = size or getattr(self.config(usual), "image_size", None) or usual
+        return Pixels(side_of(size, default=usual), said.get("image_mean"), said.get("image_std"))
 
     def processor(self, about: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of `preprocessor_config.json` that the task adds: the class, and sizes."""

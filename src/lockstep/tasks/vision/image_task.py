@@ -101,8 +101,7 @@ class ImageTask(KeptTask):
 
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         """The class scores of images, uint8 (batch, channels, height, width), in float32 or float64."""
-        about, dtype = self.about, next(model.parameters()).dtype
-        logits = logits_of(model, normalise(images, about.mean, about.std, dtype=dtype))
+        logits = logits_of(model, self.normalised(model, images))
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @cached_property

@@ -17,7 +17,7 @@ from lockstep.tasks.faults import optional
 from lockstep.tasks.vision.classification.convnet import ConvNet
 from lockstep.tasks.vision.classification.options import AUTO, CONVNET, CONVNET4, RESNET9, TIMM, ClassificationOptions
 from lockstep.tasks.vision.classification.resnet9 import ConvNet4, ResNet9
-from lockstep.tasks.vision.image_models import AutoModels, Models, Pixels, processor_of, side_of
+from lockstep.tasks.vision.image_models import AutoModels, Models, Pixels
 from lockstep.tasks.vision.pictures.decode import image_size
 from lockstep.tasks.vision.readers.image_records import ImageRecords
 
@@ -71,7 +71,7 @@ class SmallModels(Models):
     name: str
 
     def pixels(self) -> Pixels:
-        return Pixels(_CONVNET_SIZE, None, None)
+        return Pixels(_CONVNET_SIZE)
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
         name, channels, sizes = self.name, self.options.channels, dict(self.options.scratch.sizes)
@@ -102,12 +102,8 @@ class TransformersModels(AutoModels):
     own = (CONVNET, CONVNET4, RESNET9, AUTO)
     not_new = frozenset({"timm_wrapper"})
     usual_size = _SIZE
+    size_keys = ("crop_size", "size")
     unused = ("mask_token",)  # it is for pretraining
-
-    def pixels(self) -> Pixels:
-        said = processor_of(self.options.model)
-        size = said.get("crop_size") or said.get("size") or getattr(self.config(_SIZE), "image_size", None) or _SIZE
-        return Pixels(side_of(size, default=_SIZE), said.get("image_mean"), said.get("image_std"))
 
     def processor(self, about: Mapping[str, Any]) -> dict[str, Any]:
         side, resize = about["size"], about["eval_resize"]
@@ -135,7 +131,7 @@ class TimmModels(Models):
     def pixels(self) -> Pixels:
         config = self._timm.get_pretrained_cfg(self.name) if self.options.model else None
         if config is None:
-            return Pixels(_SIZE, None, None)
+            return Pixels(_SIZE)
         return Pixels(int(config.input_size[-1]), list(config.mean), list(config.std))
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:

@@ -60,21 +60,13 @@ class BoxedImages(DecodedPictures):
         pictures: the files.
         classes: the names of the classes, by class number.
         numbers: (classes of the file) the class number of each class of the file, or -1 for classes without number.
-        channels, cache, notes: as for `DecodedPictures`.
+        kept: `channels`, `cache` and `notes`, as for `DecodedPictures`.
     """
 
     def __init__(
-        self,
-        annotations: Annotations,
-        pictures: PictureFiles,
-        *,
-        classes: Sequence[str],
-        numbers: Array,
-        channels: int = 3,
-        cache: CacheOptions | None = None,
-        notes: Sequence[str] = (),
+        self, annotations: Annotations, pictures: PictureFiles, *, classes: Sequence[str], numbers: Array, **kept: Any
     ) -> None:
-        super().__init__(pictures, channels=channels, cache=cache, notes=(*annotations.notes, *notes))
+        super().__init__(pictures, **kept)
         self.annotations = annotations
         self.classes = list(classes)
         """The names of the classes, by number."""
@@ -195,7 +187,7 @@ def read_boxed_images(
         raise DataError(f"{key} holds no box", where=source, remedy="give a source with annotations")
     names = list(annotations.classes if classes is None else classes)
     numbers = _class_numbers(annotations, names)
-    kept: dict[str, Any] = {"channels": options.channels, "cache": cache, "notes": notes}
+    kept = {"channels": options.channels, "cache": cache, "notes": (*annotations.notes, *notes)}
     return BoxedImages(annotations, pictures, classes=names, numbers=numbers, **kept)
 
 
