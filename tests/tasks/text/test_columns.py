@@ -93,8 +93,8 @@ def test_columns_that_are_not_clear_are_listed(names, options, what, remedy):
 
 
 def test_a_first_row_that_holds_no_names_is_suspected():
+    table = Table({"It was a good film, and long enough to be seen twice": [], "pos": []}, "a.csv")
     with pytest.raises(DataError) as caught:
-        table = Table({"It was a good film, and long enough to be seen twice": [], "pos": []}, "a.csv")
         choose(table, ColumnsOptions())
     assert "It was a good film, and long enough to b...," in caught.value.remedy
     assert caught.value.remedy.endswith("if these are not names but a first row, set task.header=false")

@@ -18,7 +18,7 @@ _CONSTANTS: dict[_Key, tuple[Tensor, Tensor]] = {}
 
 
 def usual_mean_and_std(channels: int) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel where no model says them: ImageNet's, or 0.5 if these are not three."""
+    """Mean and standard deviation of each channel where no model says them: ImageNet's for three channels, else 0.5."""
     if channels == 3:
         return list(IMAGENET_MEAN), list(IMAGENET_STD)
     return [_GREY] * channels, [_GREY] * channels
