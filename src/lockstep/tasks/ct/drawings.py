@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.drawing import diagrams, drawing
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.ct.metrics import FALSE_POSITIVE_RATES
 
-Array = npt.NDArray[Any]
 Outcomes = Mapping[str, Sequence[tuple[float, int]]]
 """By name of an event: its horizons in years with the places of their questions, ascending."""
 

@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.ct import scores
-
-Array = npt.NDArray[Any]
 
 FALSE_POSITIVE_RATES = np.linspace(0, 1, 101)
 """Where `roc` has its points."""

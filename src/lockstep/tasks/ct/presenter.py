@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.presenter import Presenter
 from lockstep.drawing import drawing
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.ct import drawings
 from lockstep.tasks.ct.export import risks_of_volume, write_export
 from lockstep.tasks.ct.report import risk_report
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _DIGITS = 4
 _MATTERED = 3  # slices that rows and texts name
 
-Array = npt.NDArray[Any]
 Output = Mapping[str, Tensor]
 
 

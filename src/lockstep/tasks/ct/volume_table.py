@@ -16,6 +16,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from lockstep.core.errors import DataError, UsageError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.ct.folds import Fold, folds_of
 from lockstep.tasks.ct.options import VolumeRiskOptions
 from lockstep.tasks.ct.volume_labels import check_horizons, label_columns, label_values, one_sided
@@ -27,8 +28,6 @@ from lockstep.tasks.readers import columns
 from lockstep.tasks.readers.table import Source, Table
 from lockstep.tasks.vision.readers.image_files import add_file
 from lockstep.tasks.vision.readers.image_records import EVAL, TRAIN, Split
-
-Array = npt.NDArray[Any]
 
 IMAGE = ("image", "volume", "path", "file", "ct", "nifti", "dicom")
 """Usual names of the column with the volumes."""

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.readers.coco_file import Annotations
 from lockstep.tasks.vision.readers.image_files import PictureFiles, Pictures
 from lockstep.tasks.vision.readers.image_records import ImageRecords, Part
@@ -30,8 +30,6 @@ MOST_TEXTS = 100_000
 """Texts that are compared, of training and evaluation together."""
 _MOST_TEXT_BYTES = 64 << 20
 _SHOWN = 3
-
-Array = npt.NDArray[Any]
 
 
 class Samples(NamedTuple):

@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.data.order import permute
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.readers.class_table import listed
-
-Array = npt.NDArray[Any]
 
 
 class Labelled(Protocol):

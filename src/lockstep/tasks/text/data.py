@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.readers import labels
 from lockstep.tasks.readers.cache import cached, digest_of
 from lockstep.tasks.readers.table import Source, Table, place
 from lockstep.tasks.text.columns import Columns, choose
 from lockstep.tasks.text.options import ColumnsOptions, TextOptions
-
-Array = npt.NDArray[Any]
 
 _FORMAT = 2  # of the cached files; files of another format are not used
 _BLOCK = 4096  # texts that are tokenised at a time

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.ct.volumes.volume import REMEDY, Volume, oriented
 from lockstep.tasks.faults import optional
-
-Array = npt.NDArray[Any]
 
 _SAME_PLACE_MM = 0.01  # slices that are nearer to each other are at the same place
 _GAP = 1.5  # a distance of more than this many median distances means that slices are missing

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.ct.volumes.dicom import read_dicom
 from lockstep.tasks.ct.volumes.volume import REMEDY, Volume, oriented, volume_of
 from lockstep.tasks.faults import optional
-
-Array = npt.NDArray[Any]
 
 NIFTI = (".nii", ".nii.gz")
 NUMPY = (".npy", ".npz")

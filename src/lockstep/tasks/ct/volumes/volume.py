@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.faults import optional
-
-Array = npt.NDArray[Any]
 
 REMEDY = "pip install 'torch-lockstep[ct]'"
 _TILT_DEGREES = 0.5  # smaller angles come from rounded positions

@@ -9,19 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from lockstep.core.errors import DataError, UsageError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.faults import optional
 from lockstep.tasks.vision.readers.boxed_images import BoxedImages
 
 MOST = 100
 """pycocotools uses at most this many boxes of each picture and class (the last of its `maxDets`)."""
-
-Array = npt.NDArray[Any]
 
 
 class CocoMap(Metric):

@@ -26,7 +26,6 @@ _SIDE = 960  # pixels of image, truth and prediction side by side
 _DIGITS, _MORE_DIGITS = 4, 6
 _RECALLS = np.linspace(0, 1, 101)  # pycocotools' `recThrs`
 
-Array = npt.NDArray[Any]
 Output = Mapping[str, Tensor]
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.pictures.decode import opened, orientation_of, turned
 
 if TYPE_CHECKING:
     from PIL import Image as PILImage
 
-Array = npt.NDArray[Any]
 MaskKind = Literal["palette", "grey", "color"]
 """Whether mask files have ids with a palette, ids as grey values, or colours."""
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.readers.coco_file import Annotations
 
-Array = npt.NDArray[Any]
 OnBadBoxes = Literal["raise", "skip"]
 _MOST_AREA = float(np.finfo(np.float32).max)
 _EDGE = 1.0  # pixels that a box may reach over the edge of its picture before it is noted

@@ -15,7 +15,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep.tasks.faults import reading
@@ -24,7 +23,6 @@ from lockstep.tasks.vision.readers.class_table import listed
 from lockstep.tasks.vision.readers.coco_file import Annotations, more_like_this
 from lockstep.tasks.vision.readers.image_files import is_picture, left_out_below, size_of_file
 
-Array = npt.NDArray[Any]
 _NOT_LABELS = ("classes.txt", "README.txt", "README.roboflow.txt", "README.dataset.txt")
 
 

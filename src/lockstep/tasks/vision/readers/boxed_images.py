@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.tasks.vision.readers.box_checks import check_boxes, check_meaning
 from lockstep.tasks.vision.readers.box_files import read_voc, read_yolo
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from lockstep.tasks.vision.detection.options import DetectionOptions
 
 __all__ = ["BoxedImage", "BoxedImages", "evaluation_part", "read_boxed_images"]
-
-Array = npt.NDArray[Any]
 
 
 class BoxedImage(NamedTuple):

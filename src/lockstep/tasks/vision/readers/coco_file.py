@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.readers.packed_text import PackedText
 from lockstep.tasks.vision.readers.class_table import listed
 
-Array = npt.NDArray[Any]
 _PARTS = ("images", "annotations", "categories")
 _MOST_SIDE = 2**31  # pixels; a larger number is no height or width of a picture
 _MOST = sys.float_info.max

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.faults import optional
 from lockstep.tasks.vision.readers.class_table import ClassEntry, ClassesOption, ClassTable, listed, read_class_table
 from lockstep.tasks.vision.readers.coco_file import Annotations
@@ -30,8 +31,6 @@ _LARGEST = 1e9  # coordinate: pycocotools counts in integers of 32 bits
 _UNKNOWN = -2
 _TINY = 4  # pixels: the longer side of a picture in which a point may be a share of the picture
 _REPAIR = "repair or remove this annotation"
-
-Array = npt.NDArray[Any]
 
 
 def class_table(

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import SKIP, DataError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.faults import reading
 from lockstep.tasks.readers.input_files import special_files
 from lockstep.tasks.readers.packed_text import PackedText
@@ -30,8 +30,6 @@ _HEAD = 65536  # bytes of a file in which its size is found
 _PNG_HEAD = 4096  # the same, of a PNG file
 _PNG = b"\x89PNG\r\n\x1a\n"
 _FEW = 32  # files of a folder that are looked for one by one
-
-Array = npt.NDArray[Any]
 
 
 class Pictures(Protocol):

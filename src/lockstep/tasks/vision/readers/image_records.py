@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.faults import optional
 from lockstep.tasks.readers.input_files import find_files
 from lockstep.tasks.readers.labels import match_labels
@@ -36,7 +36,6 @@ _TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl", ".ndjson")
 _ARCHIVES = (".zip", ".7z", ".rar", ".gz", ".tgz", ".xz", ".bz2", ".zst")
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # `datasets` writes these into a folder
 
-Array = npt.NDArray[Any]
 Split = Literal["train", "eval"]
 
 

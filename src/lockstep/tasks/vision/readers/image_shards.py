@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core import locks
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.readers.cache import cache_root, digest_of
 from lockstep.tasks.readers.labels import sorted_names
 from lockstep.tasks.readers.packed_text import PackedText
@@ -29,8 +29,6 @@ from lockstep.tasks.vision.readers.image_files import add_file
 from lockstep.tasks.vision.readers.shard_index import ShardIndex, load_index
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-
-Array = npt.NDArray[Any]
 
 
 def names_shards(source: str) -> bool:

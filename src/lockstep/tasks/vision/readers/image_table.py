@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.readers.columns import LABEL, named, usual
 from lockstep.tasks.readers.labels import single_labels
 from lockstep.tasks.readers.table import Source, Table
@@ -24,7 +24,6 @@ IMAGE = ("image", "img", "path", "file", "filename", "file_name", "filepath", "f
 """Usual names of columns that hold pictures or their paths."""
 _FOR_LISTS = "give each picture one label, or name another column by task.columns.label"
 
-Array = npt.NDArray[Any]
 Column = str | int | None
 
 

@@ -6,12 +6,13 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.pictures.decode import image_size
 from lockstep.tasks.vision.pictures.mask import MaskKind, decode_mask
 from lockstep.tasks.vision.readers.image_files import PictureFiles, Pictures, pictures_below, size_of_file
@@ -20,7 +21,6 @@ from lockstep.tasks.vision.readers.mask_lookup import MaskLookup
 IMAGES, MASKS = "images", "masks"
 """Names of the folders with pictures, and with their masks."""
 
-Array = npt.NDArray[Any]
 Size = tuple[int, int]
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.pictures.mask import MaskValues
 from lockstep.tasks.vision.readers.class_table import ClassTable, Color, listed
 
@@ -17,8 +17,6 @@ IGNORED = -1
 _UNKNOWN = -2
 _DIRECT = 2**16  # ids below this number are found by their place in an array
 _SHOWN = 5
-
-Array = npt.NDArray[Any]
 
 
 def class_numbers(table: ClassTable, names: Sequence[str] | None) -> list[int]:

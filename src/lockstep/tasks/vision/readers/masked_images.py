@@ -51,8 +51,6 @@ MOST_CHECKED = 500
 _KEPT_CLASSES = 255  # the cache keeps masks of up to this many classes, as uint8
 _KEPT_IGNORED = 255
 
-Array = npt.NDArray[Any]
-
 
 class MaskedImage(NamedTuple):
     """A raw sample."""

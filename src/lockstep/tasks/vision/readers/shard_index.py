@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core import atomic
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.faults import reading
 from lockstep.tasks.readers.cache import cache_root, digest_of
 from lockstep.tasks.vision.pictures.decode import reads_heif
@@ -27,8 +27,6 @@ from lockstep.tasks.vision.readers.image_files import picture_suffixes
 _FORMAT = 1  # of the kept files; a file of another format is made again
 _BLOCK = 512  # bytes of a block of a tar file
 _TAIL = 1 << 16  # bytes behind the end mark that are looked at: tar pads to 10 KiB
-
-Array = npt.NDArray[Any]
 
 
 @dataclass
