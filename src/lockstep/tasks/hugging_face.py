@@ -71,21 +71,20 @@ def load(loading: Callable[..., Any], what: str, name: str | Path, **options: An
 
 
 def new_config(
-    architecture: str,
-    *,
+    scratch: Any,
     known: Sequence[str],
+    *,
     what: str,
-    sizes: Mapping[str, Any],
     defaults: Callable[[Any, Sequence[str]], Mapping[str, Any]],
     hint: str = "",
 ) -> Any:
     """The config of a new model.
 
     Args:
-        architecture: a model type of transformers, such as `bert` or `resnet`.
+        scratch: its `architecture` is a model type of transformers, such as `bert`, and its `sizes` are keys of the
+            architecture's config, such as `hidden_size`.
         known: the model types that there are.
         what: they do, for the error.
-        sizes: keys of the architecture's config, such as `hidden_size`.
         defaults: called with the config's class and the names of its keys, returns values of keys that `sizes` lacks.
         hint: is added to the remedy for an unknown key.
 
@@ -93,7 +92,7 @@ def new_config(
         UsageError: the architecture or a key is unknown. The error lists all that are known.
     """
     transformers: Any = importlib.import_module("transformers")
-
+    architecture, sizes = scratch.architecture, scratch.sizes
     if architecture not in known:
         remedy = f"{did_you_mean(architecture, known)}there are: {', '.join(known)}"
         raise UsageError(f"no {what} model of type {architecture!r}", where="task.scratch.architecture", remedy=remedy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from lockstep.core.errors import UsageError
 from lockstep.tasks import hugging_face
 from lockstep.tasks.ct.options import VolumeRiskOptions
+from lockstep.tasks.vision.image_models import AutoModels
 
 Pooling = Literal["class_token", "mean"]
 _KIND = "volume_risk"
@@ -73,7 +73,7 @@ def make_backbone(
     Raises:
         UsageError: transformers is not installed, the model cannot be loaded, or it does not take slices like these.
     """
-    transformers, channels = hugging_face.import_transformers(_KIND, _EXTRA), len(options.windows)
+    transformers, channels = hugging_face.import_transformers(_KIND, _EXTRA), options.channels
     config = backbone_config(options, folder)
     known = getattr(config, "num_channels", channels)
     if known != channels:
@@ -92,23 +92,17 @@ def make_backbone(
     return SliceBackbone(network, options.pooling), missing
 
 
+class _SliceModels(AutoModels):
+    """How a backbone finds its config."""
+
+    kind = _KIND
+    what = "vision"
+    known_names = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
+
+
 def backbone_config(options: VolumeRiskOptions, folder: Path | None = None) -> Any:
     """The config of a backbone, an object of transformers. For the arguments and errors see `make_backbone`."""
-    transformers, scratch = hugging_face.import_transformers(_KIND, _EXTRA), options.scratch
-    source = folder if folder and (folder / "config.json").is_file() else options.model
-    if source:
-        return hugging_face.load(transformers.AutoConfig.from_pretrained, "config", source)
-    # A dict of names: a loop over the mapping of classes would import every architecture.
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as KNOWN
-
-    def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
-        values = {"image_size": options.image_size, "num_channels": len(options.windows)}
-        return {key: value for key, value in values.items() if key in names or key in kind.attribute_map}
-
-    known = sorted(KNOWN)
-    return hugging_face.new_config(
-        scratch.architecture, known=known, what="vision", sizes=scratch.sizes, defaults=defaults
-    )
+    return _SliceModels(options, folder).config(options.image_size)
 
 
 def _has_parameters(module: Any) -> bool:

@@ -136,6 +136,11 @@ class VolumeRiskOptions(TaskOptions):
     resamples: Annotated[int, Field(ge=0)] = 1000
     """Resamples of the bootstrap intervals. 0: no intervals."""
 
+    @property
+    def channels(self) -> int:
+        """Channels of a slice."""
+        return len(self.windows)
+
     @model_validator(mode="after")
     def _one_number_for_each_channel(self) -> Self:
         for name in ("mean", "std"):

@@ -287,14 +287,6 @@ def _read_json(path: Path) -> Table:
             return _read_json_lines(path)
         remedy = "write a list of objects, or one object per line in a .jsonl"
         raise DataError(f"not JSON: {error}", where=f"{path}:{error.lineno}", remedy=remedy) from None
-    if isinstance(value, Mapping):
-        lists = [
-            name for name, item in value.items() if isinstance(item, list) and item and isinstance(item[0], Mapping)
-        ]
-        if len(lists) != 1:
-            what = "neither a list of objects nor an object with one list of objects"
-            raise DataError(what, where=str(path), remedy='write [{"text": ..., "label": ...}, ...]')
-        value = value[lists[0]]
     if not isinstance(value, list):
         remedy = 'write [{"text": ..., "label": ...}, ...]'
         raise DataError(f"a JSON {type(value).__name__}, not a list of objects", where=str(path), remedy=remedy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.core.errors import UsageError
 from lockstep.tasks import hugging_face
 from lockstep.tasks.readers.cache import cached, digest_of
-from lockstep.tasks.text.options import EMBEDDING_BAG
+from lockstep.tasks.text.options import EMBEDDING_BAG, TextOptions
 
 # The special tokens of a tokenizer that is trained here, by role. They have the names of BERT's tokens.
 _SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
@@ -88,13 +88,8 @@ def load_config(name: str | Path) -> Any:
     return hugging_face.load(_transformers().AutoConfig.from_pretrained, "config", name)
 
 
-def new_config(architecture: str, *, sizes: Mapping[str, Any], max_length: int, tokenizer: Any) -> Any:
-    """The config of a new model.
-
-    Args:
-        architecture: `embedding_bag`, or a model type of transformers, such as `bert`.
-        sizes: keys of the architecture's config, such as `hidden_size`.
-        max_length: the longest text in tokens.
+def new_config(options: TextOptions, tokenizer: Any) -> Any:
+    """The config of a new model for texts of `max_length` tokens, as `options.scratch` describes it.
 
     Raises:
         UsageError: the architecture or a key is unknown. The error lists all that are known.
@@ -106,26 +101,21 @@ def new_config(architecture: str, *, sizes: Mapping[str, Any], max_length: int, 
     def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
         values: dict[str, Any] = {"vocab_size": len(tokenizer)}
         if "max_position_embeddings" in names or "max_position_embeddings" in kind.attribute_map:
-            values["max_position_embeddings"] = max_length + 2  # RoBERTa counts from its padding token's number
+            values["max_position_embeddings"] = options.max_length + 2  # RoBERTa counts from its padding token's number
         roles = {"pad": "pad", "bos": "cls", "eos": "sep", "cls": "cls", "sep": "sep", "decoder_start": "pad"}
         always = ("pad", "bos", "eos", "decoder_start")
         named = {role: other for role, other in roles.items() if role in always or f"{role}_token_id" in names}
         values |= {f"{role}_token_id": getattr(tokenizer, f"{other}_token_id") for role, other in named.items()}
-        if architecture == EMBEDDING_BAG:
+        if options.scratch.architecture == EMBEDDING_BAG:
             from lockstep.tasks.text import embedding_bag
 
             values["auto_map"] = dict(embedding_bag.AUTO_MAP)
         return values
 
-    other = "; for another model, set task.scratch.architecture, such as bert"
-    return hugging_face.new_config(
-        architecture,
-        known=[EMBEDDING_BAG, *sorted(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)],
-        what=_WHAT,
-        sizes=sizes,
-        defaults=defaults,
-        hint=other if architecture == EMBEDDING_BAG else "",
-    )
+    hint = "; for another model, set task.scratch.architecture, such as bert"
+    hint = hint if options.scratch.architecture == EMBEDDING_BAG else ""
+    known = [EMBEDDING_BAG, *sorted(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)]
+    return hugging_face.new_config(options.scratch, known, what=_WHAT, defaults=defaults, hint=hint)
 
 
 def set_labels(config: Any, labels: Sequence[str], *, multi_label: bool, pad_token_id: int) -> None:

@@ -161,12 +161,7 @@ class Text(Task):
             config = hugging_face.load_config(options.model)
             labels = hugging_face.check_labels(config, labels, name=options.model, new_head=options.new_head)
         else:
-            config = hugging_face.new_config(
-                options.scratch.architecture,
-                sizes=options.scratch.sizes,
-                max_length=options.max_length,
-                tokenizer=self.tokenizer,
-            )
+            config = hugging_face.new_config(options, self.tokenizer)
         hugging_face.set_labels(
             config, labels, multi_label=options.multi_label, pad_token_id=self.tokenizer.pad_token_id
         )

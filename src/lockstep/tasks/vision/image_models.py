@@ -162,7 +162,12 @@ class AutoModels(Models):
         source = self.folder if self.folder and (self.folder / "config.json").is_file() else self.options.model
         if source:
             return hugging_face.load(self._transformers.AutoConfig.from_pretrained, "config", source)
-        return self._new_config(size)
+
+        def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
+            return self.defaults(kind, names, size)
+
+        scratch = self.options.scratch
+        return hugging_face.new_config(scratch, self.architectures(), what=self.what, defaults=defaults)
 
     def architectures(self) -> list[str]:
         """The model types that a new model may have."""
@@ -180,16 +185,6 @@ class AutoModels(Models):
         """
         values = {"image_size": size, "num_channels": self.options.channels}
         return {key: value for key, value in values.items() if key in names or key in kind.attribute_map}
-
-    def _new_config(self, size: int) -> Any:
-        scratch = self.options.scratch
-        return hugging_face.new_config(
-            scratch.architecture,
-            known=self.architectures(),
-            what=self.what,
-            sizes=scratch.sizes,
-            defaults=lambda kind, names: self.defaults(kind, names, size),
-        )
 
     def _config_of(self, classes: Sequence[str], size: int) -> Any:
         """The config of a model of these classes."""

@@ -182,7 +182,7 @@ def test_shards(tmp_path, kind):
     assert sorted(samples(whole)) == EXPECTED
     assert whole[3].name == "s-001.tar/dir/0003.jpg"
     assert whole.where(3) == f"{tmp_path}/w/s-001.tar, member dir/0003.jpg"
-    for pattern in ("w/s-{000..002}.tar", "w/s-*.tar", "w/s-00{0,1,2}.tar"):
+    for pattern in ("w/s-{000..002}.tar", "w/s-*.tar", "w/s-0{00..02}.tar"):
         records = read(tmp_path / pattern)
         assert samples(records) == samples(whole)
     assert len(read(tmp_path / "w/s-001.tar")) == 2
@@ -652,9 +652,9 @@ def test_brace_patterns(tmp_path):
         shard(tmp_path / f"{name}.tar", wds(0))
     names = [path.name for path in find_shards(f"{tmp_path}/s-{{08..10}}.tar")]
     assert names == ["s-08.tar", "s-09.tar", "s-10.tar"]
-    assert [path.name for path in find_shards(f"{tmp_path}/{{a,b}}-{{1..1}}.tar")] == ["a-1.tar", "b-1.tar"]
-    os.rename(tmp_path / "a-1.tar", tmp_path / "{a,b}.tar")
-    assert [path.name for path in find_shards(f"{tmp_path}/{{a,b}}.tar")] == ["{a,b}.tar"]
+    assert [path.name for path in find_shards(f"{tmp_path}/a-{{1..1}}.tar")] == ["a-1.tar"]
+    os.rename(tmp_path / "a-1.tar", tmp_path / "{1..2}.tar")
+    assert [path.name for path in find_shards(f"{tmp_path}/{{1..2}}.tar")] == ["{1..2}.tar"]
 
 
 # ---- pictures to predict

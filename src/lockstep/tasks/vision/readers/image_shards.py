@@ -71,23 +71,18 @@ def find_shards(source: str) -> list[Path]:
 
 
 def _expanded(pattern: str) -> Iterator[str]:
-    """The names that a pattern with braces stands for: `{0..9}`, `{000..012}` (with leading zeros) and `{a,b}`."""
-    brace = re.search(r"\{([^{}]*)\}", pattern)
+    """The names that a pattern with braces stands for: `{0..9}`, or `{000..012}` with leading zeros."""
+    brace = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
     if brace is None:
         yield pattern
         return
-    inner = brace[1]
-    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", inner)
-    if bounds:
-        width = max(map(len, bounds.groups())) if any(text[0] == "0" for text in bounds.groups()) else 0
-        choices = [f"{number:0{width}}" for number in range(int(bounds[1]), int(bounds[2]) + 1)]
-    else:
-        choices = inner.split(",")
-    if not choices or (bounds is None and len(choices) == 1):
-        remedy = "write {000..012} with the smaller number first, or {a,b}"
+    width = max(map(len, brace.groups())) if any(text[0] == "0" for text in brace.groups()) else 0
+    numbers = range(int(brace[1]), int(brace[2]) + 1)
+    if not numbers:
+        remedy = "write {000..012} with the smaller number first"
         raise DataError(f"{brace[0]} stands for no list of names", where=pattern, remedy=remedy)
-    for choice in choices:
-        yield from _expanded(pattern[: brace.start()] + choice + pattern[brace.end() :])
+    for number in numbers:
+        yield from _expanded(f"{pattern[: brace.start()]}{number:0{width}}{pattern[brace.end() :]}")
 
 
 class ShardPictures:
