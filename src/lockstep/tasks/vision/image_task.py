@@ -17,7 +17,7 @@ from lockstep.core.errors import DataError
 from lockstep.tasks.class_weights import OnDevice, class_weights
 from lockstep.tasks.kept import KeptTask
 from lockstep.tasks.vision.batch_norm import exchange_batch_norm
-from lockstep.tasks.vision.image_models import Models
+from lockstep.tasks.vision.image_models import Models, Pixels
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.tasks.vision.pictures.normalise import normalise
 from lockstep.tasks.vision.size_check import check_image_sizes
@@ -61,6 +61,11 @@ class ImageTask(KeptTask):
         return names
 
     classes = names
+
+    def described(self, pixels: Pixels, **learned: Any) -> Any:
+        """`about`, from what a model expects of pictures and from what was learned from the data."""
+        mean, std = pixels.mean_and_std(self.options)
+        return self.about_type(**{"mean": mean, "std": std, "size": pixels.size, **learned})
 
     @contextlib.contextmanager
     def partner(self, index: int, purpose: str) -> Iterator[None]:

@@ -79,11 +79,10 @@ class TransformersModels(AutoModels, DetectionModels):
     def _check_backbone(config: Any, key: str) -> None:
         backbone = getattr(config, "backbone_config", None)
         if getattr(backbone, "model_type", None) == _TIMM_BACKBONE and importlib.util.find_spec("timm") is None:
-            raise UsageError(
-                f"its backbone ({getattr(backbone, 'backbone', 'unnamed')}) is a model of timm, which is not installed",
-                where=key,
-                remedy="use a detector with a backbone of transformers; or pip install 'torch-lockstep[timm]'",
-            )
+            name = getattr(backbone, "backbone", "unnamed")
+            remedy = "use a detector with a backbone of transformers; or pip install 'torch-lockstep[timm]'"
+            what = f"its backbone ({name}) is a model of timm, which is not installed"
+            raise UsageError(what, where=key, remedy=remedy)
 
     def config(self, size: int) -> Any:
         return self._loaded.__class__.from_dict(self._loaded.to_dict())

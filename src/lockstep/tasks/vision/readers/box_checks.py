@@ -84,12 +84,8 @@ def _are_shares(boxes: Array, sizes: Array) -> Array:
 def _suspect(annotations: Annotations, fault: Array, number: int, what: str, remedy: str) -> DataError:
     """An error about the boxes for which `fault` (annotations,) holds, among `number` boxes."""
     first = int(np.flatnonzero(fault)[0])
-    return DataError(
-        f"{fault.sum()} of {number} boxes {what}, the first at {annotations.where(first)}: "
-        f"{_box_text(annotations, first)}",
-        where=str(annotations.path),
-        remedy=remedy,
-    )
+    what = f"{fault.sum()} of {number} boxes {what}, the first at {annotations.where(first)}"
+    return DataError(f"{what}: {_box_text(annotations, first)}", where=str(annotations.path), remedy=remedy)
 
 
 def _meaning_remedy(annotations: Annotations, *, corners: bool) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep.tasks.faults import reading
 from lockstep.tasks.readers.packed_text import PackedText
-from lockstep.tasks.vision.readers.class_table import listed
+from lockstep.tasks.vision.readers.class_table import unknown_class
 from lockstep.tasks.vision.readers.coco_file import Annotations, more_like_this
 from lockstep.tasks.vision.readers.image_files import is_picture, left_out_below, size_of_file
 
@@ -225,12 +225,9 @@ def _numbers(out: _Collected, names: Sequence[str]) -> list[int]:
         if label not in places:
             file = int(np.searchsorted(np.cumsum(out.counts), place, side="right"))
             number = place - sum(out.counts[:file]) + 1
-            raise DataError(
-                f"class {label!r} is not among the {len(names)} classes",
-                where=f"{out.files[file]}: box {number}",
-                remedy=f"{did_you_mean(label, names)}The classes are: {listed(names)}. Remove the object, "
-                "or train with it",
-            )
+            what, where = f"class {label!r} is not among the {len(names)} classes", f"{out.files[file]}: box {number}"
+            remedy = unknown_class(label, names, "Remove the object, or train with it")
+            raise DataError(what, where=where, remedy=remedy)
     return [places[label] for label in out.labels]
 
 

@@ -17,7 +17,7 @@ from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.tasks.vision.readers.box_checks import check_boxes, check_meaning
 from lockstep.tasks.vision.readers.box_files import read_voc, read_yolo
 from lockstep.tasks.vision.readers.box_layouts import Layout, evaluation_part, find_layout
-from lockstep.tasks.vision.readers.class_table import listed
+from lockstep.tasks.vision.readers.class_table import unknown_class
 from lockstep.tasks.vision.readers.coco_file import Annotations, read_coco
 from lockstep.tasks.vision.readers.decoded_images import DecodedPictures
 from lockstep.tasks.vision.readers.image_files import PictureFiles, missing_files, size_of_file
@@ -243,21 +243,15 @@ def _class_numbers(annotations: Annotations, classes: Sequence[str]) -> Array:
         first = int(lost[0])
         name = annotations.classes[annotations.labels[first]]
         more = f" ({len(lost)} annotations have such classes)" if len(lost) > 1 else ""
-        raise DataError(
-            f"class {name!r} is not among the {len(classes)} classes that are trained{more}",
-            where=annotations.where(first),
-            remedy=f"{did_you_mean(name, classes)}The classes are: {listed(classes)}. Remove these annotations, "
-            "or train with them",
-        )
+        what = f"class {name!r} is not among the {len(classes)} classes that are trained{more}"
+        remedy = unknown_class(name, classes, "Remove these annotations, or train with them")
+        raise DataError(what, where=annotations.where(first), remedy=remedy)
     return numbers
 
 
 def _other_size(found: Sequence[int], said: tuple[int, int], where: str, annotations: Annotations) -> DataError:
     turned = tuple(found) == said[::-1]
     why = "perhaps its EXIF data turns it: annotate the upright picture, or remove the EXIF data. " if turned else ""
-    return DataError(
-        f"the picture has {found[0]} x {found[1]} pixels (height x width), but {annotations.path} says "
-        f"{said[0]} x {said[1]}",
-        where=where,
-        remedy=f"{why}Boxes would be in wrong places: correct height and width, or bring back the annotated picture",
-    )
+    what = f"the picture has {found[0]} x {found[1]} pixels (height x width), but {annotations.path} says"
+    remedy = f"{why}Boxes would be in wrong places: correct height and width, or bring back the annotated picture"
+    return DataError(f"{what} {said[0]} x {said[1]}", where=where, remedy=remedy)

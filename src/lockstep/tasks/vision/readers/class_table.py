@@ -330,6 +330,11 @@ def _ignored_entry(item: Any, names: Sequence[str], where: str) -> ClassEntry:
     raise DataError(f"ignore has {item!r}, which is no class", where=where, remedy=remedy)
 
 
+def unknown_class(name: Any, names: Sequence[str], advice: str) -> str:
+    """The remedy where a class is not among those of the training."""
+    return f"{did_you_mean(name, names)}The classes are: {listed(names)}. {advice}"
+
+
 def listed(names: Sequence[str], most: int = 8) -> str:
     """Names for a message: the first of them."""
     return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

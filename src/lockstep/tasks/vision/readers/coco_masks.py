@@ -15,10 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.core.errors import DataError, did_you_mean
+from lockstep.core.errors import DataError
 from lockstep.tasks.arrays import Array
 from lockstep.tasks.faults import optional
-from lockstep.tasks.vision.readers.class_table import ClassEntry, ClassesOption, ClassTable, listed, read_class_table
+from lockstep.tasks.vision.readers.class_table import (
+    ClassEntry,
+    ClassesOption,
+    ClassTable,
+    read_class_table,
+    unknown_class,
+)
 from lockstep.tasks.vision.readers.coco_file import Annotations
 from lockstep.tasks.vision.readers.image_files import Pictures, add_file
 from lockstep.tasks.vision.readers.mask_files import MaskForm, Size, size_of
@@ -83,8 +89,8 @@ def category_numbers(annotations: Annotations, table: ClassTable, names: Sequenc
         place = int(unknown[0])
         name = annotations.classes[int(annotations.labels[place])]
         what = f"category {name!r} is not among the {len(names)} classes ({len(unknown)} annotations)"
-        remedy = f"{did_you_mean(name, names)}The classes are: {listed(names)}. Ignore it: task.ignore=[{name}]; or "
-        raise DataError(what, where=annotations.where(place), remedy=f"{remedy}train with it")
+        remedy = unknown_class(name, names, f"Ignore it: task.ignore=[{name}]; or train with it")
+        raise DataError(what, where=annotations.where(place), remedy=remedy)
     return numbers
 
 

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lockstep.core.errors import SKIP, DataError, did_you_mean
+from lockstep.core.errors import SKIP, DataError
 from lockstep.tasks.arrays import Array
 from lockstep.tasks.faults import reading
 from lockstep.tasks.readers.input_files import special_files
 from lockstep.tasks.readers.packed_text import PackedText
 from lockstep.tasks.vision.pictures.decode import image_size, reads_heif
-from lockstep.tasks.vision.readers.class_table import listed
+from lockstep.tasks.vision.readers.class_table import listed, unknown_class
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 """Suffixes of picture files, in lower case. Files may write them in upper case (ImageNet's end in .JPEG)."""
@@ -208,12 +208,9 @@ def read_class_folders(
     unknown = [name for name in folders if name not in known]
     if unknown:
         more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
-        raise DataError(
-            f"class {unknown[0]!r} is not among the {len(known)} classes of the training data{more}",
-            where=str(root / unknown[0]),
-            remedy=f"{did_you_mean(unknown[0], known)}The classes are: {listed(known)}. Remove this folder, "
-            "or train with it",
-        )
+        what = f"class {unknown[0]!r} is not among the {len(known)} classes of the training data{more}"
+        remedy = unknown_class(unknown[0], known, "Remove this folder, or train with it")
+        raise DataError(what, where=str(root / unknown[0]), remedy=remedy)
     names: list[str] = []
     counts: list[int] = []
     others: list[str] = []

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.core.errors import DataError, did_you_mean
+from lockstep.core.errors import DataError
 from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.pictures.mask import MaskValues
-from lockstep.tasks.vision.readers.class_table import ClassTable, Color, listed
+from lockstep.tasks.vision.readers.class_table import ClassTable, Color, listed, unknown_class
 
 IGNORED = -1
 """The class number of pixels that belong to no class."""
@@ -34,9 +34,7 @@ def class_numbers(table: ClassTable, names: Sequence[str] | None) -> list[int]:
     if unknown:
         more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
         what = f"class {unknown[0]!r} is not among the {len(names)} classes of the training data{more}"
-        remedy = (
-            f"{did_you_mean(unknown[0], names)}The classes are: {listed(names)}. Ignore this class, or train with it"
-        )
+        remedy = unknown_class(unknown[0], names, "Ignore this class, or train with it")
         raise DataError(what, where=table.where, remedy=remedy)
     return [names.index(name) for name in table.names]
 

@@ -109,7 +109,7 @@ class Segmentation(ImageTask):
         training = ClassPixels(about.counts, ignored=0, masks=about.masks, of_masks=len(self._train))
         return unseen_classes(training, found, about.classes)
 
-    def learn(self) -> SegmentationAbout:
+    def learn(self) -> Any:
         data, options = self.read(self.train_source, "train", None), self.options
         names = list(data.classes)
         if len(names) < 2:
@@ -118,19 +118,16 @@ class Segmentation(ImageTask):
         counted = data.check(len(data) if isinstance(options.class_weights, str) else MOST_CHECKED)
         classes, pixels = self.models.classes(names), self.models.pixels()
         places = [names.index(name) if name in names else number for number, name in enumerate(classes)]
-        mean, std = pixels.mean_and_std(options)
         assert data.masks is not None
         form = data.masks.form()
-        return SegmentationAbout(
+        return self.described(
+            pixels,
             classes=classes,
             mask_kind=form.kind,
             ids=_ids(classes, form.ids),
             colors=[list(data.colors[place]) for place in places],
             counts=[counted.counts[place] for place in places],
             masks=counted.masks,
-            mean=mean,
-            std=std,
-            size=pixels.size,
         )
 
     # ---- data
