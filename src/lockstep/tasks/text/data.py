@@ -155,12 +155,8 @@ def _store(rows: Table, columns: Columns, options: TextOptions, folder: Path) ->
     places = kept if rows.lines is None else [rows.lines[row] for row in kept]
     np.save(folder / "places.npy", np.array(places, dtype=np.int64))
     np.save(folder / "codes.npy", codes)
-    roles = {
-        "text": list(columns.text),
-        "pair": columns.pair,
-        "label": columns.label,
-        "by_line": rows.lines is not None,
-    }
+    text, by_line = list(columns.text), rows.lines is not None
+    roles = {"text": text, "pair": columns.pair, "label": columns.label, "by_line": by_line}
     about = {"names": names, "columns": roles, "dropped": len(blank), "source": rows.name, "told": rows.notes}
     (folder / "about.json").write_text(json.dumps(about))
 

@@ -377,7 +377,7 @@ def test_a_mask_of_another_size_is_found_behind_the_cache_too(folder):
 
 def test_a_limit_of_the_cache_is_shared_by_pictures_and_masks(folder):
     data = read(folder, cache=CacheOptions(limit_bytes=4000))
-    assert (data.cache.limit_bytes, data.mask_cache.limit_bytes) == (3000, 1000)
+    assert (data.cache.options.limit_bytes, data.mask_cache.options.limit_bytes) == (3000, 1000)
 
 
 def test_more_than_255_classes_are_not_cached_but_right(folder):

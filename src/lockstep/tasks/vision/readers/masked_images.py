@@ -101,9 +101,8 @@ class MaskedImages(DecodedPictures):
         notes: Sequence[str] = (),
     ) -> None:
         kept = masks if masks is not None and len(classes) <= _KEPT_CLASSES else None
-        each = (
-            None if cache is None or cache.limit_bytes is None else cache.limit_bytes // (channels + (kept is not None))
-        )
+        limit = None if cache is None else cache.limit_bytes
+        each = None if limit is None else limit // (channels + (kept is not None))
         own = cache if cache is None or each is None else replace(cache, limit_bytes=each * channels)
         super().__init__(pictures, channels=channels, cache=own, notes=notes)
         self.masks, self.classes, self.colors = masks, list(classes), list(colors)
