@@ -242,7 +242,7 @@ def with_boxes(
 
 
 def scale_of(longer: int) -> float:
-    """How much larger than usual texts are in a picture with a longer side of `longer` pixels: 1 or more."""
+    """The factor by which texts are larger than usual in a picture with a longer side of `longer` pixels: 1 or more."""
     return max(1.0, longer / _USUAL_SIDE)
 
 

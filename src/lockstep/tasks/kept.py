@@ -1,4 +1,4 @@
-"""What a task learns from its data and its model, and keeps with its run."""
+"""A base of tasks that keep with the run what they learn from their data and their model."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class KeptTask(Task):
             self.__dict__.pop(name, None)
 
     def to_keep(self) -> Any:
-        """What a new run keeps."""
+        """The object that a new run keeps."""
         return self.about
 
     def save(self, folder: Path) -> None:
@@ -93,7 +93,7 @@ class KeptTask(Task):
         return self.learn()
 
     def learn(self) -> Any:
-        """What the training data and the model say, without a run.
+        """Ask the training data and the model, without a run.
 
         Raises:
             DataError: the training data cannot be read, or have too few classes.

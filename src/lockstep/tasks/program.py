@@ -31,14 +31,14 @@ _RELATIVE, _ABSOLUTE = 1e-3, 1e-5  # differences between a model and its program
 
 @dataclass(frozen=True)
 class Program:
-    """What the exported model computes, from tensors to tensors."""
+    """The computation of the exported model, from tensors to tensors."""
 
     module: nn.Module
     """It computes what torch can trace: which operations there are must not depend on the values of tensors."""
     inputs: Mapping[str, Any]
     """The arguments of an example, by name: tensors, or trees of tensors."""
     dynamic: Any = None
-    """Which dimensions may have other sizes, in the form of `torch.export.export`. None: as many as torch allows."""
+    """Dimensions that may have other sizes, in the form of `torch.export.export`. None: as many as torch allows."""
     other: Mapping[str, Any] | None = None
     """Arguments of other sizes, of a single sample, with which the program is tried."""
     batch: int | None = None

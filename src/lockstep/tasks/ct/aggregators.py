@@ -21,7 +21,7 @@ _LOWEST = 1e-3  # angular frequency per mm: a wave is longer than a body, while 
 
 
 class Pooled(NamedTuple):
-    """What an aggregator makes of the slices of a batch."""
+    """The result of an aggregator for the slices of a batch."""
 
     vectors: Tensor
     """A vector for each volume: (B, width)."""
@@ -69,7 +69,7 @@ class Layout(NamedTuple):
     column: Tensor
     """Place of each slice in its volume: int64 (N,)."""
     is_slice: Tensor
-    """Which places are taken: bool (B, longest)."""
+    """True at places that are taken: bool (B, longest)."""
 
     @staticmethod
     def of(counts: Tensor, total: int, longest: int) -> Layout:

@@ -93,7 +93,7 @@ def make_backbone(
 
 
 class _SliceModels(AutoModels):
-    """How a backbone finds its config."""
+    """The models of slices, as they find their config."""
 
     kind = _KIND
     what = "vision"
@@ -142,7 +142,7 @@ def set_trainable_modes(module: nn.Module, training: bool) -> None:
 
 
 def is_frozen(module: nn.Module) -> bool:
-    """Whether `module` has no trainable parameter."""
+    """True if `module` has no trainable parameter."""
     return not any(parameter.requires_grad for parameter in module.parameters())
 
 

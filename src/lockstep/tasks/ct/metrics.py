@@ -137,7 +137,7 @@ class RiskMetrics(Metric):
         return np.unique(patients, return_inverse=True)[1] if len(patients) else np.zeros(0, np.int64)
 
     def _falls(self, risks: Array) -> Array:
-        """Whether a risk of each row falls from a horizon to the next, with known and unknown labels: (rows,) bool."""
+        """True for rows in which a risk falls from a horizon to the next, whatever the labels: (rows,) bool."""
         falls = np.zeros(len(risks), dtype=bool)
         for places in self.outcomes.values():
             risk = risks[:, [place for _, place in places]]

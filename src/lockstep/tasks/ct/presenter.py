@@ -1,4 +1,4 @@
-"""How risks from CT volumes are shown to people."""
+"""Texts, pictures and files that show risks from CT volumes to people."""
 
 from __future__ import annotations
 

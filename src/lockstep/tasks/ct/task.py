@@ -42,7 +42,7 @@ _PATIENTS = "patients.csv"
 
 @dataclass(frozen=True)
 class About:
-    """What the task learns from its data, and keeps with the run."""
+    """The facts that the task learns from its data, and keeps with the run."""
 
     questions: list[str]
     """Names of the questions, in the order of the logits."""

@@ -61,18 +61,18 @@ class VolumeSample:
 
 @dataclass(frozen=True)
 class VolumeOptions:
-    """How volumes are read."""
+    """The way in which volumes are read."""
 
     distance_mm: float | None = None
     """Slices are resampled to this distance. None: they stay as they are."""
     allow_gaps: bool = False
-    """Whether missing slices are a remark, and not an error."""
+    """Make missing slices a remark, and not an error."""
     cache: bool = True
-    """Whether decoded volumes are kept on disk. Otherwise a volume is read whole each time."""
+    """Keep decoded volumes on disk. Otherwise a volume is read whole each time."""
 
 
 def volume_options(options: VolumeRiskOptions) -> VolumeOptions:
-    """How volumes are read, as the options of the task say it."""
+    """The way in which volumes are read, as the options of the task say it."""
     return VolumeOptions(options.slice_distance_mm, allow_gaps=options.allow_gaps, cache=options.keep_volumes)
 
 
@@ -252,7 +252,7 @@ def _no_rows(table: Table, key: str, split: Split) -> DataError:
 
 
 def has_parts(source: str) -> bool:
-    """Whether a table says in a column `split` which rows are for evaluation."""
+    """True if a table says in a column `split` which rows are for evaluation."""
     return any(name.lower() in _SPLIT for name in Source.parse(source).read().columns)
 
 

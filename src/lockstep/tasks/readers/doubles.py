@@ -238,7 +238,7 @@ def of_names(names: Sequence[str]) -> list[str]:
 
 
 def _share(counts: Sequence[int], most: int) -> list[int]:
-    """How many samples of each part are looked at: all, or of a larger part what the smaller parts leave."""
+    """The number of samples of each part to look at: all, or of a larger part what the smaller parts leave."""
     shares, left = [0] * len(counts), most
     order = sorted(range(len(counts)), key=lambda place: counts[place])
     for done, place in enumerate(order):

@@ -94,7 +94,7 @@ class Source:
 
     @property
     def is_file(self) -> bool:
-        """Whether the source is a single file, judged by its suffix."""
+        """True if the source is a single file, judged by its suffix."""
         return Path(self.name).is_file() or (self.name.endswith(SUFFIXES) and not Path(self.name).is_dir())
 
     def files(self) -> tuple[Path, ...]:

@@ -1,4 +1,4 @@
-"""Which columns of a table hold the texts and the labels."""
+"""The columns of a table that hold the texts and the labels."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class TextSample(NamedTuple):
 
 
 class _OfFolder:
-    """What lies in a folder of the cache. A loader worker maps the same files."""
+    """Arrays in a folder of the cache. A loader worker maps the same files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,7 +96,7 @@ class Texts(_OfFolder):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether each sample has two texts."""
+        """True if each sample has two texts."""
         return self.columns["pair"] is not None
 
     def where(self, row: int) -> str:

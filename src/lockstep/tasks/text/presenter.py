@@ -1,4 +1,4 @@
-"""How text classification shows its data, predictions and results to people."""
+"""Texts that show data, predictions and results of text classification to people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tasks on images share about their models: their pictures, their logits, and how transformers makes them."""
+"""Models of tasks on images: the pictures that they expect, their config, and their weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.tasks.vision.pictures.normalise import usual_mean_and_std
 
 
 class Pixels(NamedTuple):
-    """What a model expects of pictures."""
+    """Properties of pictures that a model expects."""
 
     size: int
     """Height and width in pixels."""
@@ -36,7 +36,7 @@ class Pixels(NamedTuple):
 
 
 def processor_of(model: str | None) -> dict[str, Any]:
-    """What the image processor of a pretrained model says. Empty without a model, or if it has no such file."""
+    """The config of a pretrained model's image processor. Empty without a model, or if it has no such file."""
     if model is None:
         return {}
     mixin = importlib.import_module("transformers.image_processing_base").ImageProcessingMixin
@@ -94,7 +94,7 @@ class Models:
         return list(names)
 
     def pixels(self) -> Pixels:
-        """What the model expects of pictures."""
+        """Properties of pictures that the model expects."""
         raise NotImplementedError
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
@@ -131,7 +131,7 @@ class AutoModels(Models):
     kind: ClassVar[str]
     """`task.kind`."""
     what: ClassVar[str]
-    """What the models do, for errors."""
+    """The purpose of the models, for errors."""
     head: ClassVar[str]
     """`For...`, as transformers names classes of models that do it."""
     known_names: ClassVar[str] = ""

@@ -1,4 +1,4 @@
-"""What the three tasks on pictures share: sources, what is learned from them and kept, the model, and pixels for it."""
+"""A base of the three tasks on pictures: what is learned from the data, the model, and the pixels for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.tasks.vision.size_check import check_image_sizes
 
 @dataclass(frozen=True)
 class About:
-    """What a task learns from its data and its model, and keeps with the run."""
+    """The facts that a task learns from its data and its model, and keeps with the run."""
 
     classes: list[str]
     """Names of the classes, in the order of their numbers, which is that of the logits."""
@@ -80,7 +80,7 @@ class ImageTask(KeptTask):
 
     @property
     def models(self) -> Models:
-        """What makes the model."""
+        """The object that makes the model."""
         raise NotImplementedError
 
     @property

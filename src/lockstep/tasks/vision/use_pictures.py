@@ -35,7 +35,7 @@ Size = tuple[int, int]
 
 
 def predict(pictures: Any, *, folder: str | Path = HERE, device: str = "cpu") -> Any:
-    """What the model says of a picture, as a dict; of a list of pictures, as a list.
+    """The answer of the model for a picture, as a dict; for a list of pictures, as a list.
 
     | model | keys |
     |---|---|
@@ -144,7 +144,7 @@ def resized(pixels: Tensor, size: Size, about: dict[str, Any]) -> Tensor:
 
 
 def in_batches(about: dict[str, Any], run: Callable[..., Any], **inputs: Sequence[Tensor]) -> Any:
-    """What the model says of inputs, of which it sees a few at a time: a tensor, or a tuple of tensors."""
+    """The answer of the model for inputs, of which it sees a few at a time: a tensor, or a tuple of tensors."""
     count, step = len(next(iter(inputs.values()))), about["batch"]
     parts = [
         run(**{name: stacked(values[begin : begin + step]) for name, values in inputs.items()})

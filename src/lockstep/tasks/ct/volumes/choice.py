@@ -1,4 +1,4 @@
-"""Which slices of a volume a sample has."""
+"""The choice of the slices of a volume that a sample has."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def dicom_files(folder: Path) -> list[Path]:
 
 
 def is_dicom(path: Path) -> bool:
-    """Whether a path is a DICOM file by its name or by its first bytes."""
+    """True if a path is a DICOM file by its name or by its first bytes."""
     if not path.is_file() or path.name.startswith(".") or path.name == "DICOMDIR":
         return False
     if path.suffix.lower() in _SUFFIXES:
@@ -157,7 +157,7 @@ def _check_alike(slices: Sequence[Any]) -> None:
 
 
 def _all_rescaled(slices: Sequence[Any]) -> bool:
-    """Whether slices have a slope and an intercept.
+    """True if slices have a slope and an intercept.
 
     Raises:
         DataError: some slices have one of these values, and others have not.

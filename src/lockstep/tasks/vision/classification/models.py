@@ -30,7 +30,7 @@ _WIDTHS = {CONVNET: (32, 4), CONVNET4: (32, 16), RESNET9: (16, 16)}
 
 
 def models_for(options: ClassificationOptions, folder: Path | None, *, architecture: str | None = None) -> Models:
-    """What makes the models that `options` ask for.
+    """The object that makes the models that `options` ask for.
 
     Args:
         folder: where an earlier start of the run has kept the model's config. None: there is none.

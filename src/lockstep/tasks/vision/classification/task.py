@@ -40,7 +40,7 @@ _DIGITS_SIZE = 8
 
 @dataclass(frozen=True)
 class ClassificationAbout(About):
-    """What the task keeps with the run. `counts` are samples."""
+    """The facts that the task keeps with the run. `counts` are samples."""
 
     side: int | None = None
     """The median of the shorter sides of the training pictures in pixels. None: nothing depends on it."""

@@ -89,7 +89,7 @@ class CocoMap(Metric):
 
 
 def among_best(scores: Tensor, labels: Tensor, most: int = MOST) -> Tensor:
-    """Which boxes are among the `most` best of their picture and class; the earlier of two equal boxes is better.
+    """True for the `most` best boxes of each picture and class; the earlier of two equal boxes is better.
 
     Args:
         scores, labels: (pictures, places); the label -1 marks places without a box.

@@ -1,4 +1,4 @@
-"""How detection shows its data, predictions and results to people."""
+"""Texts and pictures that show data, predictions and results of detection to people."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class DetectionPresenter(ImagePresenter):
         ]
 
     def _category_ids(self) -> tuple[bool, Sequence[int]]:
-        """Whether ids of pictures are those of a COCO file, and the number of each class in this file."""
+        """True if ids of pictures are those of a COCO file, and the number of each class in this file."""
         about = self.task.about
         if self._numbers is None:
             data: Any = self.task.eval_data()

@@ -39,7 +39,7 @@ _VIEWS = 8  # tiles that a model sees at a time, where a batch has more tiles th
 
 @dataclass(frozen=True)
 class DetectionAbout(About):
-    """What the task keeps with the run. `counts` are boxes."""
+    """The facts that the task keeps with the run. `counts` are boxes."""
 
     category_ids: list[int]
     """The number of each class in the annotation file of the training data. Files of predictions use these numbers."""
@@ -97,7 +97,7 @@ class Detection(ImageTask):
 
     @cached_property
     def models(self) -> DetectionModels:
-        """What makes the model, and knows its losses and boxes."""
+        """The object that makes the model, and knows its losses and boxes."""
         return models_for(self.options, self.folder)
 
     # ---- data

@@ -33,7 +33,7 @@ _DISTILLATION_TEMPERATURE = 5
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model of transformers passes to its loss."""
+    """The arguments that a model of transformers passes to its loss."""
 
     logits: Tensor
     """(pictures, queries, logits) of the last decoder layer."""
@@ -44,7 +44,7 @@ class Predictions:
     all_boxes: Tensor | None = None
     """The boxes of all decoder layers."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """What only some models pass."""
+    """Arguments that only some models pass."""
 
     def full_precision(self) -> Predictions:
         """The same in float32, where it has 16 bits: sums over many boxes need more."""

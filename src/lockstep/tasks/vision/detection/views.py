@@ -1,4 +1,4 @@
-"""How a picture is shown to a detector: whole, or in overlapping tiles, each fitted into a square; and the way back."""
+"""Views of a picture for a detector: whole, or overlapping tiles, each fitted into a square; and the way back."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _NAME = 8  # bytes behind the entries: the name of the index, drawn when it was 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How large a cache of decoded pictures may be."""
+    """Limits of a cache of decoded pictures."""
 
     limit_bytes: int | None = None
     """Largest size of the pixels on disk, for each data set. None: what the disk gives."""
@@ -224,7 +224,7 @@ class DecodedCache:
             warnings.warn(f"the cache of decoded pictures {self.folder} {why}; {rest}", RuntimeWarning, stacklevel=3)
 
     def _was_told(self) -> bool:
-        """Whether a process of this machine has warned since the cache was opened. This call counts as a warning."""
+        """True if a process of this machine has warned since the cache was opened. This call counts as a warning."""
         if self._index is None:  # there is no place to leave a mark
             return os.environ.get("LOCAL_RANK", "0") != "0"
         try:

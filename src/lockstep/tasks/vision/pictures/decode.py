@@ -137,7 +137,7 @@ def _jpeg_orientation(data: bytes) -> int:
 
 
 def _has_app1(data: bytes) -> bool:
-    """Whether a JPEG file has a segment APP1, which holds EXIF and XMP data, before its pixels."""
+    """True if a JPEG file has a segment APP1, which holds EXIF and XMP data, before its pixels."""
     place = 2
     while place + 4 <= len(data) and data[place] == 0xFF:
         marker = data[place + 1]
@@ -153,7 +153,7 @@ def _has_app1(data: bytes) -> bool:
 
 @functools.cache
 def reads_heif() -> bool:
-    """Whether HEIC and HEIF files can be read: `pillow-heif` is installed. PIL then opens them."""
+    """True if HEIC and HEIF files can be read: `pillow-heif` is installed. PIL then opens them."""
     try:
         import pillow_heif
     except ImportError:
@@ -163,7 +163,7 @@ def reads_heif() -> bool:
 
 
 def _needs_heif(data: bytes) -> bool:
-    """Whether PIL cannot read the file without pillow-heif: brands of HEVC, ISO/IEC 23008-12, annex B."""
+    """True if PIL cannot read the file without pillow-heif: brands of HEVC, ISO/IEC 23008-12, annex B."""
     if data[4:8] != b"ftyp" or reads_heif():
         return False
     return data[8:12] in (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx")

@@ -293,7 +293,7 @@ def _clip_boxes(picture: Picture, min_visible: float) -> Picture:
 
 
 def any_box_in(boxes: Tensor, region: Region, *, min_visible: float = MIN_VISIBLE) -> bool:
-    """Whether `crop` to this region keeps a box.
+    """True if `crop` to this region keeps a box.
 
     Args:
         boxes: (n, 4) left, top, right, bottom, in pixels.

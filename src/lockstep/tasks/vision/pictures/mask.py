@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from PIL import Image as PILImage
 
 MaskKind = Literal["palette", "grey", "color"]
-"""Whether mask files have ids with a palette, ids as grey values, or colours."""
+"""Kinds of mask files: ids with a palette, ids as grey values, or colours."""
 
 _LOSSY = ("JPEG", "MPO", "WEBP")
 _INTEGERS = ("L", "P", "1", "I", "I;16", "I;16B", "I;16L", "I;16N")
@@ -28,7 +28,7 @@ _TIFF_BITS = 258
 
 @dataclass(frozen=True)
 class MaskValues:
-    """What a mask file holds."""
+    """The content of a mask file."""
 
     values: Array
     """Ids: integers (height, width). Of a file in colour: uint8 (height, width, 3), RGB."""
@@ -37,7 +37,7 @@ class MaskValues:
 
     @property
     def in_color(self) -> bool:
-        """Whether the pixels are colours, not ids."""
+        """True if the pixels are colours, not ids."""
         return self.values.ndim == 3
 
 

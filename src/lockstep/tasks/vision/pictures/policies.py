@@ -34,7 +34,7 @@ class _Colour(NamedTuple):
     greatest: float
     """Strengths at the magnitudes 0 and 30."""
     signed: bool = False
-    """Whether the strength is negative half of the time."""
+    """True if the strength is negative half of the time."""
 
 
 class _Geometry(NamedTuple):

@@ -64,7 +64,7 @@ def check_meaning(annotations: Annotations, on_bad: OnBadBoxes) -> None:
 
 
 def _are_shares(boxes: Array, sizes: Array) -> Array:
-    """Whether each box seems to be shares of its picture, from 0 to 1: (n,) bool.
+    """True for boxes that seem to be shares of their picture, from 0 to 1: (n,) bool.
 
     All four numbers are 1 or less, or the box ends in the first pixel, as with VOC's files, which give corners; and the
     picture has more than a few pixels.

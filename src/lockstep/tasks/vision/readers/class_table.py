@@ -38,13 +38,13 @@ class ClassEntry:
 
 @dataclass(frozen=True)
 class ClassTable:
-    """What the values in mask files mean. The number of a class is its place in `classes`."""
+    """Meanings of the values in mask files. The number of a class is its place in `classes`."""
 
     classes: tuple[ClassEntry, ...]
     ignored: tuple[ClassEntry, ...] = ()
     """Pixels of these ids or colours belong to no class."""
     masks: Literal["ids", "colors"] | None = None
-    """Whether palette files hold ids, or colours that stand for classes. None: ids, where the colours of the palette do
+    """The meaning of palette files: ids, or colours of classes. None: ids, where the colours of the palette do
     not contradict."""
     where: str = "task.classes"
     """The file or key that the table was read from, for messages."""

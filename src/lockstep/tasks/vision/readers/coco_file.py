@@ -30,7 +30,7 @@ _REPAIR = "repair or remove this entry of the file"
 
 @dataclass(frozen=True, eq=False)
 class Annotations:
-    """What is annotated on pictures. All values are those of the file.
+    """Annotations of pictures. All values are those of the file.
 
     The annotations are sorted by picture, and keep the order of the file within a picture.
     """
@@ -167,7 +167,7 @@ class _Reader:
         self.segmentations = bytearray() if segmentations else None
         self.ends = array("q")
         self.faults: dict[int, tuple[str, str]] = {}
-        """What is wrong with an annotation, by its number here: (where, what)."""
+        """Faults of annotations, by their number here: (where, what)."""
 
     def take(self, entry: dict[str, Any]) -> Any:
         """Called for each JSON object, the inner ones first. An annotation is replaced by its number."""

@@ -42,7 +42,7 @@ _REPAIR = "repair or remove this annotation"
 def class_table(
     annotations: Annotations, classes: ClassesOption, ignore: Sequence[Any], *, names: Sequence[str] | None
 ) -> ClassTable:
-    """Which categories of a file are classes, and which are ignored.
+    """The categories of a file that are classes, and those that are ignored.
 
     Args:
         classes: `task.classes`. None: `background`, and the categories by id. A category may itself be called so.
@@ -189,7 +189,7 @@ class CocoMasks:
 
 
 class _Fault(Exception):
-    """What is wrong with a segmentation."""
+    """A fault of a segmentation."""
 
     def __init__(self, what: str, remedy: str = _REPAIR) -> None:
         super().__init__(what)

@@ -141,7 +141,7 @@ def picture_suffixes() -> tuple[str, ...]:
 
 
 def is_picture(name: str) -> bool:
-    """Whether a file has the suffix of a picture. Hidden files are none: macOS puts `._name.jpg` beside `name.jpg`."""
+    """True if a file has the suffix of a picture. Hidden files are none: macOS puts `._name.jpg` beside `name.jpg`."""
     return name.lower().endswith(picture_suffixes()) and not name.startswith(".")
 
 

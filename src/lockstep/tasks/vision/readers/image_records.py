@@ -172,7 +172,7 @@ def _read(source: str, split: Split, options: ClassificationOptions, classes: Se
 
 
 def is_saved_data_set(folder: Path) -> bool:
-    """Whether `datasets` saved this folder."""
+    """True if `datasets` saved this folder."""
     return any((folder / name).is_file() for name in _SAVED)
 
 

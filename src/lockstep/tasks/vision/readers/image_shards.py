@@ -32,12 +32,12 @@ _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 def names_shards(source: str) -> bool:
-    """Whether a source is a tar file, or a pattern of tar files."""
+    """True if a source is a tar file, or a pattern of tar files."""
     return source.endswith((".tar", *_COMPRESSED))
 
 
 def has_shards(folder: Path) -> bool:
-    """Whether tar files lie in a folder."""
+    """True if tar files lie in a folder."""
     with os.scandir(folder) as entries:
         return any(entry.name.endswith(".tar") and not entry.name.startswith(".") for entry in entries)
 

@@ -218,7 +218,7 @@ def data_set_pictures(data: Any, column: str, *, name: str) -> DataSetPictures:
 
 
 def holds_pictures(path: Path) -> bool:
-    """Whether a Parquet file holds pictures themselves (a column of `bytes` and `path`), not only their paths."""
+    """True if a Parquet file holds pictures themselves (a column of `bytes` and `path`), not only their paths."""
     try:
         import pyarrow.parquet
     except ImportError:

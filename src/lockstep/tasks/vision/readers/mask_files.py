@@ -26,10 +26,10 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class MaskForm:
-    """How the mask files of a source say which class a pixel has, so that predictions can say it in the same way."""
+    """The way in which the mask files of a source name the class of a pixel, so that predictions can do the same."""
 
     kind: MaskKind
-    """What the files hold."""
+    """The kind of the files."""
     ids: Mapping[str, int]
     """The id of each class, by name."""
 

@@ -66,7 +66,7 @@ class MaskedImage(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassPixels:
-    """How many pixels of some masks belong to each class."""
+    """Numbers of the pixels of some masks that belong to each class."""
 
     counts: list[int]
     """Pixels of each class, by class number."""

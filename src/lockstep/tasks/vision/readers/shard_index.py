@@ -31,7 +31,7 @@ _TAIL = 1 << 16  # bytes behind the end mark that are looked at: tar pads to 10 
 
 @dataclass
 class ShardIndex:
-    """What is known of a shard without reading its pictures."""
+    """Facts about a shard that are known without reading its pictures."""
 
     size: int
     """Bytes of the shard when it was indexed."""

@@ -20,7 +20,7 @@ _UNET_SIZE = 256
 
 
 def models_for(options: SegmentationOptions, folder: Path | None) -> Models:
-    """What makes the models that `options` ask for.
+    """The object that makes the models that `options` ask for.
 
     Args:
         folder: where an earlier start of the run has kept the model's config. None: there is none.

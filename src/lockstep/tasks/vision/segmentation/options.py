@@ -41,7 +41,7 @@ class SegmentationOptions(ImageOptions):
     describes."""
     scratch: ScratchOptions = ScratchOptions()
     new_head: bool = False
-    """Whether to replace the last layer of a model that already segments."""
+    """Replace the last layer of a model that already segments."""
 
     classes: list[str] | dict[str | int, Any] | str | None = None
     """Names of the classes in the order of their ids, a mapping of names to ids or colours `[r, g, b]`, or the path of
@@ -77,7 +77,7 @@ class SegmentationOptions(ImageOptions):
     eval_overlap: Annotated[float, Field(ge=0, le=0.9)] = 0.25
     """The least overlap of neighbouring windows, as a share of `eval_window`."""
     flip_at_evaluation: bool = False
-    """Whether an evaluation takes the mean of the probabilities of each picture and of its mirror image. This takes
+    """Take the mean of the probabilities of each picture and of its mirror image in evaluations. This takes
     twice the time."""
     boundary_tolerance: Annotated[float, Field(ge=0, le=0.1)] | None = 0.0075
     """The distance at which boundaries still match in the boundary F1, as a share of the picture's diagonal. None: no

@@ -1,4 +1,4 @@
-"""How segmentation shows its data, predictions and results to people."""
+"""Texts and pictures that show data, predictions and results of segmentation to people."""
 
 from __future__ import annotations
 

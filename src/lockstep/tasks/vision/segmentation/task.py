@@ -48,7 +48,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class SegmentationAbout(About):
-    """What the task keeps with the run. `counts` are pixels of masks that were counted: see `MaskedImages.check`."""
+    """The facts that the task keeps. `counts` are pixels of masks that were counted: see `MaskedImages.check`."""
 
     colors: list[list[int]]
     """Red, green and blue of each class, 0 to 255, for pictures."""
@@ -57,7 +57,7 @@ class SegmentationAbout(About):
     unseen: list[str] = field(default_factory=list)
     """Classes that occur in evaluation masks, and in no training mask. A model cannot learn them."""
     mask_kind: MaskKind = "palette"
-    """What the mask files of the training data hold: ids with a palette, ids as grey values, or colours."""
+    """The kind of the mask files of the training data: ids with a palette, ids as grey values, or colours."""
     ids: list[int] = field(default_factory=list)
     """The id of each class in these files; with `color`, `colors` are their values. Predicted masks have the same
     values. Empty in runs of earlier versions: the class numbers."""
