@@ -20,6 +20,7 @@ _OF_QUESTION = ("auc", "auc_low", "auc_high", "average_precision", "brier", "sen
 FALLING = "falling_risks"
 """The result that counts patients whose risk of an event falls from a horizon to a later one."""
 _LEAST_FALL = 1e-6  # less is rounding
+_LEVEL, _BINS = 0.95, 10  # of the intervals, and of the calibration
 _OF_OUTCOME = ("concordance", "concordance_low", "concordance_high")
 
 
@@ -40,9 +41,7 @@ class RiskMetrics(Metric):
             each sample is a patient of its own.
         threshold: of the risk, for sensitivity and specificity.
         resamples: number of bootstrap resamples. 0: no intervals.
-        level: share of the bootstrap distribution that an interval covers.
         seed: of the bootstrap.
-        bins: of the calibration table.
     """
 
     full_state_update = False
@@ -58,14 +57,12 @@ class RiskMetrics(Metric):
         patients: Sequence[str] | None = None,
         threshold: float = 0.5,
         resamples: int = 1000,
-        level: float = 0.95,
         seed: int = 0,
-        bins: int = 10,
     ) -> None:
         super().__init__()
         self.questions, self.patients = list(questions), patients
         self.outcomes = {name: places for name, places in (outcomes or {}).items() if len(places) > 1}
-        self.threshold, self.resamples, self.level, self.seed, self.bins = threshold, resamples, level, seed, bins
+        self.threshold, self.resamples, self.seed = threshold, resamples, seed
         for name in ("risks", "labels", "indices"):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
@@ -160,7 +157,7 @@ class RiskMetrics(Metric):
                 f"sensitivity/{question}": sensitivity,
                 f"specificity/{question}": specificity,
             }
-            tables.append(scores.calibration(risk, label, self.bins))
+            tables.append(scores.calibration(risk, label, _BINS))
             curves.append(scores.roc(risk, label, FALSE_POSITIVE_RATES))
         arrays = {"label_counts": counts, "calibration": tables, "roc": curves, "risks_not_finite": bad}
         return numbers, {name: np.asarray(values, dtype=np.float64) for name, values in arrays.items()}
@@ -182,9 +179,7 @@ class RiskMetrics(Metric):
                 )
         points = {name: float(score(None)[0]) for name, score in found.items()}
         defined = {name: score for name, score in found.items() if np.isfinite(points[name])}
-        limits = scores.intervals(
-            list(defined.values()), groups, count=self.resamples, seed=self.seed, level=self.level
-        )
+        limits = scores.intervals(list(defined.values()), groups, count=self.resamples, seed=self.seed, level=_LEVEL)
         numbers = {f"{score}/{name}": points[score, name] for score, name in found}
         for (score, name), (low, high) in zip(defined, limits, strict=True):
             numbers |= {f"{score}_low/{name}": low, f"{score}_high/{name}": high}

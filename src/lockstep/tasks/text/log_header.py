@@ -38,11 +38,14 @@ def of_model(name: str | None, *, kind: str, parameters: int, new: Sequence[str]
     return lines
 
 
-def of_data(name: str, data: TextData, *, labels: Sequence[str], max_length: int) -> list[str]:
+def of_data(
+    name: str, data: TextData, *, labels: Sequence[str], max_length: int, notes: Sequence[str] = ()
+) -> list[str]:
     """Lines about the texts that were read, by class, the texts that were cut, and the texts that were left out.
 
     Args:
         name: `training` or `evaluation`.
+        notes: remarks about the way in which the texts were read.
     """
     texts, tokens, counts = data.texts, data.tokens, _counts(data, labels)
     named = {role: texts.columns[role] for role in _ROLES if texts.columns[role]}
@@ -60,12 +63,7 @@ def of_data(name: str, data: TextData, *, labels: Sequence[str], max_length: int
         lines.append(f"  cut to {max_length} tokens: {cut}")
     if texts.dropped:
         lines.append(f"  left out: {texts.dropped:,} empty texts")
-    return lines
-
-
-def of_reading(data: TextData) -> list[str]:
-    """Remarks about the way in which the texts were read."""
-    return [f"  {note}" for note in data.texts.notes]
+    return lines + [f"  {note}" for note in notes]
 
 
 def of_absent_labels(data: TextData, labels: Sequence[str]) -> list[str]:

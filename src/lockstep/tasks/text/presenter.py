@@ -98,14 +98,14 @@ class TextPresenter(Presenter):
             new=task.new_weights,
             texts=len(training),
         )
-        lines += log_header.of_data("training", training, labels=task.labels, max_length=length)
-        lines += log_header.of_reading(training)
+        known: dict[str, Any] = {"labels": task.labels, "max_length": length}
+        lines += log_header.of_data("training", training, notes=training.texts.notes, **known)
         if task.why_nothing_is_held_back:
             return [*lines, task.why_nothing_is_held_back, *log_header.of_doubles(training, None, task.labels)]
         evaluation = task.eval_data()
         if evaluation is not None:
-            lines += log_header.of_data("evaluation", evaluation, labels=task.labels, max_length=length)
-            lines += log_header.of_reading(evaluation) if task.eval_source else []
+            notes = evaluation.texts.notes if task.eval_source else []
+            lines += log_header.of_data("evaluation", evaluation, notes=notes, **known)
             lines += log_header.of_absent_labels(evaluation, task.labels)
         return [*lines, *log_header.of_doubles(training, evaluation, task.labels)]
 

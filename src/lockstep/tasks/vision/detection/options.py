@@ -54,8 +54,8 @@ class DetectionOptions(ImageOptions):
     """Probability that a training picture is put together of four pictures: itself, and three drawn from the training
     data."""
     batch_norm: BatchNormChoice = "group"
-    """Statistics that BatchNorm layers use, as for every task on images. If it is not given, a model of transformers has
-    `frozen` with pretrained weights and `batch` without: its exported files cannot say that GroupNorm took their
+    """Statistics that BatchNorm layers use, as for every task on images. If this is not given, a model of transformers
+    has `frozen` with pretrained weights and `batch` without: its exported files cannot say that GroupNorm took their
     place."""
     most_boxes: PositiveInt = 300
     """The greatest number of boxes of a prediction. pycocotools uses at most 100 of a picture and class."""

@@ -91,7 +91,7 @@ class ClassTable:
         return replace(self, classes=tuple(classes), ignored=tuple(ignored))
 
 
-def read_class_table(classes: ClassesOption, *, where: str = "task.classes") -> ClassTable:
+def read_class_table(classes: ClassesOption) -> ClassTable:
     """The table that a list of names, a mapping or a file gives.
 
     | content | meaning |
@@ -108,16 +108,12 @@ def read_class_table(classes: ClassesOption, *, where: str = "task.classes") -> 
     [255]`. `masks` says whether palette files hold `ids` or `colors`. A file is YAML or JSON with such content, or text
     with a name in each line, or `red green blue name`.
 
-    Args:
-        where: the key that gave the table, for messages.
-
     Raises:
         DataError: the file cannot be read; a name, an id or a colour is given twice or is no such value; there is no
             class. The error names file or key, and the value.
     """
-    if isinstance(classes, str):
-        where, classes = classes, _read_file(Path(classes))
-    table = _parse(classes, where)
+    where = classes if isinstance(classes, str) else "task.classes"
+    table = _parse(_read_file(Path(classes)) if isinstance(classes, str) else classes, where)
     if not table.classes:
         raise DataError("there are no classes", where=where, remedy="name the classes")
     return table
