@@ -188,13 +188,11 @@ def _of_yolo(content: Any, where: str) -> Any:
 def _parse(content: Any, where: str) -> ClassTable:
     content = _of_yolo(content, where)
     if isinstance(content, Mapping) and not ("classes" in content and set(content) <= set(_KEYS)):
-        if "classes" in content and not isinstance(content["classes"], int):
-            unknown = next(key for key in content if key not in _KEYS)
-            remedy = f"{did_you_mean(unknown, _KEYS)}The keys are {', '.join(_KEYS)}"
-            raise DataError(f"unknown key {unknown!r}", where=where, remedy=remedy)
-        if (key := _misspelt(content)) is not None:
-            hint = did_you_mean(key, _KEYS)
-            raise DataError(f"unknown key {key!r}", where=where, remedy=f"{hint}The keys are {', '.join(_KEYS)}")
+        of_keys = "classes" in content and not isinstance(content["classes"], int)
+        key = next(key for key in content if key not in _KEYS) if of_keys else _misspelt(content)
+        if key is not None:
+            remedy = f"{did_you_mean(key, _KEYS)}The keys are {', '.join(_KEYS)}"
+            raise DataError(f"unknown key {key!r}", where=where, remedy=remedy)
         content = {"classes": content}
     if not isinstance(content, Mapping):
         content = {"classes": content}
