@@ -14,28 +14,14 @@ import numpy.typing as npt
 
 from lockstep.core.errors import SKIP, DataError
 from lockstep.tasks.vision.pictures.cache import CacheOptions, DecodedCache, reduced_size
-from lockstep.tasks.vision.readers import coco_masks, mask_files
+from lockstep.tasks.vision.readers import class_table, coco_masks, image_records, mask_files
 from lockstep.tasks.vision.readers.box_layouts import find_layout
 from lockstep.tasks.vision.readers.boxed_images import picture_files
-from lockstep.tasks.vision.readers.class_table import (
-    CLASS_FILES,
-    ClassesOption,
-    ClassTable,
-    Color,
-    listed,
-    read_class_table,
-    usual_color,
-)
+from lockstep.tasks.vision.readers.class_table import ClassesOption, ClassTable, Color
 from lockstep.tasks.vision.readers.coco_file import read_coco
 from lockstep.tasks.vision.readers.decoded_images import DecodedPictures, open_cache
 from lockstep.tasks.vision.readers.image_files import PictureFiles, Pictures, left_out_below
-from lockstep.tasks.vision.readers.image_records import (
-    Split,
-    is_saved_data_set,
-    open_data_set,
-    part_of_folder,
-    unlabelled_pictures,
-)
+from lockstep.tasks.vision.readers.image_records import Split
 from lockstep.tasks.vision.readers.image_table import IMAGE, data_set_pictures, picture_column
 from lockstep.tasks.vision.readers.mask_files import EncodedMasks, Masks
 from lockstep.tasks.vision.readers.mask_layouts import class_file, inner_part, is_coco
@@ -312,7 +298,7 @@ def masked_inputs(
         DataError: shards stand beside files.
         UsageError: an argument names nothing.
     """
-    records = unlabelled_pictures(arguments)
+    records = image_records.unlabelled_pictures(arguments)
     return MaskedImages(records.pictures, None, classes, colors=colors, channels=channels, notes=records.notes)
 
 
@@ -320,23 +306,23 @@ def _table(classes: ClassesOption, ignore: Sequence[Any], *, files: Pictures, ke
     """The table that `classes` gives, without what is ignored."""
     if classes is None:
         ids = mask_files.ids_in(files)
-        seen = f"the first masks hold the ids {listed([str(value) for value in ids], 20)}"
+        seen = f"the first masks hold the ids {class_table.listed([str(value) for value in ids], 20)}"
         example = "'{background: 0, object: 255}'" if ids == [0, 255] else "'[background, object]'"
-        remedy = f"name the classes: task.classes={example}, a file, or {CLASS_FILES[0]} beside the masks"
+        remedy = f"name the classes: task.classes={example}, a file, or {class_table.CLASS_FILES[0]} beside the masks"
         what = f"the names of the classes are not known; {seen if ids else 'the masks are pictures in colour'}"
         raise DataError(what, where=f"{key}, {files.where(0)}", remedy=remedy)
-    table = read_class_table(classes)
+    table = class_table.read_class_table(classes)
     return table.with_ignored(ignore, where="task.ignore") if ignore else table
 
 
 def _files(source: str, split: Split, options: SegmentationOptions) -> tuple[Pictures, Pictures, Path | None]:
     """The pictures of a folder or a data set, the files of their masks, and the folder in which they lie."""
     path, columns = Path(source), options.columns
-    if path.is_dir() and not is_saved_data_set(path):
-        folder = part_of_folder(path, split) or path
+    if path.is_dir() and not image_records.is_saved_data_set(path):
+        folder = image_records.part_of_folder(path, split) or path
         return (*mask_files.read_mask_folder(folder, inner_part(folder, split)), folder)
     remedy = "Give a folder with images/ and masks/, or a COCO file (.json)"
-    data, name = open_data_set(source, split, options.subset, what="pictures with masks", remedy=remedy)
+    data, name = image_records.open_data_set(source, split, options.subset, what="pictures with masks", remedy=remedy)
     mask = picture_column(data, columns.mask, role="mask", usual_names=MASK_COLUMNS, name=name)
     image = picture_column(data, columns.image, role="image", usual_names=IMAGE, name=name, other=mask)
     if not len(data):
@@ -351,5 +337,5 @@ def _colors(table: ClassTable, masks: Masks, names: Sequence[str] | None) -> lis
     except DataError:  # the fault is said where the mask is needed
         palette = None
     own = dict(zip(table.names, table.colors(palette), strict=True))
-    spare = (color for color in map(usual_color, itertools.count()) if color not in own.values())
+    spare = (color for color in map(class_table.usual_color, itertools.count()) if color not in own.values())
     return [own[name] if name in own else next(spare) for name in (own if names is None else names)]

@@ -22,15 +22,10 @@ from lockstep.tasks.vision.pictures.augment import train_picture
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.tasks.vision.pictures.mask import MaskKind
 from lockstep.tasks.vision.pictures.picture import Picture, contiguous, stack_images
+from lockstep.tasks.vision.readers import masked_images
 from lockstep.tasks.vision.readers.mask_files import size_of
 from lockstep.tasks.vision.readers.mask_layouts import evaluation_source_with_masks
-from lockstep.tasks.vision.readers.masked_images import (
-    MOST_CHECKED,
-    ClassPixels,
-    MaskedImage,
-    read_masked_images,
-    unseen_classes,
-)
+from lockstep.tasks.vision.readers.masked_images import MaskedImage
 from lockstep.tasks.vision.segmentation import losses
 from lockstep.tasks.vision.segmentation.losses import IGNORED
 from lockstep.tasks.vision.segmentation.models import models_for
@@ -106,8 +101,8 @@ class Segmentation(ImageTask):
         if data is None:
             return []
         found = (data.pictures if isinstance(data, Windows) else data).check()
-        training = ClassPixels(about.counts, ignored=0, masks=about.masks, of_masks=len(self._train))
-        return unseen_classes(training, found, about.classes)
+        training = masked_images.ClassPixels(about.counts, ignored=0, masks=about.masks, of_masks=len(self._train))
+        return masked_images.unseen_classes(training, found, about.classes)
 
     def learn(self) -> Any:
         data, options = self.read(self.train_source, "train", None), self.options
@@ -115,7 +110,7 @@ class Segmentation(ImageTask):
         if len(names) < 2:
             remedy = "give two classes or more; the background is a class too"
             raise DataError(f"there is only the class {names[0]!r}", where=self.train_source, remedy=remedy)
-        counted = data.check(len(data) if isinstance(options.class_weights, str) else MOST_CHECKED)
+        counted = data.check(len(data) if isinstance(options.class_weights, str) else masked_images.MOST_CHECKED)
         classes, pixels = self.models.classes(names), self.models.pixels()
         places = [names.index(name) if name in names else number for number, name in enumerate(classes)]
         assert data.masks is not None
@@ -134,7 +129,7 @@ class Segmentation(ImageTask):
 
     def read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> Any:
         options = self.options
-        data = read_masked_images(source, split, options, names=classes, cache=self.cache)
+        data = masked_images.read_masked_images(source, split, options, names=classes, cache=self.cache)
         if split == "train" or options.eval_window is None:
             return data
         sizes = [size_of(data.pictures, index) for index in range(len(data))]
