@@ -354,9 +354,9 @@ def _data_set(source: Source) -> Any:
 
 
 def _from_data_set(data: Any, name: str) -> Table:
-    classes = {column: list(kind.names) for column, kind in data.features.items() if getattr(kind, "names", None)}
+    classes = {}
     for column, kind in data.features.items():
-        inner = getattr(getattr(kind, "feature", None), "names", None)  # a list of class numbers
-        if inner:
-            classes[column] = list(inner)
+        inner = getattr(kind, "feature", None)  # of a list of class numbers
+        if names := getattr(inner, "names", None) or getattr(kind, "names", None):
+            classes[column] = list(names)
     return Table(data.to_dict(), name, classes=classes)

@@ -16,11 +16,6 @@ _MOST_GROUPS = 32  # Wu and He 2018, Group Normalization, arXiv:1803.08494, tabl
 _Normed = nn.modules.batchnorm._BatchNorm
 
 
-def batch_norm_names(model: nn.Module) -> list[str]:
-    """Names of the BatchNorm layers of `model`."""
-    return [name for name, module in model.named_modules() if isinstance(module, _Normed)]
-
-
 def exchange_batch_norm(model: nn.Module, choice: BatchNormChoice) -> nn.Module:
     """`model` with other layers in place of its BatchNorm layers. Parameters keep their names and values.
 
