@@ -36,6 +36,7 @@ from torch.utils.data import default_collate
 
 from lockstep.core.data.loader import MicroBatches
 from lockstep.core.data.order import MicroBatchPlan
+from lockstep.tasks.vision.classification.options import ClassificationOptions
 from lockstep.tasks.vision.pictures.augment import AugmentOptions, train_picture
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.tasks.vision.pictures.normalise import IMAGENET_MEAN, IMAGENET_STD
@@ -124,7 +125,7 @@ def main() -> None:
     os.environ["LOCKSTEP_CACHE"] = str(folder / "cache")
     try:
         write_pictures(options.data, folder / "pictures", options.pictures)
-        measure(read_image_records(str(folder / "pictures"), key="data.train", split="train"), options.rounds, folder)
+        measure(read_image_records(str(folder / "pictures"), "train", ClassificationOptions()), options.rounds, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -11,6 +11,7 @@ from lockstep.tasks.ct.features import KeptFeatures, batch_entries
 from lockstep.tasks.ct.heads import make_head
 from lockstep.tasks.ct.losses import answer_loss, answer_units
 from lockstep.tasks.ct.model import VolumeRiskModel
+from lockstep.tasks.ct.options import AggregatorOptions, VolumeRiskOptions
 
 SIZE = 16
 VIT = {
@@ -21,6 +22,12 @@ VIT = {
     "patch_size": 8,
 }
 HALF = [0.5, 0.5, 0.5]
+
+
+def backbone_options(architecture="vit", sizes=VIT, **options):
+    """Options of a small backbone."""
+    scratch = {"architecture": architecture, "sizes": sizes}
+    return VolumeRiskOptions(scratch=scratch, image_size=SIZE, **options)
 
 
 def make_model(
@@ -38,8 +45,9 @@ def make_model(
     """A small model with all its weights drawn from `seed`."""
     torch.manual_seed(seed)
     wanted = (VIT if sizes is None else sizes) | ({"hidden_dropout_prob": dropout} if dropout else {})
-    backbone, _ = make_backbone(None, architecture=architecture, sizes=wanted, image_size=SIZE)
-    pooling = make_aggregator(aggregator, backbone.width, width=16, layers=2, heads=2, dropout=dropout)
+    backbone, _ = make_backbone(backbone_options(architecture, wanted))
+    sizes_of_pooling = {"width": 16, "layers": 2, "heads": 2, "dropout": dropout}
+    pooling = make_aggregator(AggregatorOptions(name=aggregator, **sizes_of_pooling), backbone.width)
     model = VolumeRiskModel(
         backbone,
         pooling,

@@ -27,7 +27,6 @@ def curves(
     x_label: str = "",
     y_label: str = "",
     x_range: tuple[float, float] = (0.0, 1.0),
-    y_range: tuple[float, float] = (0.0, 1.0),
     marks: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
     grey: Container[str] = (),
 ) -> Picture:
@@ -35,7 +34,7 @@ def curves(
 
     Args:
         series: by name: x and y of the points, (points,) each. Points that are not finite interrupt a line.
-        x_range, y_range: what the axes show.
+        x_range: what the axis of x shows. That of y shows 0 to 1.
         marks: by name of a series: x and y of points, which are drawn as discs in the colour of the series.
         grey: names of series that are drawn in grey, such as chance.
     """
@@ -53,7 +52,7 @@ def curves(
     def places(x: Any, y: Any) -> npt.NDArray[np.float64]:
         x, y = (np.asarray(values, dtype=np.float64).reshape(-1) for values in (x, y))
         across = (x - x_range[0]) / (x_range[1] - x_range[0]) * (wide * times - 1)
-        down = (1 - (y - y_range[0]) / (y_range[1] - y_range[0])) * (high * times - 1)
+        down = (1 - y) * (high * times - 1)
         return np.stack([across, down], axis=1)
 
     for line, ink in zip(series.values(), inks, strict=True):
@@ -73,9 +72,9 @@ def curves(
                 middle = (left + across, top + down)
                 draw.ellipse(tuple(m - 4 for m in middle) + tuple(m + 4 for m in middle), fill=tuple(ink))
     for share in np.linspace(0, 1, 6):
-        x, y = (low + share * (high_end - low) for low, high_end in (x_range, y_range))
+        x = x_range[0] + share * (x_range[1] - x_range[0])
         draw.text((left + share * wide, top + high + 4), f"{x:.3g}", fill=_INK, font=font, anchor="ma")
-        draw.text((left - 5, top + (1 - share) * high), f"{y:.3g}", fill=_INK, font=font, anchor="rm")
+        draw.text((left - 5, top + (1 - share) * high), f"{share:.3g}", fill=_INK, font=font, anchor="rm")
     draw.text((left + wide / 2, top - 8), fitted(title, wide, font), fill=_INK, font=font, anchor="ms")
     draw.text((left + wide / 2, top + high + 24), fitted(x_label, wide, font), fill=_INK, font=font, anchor="ma")
     _draw_upright(page, y_label, left=4, bottom=top + (high + round(font.getlength(y_label))) // 2, font=font)

@@ -179,12 +179,7 @@ def distinct(colors: Any) -> npt.NDArray[np.uint8]:
 
 
 def with_boxes(
-    image: Any,
-    boxes: Any,
-    texts: Sequence[str | Sequence[str]] = (),
-    colors: Any = (),
-    *,
-    side: int | None = None,
+    image: Any, boxes: Any, texts: Sequence[str | Sequence[str]] = (), colors: Any = (), *, side: int | None = None
 ) -> Picture:
     """A picture with boxes, and with a text at each box that has room for it.
 
@@ -247,7 +242,7 @@ def with_boxes(
 
 
 def scale_of(longer: int) -> float:
-    """How much larger than usual texts are in a picture with a longer side of `longer` pixels: 1 or more."""
+    """The factor by which texts are larger than usual in a picture with a longer side of `longer` pixels: 1 or more."""
     return max(1.0, longer / _USUAL_SIDE)
 
 

@@ -33,9 +33,8 @@ class Digits(Dataset[LabelledImage]):
             images, labels = stored["images"], stored["labels"]
         places = permute(np.arange(len(images)), len(images), seed=0)
         rows = np.sort(places[_HELD_BACK:] if training else places[:_HELD_BACK])
-        self.images = torch.from_numpy(
-            (images[rows].astype(np.float32) * (255 / 16)).round().astype(np.uint8)
-        ).unsqueeze(1)
+        pixels = (images[rows].astype(np.float32) * (255 / 16)).round().astype(np.uint8)
+        self.images = torch.from_numpy(pixels).unsqueeze(1)
         self.labels: npt.NDArray[Any] = labels[rows].astype(np.int64)
         """The class number of each image: (images,) int64."""
         self.classes = [str(digit) for digit in range(10)]

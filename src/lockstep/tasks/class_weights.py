@@ -33,11 +33,8 @@ def class_weights(
         return torch.tensor(balanced)
     unknown = [name for name in wanted if name not in labels]
     if unknown or not wanted:
-        raise UsageError(
-            f"no such label: {', '.join(map(repr, unknown)) or repr(wanted)}",
-            where="task.class_weights",
-            remedy=f"use balanced, or weights for: {', '.join(labels)}",
-        )
+        what = f"no such label: {', '.join(map(repr, unknown)) or repr(wanted)}"
+        raise UsageError(what, where="task.class_weights", remedy=f"use balanced, or weights for: {', '.join(labels)}")
     return torch.tensor([float(wanted.get(label, 1.0)) for label in labels])
 
 

@@ -46,19 +46,20 @@ def confusions(confusion: Tensor, labels: Sequence[str]) -> str:
         ]
         lines = [f"  {count:6,}  {truth} taken for {said}" for count, truth, said in pairs if count]
         return "\n".join(["  confused most:", *lines]) if lines else "  nothing was confused"
-    rows = [
-        [_short(label), *(f"{int(count):,}" for count in row)]
-        for label, row in zip(labels, confusion.tolist(), strict=True)
-    ]
-    head = ["truth \\ prediction", *(_short(label) for label in labels)]
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    return "\n".join(
-        "  "
-        + "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in [head, *rows]
-    )
+    rows = [["truth \\ prediction", *(_short(label) for label in labels)]]
+    for label, row in zip(labels, confusion.tolist(), strict=True):
+        rows.append([_short(label), *(f"{int(count):,}" for count in row)])
+    return "\n".join(aligned(rows))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table: its first column stands at the left, the others at the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = (cell.rjust(wide) for cell, wide in zip(row[1:], widths[1:], strict=True))
+        lines.append("  ".join([f"  {row[0]:<{widths[0]}}", *cells]))
+    return lines
 
 
 def listed(counts: Mapping[str, int]) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def counted(places: Tensor, count: int) -> Tensor:
-    """How often each number below `count` occurs in `places`, which is int64: int64 (count).
+    """The number of times that each number below `count` occurs in `places`, which is int64: int64 (count).
 
     For `torch.bincount`, the host waits for the device.
     """

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.core.errors import UsageError, did_you_mean
+from lockstep.tasks.faults import first_line, optional
 from lockstep.tasks.readers.hub import offline_without_network
 from lockstep.tasks.vision.readers.class_table import listed
 
@@ -34,15 +35,9 @@ def import_transformers(kind: str, extra: str) -> Any:
     Raises:
         UsageError: it is not installed.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            "transformers is not installed",
-            where=f"task.kind: {kind}",
-            remedy=f"pip install 'torch-lockstep[{extra}]'",
-        ) from error
-    return transformers
+    remedy = f"pip install 'torch-lockstep[{extra}]'"
+    what, where = "transformers is not installed", f"task.kind: {kind}"
+    return optional("transformers", what, where=where, remedy=remedy, kind=UsageError)
 
 
 def load(loading: Callable[..., Any], what: str, name: str | Path, **options: Any) -> Any:
@@ -71,29 +66,25 @@ def load(loading: Callable[..., Any], what: str, name: str | Path, **options: An
             hub = f"in the cache {constants.HF_HUB_CACHE}, and at {constants.ENDPOINT}{offline}"
             place = f"as a folder {os.path.abspath(name)}, {hub}"
         remedy = "check the name; offline, give the folder of a model that `save_pretrained` wrote"
-        raise UsageError(
-            f"the {what} of {str(name)!r} cannot be loaded; looked for {place}: {first_line(error)}",
-            where="task.model",
-            remedy=remedy,
-        ) from error
+        what = f"the {what} of {str(name)!r} cannot be loaded; looked for {place}: {first_line(error)}"
+        raise UsageError(what, where="task.model", remedy=remedy) from error
 
 
 def new_config(
-    architecture: str,
-    *,
+    scratch: Any,
     known: Sequence[str],
+    *,
     what: str,
-    sizes: Mapping[str, Any],
     defaults: Callable[[Any, Sequence[str]], Mapping[str, Any]],
     hint: str = "",
 ) -> Any:
     """The config of a new model.
 
     Args:
-        architecture: a model type of transformers, such as `bert` or `resnet`.
+        scratch: its `architecture` is a model type of transformers, such as `bert`, and its `sizes` are keys of the
+            architecture's config, such as `hidden_size`.
         known: the model types that there are.
         what: they do, for the error.
-        sizes: keys of the architecture's config, such as `hidden_size`.
         defaults: called with the config's class and the names of its keys, returns values of keys that `sizes` lacks.
         hint: is added to the remedy for an unknown key.
 
@@ -101,7 +92,7 @@ def new_config(
         UsageError: the architecture or a key is unknown. The error lists all that are known.
     """
     transformers: Any = importlib.import_module("transformers")
-
+    architecture, sizes = scratch.architecture, scratch.sizes
     if architecture not in known:
         remedy = f"{did_you_mean(architecture, known)}there are: {', '.join(known)}"
         raise UsageError(f"no {what} model of type {architecture!r}", where="task.scratch.architecture", remedy=remedy)
@@ -114,11 +105,8 @@ def new_config(
     try:
         return kind(**{**defaults(kind, names), **sizes})
     except Exception as error:
-        raise UsageError(
-            f"{type(error).__name__}: {error}",
-            where="task.scratch.sizes",
-            remedy=f"give sizes that suit {kind.__name__}",
-        ) from error
+        remedy = f"give sizes that suit {kind.__name__}"
+        raise UsageError(f"{type(error).__name__}: {error}", where="task.scratch.sizes", remedy=remedy) from error
 
 
 def set_labels(config: Any, labels: Sequence[str], *, multi_label: bool = False) -> None:
@@ -146,11 +134,8 @@ def check_labels(config: Any, labels: Sequence[str], *, head: str, name: str, ne
     theirs = [config.id2label[number] for number in range(config.num_labels)]
     if len(theirs) != len(labels):
         classes = f"{name} classifies into {len(theirs)} labels ({listed(theirs)})"
-        raise UsageError(
-            f"{classes}, the data has {len(labels)} ({listed(labels)})",
-            where="task.model",
-            remedy="set task.new_head=true to replace its last layer, or use data with its labels",
-        )
+        remedy = "set task.new_head=true to replace its last layer, or use data with its labels"
+        raise UsageError(f"{classes}, the data has {len(labels)} ({listed(labels)})", where="task.model", remedy=remedy)
     return theirs if set(theirs) == set(labels) else list(labels)
 
 
@@ -179,31 +164,20 @@ def make_model(auto: Any, config: Any, name: str | None, *, what: str, new_head:
         transformers.logging.set_verbosity_error()  # no warning about the new last layer, which is intended
         try:
             # float32, also if the file holds half precision: updates of half-precision weights vanish in rounding.
-            options = {
-                "config": config,
-                "dtype": torch.float32,
-                "ignore_mismatched_sizes": new_head,
-                "output_loading_info": True,
-            }
-            model, info = load(auto.from_pretrained, "model", name, **options)
+            options = {"config": config, "dtype": torch.float32, "ignore_mismatched_sizes": new_head}
+            model, info = load(auto.from_pretrained, "model", name, output_loading_info=True, **options)
         finally:
             transformers.logging.set_verbosity(before)
     except (ValueError, KeyError) as error:
         kind = getattr(config, "model_type", type(config).__name__)
-        raise UsageError(
-            f"transformers has no {what} for {kind!r}: {first_line(error)}",
-            where="task.model",
-            remedy="use another model",
-        ) from error
+        what = f"transformers has no {what} for {kind!r}: {first_line(error)}"
+        raise UsageError(what, where="task.model", remedy="use another model") from error
     missing = sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])})
     body = [weight for weight in model.state_dict() if weight.startswith(f"{model.base_model_prefix}.")]
     if body and set(body) <= set(missing):
         others = listed(sorted(info["unexpected_keys"])) or "no other weights"
-        raise UsageError(
-            f"{name} has none of the weights of {type(model).__name__}; it has: {others}",
-            where="task.model",
-            remedy="use the folder or name of a model of this architecture",
-        )
+        what = f"{name} has none of the weights of {type(model).__name__}; it has: {others}"
+        raise UsageError(what, where="task.model", remedy="use the folder or name of a model of this architecture")
     return model, missing
 
 
@@ -248,8 +222,3 @@ def config_for_pipeline(model: Any) -> Any:
     config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     return config
-
-
-def first_line(error: Exception) -> str:
-    """The kind of an error and the first line of its text."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

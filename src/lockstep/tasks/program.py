@@ -18,10 +18,12 @@ from torch.export import Dim
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from lockstep.tasks.faults import first_line
+
 FILE = "model.pt2"
 SCRIPT = "use_model.py"
 _SIGNATURE = "model.json"
-PICTURES = Path(__file__).with_name("use_pictures.py")
+PICTURES = Path(__file__).parent / "vision" / "use_pictures.py"
 """The script of models of pictures."""
 _MOST_DIMENSIONS = 8
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-5  # differences between a model and its program that rounding explains
@@ -29,14 +31,14 @@ _RELATIVE, _ABSOLUTE = 1e-3, 1e-5  # differences between a model and its program
 
 @dataclass(frozen=True)
 class Program:
-    """What the exported model computes, from tensors to tensors."""
+    """The computation of the exported model, from tensors to tensors."""
 
     module: nn.Module
     """It computes what torch can trace: which operations there are must not depend on the values of tensors."""
     inputs: Mapping[str, Any]
     """The arguments of an example, by name: tensors, or trees of tensors."""
     dynamic: Any = None
-    """Which dimensions may have other sizes, in the form of `torch.export.export`. None: as many as torch allows."""
+    """Dimensions that may have other sizes, in the form of `torch.export.export`. None: as many as torch allows."""
     other: Mapping[str, Any] | None = None
     """Arguments of other sizes, of a single sample, with which the program is tried."""
     batch: int | None = None
@@ -149,8 +151,7 @@ def _quiet() -> Iterator[None]:
 
 def without_program(error: Exception) -> str:
     """The warning that an export has no program."""
-    what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-    return f"there is no {FILE}, so the weights need the code of the model: {what}"
+    return f"there is no {FILE}, so the weights need the code of the model: {first_line(error)}"
 
 
 def _write(program: Program, folder: Path) -> None:

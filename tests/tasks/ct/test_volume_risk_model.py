@@ -10,7 +10,8 @@ from lockstep.core.errors import UsageError
 from lockstep.tasks.ct.aggregators import Layout, make_aggregator, position_encoding
 from lockstep.tasks.ct.backbone import SliceBackbone, make_backbone, set_trainable_modes
 from lockstep.tasks.ct.losses import answer_loss
-from tests.volume_cases import SIZE, VIT, make_batch, make_model, make_volumes
+from lockstep.tasks.ct.options import AggregatorOptions
+from tests.volume_cases import SIZE, VIT, backbone_options, make_batch, make_model, make_volumes
 
 DINO = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2, "patch_size": 8}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
@@ -75,7 +76,7 @@ def test_a_chunk_is_computed_again_with_the_same_dropout():
 @pytest.mark.parametrize("pooling", [None, "mean"])
 def test_every_parameter_of_a_backbone_gets_a_gradient(architecture, sizes, pooling):
     torch.manual_seed(0)
-    backbone, _ = make_backbone(None, architecture=architecture, sizes=sizes, image_size=SIZE, pooling=pooling)
+    backbone, _ = make_backbone(backbone_options(architecture, sizes, pooling=pooling))
     slices = torch.rand(2, 3, SIZE, SIZE)
     features = backbone(slices)
     assert features.shape == (2, backbone.width)
@@ -98,9 +99,9 @@ def test_the_feature_is_the_class_token_or_the_mean_of_the_patches():
 
 def test_a_pretrained_backbone_comes_from_a_folder(tmp_path):
     torch.manual_seed(1)
-    first, _ = make_backbone(None, architecture="dinov2", sizes=DINO, image_size=SIZE)
+    first, _ = make_backbone(backbone_options("dinov2", DINO))
     first.network.save_pretrained(tmp_path)
-    second, missing = make_backbone(str(tmp_path), image_size=SIZE)
+    second, missing = make_backbone(backbone_options(model=str(tmp_path)))
     assert missing == []
     slices = torch.rand(2, 3, SIZE, SIZE)
     assert torch.equal(first.eval()(slices), second.eval()(slices))
@@ -108,13 +109,13 @@ def test_a_pretrained_backbone_comes_from_a_folder(tmp_path):
 
 def test_what_does_not_suit_is_named():
     with pytest.raises(UsageError, match=r"no vision model of type 'vitt'\n.*did you mean vit"):
-        make_backbone(None, architecture="vitt", image_size=SIZE)
+        make_backbone(backbone_options("vitt"))
     with pytest.raises(UsageError, match=r"takes pictures of 1 channels, and slices have 3"):
-        make_backbone(None, sizes=VIT | {"num_channels": 1}, image_size=SIZE)
+        make_backbone(backbone_options(sizes=VIT | {"num_channels": 1}))
     with pytest.raises(UsageError, match=r"ResNetModel has no class token"):
-        make_backbone(None, architecture="resnet", sizes=RESNET, image_size=SIZE, pooling="class_token")
+        make_backbone(backbone_options("resnet", RESNET, pooling="class_token"))
     with pytest.raises(UsageError, match=r"a width of 10 suits no 4 heads"):
-        make_aggregator("transformer", 8, width=10, layers=1, heads=4)
+        make_aggregator(AggregatorOptions(width=10, layers=1, heads=4), 8)
 
 
 # ---- the aggregator

@@ -14,10 +14,10 @@ from lockstep.core.config import config_file
 from lockstep.core.errors import DataError, UsageError
 from lockstep.tasks.ct import drawings, use_volumes
 from lockstep.tasks.ct.metrics import RiskMetrics
+from lockstep.tasks.ct.options import VolumeRiskOptions
 from lockstep.tasks.ct.presenter import VolumeRiskPresenter
 from lockstep.tasks.ct.report import risk_report
 from lockstep.tasks.ct.volume_inputs import read_volume_inputs
-from lockstep.tasks.ct.volume_table import VolumeOptions
 from lockstep.tasks.ct.volumes.windows import NAMED, Window, windowed
 from tests import export_cases
 from tests.tasks.ct.test_volume_risk_metrics import OUTCOMES, QUESTIONS, computed, made_up
@@ -196,7 +196,7 @@ def test_an_export_has_the_levels_of_lockstep_for_every_value():
 
 
 def inputs(*arguments):
-    return read_volume_inputs([str(path) for path in arguments], questions=NAMES, options=VolumeOptions())
+    return read_volume_inputs([str(path) for path in arguments], NAMES, VolumeRiskOptions())
 
 
 def test_inputs_are_files_folders_patterns_and_tables(folder, tmp_path):

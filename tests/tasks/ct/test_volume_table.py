@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from lockstep.core.errors import DataError, UsageError
-from lockstep.tasks.ct.volume_table import VolumeOptions, check_patients_apart, horizons, read_volume_table
+from lockstep.tasks.ct.options import VolumeRiskOptions
+from lockstep.tasks.ct.volume_table import check_patients_apart, horizons, read_volume_table
 from tests.tasks.ct.volumes import scans
 
 pytest.importorskip("nibabel")
@@ -28,8 +29,9 @@ def table(tmp_path, monkeypatch):
     return write
 
 
-def read(source, split="train", **options):
-    return read_volume_table(source, key="data.train", split=split, **options)
+def read(source, split="train", *, questions=None, fold=None, image=None, **options):
+    options = VolumeRiskOptions(columns={"image": image}, **options)
+    return read_volume_table(source, split, options, questions=questions, fold=fold)
 
 
 ROWS = ("p1,a.npz,train,D,0,1,1", "p2,b.npz,train,A,0,,", "p3,c.npz,val,A,1,1,0", "p4,d.npz,train,A,,,")
@@ -49,7 +51,7 @@ def test_samples(table):
     np.testing.assert_array_equal(sample.positions, 2.0 * np.arange(5))
     assert (sample.patient, sample.name, sample.index) == ("p2", "b.npz", 1)
     assert data.where(1) == f"{source}:3"
-    evaluation = read(source, "eval", labels=data.questions)
+    evaluation = read(source, "eval", questions=data.questions)
     assert evaluation.patients == ["p3"]
     assert any("no volume has the answer no to death_1y" in note for note in evaluation.notes)
     check_patients_apart(data, evaluation)
@@ -215,7 +217,7 @@ def test_check_fills_the_cache_and_gives_remarks(table, tmp_path):
 
 def test_a_digest_changes_with_labels_volumes_and_options(table, tmp_path):
     source = table(*ROWS)
-    digests = [read(source).digest(), read(source, options=VolumeOptions(distance_mm=5.0)).digest()]
+    digests = [read(source).digest(), read(source, slice_distance_mm=5.0).digest()]
     assert read(source).digest() == digests[0]
     np.savez(tmp_path / "a.npz", slices=scans.voxels(9), spacing=(1.0, 1, 1))
     digests.append(read(source).digest())
@@ -233,7 +235,7 @@ def test_real_patients(shared_data, table):
     assert [train.check(index) for index in range(18)] == 18 * [None]
     sizes = [len(sample.slices) for sample in train]
     assert (min(sizes) >= 47, max(sizes) <= 114) == (True, True)
-    series = read(str(shared_data / "ct/sts_dicom/labels.csv"), labels=train.questions)
+    series = read(str(shared_data / "ct/sts_dicom/labels.csv"), questions=train.questions)
     sample, small = series[0], train[train.patients.index("STS_019")]
     np.testing.assert_allclose(sample.positions, small.positions, atol=1e-3)
     np.testing.assert_array_equal(sample.labels, small.labels)

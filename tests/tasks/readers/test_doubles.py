@@ -11,6 +11,7 @@ from PIL import Image
 from lockstep.tasks.readers import doubles
 from lockstep.tasks.vision.classification.options import ClassificationOptions
 from lockstep.tasks.vision.classification.task import Classification
+from lockstep.tasks.vision.detection.options import DetectionOptions
 from lockstep.tasks.vision.readers.boxed_images import read_boxed_images
 from lockstep.tasks.vision.readers.image_records import read_image_records
 from lockstep.tasks.vision.readers.image_table import data_set_pictures
@@ -19,7 +20,7 @@ from tests.tasks.vision.readers.test_image_records import jpeg, put, shard
 
 
 def records(folder, **options):
-    return read_image_records(str(folder), key="data.train", split="train", **options)
+    return read_image_records(str(folder), "train", ClassificationOptions(), **options)
 
 
 def lines(training, evaluation=None):
@@ -110,13 +111,13 @@ def test_a_file_under_two_ids_and_doubled_boxes_of_coco(tmp_path):
     content["images"].append(content["images"][0] | {"id": 999})
     content["annotations"].append(content["annotations"][0] | {"id": 500})
     file.write_text(json.dumps(content))
-    data = read_boxed_images(str(file), key="data.train", split="train")
+    data = read_boxed_images(str(file), "train", DetectionOptions())
     (line,) = lines(data)
     assert line.startswith("training: 1 files are there more than once, under several ids or names: a.png = a.png")
     (line,) = doubles.of_boxes(data.annotations)
     assert line.startswith("1 boxes are there twice (same picture, class and place), the first: ")
     assert "annotation 500" in line or "annotation 100" in line
-    assert doubles.of_boxes(read_boxed_images(str(coco(tmp_path)), key="data.train", split="train").annotations) == []
+    assert doubles.of_boxes(read_boxed_images(str(coco(tmp_path)), "train", DetectionOptions()).annotations) == []
 
 
 def test_names_that_differ_only_in_case_or_spaces():

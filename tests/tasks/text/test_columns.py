@@ -5,11 +5,12 @@ import pytest
 from lockstep.core.errors import DataError
 from lockstep.tasks.readers.table import Table
 from lockstep.tasks.text.columns import Columns, choose
+from lockstep.tasks.text.options import ColumnsOptions
 
 
 def chosen(names, text=None, pair=None, label=None, needs_label=True):
     table = Table({name: [] for name in names.split()}, "a.csv")
-    return choose(table, text=text, pair=pair, label=label, needs_label=needs_label)
+    return choose(table, ColumnsOptions(text=text, pair=pair, label=label), needs_label=needs_label)
 
 
 @pytest.mark.parametrize(
@@ -92,12 +93,8 @@ def test_columns_that_are_not_clear_are_listed(names, options, what, remedy):
 
 
 def test_a_first_row_that_holds_no_names_is_suspected():
+    table = Table({"It was a good film, and long enough to be seen twice": [], "pos": []}, "a.csv")
     with pytest.raises(DataError) as caught:
-        choose(
-            Table({"It was a good film, and long enough to be seen twice": [], "pos": []}, "a.csv"),
-            text=None,
-            pair=None,
-            label=None,
-        )
+        choose(table, ColumnsOptions())
     assert "It was a good film, and long enough to b...," in caught.value.remedy
     assert caught.value.remedy.endswith("if these are not names but a first row, set task.header=false")

@@ -14,7 +14,8 @@ from lockstep.core.errors import DataError
 from lockstep.tasks.readers.labels import count_labels, match_labels, sorted_names, split
 from lockstep.tasks.readers.table import Source
 from lockstep.tasks.text import data as module
-from lockstep.tasks.text.data import InputText, InputTexts, TextData, read_input_texts, read_texts, tokenise
+from lockstep.tasks.text.data import InputText, InputTexts, TextData, read_input_texts, tokenise
+from lockstep.tasks.text.options import ColumnsOptions, TextOptions
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 WORDS = [
@@ -95,6 +96,11 @@ def counted(monkeypatch, owner, name):
 
     monkeypatch.setattr(owner, name, call)
     return calls
+
+
+def read_texts(source, text=None, pair=None, label=None, separator=",", **options):
+    columns = {"text": text, "pair": pair, "label": label}
+    return module.read_texts(source, TextOptions(columns=columns, label_separator=separator, **options))
 
 
 class Counting:
@@ -460,25 +466,25 @@ def test_a_loader_worker_gets_the_place_of_the_texts_and_not_the_texts(lines, to
 
 def test_texts_to_label_need_no_labels(lines, tmp_path):
     source = lines([{"text": "a", "id": 1}, {"text": "", "id": 2}])
-    assert read_input_texts(source, text=None, pair=None, label="label") == [
+    assert read_input_texts(source, ColumnsOptions(label="label")) == [
         InputText(f"{source.name}:1", "a", None),
         InputText(f"{source.name}:2", "", None),
     ]
     source = lines([{"text": "a", "text_pair": "b", "label": "x"}, {"text": "c", "text_pair": None, "label": "x"}])
-    assert read_input_texts(source, text=None, pair=None, label=None) == [
+    assert read_input_texts(source, ColumnsOptions()) == [
         InputText(f"{source.name}:1", "a", "b"),
         InputText(f"{source.name}:2", "c", ""),
     ]
-    assert read_input_texts(source, text=["text", "label"], pair=None, label=None)[0] == InputText(
+    assert read_input_texts(source, ColumnsOptions(text=["text", "label"]))[0] == InputText(
         f"{source.name}:1", "a x", None
     )
     (tmp_path / "a.txt").write_text("one\ntwo")
-    assert read_input_texts(Source(f"{tmp_path}/a.txt"), text=None, pair=None, label=None) == [
+    assert read_input_texts(Source(f"{tmp_path}/a.txt"), ColumnsOptions()) == [
         InputText(f"{tmp_path}/a.txt:1", "one", None),
         InputText(f"{tmp_path}/a.txt:2", "two", None),
     ]
     with pytest.raises(DataError, match="no column looks like the text"):
-        read_input_texts(lines([{"a": "x", "b": "y"}]), text=None, pair=None, label=None)
+        read_input_texts(lines([{"a": "x", "b": "y"}]), ColumnsOptions())
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -490,7 +496,7 @@ def test_texts_to_label_are_tokenised_as_those_of_training(lines, tokenizer, pai
     source = lines(rows)
     texts = read_texts(source)
     trained = TextData(texts, tokenise(texts, tokenizer, digest="digest", max_length=7), labels=texts.codes)
-    data = InputTexts(read_input_texts(source, text=None, pair=None, label=None), tokenizer, 7)
+    data = InputTexts(read_input_texts(source, ColumnsOptions()), tokenizer, 7)
     assert len(data) == len(trained)
     for found, wanted in zip(data, trained, strict=True):
         assert found.ids.tolist() == wanted.ids.tolist()
@@ -609,7 +615,7 @@ def test_names_that_are_no_finite_numbers_are_sorted_by_letter():
 
 def test_lines_of_text_files_are_those_of_an_editor(tmp_path):
     (tmp_path / "a.txt").write_text("one\u2028still one\r\ntwo\x0c\n\nfour")
-    found = read_input_texts(Source(str(tmp_path / "a.txt")), text=None, pair=None, label=None)
+    found = read_input_texts(Source(str(tmp_path / "a.txt")), ColumnsOptions())
     assert [one.text for one in found] == ["one\u2028still one", "two\x0c", "", "four"]
     assert found[3].where == f"{tmp_path}/a.txt:4"
 

@@ -27,6 +27,7 @@ from lockstep.tasks.vision.detection.center_detector import (
 from lockstep.tasks.vision.detection.center_losses import center_losses, center_targets
 from lockstep.tasks.vision.detection.coco_map import among_best
 from lockstep.tasks.vision.detection.models import Detections, Targets
+from lockstep.tasks.vision.detection.options import DetectionOptions
 from lockstep.tasks.vision.pictures.picture import Picture
 from tests import runs
 from tests.box_cases import CATEGORIES, COUNTS, box_folder, fit, fit_and_die, fit_to_the_end, make_task, results_of
@@ -417,8 +418,8 @@ def test_tiles_cover_a_picture_and_overlap(size, side, share):
 def test_boxes_of_views_come_back_to_their_places(tile):
     pixels = np.zeros((90, 150, 3), np.uint8)
     box = torch.tensor([[70.0, 40.0, 80.0, 50.0]])
-    arguments = {"tile": tile, "overlap": 0.3, "fill": 0, "interpolation": "bilinear", "min_visible": 0.99}
-    seen = views.views(Picture.from_pixels(pixels, boxes=box), 64, **arguments)
+    options = DetectionOptions(tile=tile, tile_overlap=0.3, augment={"fill": 0, "min_visible": 0.99})
+    seen = views.views(Picture.from_pixels(pixels, boxes=box), 64, options)
     assert all(view.picture.size == (64, 64) for view in seen)
     back = [
         views.in_picture(view.picture.boxes[None], torch.tensor([view.scale]), torch.tensor([view.offset]))

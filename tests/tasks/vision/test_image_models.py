@@ -13,7 +13,7 @@ from torch import nn
 from lockstep import LockstepError, Trainer
 from lockstep.core.batch_norm import without_unsupported
 from lockstep.core.parallel.world import World
-from lockstep.tasks.vision.batch_norm import batch_norm_names, exchange_batch_norm
+from lockstep.tasks.vision.batch_norm import exchange_batch_norm
 from lockstep.tasks.vision.classification.models import TransformersModels, models_for
 from lockstep.tasks.vision.classification.options import ClassificationOptions
 from lockstep.tasks.vision.image_task import logits_of
@@ -30,6 +30,11 @@ SCRATCH = {
     "convnext": {"depths": [1, 1], "hidden_sizes": [8, 16], "num_stages": 2},
     "swin": {"embed_dim": 8, "depths": [2, 2], "num_heads": [1, 2], "window_size": 4},
 }
+
+
+def batch_norm_names(model):
+    """Names of the BatchNorm layers."""
+    return [name for name, layer in model.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from PIL import Image
 from lockstep import LockstepError
 from lockstep.core.config import config_file
 from lockstep.tasks.vision.classification.models import median_side, size_for
+from lockstep.tasks.vision.classification.options import ClassificationOptions
 from lockstep.tasks.vision.classification.resnet9 import ConvNet4, ResNet9, StandardizedConv2d
 from lockstep.tasks.vision.readers.image_records import read_image_records
 from tests.image_cases import make_task
@@ -66,7 +67,7 @@ def test_weights_are_standardized_so_neither_their_scale_nor_their_mean_matters(
     [([500, 300, 400], 48), ([28, 28, 28], 32), ([35, 200, 39], 40), ([8], 32), ([500] * 9 + [32] * 400, 32)],
 )
 def test_the_data_say_the_size_of_pictures(tmp_path, sides, expected):
-    records = read_image_records(folder_of(tmp_path, sides), key="data.train", split="train")
+    records = read_image_records(folder_of(tmp_path, sides), "train", ClassificationOptions())
     assert size_for(median_side(records)) == expected
 
 
@@ -84,7 +85,7 @@ def test_the_run_keeps_the_size_that_the_data_say(tmp_path):
 def test_a_picture_that_cannot_be_decoded_is_no_fault_of_the_size(tmp_path):
     folder = folder_of(tmp_path, [40] * 4)
     (tmp_path / "a" / "0.png").write_bytes(b"nothing")
-    assert median_side(read_image_records(folder, key="data.train", split="train")) == 40
+    assert median_side(read_image_records(folder, "train", ClassificationOptions())) == 40
 
 
 AUTO = {"augment": {"crop": "auto", "scale": [0.35, 1.0], "shift": 3}, "cutmix_alpha": "auto"}

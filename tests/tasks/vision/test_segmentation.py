@@ -17,9 +17,8 @@ from lockstep.core.config import config_file
 from lockstep.drawing import drawing
 from lockstep.tasks.vision.readers import coco_masks, masked_images
 from lockstep.tasks.vision.segmentation import counts
-from lockstep.tasks.vision.segmentation import task as segmentation_task
 from lockstep.tasks.vision.segmentation.options import SegmentationOptions
-from lockstep.tasks.vision.segmentation.task import fitted_size
+from lockstep.tasks.vision.use_pictures import fitted_size
 from tests import runs
 from tests.mask_cases import (
     CLASSES,
@@ -207,8 +206,7 @@ def test_balanced_weights_are_those_of_the_training_pixels(folder):
 
 def test_balanced_weights_count_all_masks(folder, monkeypatch):
     whole = make_task({"class_weights": "balanced"}, folder)._weights.tensor
-    for module in (masked_images, segmentation_task):
-        monkeypatch.setattr(module, "MOST_CHECKED", 3)
+    monkeypatch.setattr(masked_images, "MOST_CHECKED", 3)
     plain, balanced = make_task({}, folder), make_task({"class_weights": "balanced"}, folder)
     assert (plain.about.masks, balanced.about.masks) == (3, 12)
     assert torch.equal(balanced._weights.tensor, whole)

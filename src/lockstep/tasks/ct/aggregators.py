@@ -8,20 +8,20 @@ has an influence on the result of another volume.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lockstep.core.errors import UsageError
+from lockstep.tasks.ct.options import AggregatorOptions
 
-AggregatorName = Literal["transformer", "attention", "mean"]
 _LOWEST = 1e-3  # angular frequency per mm: a wave is longer than a body, while the highest is about a slice distance
 
 
 class Pooled(NamedTuple):
-    """What an aggregator makes of the slices of a batch."""
+    """The result of an aggregator for the slices of a batch."""
 
     vectors: Tensor
     """A vector for each volume: (B, width)."""
@@ -29,23 +29,21 @@ class Pooled(NamedTuple):
     """A weight for each slice: (N,). The weights of a volume are not negative and sum to 1."""
 
 
-def make_aggregator(
-    kind: AggregatorName, features: int, *, width: int, layers: int, heads: int, dropout: float = 0.0
-) -> nn.Module:
+def make_aggregator(options: AggregatorOptions, features: int) -> nn.Module:
     """An aggregator by name.
 
     Args:
+        options: the name and the sizes. With `mean` the width is `features`, whatever is given.
         features: length of the feature vector of a slice.
-        width: length of the vector of a volume. With `mean` this is `features`, whatever is given.
-        layers, heads: of the transformer.
-        dropout: of the transformer's layers.
 
     Raises:
-        UsageError: `width` is no multiple of `heads`, or is odd.
+        UsageError: the width is no multiple of the heads, or is odd.
     """
-    if kind == "transformer":
-        return TransformerAggregator(features, width, layers=layers, heads=heads, dropout=dropout)
-    return AttentionPooling(features, width) if kind == "attention" else MeanPooling(features)
+    width = options.width
+    if options.name == "transformer":
+        sizes: dict[str, Any] = {"layers": options.layers, "heads": options.heads, "dropout": options.dropout}
+        return TransformerAggregator(features, width, **sizes)
+    return AttentionPooling(features, width) if options.name == "attention" else MeanPooling(features)
 
 
 def position_encoding(positions: Tensor, width: int) -> Tensor:
@@ -71,7 +69,7 @@ class Layout(NamedTuple):
     column: Tensor
     """Place of each slice in its volume: int64 (N,)."""
     is_slice: Tensor
-    """Which places are taken: bool (B, longest)."""
+    """True at places that are taken: bool (B, longest)."""
 
     @staticmethod
     def of(counts: Tensor, total: int, longest: int) -> Layout:

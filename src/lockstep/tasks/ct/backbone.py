@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +11,8 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import UsageError
 from lockstep.tasks import hugging_face
+from lockstep.tasks.ct.options import VolumeRiskOptions
+from lockstep.tasks.vision.image_models import AutoModels
 
 Pooling = Literal["class_token", "mean"]
 _KIND = "volume_risk"
@@ -58,24 +59,11 @@ class SliceBackbone(nn.Module):
 
 
 def make_backbone(
-    model: str | None,
-    *,
-    architecture: str = "vit",
-    sizes: Mapping[str, Any] | None = None,
-    image_size: int,
-    channels: int = 3,
-    pooling: Pooling | None = None,
-    folder: Path | None = None,
-    trained: bool = False,
+    options: VolumeRiskOptions, folder: Path | None = None, *, trained: bool = False
 ) -> tuple[SliceBackbone, list[str]]:
     """A backbone with pretrained weights, or a new backbone.
 
     Args:
-        model: name on the hub or folder of a pretrained model. None: a new model.
-        architecture: model type of transformers of a new model, such as `vit` or `dinov2`.
-        sizes: keys of the config of a new model, such as `hidden_size`.
-        image_size: height and width of the slices in pixels.
-        channels: of a slice.
         folder: where an earlier start of the run has kept the config, as `config.json`. None: there is none.
         trained: a checkpoint provides the weights, so that pretrained weights are not read.
 
@@ -85,15 +73,13 @@ def make_backbone(
     Raises:
         UsageError: transformers is not installed, the model cannot be loaded, or it does not take slices like these.
     """
-    transformers = hugging_face.import_transformers(_KIND, _EXTRA)
-    config = backbone_config(
-        model, architecture=architecture, sizes=sizes or {}, image_size=image_size, channels=channels, folder=folder
-    )
+    transformers, channels = hugging_face.import_transformers(_KIND, _EXTRA), options.channels
+    config = backbone_config(options, folder)
     known = getattr(config, "num_channels", channels)
     if known != channels:
         what = f"the model takes pictures of {known} channels, and slices have {channels}"
         raise UsageError(what, where="task.windows", remedy=f"give {known} windows")
-    name = None if trained else model
+    name = None if trained else options.model
     network, missing = hugging_face.make_model(transformers.AutoModel, config, name, what="model", new_head=False)
     network.train()  # pretrained models come in evaluation mode
     if _has_parameters(getattr(network, "pooler", None)):
@@ -103,31 +89,20 @@ def make_backbone(
         if token is not None:  # only pretraining uses it: as a parameter it would get no gradient
             module.register_buffer("mask_token", token.detach())
     missing = [weight for weight in missing if not weight.startswith("pooler.")]
-    return SliceBackbone(network, pooling), missing
+    return SliceBackbone(network, options.pooling), missing
 
 
-def backbone_config(
-    model: str | None,
-    *,
-    architecture: str,
-    sizes: Mapping[str, Any],
-    image_size: int,
-    channels: int,
-    folder: Path | None = None,
-) -> Any:
+class _SliceModels(AutoModels):
+    """The models of slices, as they find their config."""
+
+    kind = _KIND
+    what = "vision"
+    known_names = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
+
+
+def backbone_config(options: VolumeRiskOptions, folder: Path | None = None) -> Any:
     """The config of a backbone, an object of transformers. For the arguments and errors see `make_backbone`."""
-    transformers = hugging_face.import_transformers(_KIND, _EXTRA)
-    source = folder if folder and (folder / "config.json").is_file() else model
-    if source:
-        return hugging_face.load(transformers.AutoConfig.from_pretrained, "config", source)
-    # A dict of names: a loop over the mapping of classes would import every architecture.
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as KNOWN
-
-    def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
-        values = {"image_size": image_size, "num_channels": channels}
-        return {key: value for key, value in values.items() if key in names or key in kind.attribute_map}
-
-    return hugging_face.new_config(architecture, known=sorted(KNOWN), what="vision", sizes=sizes, defaults=defaults)
+    return _SliceModels(options, folder).config(options.image_size)
 
 
 def _has_parameters(module: Any) -> bool:
@@ -167,7 +142,7 @@ def set_trainable_modes(module: nn.Module, training: bool) -> None:
 
 
 def is_frozen(module: nn.Module) -> bool:
-    """Whether `module` has no trainable parameter."""
+    """True if `module` has no trainable parameter."""
     return not any(parameter.requires_grad for parameter in module.parameters())
 
 

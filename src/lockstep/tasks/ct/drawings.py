@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.drawing import diagrams, drawing
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.ct.metrics import FALSE_POSITIVE_RATES
 
-Array = npt.NDArray[Any]
 Outcomes = Mapping[str, Sequence[tuple[float, int]]]
 """By name of an event: its horizons in years with the places of their questions, ascending."""
 
@@ -79,14 +78,7 @@ def risk_curve(risks: Array, labels: Array | None, outcomes: Outcomes) -> drawin
     last = max(float(pairs[-1][0]) for pairs in outcomes.values())
     known = labels is not None and bool(np.isfinite(labels).any())
     title = "risk over time" + (": discs are the known answers, 0 (no) and 1 (yes)" if known else "")
-    return diagrams.curves(
-        series,
-        title=title,
-        x_label="years",
-        y_label="risk",
-        x_range=(0.0, last),
-        marks=marks,
-    )
+    return diagrams.curves(series, title=title, x_label="years", y_label="risk", x_range=(0.0, last), marks=marks)
 
 
 def roc_curves(
@@ -99,18 +91,14 @@ def roc_curves(
         areas: AUC by question. Questions without it have no curve.
         outcomes: see `Outcomes`.
     """
-    series = {
-        place: (
-            f"{question} {areas[question]:.3f}",
-            (np.concatenate([[0.0], FALSE_POSITIVE_RATES]), np.concatenate([[0.0], sensitivities[place]])),
-        )
-        for place, question in enumerate(questions)
-        if question in areas
-    }
-    if not series:
-        return None
-    return diagrams.panels(
-        _by_event(series, outcomes),
+    series = {}
+    for place, question in enumerate(questions):
+        if question in areas:
+            across, up = (np.concatenate([[0.0], part]) for part in (FALSE_POSITIVE_RATES, sensitivities[place]))
+            series[place] = (f"{question} {areas[question]:.3f}", (across, up))
+    return _panels(
+        series,
+        outcomes,
         title="ROC, with the area under the curve",
         also={"chance": (np.arange(2), np.arange(2))},
         x_label="1 - specificity",
@@ -130,16 +118,21 @@ def calibration_curves(tables: Array, questions: Sequence[str], outcomes: Outcom
         table = table[table[:, 2] > 0]
         if len(table):
             series[place] = (f"{question} ({table[:, 2].sum():.0f} labels)", (table[:, 0], table[:, 1]))
-    if not series:
-        return None
-    return diagrams.panels(
-        _by_event(series, outcomes),
+    return _panels(
+        series,
+        outcomes,
         title="calibration: observed share of yes over predicted risk",
         also={"perfect": ([0, 1], [0, 1])},
         marks=dict(series.values()),
         x_label="mean predicted risk of a bin",
         y_label="observed share",
     )
+
+
+def _panels(
+    series: Mapping[int, tuple[str, tuple[Any, Any]]], outcomes: Outcomes, **look: Any
+) -> drawing.Picture | None:
+    return diagrams.panels(_by_event(series, outcomes), **look) if series else None
 
 
 def _by_event(

@@ -1,4 +1,4 @@
-"""What users of the weights need besides them: the questions, how slices are made, and the sizes of the model."""
+"""The files that users of the weights need besides them: questions, the way slices are made, sizes of the model."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class SliceRows:
     features: Tensor | None
     """(slices, width), zeros where nothing is kept. None: nothing is kept of any volume yet."""
     is_kept: Tensor
-    """Which slices have features: bool (slices,)."""
+    """True for slices with features: bool (slices,)."""
 
     @property
     def missing(self) -> list[int]:
@@ -66,7 +66,7 @@ class SliceRows:
 
 
 def batch_entries(rows: Sequence[SliceRows]) -> dict[str, Any]:
-    """What `VolumeRiskModel` and `KeptFeatures.update` need in a batch of these samples, besides the missing slices.
+    """The entries that `VolumeRiskModel` and `KeptFeatures.update` need in a batch, besides the missing slices.
 
     Returns:
         `to_keep`: for each volume its key and the numbers of the slices whose features are missing. Where some are
@@ -110,7 +110,7 @@ class KeptFeatures:
 
     @property
     def is_open(self) -> bool:
-        """Whether vectors may be looked up: a frozen backbone has been seen."""
+        """True if vectors may be looked up: a frozen backbone has been seen."""
         return bool(self._shared[0])
 
     @property

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.data.order import permute
 from lockstep.core.errors import DataError, UsageError
-
-Array = npt.NDArray[Any]
+from lockstep.tasks.arrays import Array
 
 
 class Fold(NamedTuple):

@@ -85,18 +85,13 @@ class MonotoneHead(nn.Module):
         return torch.stack([columns[number] for number in sorted(columns)], dim=1)
 
 
-class HazardHead(nn.Module):
+class HazardHead(MonotoneHead):
     """Discrete-time survival: the probability of an event in each interval, if there was none before.
 
     The hazard of interval j is h_j = sigmoid(linear function), and the risk until horizon k is
     1 - (1 - h_1) ... (1 - h_k): Singer and Willett 1993, doi:10.3102/10769986018002155; for networks Gensheimer and
     Narasimhan 2019, arXiv:1805.00917. The head returns the logits of these risks.
     """
-
-    def __init__(self, width: int, outcomes: Sequence[Sequence[int]]) -> None:
-        super().__init__()
-        self.outcomes = [list(group) for group in outcomes]
-        self.linear = nn.Linear(width, sum(map(len, self.outcomes)))
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Logits (B, questions) of the risks, for vectors (B, width)."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.ct import scores
-
-Array = npt.NDArray[Any]
 
 FALSE_POSITIVE_RATES = np.linspace(0, 1, 101)
 """Where `roc` has its points."""
@@ -23,6 +20,7 @@ _OF_QUESTION = ("auc", "auc_low", "auc_high", "average_precision", "brier", "sen
 FALLING = "falling_risks"
 """The result that counts patients whose risk of an event falls from a horizon to a later one."""
 _LEAST_FALL = 1e-6  # less is rounding
+_LEVEL, _BINS = 0.95, 10  # of the intervals, and of the calibration
 _OF_OUTCOME = ("concordance", "concordance_low", "concordance_high")
 
 
@@ -43,9 +41,7 @@ class RiskMetrics(Metric):
             each sample is a patient of its own.
         threshold: of the risk, for sensitivity and specificity.
         resamples: number of bootstrap resamples. 0: no intervals.
-        level: share of the bootstrap distribution that an interval covers.
         seed: of the bootstrap.
-        bins: of the calibration table.
     """
 
     full_state_update = False
@@ -61,14 +57,12 @@ class RiskMetrics(Metric):
         patients: Sequence[str] | None = None,
         threshold: float = 0.5,
         resamples: int = 1000,
-        level: float = 0.95,
         seed: int = 0,
-        bins: int = 10,
     ) -> None:
         super().__init__()
         self.questions, self.patients = list(questions), patients
         self.outcomes = {name: places for name, places in (outcomes or {}).items() if len(places) > 1}
-        self.threshold, self.resamples, self.level, self.seed, self.bins = threshold, resamples, level, seed, bins
+        self.threshold, self.resamples, self.seed = threshold, resamples, seed
         for name in ("risks", "labels", "indices"):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
@@ -114,11 +108,8 @@ class RiskMetrics(Metric):
         indices = indices[order]
         if (indices[1:] == indices[:-1]).any():
             twice = int(indices[1:][indices[1:] == indices[:-1]][0])
-            raise DataError(
-                f"evaluation sample {twice} was counted twice",
-                where="RiskMetrics",
-                remedy="let `index` of a batch be the indices of its samples in the evaluation data",
-            )
+            remedy = "let `index` of a batch be the indices of its samples in the evaluation data"
+            raise DataError(f"evaluation sample {twice} was counted twice", where="RiskMetrics", remedy=remedy)
         count = len(self.questions)
         risks, labels = (_joined(part).reshape(-1, count)[order] for part in (self.risks, self.labels))
         numbers, tables = self._by_question(risks, labels)
@@ -143,7 +134,7 @@ class RiskMetrics(Metric):
         return np.unique(patients, return_inverse=True)[1] if len(patients) else np.zeros(0, np.int64)
 
     def _falls(self, risks: Array) -> Array:
-        """Whether a risk of each row falls from a horizon to the next, with known and unknown labels: (rows,) bool."""
+        """True for rows in which a risk falls from a horizon to the next, whatever the labels: (rows,) bool."""
         falls = np.zeros(len(risks), dtype=bool)
         for places in self.outcomes.values():
             risk = risks[:, [place for _, place in places]]
@@ -166,7 +157,7 @@ class RiskMetrics(Metric):
                 f"sensitivity/{question}": sensitivity,
                 f"specificity/{question}": specificity,
             }
-            tables.append(scores.calibration(risk, label, self.bins))
+            tables.append(scores.calibration(risk, label, _BINS))
             curves.append(scores.roc(risk, label, FALSE_POSITIVE_RATES))
         arrays = {"label_counts": counts, "calibration": tables, "roc": curves, "risks_not_finite": bad}
         return numbers, {name: np.asarray(values, dtype=np.float64) for name, values in arrays.items()}
@@ -177,18 +168,18 @@ class RiskMetrics(Metric):
         for place, question in enumerate(self.questions):
             rows = ~np.isnan(labels[:, place])
             if np.isfinite(risks[rows, place]).all():
-                found["auc", question] = partial(_auc, risks[rows, place], labels[rows, place], rows)
+                found["auc", question] = _of_rows(scores.auc, rows, risks[rows, place], labels[rows, place])
         for outcome, places in self.outcomes.items():
             years, columns = (list(part) for part in zip(*places, strict=True))
             times, events = scores.event_times(labels[:, columns], years)
             rows, risk = np.isfinite(times), risks[:, columns].mean(axis=1)
             if np.isfinite(risk[rows]).all():
-                found["concordance", outcome] = partial(_concordance, risk[rows], times[rows], events[rows], rows)
+                found["concordance", outcome] = _of_rows(
+                    scores.concordance, rows, risk[rows], times[rows], events[rows]
+                )
         points = {name: float(score(None)[0]) for name, score in found.items()}
         defined = {name: score for name, score in found.items() if np.isfinite(points[name])}
-        limits = scores.intervals(
-            list(defined.values()), groups, count=self.resamples, seed=self.seed, level=self.level
-        )
+        limits = scores.intervals(list(defined.values()), groups, count=self.resamples, seed=self.seed, level=_LEVEL)
         numbers = {f"{score}/{name}": points[score, name] for score, name in found}
         for (score, name), (low, high) in zip(defined, limits, strict=True):
             numbers |= {f"{score}_low/{name}": low, f"{score}_high/{name}": high}
@@ -238,12 +229,9 @@ def update_risk_metrics(metrics: MetricCollection, output: Mapping[str, Any], ba
     metrics.update(output["risks"], batch["labels"], batch["index"])
 
 
-def _auc(risks: Array, labels: Array, rows: Array, weights: Array | None) -> Array:
-    return scores.auc(risks, labels, None if weights is None else weights[:, rows])
-
-
-def _concordance(risks: Array, times: Array, events: Array, rows: Array, weights: Array | None) -> Array:
-    return scores.concordance(risks, times, events, None if weights is None else weights[:, rows])
+def _of_rows(score: Any, rows: Array, *columns: Array) -> scores.Score:
+    """A score of some of the samples, as a function of the weights of all."""
+    return lambda weights: score(*columns, None if weights is None else weights[:, rows])
 
 
 def _known(risks: Array, labels: Array, place: int) -> tuple[Array, Array]:

@@ -104,11 +104,9 @@ class VolumeRiskModel(nn.Module):
         set_trainable_modes(self.backbone, self.training and not frozen)
         kept: Tensor | None = batch.get("features")
         if kept is not None and not frozen and self.training:
-            raise UsageError(
-                "the backbone trains, but features of slices were kept from when it was frozen",
-                where="task.keep_features",
-                remedy="keep features only until the epoch at which train.unfreeze begins with the backbone",
-            )
+            what = "the backbone trains, but features of slices were kept from when it was frozen"
+            remedy = "keep features only until the epoch at which train.unfreeze begins with the backbone"
+            raise UsageError(what, where="task.keep_features", remedy=remedy)
         if frozen:
             with torch.no_grad():
                 computed = self._fixed_chunks(batch["slices"])

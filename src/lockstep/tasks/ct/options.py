@@ -23,7 +23,7 @@ class ScratchOptions(Section):
 
 
 class AggregatorOptions(Section):
-    """What makes one prediction of all slices of a volume."""
+    """The part of the model that makes one prediction of all slices of a volume."""
 
     name: Literal["transformer", "attention", "mean"] = "transformer"
     """`transformer`: an encoder with a class token and positions in millimetres. `attention`: gated attention pooling.
@@ -66,11 +66,11 @@ class VolumeRiskOptions(TaskOptions):
     slice_distance_mm: PositiveFloat | None = None
     """Slices are resampled to this distance. None: they stay as they are."""
     allow_gaps: bool = False
-    """Whether missing slices of a DICOM series are a remark in the log. Otherwise they are an error."""
+    """Make missing slices of a DICOM series a remark in the log. Otherwise they are an error."""
     keep_volumes: Annotated[bool, DOES_NOT_DETERMINE] = True
-    """Whether decoded volumes are kept in Lockstep's cache folder. Then a sample reads its own slices alone."""
+    """Keep decoded volumes in Lockstep's cache folder. Then a sample reads its own slices alone."""
     check_volumes: Annotated[bool, DOES_NOT_DETERMINE] = True
-    """Whether all volumes are read before the first step, so that unusable volumes are named at once. This also fills
+    """Read all volumes before the first step, so that unusable volumes are named at once. This also fills
     the cache. Otherwise an unusable volume is found when its turn comes."""
 
     # ---- slices
@@ -89,7 +89,7 @@ class VolumeRiskOptions(TaskOptions):
     """Slices of an evaluation sample. `even`: evenly spaced. `all`: all slices, in groups of at most `max_slices`; the
     logits of the groups are averaged."""
     keep_shape: bool = False
-    """Whether slices that are not square are padded. Otherwise they are stretched to a square."""
+    """Pad slices that are not square. Otherwise they are stretched to a square."""
     mean: list[float] | None = None
     """Mean of each channel, from 0 to 1, that is subtracted from pixels. None: ImageNet's for three channels, else
     0.5."""
@@ -118,7 +118,7 @@ class VolumeRiskOptions(TaskOptions):
     """Epochs, counted from 0, in which `train.unfreeze` leaves the whole backbone frozen. In these epochs slices are
     not augmented, so that the features of a slice stay the same, and are computed once and kept."""
     keep_features: Annotated[bool, DOES_NOT_DETERMINE] = True
-    """Whether features are kept in `frozen_epochs`. The training is the same without."""
+    """Keep features in `frozen_epochs`. The training is the same without."""
 
     # ---- the loss and the metrics
 
@@ -135,6 +135,11 @@ class VolumeRiskOptions(TaskOptions):
     """The risk from which on sensitivity and specificity count a prediction as positive."""
     resamples: Annotated[int, Field(ge=0)] = 1000
     """Resamples of the bootstrap intervals. 0: no intervals."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of a slice."""
+        return len(self.windows)
 
     @model_validator(mode="after")
     def _one_number_for_each_channel(self) -> Self:

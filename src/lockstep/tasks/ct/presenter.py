@@ -1,4 +1,4 @@
-"""How risks from CT volumes are shown to people."""
+"""Texts, pictures and files that show risks from CT volumes to people."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.presenter import Presenter
 from lockstep.drawing import drawing
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.ct import drawings
 from lockstep.tasks.ct.export import risks_of_volume, write_export
 from lockstep.tasks.ct.report import risk_report
@@ -20,15 +20,14 @@ from lockstep.tasks.ct.volume_inputs import read_volume_inputs
 from lockstep.tasks.ct.volume_table import VolumeSample, VolumeTable, horizons
 from lockstep.tasks.ct.volumes.windows import windowed
 from lockstep.tasks.program import Program
+from lockstep.tasks.vision.readers.class_table import listed
 
 if TYPE_CHECKING:
     from lockstep.tasks.ct.task import Prepared, VolumeRisk
 
 _DIGITS = 4
 _MATTERED = 3  # slices that rows and texts name
-_SHOWN = 8
 
-Array = npt.NDArray[Any]
 Output = Mapping[str, Tensor]
 
 
@@ -44,14 +43,7 @@ class VolumeRiskPresenter(Presenter):
 
     def inputs(self, arguments: Sequence[str]) -> VolumeTable:
         """The volumes that the arguments name: see `read_volume_inputs`."""
-        columns = self.task.options.columns
-        return read_volume_inputs(
-            arguments,
-            questions=self.task.questions,
-            image=columns.image,
-            patient=columns.patient,
-            options=self.task.volume_options,
-        )
+        return read_volume_inputs(arguments, self.task.questions, self.task.options)
 
     # ---- one volume
 
@@ -163,8 +155,7 @@ class VolumeRiskPresenter(Presenter):
             pairs = zip(about.questions, about.positive_weights, strict=True)
             lines.append("weights of yes: " + ", ".join(f"{name} {weight:.3g}" for name, weight in pairs))
         if task.new_weights:
-            shown = ", ".join(task.new_weights[:_SHOWN]) + (", ..." if len(task.new_weights) > _SHOWN else "")
-            lines.append(f"not in {options.model}, so new: {shown}")
+            lines.append(f"not in {options.model}, so new: {listed(task.new_weights)}")
         return lines
 
     def _windows(self) -> list[tuple[str, Any]]:

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from lockstep.tasks.confusion import aligned
 from lockstep.tasks.ct.metrics import FALLING
 
 _WIDE = 28  # characters of a question
 _FEW = 10  # with fewer labels of a class, a bootstrap sees too little of what could have been
 _UNDEFINED = "undefined"
+_SCORES = ("average_precision", "brier", "sensitivity", "specificity")
 _HEADS = ("known", "yes", "no", "AUC (interval)", "avg. precision", "Brier", "sensitivity", "specificity")
 
 
@@ -27,12 +29,9 @@ def risk_report(values: Mapping[str, Tensor], questions: Sequence[str], *, thres
     reasons, few = [], []
     for place, question in enumerate(questions):
         known, yes, no = (int(count) for count in values["label_counts"][place])
-        scores = [
-            _with_interval(values, "auc", question),
-            *(_number(values, f"{name}/{question}") for name in ("average_precision", "brier")),
-            *(_number(values, f"{name}/{question}") for name in ("sensitivity", "specificity")),
-        ]
-        rows.append([question[:_WIDE], f"{known:,}", f"{yes:,}", f"{no:,}", *scores])
+        scores = [_number(values, f"{name}/{question}") for name in _SCORES]
+        auc = _with_interval(values, "auc", question)
+        rows.append([question[:_WIDE], f"{known:,}", f"{yes:,}", f"{no:,}", auc, *scores])
         bad = int(values["risks_not_finite"][place, 0])
         if bad:
             reasons.append(f"  {question}: undefined, because {bad:,} of {known:,} risks are not finite")
@@ -41,11 +40,7 @@ def risk_report(values: Mapping[str, Tensor], questions: Sequence[str], *, thres
             reasons.append(f"  {question}: AUC and average precision are undefined, because {only}")
         elif min(yes, no) < _FEW:
             few.append(question)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [f"scores by question; sensitivity and specificity at risk {threshold:g}:"]
-    for row in rows:
-        cells = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        lines.append("  ".join([f"  {row[0]:<{widths[0]}}", *cells]))
+    lines = [f"scores by question; sensitivity and specificity at risk {threshold:g}:", *aligned(rows)]
     events = [name.partition("/")[2] for name in values if name.startswith("concordance/")]
     lines += [
         f"  {event}: concordance over horizons {_with_interval(values, 'concordance', event)}" for event in events

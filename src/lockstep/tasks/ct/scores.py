@@ -7,12 +7,11 @@ dependency, because an interval needs thousands of weighted AUCs, which it compu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+from lockstep.tasks.arrays import Array
 
 _LARGEST = 4_000_000  # numbers in an array of resamples
 _LEAST_IN_BIN = 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,10 +12,9 @@ from typing import Any, Literal, final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from lockstep.core.errors import UsageError, did_you_mean
-from lockstep.core.task import Metrics, Task
+from lockstep.core.task import Metrics
 from lockstep.tasks.class_weights import OnDevice
 from lockstep.tasks.ct.aggregators import make_aggregator
 from lockstep.tasks.ct.backbone import backbone_config, make_backbone
@@ -28,32 +26,23 @@ from lockstep.tasks.ct.model import VolumeRiskModel
 from lockstep.tasks.ct.options import VolumeRiskOptions
 from lockstep.tasks.ct.outputs import largest_weights, mean_of_groups
 from lockstep.tasks.ct.presenter import VolumeRiskPresenter
-from lockstep.tasks.ct.volume_table import (
-    VolumeOptions,
-    VolumeSample,
-    VolumeTable,
-    check_patients_apart,
-    has_parts,
-    horizons,
-    read_volume_table,
-)
+from lockstep.tasks.ct.volume_labels import horizons
+from lockstep.tasks.ct.volume_table import VolumeSample, VolumeTable, check_patients_apart, has_parts, read_volume_table
 from lockstep.tasks.ct.volumes.choice import choose_slices, slice_groups
 from lockstep.tasks.ct.volumes.pictures import slice_pictures
 from lockstep.tasks.ct.volumes.windows import windows_of
-from lockstep.tasks.kept import keep
-from lockstep.tasks.vision.pictures.normalise import IMAGENET_MEAN, IMAGENET_STD
+from lockstep.tasks.kept import KeptTask
+from lockstep.tasks.vision.pictures.normalise import usual_mean_and_std
 
 Batch = dict[str, Any]
 Output = dict[str, Tensor]
 
-_KEPT = "volume_risk.json"
 _PATIENTS = "patients.csv"
-_GREY = 0.5
 
 
 @dataclass(frozen=True)
 class About:
-    """What the task learns from its data, and keeps with the run."""
+    """The facts that the task learns from its data, and keeps with the run."""
 
     questions: list[str]
     """Names of the questions, in the order of the logits."""
@@ -89,7 +78,7 @@ class Prepared:
 
 
 @final
-class VolumeRisk(Task):
+class VolumeRisk(KeptTask):
     """Each volume has yes/no labels, and NaN for unknown labels.
 
     The loss is a sum over known labels, or over volumes with a known label. A batch is a dict:
@@ -117,49 +106,40 @@ class VolumeRisk(Task):
         fold: `2/5`: the second of five folds of the patients of `train` is for evaluation.
     """
 
+    options: VolumeRiskOptions
     presenter = VolumeRiskPresenter
+    kept = "volume_risk.json"
+    about_type = About
 
     def __init__(
         self, options: VolumeRiskOptions, train: str, eval: str | None = None, fold: str | None = None
     ) -> None:
         if eval is not None and fold is not None:
             remedy = "leave out data.eval, or data.fold"
-            raise UsageError(
-                "a fold of data.train is for evaluation, besides data.eval", where="data.fold", remedy=remedy
-            )
-        self.options, self.train_source, self.fold = options, train, fold
-        self.eval_source = eval or (train if fold is not None or has_parts(train) else None)
+            what = "a fold of data.train is for evaluation, besides data.eval"
+            raise UsageError(what, where="data.fold", remedy=remedy)
+        super().__init__(options, train, eval or (train if fold is not None or has_parts(train) else None))
+        self.fold = fold
         self.frozen_epochs = {"backbone.*": options.frozen_epochs} if options.frozen_epochs else {}
         self.windows = windows_of(options.windows)
         """The Hounsfield window of each channel."""
-        self.folder: Path | None = None
-        """The folder that is kept with the run. None without a run."""
-        self.new_weights: list[str] = []
-        """Names of the weights that the pretrained backbone lacks. Known after `model`."""
-        self._trained = False
         self._features = self._kept_features()  # before loader workers are forked: they share its memory
 
-    def setup(self, folder: Path, trained: bool) -> None:
-        """Keep the questions, the weights of positive labels, the backbone's config, and the patients of each part of
-        the data in `folder`.
+    def to_keep(self) -> About:
+        """The questions and the weights of positive labels.
 
         Raises:
             DataError: a table cannot be used, or a patient is in both parts of the data.
         """
-        self._trained = trained
+        if self._eval is not None:
+            check_patients_apart(self._train, self._eval)
+        found: About = self.about
+        return found
 
-        def about() -> About:
-            if self._eval is not None:
-                check_patients_apart(self._train, self._eval)
-            return self.about
-
-        def save(staging: Path) -> None:
-            self._backbone_config().save_pretrained(staging)
-            self._write_patients(staging / _PATIENTS)
-
-        keep(folder, _KEPT, about, save)
-        self.folder = folder
-        self.__dict__.pop("about", None)  # it is read again from the file, so that it is the same on every rank
+    def save(self, folder: Path) -> None:
+        """Write the backbone's config, and the patients of each part of the data."""
+        backbone_config(self.options).save_pretrained(folder)
+        self._write_patients(folder / _PATIENTS)
 
     def _write_patients(self, path: Path) -> None:
         """Write a line for each patient with the part of the data that the patient is in: `train` or `eval`."""
@@ -169,15 +149,10 @@ class VolumeRisk(Task):
             for part, data in (("train", self._train), ("eval", self._eval)):
                 writer.writerows([patient, part] for patient in sorted(set(data.patients if data is not None else ())))
 
-    @cached_property
-    def about(self) -> About:
-        """The questions, and what the model expects of pictures."""
-        if self.folder is not None:
-            return About(**json.loads((self.folder / _KEPT).read_text()))
-        data, options = self._read(self.train_source, "train", None), self.options
+    def learn(self) -> About:
+        data, options = self.read(self.train_source, "train", None), self.options
         labels = torch.from_numpy(data.labels)
-        grey = [_GREY] * len(self.windows)
-        usual = (list(IMAGENET_MEAN), list(IMAGENET_STD)) if len(self.windows) == 3 else (grey, grey)
+        usual = usual_mean_and_std(len(self.windows))
         return About(
             questions=data.questions,
             known=(~labels.isnan()).sum(dim=0).tolist(),
@@ -188,9 +163,11 @@ class VolumeRisk(Task):
         )
 
     @property
-    def questions(self) -> list[str]:
-        """Names of the questions, in the order of the logits."""
-        return self.about.questions
+    def names(self) -> list[str]:
+        names: list[str] = self.about.questions
+        return names
+
+    questions = names
 
     @cached_property
     def outcomes(self) -> list[list[int]]:
@@ -202,83 +179,18 @@ class VolumeRisk(Task):
 
     # ---- data
 
-    @property
-    def volume_options(self) -> VolumeOptions:
-        """How volumes are read."""
-        options = self.options
-        return VolumeOptions(options.slice_distance_mm, allow_gaps=options.allow_gaps, cache=options.keep_volumes)
-
-    def _read(self, source: str, split: Literal["train", "eval"], questions: Sequence[str] | None) -> VolumeTable:
-        options = self.options
-        return read_volume_table(
-            source,
-            key=f"data.{split}",
-            split=split,
-            image=options.columns.image,
-            labels=options.labels if questions is None else questions,
-            patient=options.columns.patient,
-            fold=self.fold,
-            seed=options.fold_seed,
-            leaks=options.leaks,
-            options=self.volume_options,
-            check_first=options.check_volumes,
-        )
-
-    @cached_property
-    def _train(self) -> VolumeTable:
-        return self._read(self.train_source, "train", self.questions)
-
-    @cached_property
-    def _eval(self) -> VolumeTable | None:
-        return None if self.eval_source is None else self._read(self.eval_source, "eval", self.questions)
-
-    def train_data(self) -> Dataset[Any]:
-        return self._train
-
-    def eval_data(self) -> Dataset[Any] | None:
-        return self._eval
+    def read(self, source: str, split: Literal["train", "eval"], names: list[str] | None) -> VolumeTable:
+        return read_volume_table(source, split, self.options, questions=names, fold=self.fold)
 
     # ---- the model
 
-    def _backbone_config(self) -> Any:
-        options = self.options
-        return backbone_config(
-            options.model,
-            architecture=options.scratch.architecture,
-            sizes=options.scratch.sizes,
-            image_size=options.image_size,
-            channels=len(self.windows),
-        )
-
     def model(self) -> nn.Module:
-        options, about, chosen = self.options, self.about, self.options.aggregator
-        backbone, self.new_weights = make_backbone(
-            options.model,
-            architecture=options.scratch.architecture,
-            sizes=options.scratch.sizes,
-            image_size=options.image_size,
-            channels=len(self.windows),
-            pooling=options.pooling,
-            folder=self.folder,
-            trained=self._trained,
-        )
-        aggregator: Any = make_aggregator(
-            chosen.name,
-            backbone.width,
-            width=chosen.width,
-            layers=chosen.layers,
-            heads=chosen.heads,
-            dropout=chosen.dropout,
-        )
+        options, about = self.options, self.about
+        backbone, self.new_weights = make_backbone(options, self.folder, trained=self._trained)
+        aggregator: Any = make_aggregator(options.aggregator, backbone.width)
         head = make_head(options.head, aggregator.width, len(about.questions), self.outcomes)
-        return VolumeRiskModel(
-            backbone,
-            aggregator,
-            head,
-            mean=about.mean,
-            std=about.std,
-            slices_per_chunk=options.slices_per_chunk,
-        )
+        normalisation: dict[str, Any] = {"mean": about.mean, "std": about.std}
+        return VolumeRiskModel(backbone, aggregator, head, slices_per_chunk=options.slices_per_chunk, **normalisation)
 
     def _kept_features(self) -> KeptFeatures | None:
         """The kept features of slices."""

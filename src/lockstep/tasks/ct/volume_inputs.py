@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.core.errors import UsageError
-from lockstep.tasks.ct.volume_table import IMAGE, PATIENT, VolumeOptions, VolumeTable, table_column, volume_paths
+from lockstep.tasks.ct.options import ColumnsOptions, VolumeRiskOptions
+from lockstep.tasks.ct.volume_table import IMAGE, PATIENT, VolumeTable, table_column, volume_options, volume_paths
 from lockstep.tasks.ct.volumes.dicom import dicom_files, is_dicom
 from lockstep.tasks.ct.volumes.read import SUFFIXES
 from lockstep.tasks.readers.input_files import find_files
@@ -18,14 +19,7 @@ from lockstep.tasks.readers.table import SUFFIXES as TABLES
 from lockstep.tasks.readers.table import Source
 
 
-def read_volume_inputs(
-    arguments: Sequence[str],
-    *,
-    questions: Sequence[str],
-    image: str | int | None = None,
-    patient: str | int | None = None,
-    options: VolumeOptions,
-) -> VolumeTable:
+def read_volume_inputs(arguments: Sequence[str], questions: Sequence[str], options: VolumeRiskOptions) -> VolumeTable:
     """Volumes without labels: each volume once, at its first place.
 
     An argument is a file of a volume, a folder or pattern of such files, a folder with a DICOM series, a folder of such
@@ -33,7 +27,7 @@ def read_volume_inputs(
 
     Args:
         questions: of the model. All labels are unknown.
-        image, patient: columns of tables; see `read_volume_table`.
+        options: the columns of tables, and how volumes are read.
 
     Raises:
         UsageError: an argument names nothing.
@@ -41,7 +35,7 @@ def read_volume_inputs(
     """
     found: dict[Path, tuple[str, str]] = {}  # name and patient of each path
     for argument in arguments:
-        for path, name, person in _volumes_of(argument, image, patient):
+        for path, name, person in _volumes_of(argument, options.columns):
             found.setdefault(Path(os.path.abspath(path)), (name, person))
     names = [name for name, _ in found.values()]
     return VolumeTable(
@@ -51,15 +45,15 @@ def read_volume_inputs(
         patients=[person for _, person in found.values()],
         questions=questions,
         labels=np.full((len(found), len(questions)), np.nan, dtype=np.float32),
-        options=options,
+        options=volume_options(options),
     )
 
 
-def _volumes_of(argument: str, image: str | int | None, patient: str | int | None) -> list[tuple[Path, str, str]]:
+def _volumes_of(argument: str, columns: ColumnsOptions) -> list[tuple[Path, str, str]]:
     """Path, name and patient of the volumes of an argument."""
     path = Path(argument)
     if path.is_file() and path.suffix.lower() in TABLES:
-        return _rows_of(argument, image, patient)
+        return _rows_of(argument, columns)
     if path.is_dir() and not any(name.lower().endswith(SUFFIXES) for name in _names_in(path)):
         folders = _series_folders(path)
         if not folders:
@@ -69,11 +63,11 @@ def _volumes_of(argument: str, image: str | int | None, patient: str | int | Non
     return [(file, str(file), file.name) for file in find_files([argument], SUFFIXES)]
 
 
-def _rows_of(argument: str, image: str | int | None, patient: str | int | None) -> list[tuple[Path, str, str]]:
+def _rows_of(argument: str, columns: ColumnsOptions) -> list[tuple[Path, str, str]]:
     table: Any = Source.parse(argument).read()
-    column = table_column(image, IMAGE, table, "image", needed=True)
+    column = table_column(columns.image, IMAGE, table, "image", needed=True)
     assert column is not None
-    person = table_column(patient, PATIENT, table, "patient", needed=False)
+    person = table_column(columns.patient, PATIENT, table, "patient", needed=False)
     paths = volume_paths(table, column, range(len(table)))
     names = [str(value) for value in table.columns[column]]
     people = [str(value) for value in table.columns[person]] if person else names

@@ -7,15 +7,13 @@ import itertools
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.readers.table import Table
-
-Array = npt.NDArray[Any]
 
 _HORIZON = re.compile(
     r"^(?P<event>.*?)[_ -]?(?P<time>\d+(?:\.\d+)?)[_ -]?(?P<unit>y|yr|yrs|years?|m|months?|d|days?)$", re.I

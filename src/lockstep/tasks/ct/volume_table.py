@@ -16,7 +16,9 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from lockstep.core.errors import DataError, UsageError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.ct.folds import Fold, folds_of
+from lockstep.tasks.ct.options import VolumeRiskOptions
 from lockstep.tasks.ct.volume_labels import check_horizons, label_columns, label_values, one_sided
 from lockstep.tasks.ct.volume_labels import horizons as horizons
 from lockstep.tasks.ct.volumes.cache import cached_volume, content_address
@@ -26,8 +28,6 @@ from lockstep.tasks.readers import columns
 from lockstep.tasks.readers.table import Source, Table
 from lockstep.tasks.vision.readers.image_files import add_file
 from lockstep.tasks.vision.readers.image_records import EVAL, TRAIN, Split
-
-Array = npt.NDArray[Any]
 
 IMAGE = ("image", "volume", "path", "file", "ct", "nifti", "dicom")
 """Usual names of the column with the volumes."""
@@ -61,14 +61,19 @@ class VolumeSample:
 
 @dataclass(frozen=True)
 class VolumeOptions:
-    """How volumes are read."""
+    """The way in which volumes are read."""
 
     distance_mm: float | None = None
     """Slices are resampled to this distance. None: they stay as they are."""
     allow_gaps: bool = False
-    """Whether missing slices are a remark, and not an error."""
+    """Make missing slices a remark, and not an error."""
     cache: bool = True
-    """Whether decoded volumes are kept on disk. Otherwise a volume is read whole each time."""
+    """Keep decoded volumes on disk. Otherwise a volume is read whole each time."""
+
+
+def volume_options(options: VolumeRiskOptions) -> VolumeOptions:
+    """The way in which volumes are read, as the options of the task say it."""
+    return VolumeOptions(options.slice_distance_mm, allow_gaps=options.allow_gaps, cache=options.keep_volumes)
 
 
 class VolumeTable(Dataset[VolumeSample]):
@@ -129,9 +134,8 @@ class VolumeTable(Dataset[VolumeSample]):
             )
         except DataError as error:
             where = self.where(index)
-            raise DataError(
-                error.what, where=f"{where}: {error.where or self.paths[index]}", remedy=error.remedy
-            ) from error
+            remedy = error.remedy
+            raise DataError(error.what, where=f"{where}: {error.where or self.paths[index]}", remedy=remedy) from error
         return VolumeSample(
             slices=volume.slices,
             positions=volume.positions,
@@ -173,18 +177,11 @@ class VolumeTable(Dataset[VolumeSample]):
 
 def read_volume_table(
     source: str,
-    *,
-    key: str,
     split: Split,
-    image: str | int | None = None,
-    labels: Sequence[str] | None = None,
-    patient: str | int | None = None,
+    options: VolumeRiskOptions,
+    *,
+    questions: Sequence[str] | None = None,
     fold: str | None = None,
-    seed: int = 0,
-    leaks: Sequence[str] = (),
-    options: VolumeOptions = VolumeOptions(),
-    check_first: bool = False,
-    **csv: Any,
 ) -> VolumeTable:
     """The volumes of a table: CSV, TSV, JSON (lines), Parquet.
 
@@ -194,43 +191,36 @@ def read_volume_table(
 
     Args:
         source: the table. Paths in it are relative to its folder.
-        key: the config's key of the source, such as `data.train`, for errors.
         split: which part to read.
-        image: the column of the volumes. None: a usual name.
-        labels: names of the label columns, or patterns such as `lung_mets_*`, in this order. None: the columns that end
-            in a time, such as `death_5y`. For the evaluation data give the questions of the training data.
-        patient: the column of the patients. None: a usual name; if there is none, each volume is a patient, whose
-            name is the path in the table.
-        fold: `2/5`: the second of five folds of patients, stratified by labels. They depend on `seed` and the table.
-        leaks: columns, or patterns, that hold the outcome. They are refused as inputs.
-        check_first: see `VolumeTable`.
-        csv: `header`, `delimiter` and `quoting` of `lockstep.tasks.readers.table.Source`.
+        options: its `columns`, `labels`, `leaks`, `fold_seed` and `check_volumes`, and how volumes are read.
+        questions: of the training data, for the evaluation data. None: as `options.labels` says.
+        fold: `2/5`: the second of five folds of patients, stratified by labels. They depend on `fold_seed` and the
+            table.
 
     Raises:
         DataError: there is no such source or column; a label is not 0, 1 or blank; a path does not exist; an event is
             known at one horizon and denied at a later one; no row is left. Errors name file, line and column.
         UsageError: the fold is none, or a leaking column is used as an input.
     """
-    table = Source.parse(source, **csv).read()
-    taken = table_column(image, IMAGE, table, "image", needed=True)
+    table = Source.parse(source).read()
+    taken = table_column(options.columns.image, IMAGE, table, "image", needed=True)
     assert taken is not None
-    person = table_column(patient, PATIENT, table, "patient", needed=False)
-    refuse_leaks([taken], leaks, names=list(table.columns), where=source)
-    questions = label_columns(labels, table)
+    person = table_column(options.columns.patient, PATIENT, table, "patient", needed=False)
+    refuse_leaks([taken], options.leaks, names=list(table.columns), where=source)
+    questions = label_columns(options.labels if questions is None else questions, table)
     values = label_values(table, questions)
     check_horizons(values, questions, table)
     names = [_text(value) for value in table.columns[taken]]
     patients = names if person is None else _patients(table, person)
-    rows, notes = _rows(
-        table, values, patients, split=split, fold=None if fold is None else Fold.parse(fold), seed=seed
-    )
+    chosen = None if fold is None else Fold.parse(fold)
+    rows, notes = _rows(table, values, patients, split=split, fold=chosen, seed=options.fold_seed)
     if person is None:
         notes.append("the table has no column of patients: each volume is taken as a patient")
     if split == "train":
         rows, without = _with_labels(rows, values)
         notes += without
     if not rows:
-        raise _no_rows(table, key, split)
+        raise _no_rows(table, f"data.{split}", split)
     return VolumeTable(
         volume_paths(table, taken, rows),
         names=[names[row] for row in rows],
@@ -239,8 +229,8 @@ def read_volume_table(
         patients_are_known=person is not None,
         questions=questions,
         labels=values[rows],
-        options=options,
-        check_first=check_first,
+        options=volume_options(options),
+        check_first=options.check_volumes,
         notes=(*table.notes, *notes, *one_sided(values[rows], questions)),
     )
 
@@ -261,9 +251,9 @@ def _no_rows(table: Table, key: str, split: Split) -> DataError:
     return DataError(f"{key} holds no volume for {split}: column {column!r} has {has}", where=table.name, remedy=remedy)
 
 
-def has_parts(source: str, **csv: Any) -> bool:
-    """Whether a table says in a column `split` which rows are for evaluation."""
-    return any(name.lower() in _SPLIT for name in Source.parse(source, **csv).read().columns)
+def has_parts(source: str) -> bool:
+    """True if a table says in a column `split` which rows are for evaluation."""
+    return any(name.lower() in _SPLIT for name in Source.parse(source).read().columns)
 
 
 def check_patients_apart(train: VolumeTable, evaluation: VolumeTable) -> None:
@@ -341,11 +331,9 @@ def _rows(
             raise DataError(f"{value!r} in column {column!r} is no part", where=table.where(row), remedy=remedy)
     usual = TRAIN if split == "train" else next(((name,) for name in EVAL if name in written), EVAL)
     others = [value for value in written if value in EVAL and value not in usual] if split == "eval" else []
-    notes = (
-        [f"{len(others)} rows of other parts for evaluation are not used: {', '.join(sorted(set(others)))}"]
-        if others
-        else []
-    )
+    notes = []
+    if others:
+        notes = [f"{len(others)} rows of other parts for evaluation are not used: {', '.join(sorted(set(others)))}"]
     return [row for row, value in enumerate(written) if value in usual], notes
 
 
@@ -397,7 +385,6 @@ def volume_paths(table: Table, column: str, rows: Sequence[int]) -> list[Path]:
     twice = [name for name, count in Counter(map(str, paths)).items() if count > 1]
     if twice:
         remedy = "keep one row for each volume"
-        raise DataError(
-            f"{len(twice)} volumes have several rows: {', '.join(twice[:_SHOWN])}", where=table.name, remedy=remedy
-        )
+        what = f"{len(twice)} volumes have several rows: {', '.join(twice[:_SHOWN])}"
+        raise DataError(what, where=table.name, remedy=remedy)
     return paths

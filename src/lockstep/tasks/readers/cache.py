@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lockstep.core import atomic, locks
 from lockstep.core.errors import DataError, UsageError
+from lockstep.tasks.faults import reading
 
 CACHE_VARIABLE = "LOCKSTEP_CACHE"
 _POLL_S = 0.1
@@ -34,13 +35,8 @@ def digest_of(*parts: object, files: tuple[Path, ...] = ()) -> str:
         text = repr(part).encode()
         digest.update(f"{len(text)}:".encode() + text)
     for path in files:
-        try:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise DataError(
-                f"cannot be read: {error.strerror}", where=str(path), remedy="check the path and its permissions"
-            ) from error
+        with reading(path), path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:32]
 
 
@@ -72,9 +68,8 @@ def cached(kind: str, key: str, make: Callable[[Path], None]) -> Path:
         raise UsageError(f"cannot write: {error.strerror}", where=str(error.filename or root), remedy=remedy) from error
     except OSError as error:
         remedy = f"free disk space, or set {CACHE_VARIABLE} to a folder on another disk"
-        raise DataError(
-            f"the cache cannot be written: {error.strerror or error}", where=str(error.filename or root), remedy=remedy
-        ) from error
+        what = f"the cache cannot be written: {error.strerror or error}"
+        raise DataError(what, where=str(error.filename or root), remedy=remedy) from error
     return folder
 
 

@@ -59,9 +59,7 @@ def usual(
 
 def _remedy(role: str, names: Sequence[str]) -> str:
     listed = ", ".join(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}..." for name in names)
-    rows = (
-        ""
-        if all(name.isidentifier() or name.isdigit() for name in names)
-        else "; if these are not names but a first row, set task.header=false"
-    )
-    return f"set task.columns.{role} to one of: {listed}{rows}"
+    remedy = f"set task.columns.{role} to one of: {listed}"
+    if all(name.isidentifier() or name.isdigit() for name in names):
+        return remedy
+    return f"{remedy}; if these are not names but a first row, set task.header=false"

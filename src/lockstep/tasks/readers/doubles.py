@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.readers.coco_file import Annotations
 from lockstep.tasks.vision.readers.image_files import PictureFiles, Pictures
 from lockstep.tasks.vision.readers.image_records import ImageRecords, Part
@@ -30,8 +30,6 @@ MOST_TEXTS = 100_000
 """Texts that are compared, of training and evaluation together."""
 _MOST_TEXT_BYTES = 64 << 20
 _SHOWN = 3
-
-Array = npt.NDArray[Any]
 
 
 class Samples(NamedTuple):
@@ -240,7 +238,7 @@ def of_names(names: Sequence[str]) -> list[str]:
 
 
 def _share(counts: Sequence[int], most: int) -> list[int]:
-    """How many samples of each part are looked at: all, or of a larger part what the smaller parts leave."""
+    """The number of samples of each part to look at: all, or of a larger part what the smaller parts leave."""
     shares, left = [0] * len(counts), most
     order = sorted(range(len(counts)), key=lambda place: counts[place])
     for done, place in enumerate(order):

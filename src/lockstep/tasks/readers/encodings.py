@@ -9,6 +9,7 @@ import codecs
 from pathlib import Path
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.faults import reading
 
 # UTF-32 comes before UTF-16: the little-endian mark of UTF-32 begins with the mark of UTF-16.
 _MARKS = [
@@ -46,11 +47,8 @@ def decoded(path: Path) -> tuple[str, str | None]:
     Raises:
         DataError: the file cannot be read, or its bytes are not in the encoding of its mark (without a mark: UTF-8).
     """
-    try:
+    with reading(path):
         raw = path.read_bytes()
-    except OSError as error:
-        remedy = "check the path and its permissions"
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
     mark, encoding = next(((mark, name) for mark, name in _MARKS if raw.startswith(mark)), (b"", ""))
     guessed = None if mark else _without_mark(raw)
     if guessed:

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached."""
+"""Work without the Hugging Face hub where it cannot be reached."""
 
 from __future__ import annotations
 

@@ -51,9 +51,8 @@ def _files_of(argument: str, suffixes: tuple[str, ...]) -> list[Path]:
             raise UsageError("no file in this folder can be used", where=argument, remedy=f"give {kinds}")
         return files
     if not glob.has_magic(argument):
-        raise UsageError(
-            "no such file or folder", where=argument, remedy="give files, folders or patterns such as '*.jpg'"
-        )
+        remedy = "give files, folders or patterns such as '*.jpg'"
+        raise UsageError("no such file or folder", where=argument, remedy=remedy)
     matches = [Path(name) for name in sorted(glob.glob(argument, recursive=True))]
     files = [
         file

@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.data.order import permute
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.readers.class_table import listed
-
-Array = npt.NDArray[Any]
 
 
 class Labelled(Protocol):
@@ -56,17 +54,10 @@ def single_labels(
     for number, value in enumerate(values):
         if isinstance(value, list | Mapping):
             raise DataError(f"the label is a {type(value).__name__}: {value!r}", where=where(number), remedy=for_lists)
-        if (
-            value is None
-            or value != value
-            or (isinstance(value, str) and not value.strip())
-            or (classes is not None and not 0 <= int(value) < len(classes))
-        ):
-            raise DataError(
-                f"no label in column {column!r}: {value!r}",
-                where=where(number),
-                remedy="fill in the label, or remove the row",
-            )
+        blank = value is None or value != value or (isinstance(value, str) and not value.strip())
+        if blank or (classes is not None and not 0 <= int(value) < len(classes)):
+            remedy = "fill in the label, or remove the row"
+            raise DataError(f"no label in column {column!r}: {value!r}", where=where(number), remedy=remedy)
     if classes is not None:
         return list(classes), np.array(values, dtype=np.int64)
     written = [_name(value) for value in values]
@@ -87,17 +78,12 @@ def multiple_labels(
     """
     lists = []
     for number, value in enumerate(values):
-        items = (
-            [part.strip() for part in value.split(separator)]
-            if isinstance(value, str)
-            else ([] if value is None else value)
-        )
+        items = [] if value is None else value
+        if isinstance(value, str):
+            items = [part.strip() for part in value.split(separator)]
         if not isinstance(items, list):
-            raise DataError(
-                f"the labels are {value!r}",
-                where=where(number),
-                remedy=f"use a list, or text with {separator!r} between labels",
-            )
+            remedy = f"use a list, or text with {separator!r} between labels"
+            raise DataError(f"the labels are {value!r}", where=where(number), remedy=remedy)
         bad = [
             item
             for item in items
@@ -106,18 +92,11 @@ def multiple_labels(
             or (classes is not None and isinstance(item, int) and not 0 <= item < len(classes))
         ]
         if bad:
-            raise DataError(
-                f"{bad[0]!r} among the labels {items!r}",
-                where=where(number),
-                remedy="leave it out of the list, or name the label",
-            )
-        lists.append(
-            [
-                classes[item] if classes is not None and isinstance(item, int) else _name(item)
-                for item in items
-                if item != ""
-            ]
-        )
+            remedy = "leave it out of the list, or name the label"
+            raise DataError(f"{bad[0]!r} among the labels {items!r}", where=where(number), remedy=remedy)
+        numbered = classes if classes is not None else ()
+        written = [item for item in items if item != ""]
+        lists.append([numbered[item] if numbered and isinstance(item, int) else _name(item) for item in written])
     names = list(classes) if classes is not None else sorted_names({item for items in lists for item in items})
     place = {name: number for number, name in enumerate(names)}
     codes = np.zeros((len(lists), len(names)), dtype=np.int8)
@@ -155,11 +134,8 @@ def match_labels(samples: Labelled, names: Sequence[str]) -> Array:
         row = int(np.flatnonzero(samples.codes == code if samples.codes.ndim == 1 else samples.codes[:, code])[0])
         more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
         what = f"label {unknown[0]!r} does not occur in the training data{more}"
-        raise DataError(
-            what,
-            where=samples.where(row),
-            remedy=f"the {len(names)} labels are: {listed(names)}; remove these rows, or train with them",
-        )
+        remedy = f"the {len(names)} labels are: {listed(names)}; remove these rows, or train with them"
+        raise DataError(what, where=samples.where(row), remedy=remedy)
     if samples.codes.ndim == 1:
         places = np.array([*(names.index(name) if name in names else -1 for name in samples.names), -1], dtype=np.int64)
         return places[samples.codes]

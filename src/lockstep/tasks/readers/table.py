@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.faults import first_line, optional
 from lockstep.tasks.readers.encodings import decoded, read_text
 from lockstep.tasks.readers.hub import offline_without_network
 
@@ -93,7 +94,7 @@ class Source:
 
     @property
     def is_file(self) -> bool:
-        """Whether the source is a single file, judged by its suffix."""
+        """True if the source is a single file, judged by its suffix."""
         return Path(self.name).is_file() or (self.name.endswith(SUFFIXES) and not Path(self.name).is_dir())
 
     def files(self) -> tuple[Path, ...]:
@@ -110,19 +111,13 @@ class Source:
             if not path.is_file():
                 neighbours = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
                 hint = did_you_mean(path.name, neighbours)
-                raise DataError(
-                    "no such file",
-                    where=self.name,
-                    remedy=f"{hint}Give a file ({', '.join(SUFFIXES)}), a saved data set, or a name on the hub",
-                )
+                remedy = f"{hint}Give a file ({', '.join(SUFFIXES)}), a saved data set, or a name on the hub"
+                raise DataError("no such file", where=self.name, remedy=remedy)
             return (path,)
         files = tuple(sorted(Path(file["filename"]) for file in self.data_set().cache_files))
         if not files:
-            raise DataError(
-                "the data set has no files on disk, so that a change could not be seen",
-                where=self.name,
-                remedy="write it with `Dataset.save_to_disk` first",
-            )
+            what = "the data set has no files on disk, so that a change could not be seen"
+            raise DataError(what, where=self.name, remedy="write it with `Dataset.save_to_disk` first")
         return files
 
     def data_set(self) -> Any:
@@ -211,11 +206,8 @@ def _read_csv(path: Path, *, header: bool, delimiter: str | None, usual: str, qu
         remedy = f'a quoted field must end with " before a delimiter or a line break; {_LETTERS}'
         raise DataError(f"not CSV: {error}", where=f"{path}:{begins}", remedy=remedy) from error
     if not rows:
-        raise DataError(
-            "no rows",
-            where=str(path),
-            remedy="the file needs one row per sample" + (" below its header" if header else ""),
-        )
+        remedy = "the file needs one row per sample" + (" below its header" if header else "")
+        raise DataError("no rows", where=str(path), remedy=remedy)
     columns = {name: list(values) for name, values in zip(names or [], zip(*rows, strict=True), strict=True)}
     return Table(columns, str(path), lines, notes=(*notes, *(() if quoted else _notes_on_quotes(rows))))
 
@@ -260,19 +252,13 @@ def _notes_on_quotes(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
 def _check_names(names: Sequence[str], where: str, delimiter: str) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise DataError(
-            f"the header has {', '.join(map(repr, twice))} more than once",
-            where=where,
-            remedy="rename columns, or set task.header=false",
-        )
+        remedy = "rename columns, or set task.header=false"
+        raise DataError(f"the header has {', '.join(map(repr, twice))} more than once", where=where, remedy=remedy)
     other = next((letter for letter in _DELIMITERS if letter != delimiter and letter in names[0]), None)
     if len(names) == 1 and other:
         hint = "'\\t'" if other == "\t" else repr(other)
-        raise DataError(
-            f"there is only one column, {names[0]!r}",
-            where=where,
-            remedy=f"the delimiter may be {hint}: set task.delimiter",
-        )
+        remedy = f"the delimiter may be {hint}: set task.delimiter"
+        raise DataError(f"there is only one column, {names[0]!r}", where=where, remedy=remedy)
 
 
 def _read_json_lines(path: Path) -> Table:
@@ -283,9 +269,8 @@ def _read_json_lines(path: Path) -> Table:
         try:
             rows.append(json.loads(line))
         except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"not JSON: {error}", where=f"{path}:{number}", remedy="write one JSON object per line"
-            ) from None
+            remedy = "write one JSON object per line"
+            raise DataError(f"not JSON: {error}", where=f"{path}:{number}", remedy=remedy) from None
         lines.append(number)
     return _from_objects(rows, path, lines)
 
@@ -295,34 +280,16 @@ def _read_json(path: Path) -> Table:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise DataError(
-            f"not a list of objects: {error}", where=str(path), remedy='write [{"text": ..., "label": ...}, ...]'
-        ) from None
+        remedy = 'write [{"text": ..., "label": ...}, ...]'
+        raise DataError(f"not a list of objects: {error}", where=str(path), remedy=remedy) from None
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # JSON lines under another suffix
             return _read_json_lines(path)
-        raise DataError(
-            f"not JSON: {error}",
-            where=f"{path}:{error.lineno}",
-            remedy="write a list of objects, or one object per line in a .jsonl",
-        ) from None
-    if isinstance(value, Mapping):
-        lists = [
-            name for name, item in value.items() if isinstance(item, list) and item and isinstance(item[0], Mapping)
-        ]
-        if len(lists) != 1:
-            raise DataError(
-                "neither a list of objects nor an object with one list of objects",
-                where=str(path),
-                remedy='write [{"text": ..., "label": ...}, ...]',
-            )
-        value = value[lists[0]]
+        remedy = "write a list of objects, or one object per line in a .jsonl"
+        raise DataError(f"not JSON: {error}", where=f"{path}:{error.lineno}", remedy=remedy) from None
     if not isinstance(value, list):
-        raise DataError(
-            f"a JSON {type(value).__name__}, not a list of objects",
-            where=str(path),
-            remedy='write [{"text": ..., "label": ...}, ...]',
-        )
+        remedy = 'write [{"text": ..., "label": ...}, ...]'
+        raise DataError(f"a JSON {type(value).__name__}, not a list of objects", where=str(path), remedy=remedy)
     return _from_objects(value, path, None)
 
 
@@ -333,38 +300,29 @@ def _from_objects(rows: list[Any], path: Path, lines: list[int] | None) -> Table
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
             where = place(str(path), number if lines is None else lines[number], is_line=lines is not None)
-            raise DataError(
-                f"a JSON {type(row).__name__}, not an object",
-                where=where,
-                remedy='write objects such as {"text": ..., "label": ...}',
-            )
+            remedy = 'write objects such as {"text": ..., "label": ...}'
+            raise DataError(f"a JSON {type(row).__name__}, not an object", where=where, remedy=remedy)
         names.update(dict.fromkeys(row))
     return Table({name: [row.get(name) for row in rows] for name in names}, str(path), lines)
 
 
 def _read_parquet(path: Path) -> Table:
+    remedy = "pip install 'torch-lockstep[text]'"
+    parquet = optional("pyarrow.parquet", "pyarrow is needed to read Parquet", where=str(path), remedy=remedy)
+    import pyarrow
+
     try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(
-            "pyarrow is needed to read Parquet", where=str(path), remedy="pip install 'torch-lockstep[text]'"
-        ) from error
-    try:
-        columns = pyarrow.parquet.read_table(path).to_pydict()
+        columns = parquet.read_table(path).to_pydict()
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(
-            f"not readable as Parquet: {error}", where=str(path), remedy="it is damaged, or of another format"
-        ) from error
+        remedy = "it is damaged, or of another format"
+        raise DataError(f"not readable as Parquet: {error}", where=str(path), remedy=remedy) from error
     return Table(columns, str(path))
 
 
 def _data_set(source: Source) -> Any:
     """A `datasets.Dataset`: from a saved folder, or from the hub (offline: from the hub's cache)."""
-    try:
-        import datasets
-    except ImportError as error:
-        remedy = "pip install datasets (or 'torch-lockstep[text]'), or give a CSV, TSV or JSON file"
-        raise DataError("`datasets` is needed to read this data set", where=source.name, remedy=remedy) from error
+    remedy = "pip install datasets (or 'torch-lockstep[text]'), or give a CSV, TSV or JSON file"
+    datasets = optional("datasets", "`datasets` is needed to read this data set", where=source.name, remedy=remedy)
     datasets.disable_progress_bars()
     if Path(source.name).is_dir():
         try:
@@ -374,17 +332,13 @@ def _data_set(source: Source) -> Any:
             remedy = "make a data set with `Dataset.save_to_disk`, or give a file"
             if files:
                 remedy = f"give one of its files: {', '.join(files)}"
-            raise DataError(
-                f"not a folder that `datasets` saved: {_first_line(error)}", where=source.name, remedy=remedy
-            ) from error
+            what = f"not a folder that `datasets` saved: {first_line(error)}"
+            raise DataError(what, where=source.name, remedy=remedy) from error
         if not isinstance(loaded, Mapping):
             return loaded
         if source.split not in loaded:
-            raise DataError(
-                f"there is no split {source.split!r}",
-                where=source.name,
-                remedy=f"write {source.name}:SPLIT with one of: {', '.join(loaded)}",
-            )
+            remedy = f"write {source.name}:SPLIT with one of: {', '.join(loaded)}"
+            raise DataError(f"there is no split {source.split!r}", where=source.name, remedy=remedy)
         return loaded[source.split]
     try:
         with offline_without_network():
@@ -392,23 +346,17 @@ def _data_set(source: Source) -> Any:
     except Exception as error:
         here = Path(source.name).absolute()
         what = f"neither a file nor a folder ({here}), nor a data set that the Hugging Face hub gives now"
+        what = f"{what}: {first_line(error)}"
         hint = did_you_mean(here.name, os.listdir(here.parent)) if here.parent.is_dir() else ""
         remedy = f"{hint}Check the path or the name; offline, give a file or a folder made by `Dataset.save_to_disk`"
-        raise DataError(
-            f"{what}: {_first_line(error)}",
-            where=f"{source.name}:{source.split}",
-            remedy=f"{remedy} (the hub's cache is {datasets.config.HF_DATASETS_CACHE})",
-        ) from error
+        remedy = f"{remedy} (the hub's cache is {datasets.config.HF_DATASETS_CACHE})"
+        raise DataError(what, where=f"{source.name}:{source.split}", remedy=remedy) from error
 
 
 def _from_data_set(data: Any, name: str) -> Table:
-    classes = {column: list(kind.names) for column, kind in data.features.items() if getattr(kind, "names", None)}
+    classes = {}
     for column, kind in data.features.items():
-        inner = getattr(getattr(kind, "feature", None), "names", None)  # a list of class numbers
-        if inner:
-            classes[column] = list(inner)
+        inner = getattr(kind, "feature", None)  # of a list of class numbers
+        if names := getattr(inner, "names", None) or getattr(kind, "names", None):
+            classes[column] = list(names)
     return Table(data.to_dict(), name, classes=classes)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

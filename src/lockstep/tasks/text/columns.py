@@ -1,34 +1,17 @@
-"""Which columns of a table hold the texts and the labels."""
+"""The columns of a table that hold the texts and the labels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.tasks.readers.columns import LABEL, named, usual
 from lockstep.tasks.readers.table import Table
+from lockstep.tasks.text.options import ColumnsOptions
 
-_TEXT = (
-    "text",
-    "sentence",
-    "content",
-    "review",
-    "comment",
-    "utterance",
-    "query",
-    "question",
-    "document",
-    "body",
-    "message",
-    "tweet",
-)
-_PAIRS = (
-    ("text", "text_pair"),
-    ("sentence1", "sentence2"),
-    ("premise", "hypothesis"),
-    ("question1", "question2"),
-    ("text1", "text2"),
-)
+_TEXT: tuple[str, ...] = ("text", "sentence", "content", "review", "comment", "utterance", "query", "question")
+_TEXT += ("document", "body", "message", "tweet")
+_PAIRS = {"text": "text_pair", "sentence1": "sentence2", "premise": "hypothesis", "question1": "question2"}
+_PAIRS |= {"text1": "text2"}
 
 
 @dataclass(frozen=True)
@@ -42,27 +25,20 @@ class Columns:
     label: str | None
 
 
-def choose(
-    table: Table,
-    *,
-    text: str | int | Sequence[str | int] | None,
-    pair: str | int | None,
-    label: str | int | None,
-    needs_label: bool = True,
-) -> Columns:
+def choose(table: Table, given: ColumnsOptions, *, needs_label: bool = True) -> Columns:
     """The columns of a table by role.
 
     Args:
-        text, pair, label: names or places of columns. None: the column with a usual name, in any case.
+        given: names or places of columns. None: the column with a usual name, in any case.
         needs_label: whether a column with labels is needed.
 
     Raises:
         DataError: there is no such column, or none or several have a usual name. The error lists all columns.
     """
     names, where = list(table.columns), table.name
-    given = [text] if isinstance(text, str | int) else list(text or [])
-    texts = tuple(named(column, names, "text", where) for column in given)
-    second = None if pair is None else named(pair, names, "pair", where)
+    label, wanted = given.label, [given.text] if isinstance(given.text, str | int) else given.text or []
+    texts = tuple(named(column, names, "text", where) for column in wanted)
+    second = None if given.pair is None else named(given.pair, names, "pair", where)
     target: str | None = None
     if label is not None and (
         needs_label or str(label) in names or (isinstance(label, int) and 0 <= label < len(names) > 1)
@@ -74,9 +50,9 @@ def choose(
     if not texts:
         left = [name for name in names if name not in (second, target)]
         lower = {name.lower(): name for name in left}
-        known = next((pair for pair in _PAIRS if second is None and pair[0] in lower and pair[1] in lower), None)
+        known = [pair for pair in _PAIRS.items() if second is None and pair[0] in lower and pair[1] in lower]
         if known:
-            texts, second = (lower[known[0]],), lower[known[1]]
+            texts, second = (lower[known[0][0]],), lower[known[0][1]]
         elif len(left) == 1 and (target is not None or not needs_label):
             texts = (left[0],)
         else:

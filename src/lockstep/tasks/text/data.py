@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.readers import labels
 from lockstep.tasks.readers.cache import cached, digest_of
 from lockstep.tasks.readers.table import Source, Table, place
 from lockstep.tasks.text.columns import Columns, choose
-
-Array = npt.NDArray[Any]
+from lockstep.tasks.text.options import ColumnsOptions, TextOptions
 
 _FORMAT = 2  # of the cached files; files of another format are not used
 _BLOCK = 4096  # texts that are tokenised at a time
@@ -44,11 +43,24 @@ class TextSample(NamedTuple):
     """The second text of a pair."""
 
 
-class Texts:
-    """Texts and labels of a source. They are a folder of the cache."""
+class _OfFolder:
+    """Arrays in a folder of the cache. A loader worker maps the same files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def __getstate__(self) -> Path:
+        return self.folder
+
+    def __setstate__(self, folder: Path) -> None:
+        self.__init__(folder)  # type: ignore[misc]
+
+
+class Texts(_OfFolder):
+    """Texts and labels of a source. They are a folder of the cache."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         about = json.loads((folder / "about.json").read_text())
         self.names: list[str] = about["names"]
         """Names of the labels: sorted (numbers by value), or in the order of the source."""
@@ -84,37 +96,19 @@ class Texts:
 
     @property
     def has_pairs(self) -> bool:
-        """Whether each sample has two texts."""
+        """True if each sample has two texts."""
         return self.columns["pair"] is not None
 
     def where(self, row: int) -> str:
         """File and line of a text."""
         return place(self.source, int(self._places[row]), is_line=self.columns["by_line"])
 
-    def __getstate__(self) -> Path:
-        return self.folder
 
-    def __setstate__(self, folder: Path) -> None:
-        self.__init__(folder)  # type: ignore[misc]  # a loader worker maps the same files
-
-
-def read_texts(
-    source: Source,
-    *,
-    text: str | int | Sequence[str | int] | None = None,
-    pair: str | int | None = None,
-    label: str | int | None = None,
-    multi_label: bool = False,
-    separator: str = ",",
-    empty: str = "raise",
-) -> Texts:
+def read_texts(source: Source, options: TextOptions) -> Texts:
     """Read `source` once per machine. Later calls find it in the cache, by the digest of the source's content.
 
     Args:
-        text, pair, label: columns by name or place. None: the columns with a usual name.
-        multi_label: labels are lists, or text with `separator` between labels. A text may have no label.
-        separator: see `multi_label`.
-        empty: `raise` an error for texts without any letter, or `drop` them.
+        options: its `columns`, `multi_label`, `label_separator` and `empty`.
 
     Raises:
         DataError: the source cannot be read, has no such columns, or has texts that are empty or have no label. The
@@ -123,24 +117,23 @@ def read_texts(
 
     def make(folder: Path) -> None:
         content = source.read()
-        columns = choose(content, text=text, pair=pair, label=label)
-        _store(content, columns, multi_label=multi_label, separator=separator, empty=empty, folder=folder)
+        _store(content, choose(content, options.columns), options, folder)
 
-    settings = (_FORMAT, source, text, pair, label, multi_label, separator, empty)
+    columns = options.columns
+    settings: tuple[object, ...] = (_FORMAT, source, columns.text, columns.pair, columns.label)
+    settings += (options.multi_label, options.label_separator, options.empty)
     return Texts(cached("texts", digest_of(*settings, files=source.files()), make))
 
 
-def _store(rows: Table, columns: Columns, *, multi_label: bool, separator: str, empty: str, folder: Path) -> None:
+def _store(rows: Table, columns: Columns, options: TextOptions, folder: Path) -> None:
     """Write the files of `Texts` into `folder`."""
     assert columns.label is not None
     parts = [_joined(rows, columns.text)] + ([_joined(rows, (columns.pair,))] if columns.pair is not None else [])
     blank = [row for row in range(len(rows)) if not any(part[row].strip() for part in parts)]
-    if blank and empty == "raise":
-        raise DataError(
-            f"{len(blank)} empty texts in column {' + '.join(columns.text)}, the first here",
-            where=rows.where(blank[0]),
-            remedy="fill or remove these rows, or set task.empty=drop to leave them out",
-        )
+    if blank and options.empty == "raise":
+        what = f"{len(blank)} empty texts in column {' + '.join(columns.text)}, the first here"
+        remedy = "fill or remove these rows, or set task.empty=drop to leave them out"
+        raise DataError(what, where=rows.where(blank[0]), remedy=remedy)
     gone = set(blank)
     kept = [row for row in range(len(rows)) if row not in gone]
     if not kept:
@@ -150,7 +143,8 @@ def _store(rows: Table, columns: Columns, *, multi_label: bool, separator: str, 
     def where(number: int) -> str:
         return rows.where(kept[number])
 
-    if multi_label:
+    if options.multi_label:
+        separator = options.label_separator
         names, codes = labels.multiple_labels(values, classes, separator=separator, where=where)
     else:
         names, codes = labels.single_labels(values, classes, column=columns.label, where=where)
@@ -161,12 +155,8 @@ def _store(rows: Table, columns: Columns, *, multi_label: bool, separator: str, 
     places = kept if rows.lines is None else [rows.lines[row] for row in kept]
     np.save(folder / "places.npy", np.array(places, dtype=np.int64))
     np.save(folder / "codes.npy", codes)
-    roles = {
-        "text": list(columns.text),
-        "pair": columns.pair,
-        "label": columns.label,
-        "by_line": rows.lines is not None,
-    }
+    text, by_line = list(columns.text), rows.lines is not None
+    roles = {"text": text, "pair": columns.pair, "label": columns.label, "by_line": by_line}
     about = {"names": names, "columns": roles, "dropped": len(blank), "source": rows.name, "told": rows.notes}
     (folder / "about.json").write_text(json.dumps(about))
 
@@ -178,9 +168,8 @@ def _joined(rows: Table, names: Sequence[str]) -> list[str]:
         bad = next((number for number, value in enumerate(column) if not isinstance(value, str | None)), None)
         if bad is not None:
             what = f"column {name!r} holds {column[bad]!r} ({type(column[bad]).__name__}), not text"
-            raise DataError(
-                what, where=rows.where(bad), remedy=f"set task.columns.text to one of: {', '.join(rows.columns)}"
-            )
+            remedy = f"set task.columns.text to one of: {', '.join(rows.columns)}"
+            raise DataError(what, where=rows.where(bad), remedy=remedy)
     return [" ".join(value for value in values if value) for values in zip(*columns, strict=True)]
 
 
@@ -189,9 +178,8 @@ def _encoded(text: str, rows: Table, row: int) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         what = f"{text[error.start]!a} at letter {error.start} is half of a character"
-        raise DataError(
-            what, where=rows.where(row), remedy="write the text as UTF-8, or its escapes in pairs"
-        ) from None
+        remedy = "write the text as UTF-8, or its escapes in pairs"
+        raise DataError(what, where=rows.where(row), remedy=remedy) from None
 
 
 # ---- tokens
@@ -232,11 +220,11 @@ def tokenise(texts: Texts, tokenizer: Tokenizer, *, digest: str, max_length: int
     return Tokens(cached("tokens", digest_of(_FORMAT, texts.folder.name, digest, max_length), make))
 
 
-class Tokens:
+class Tokens(_OfFolder):
     """Token ids of `Texts`, in the same order. They are a folder of the cache."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         about = json.loads((folder / "about.json").read_text())
         self.truncated: int = about["truncated"]
         """Number of texts that were cut."""
@@ -249,12 +237,6 @@ class Tokens:
     def lengths(self) -> Array:
         """Number of tokens of each text."""
         return np.diff(self.ends, prepend=0)
-
-    def __getstate__(self) -> Path:
-        return self.folder
-
-    def __setstate__(self, folder: Path) -> None:
-        self.__init__(folder)  # type: ignore[misc]
 
 
 class TextData(Dataset[TextSample]):
@@ -280,13 +262,10 @@ class TextData(Dataset[TextSample]):
         row = index if self.rows is None else int(self.rows[index])
         start, end = (self.tokens.ends[row - 1] if row else 0), self.tokens.ends[row]
         label = self.labels[row]
-        return TextSample(
-            self.tokens.ids[start:end],
-            None if self.tokens.types is None else self.tokens.types[start:end],
-            label if self.labels.ndim > 1 else int(label),
-            self.texts.text(row),
-            self.texts.text(row, 1) if self.texts.has_pairs else None,
-        )
+        types = None if self.tokens.types is None else self.tokens.types[start:end]
+        pair = self.texts.text(row, 1) if self.texts.has_pairs else None
+        label = label if self.labels.ndim > 1 else int(label)
+        return TextSample(self.tokens.ids[start:end], types, label, self.texts.text(row), pair)
 
     def where(self, index: int) -> str:
         """File and line of a sample."""
@@ -302,21 +281,13 @@ class InputText(NamedTuple):
     pair: str | None = None
 
 
-def read_input_texts(
-    source: Source,
-    *,
-    text: str | int | Sequence[str | int] | None,
-    pair: str | int | None,
-    label: str | int | None,
-) -> list[InputText]:
-    """The texts of a source, which needs no labels. The arguments are those of `read_texts`."""
+def read_input_texts(source: Source, given: ColumnsOptions) -> list[InputText]:
+    """The texts of a source, which needs no labels."""
     rows = source.read()
-    columns = choose(rows, text=text, pair=pair, label=label, needs_label=False)
+    columns = choose(rows, given, needs_label=False)
     seconds = _joined(rows, (columns.pair,)) if columns.pair is not None else [None] * len(rows)
-    return [
-        InputText(rows.where(row), *texts)
-        for row, texts in enumerate(zip(_joined(rows, columns.text), seconds, strict=True))
-    ]
+    texts = zip(_joined(rows, columns.text), seconds, strict=True)
+    return [InputText(rows.where(row), *pair) for row, pair in enumerate(texts)]
 
 
 class InputTexts(Dataset[TextSample]):
@@ -345,13 +316,8 @@ class InputTexts(Dataset[TextSample]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> TextSample:
-        return TextSample(
-            self.ids[index],
-            None if self.types is None else self.types[index],
-            -1,
-            self.rows[index].text,
-            self.rows[index].pair,
-        )
+        row, types = self.rows[index], None if self.types is None else self.types[index]
+        return TextSample(self.ids[index], types, -1, row.text, row.pair)
 
     def where(self, index: int) -> str:
         """The source of a text, for messages."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,10 @@ from torch import nn
 from lockstep.core.errors import UsageError
 from lockstep.tasks import hugging_face
 from lockstep.tasks.readers.cache import cached, digest_of
-from lockstep.tasks.text.options import EMBEDDING_BAG
+from lockstep.tasks.text.options import EMBEDDING_BAG, TextOptions
 
 # The special tokens of a tokenizer that is trained here, by role. They have the names of BERT's tokens.
-_SPECIAL = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
+_SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 _WHAT = "sequence classification"
 
 
@@ -36,16 +30,12 @@ def load_tokenizer(name: str | Path) -> Any:
     transformers = _transformers()
     tokenizer = hugging_face.load(transformers.AutoTokenizer.from_pretrained, "tokenizer", name)
     if not tokenizer.is_fast:
-        raise UsageError(
-            f"{name} has no fast tokenizer", where="task.model", remedy="use a model with a tokenizer.json"
-        )
+        remedy = "use a model with a tokenizer.json"
+        raise UsageError(f"{name} has no fast tokenizer", where="task.model", remedy=remedy)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
-            raise UsageError(
-                f"the tokenizer of {name} has neither a padding nor an end token",
-                where="task.model",
-                remedy="give it a pad_token and save it",
-            )
+            what = f"the tokenizer of {name} has neither a padding nor an end token"
+            raise UsageError(what, where="task.model", remedy="give it a pad_token and save it")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -65,12 +55,9 @@ def train_tokenizer(texts: Iterable[str], *, digest: str, vocab_size: int, lower
         tokenizer = Tokenizer(models.WordPiece(unk_token=_SPECIAL["unk_token"]))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.train_from_iterator(
-            texts,
-            trainers.WordPieceTrainer(
-                vocab_size=vocab_size, special_tokens=list(_SPECIAL.values()), show_progress=False
-            ),
-        )
+        special = list(_SPECIAL.values())
+        trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
+        tokenizer.train_from_iterator(texts, trainer)
         cls, sep = _SPECIAL["cls_token"], _SPECIAL["sep_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{cls} $A {sep}",
@@ -101,13 +88,8 @@ def load_config(name: str | Path) -> Any:
     return hugging_face.load(_transformers().AutoConfig.from_pretrained, "config", name)
 
 
-def new_config(architecture: str, *, sizes: Mapping[str, Any], max_length: int, tokenizer: Any) -> Any:
-    """The config of a new model.
-
-    Args:
-        architecture: `embedding_bag`, or a model type of transformers, such as `bert`.
-        sizes: keys of the architecture's config, such as `hidden_size`.
-        max_length: the longest text in tokens.
+def new_config(options: TextOptions, tokenizer: Any) -> Any:
+    """The config of a new model for texts of `max_length` tokens, as `options.scratch` describes it.
 
     Raises:
         UsageError: the architecture or a key is unknown. The error lists all that are known.
@@ -119,26 +101,21 @@ def new_config(architecture: str, *, sizes: Mapping[str, Any], max_length: int, 
     def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
         values: dict[str, Any] = {"vocab_size": len(tokenizer)}
         if "max_position_embeddings" in names or "max_position_embeddings" in kind.attribute_map:
-            values["max_position_embeddings"] = max_length + 2  # RoBERTa counts from its padding token's number
+            values["max_position_embeddings"] = options.max_length + 2  # RoBERTa counts from its padding token's number
         roles = {"pad": "pad", "bos": "cls", "eos": "sep", "cls": "cls", "sep": "sep", "decoder_start": "pad"}
         always = ("pad", "bos", "eos", "decoder_start")
         named = {role: other for role, other in roles.items() if role in always or f"{role}_token_id" in names}
         values |= {f"{role}_token_id": getattr(tokenizer, f"{other}_token_id") for role, other in named.items()}
-        if architecture == EMBEDDING_BAG:
+        if options.scratch.architecture == EMBEDDING_BAG:
             from lockstep.tasks.text import embedding_bag
 
             values["auto_map"] = dict(embedding_bag.AUTO_MAP)
         return values
 
-    other = "; for another model, set task.scratch.architecture, such as bert"
-    return hugging_face.new_config(
-        architecture,
-        known=[EMBEDDING_BAG, *sorted(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)],
-        what=_WHAT,
-        sizes=sizes,
-        defaults=defaults,
-        hint=other if architecture == EMBEDDING_BAG else "",
-    )
+    hint = "; for another model, set task.scratch.architecture, such as bert"
+    hint = hint if options.scratch.architecture == EMBEDDING_BAG else ""
+    known = [EMBEDDING_BAG, *sorted(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)]
+    return hugging_face.new_config(options.scratch, known, what=_WHAT, defaults=defaults, hint=hint)
 
 
 def set_labels(config: Any, labels: Sequence[str], *, multi_label: bool, pad_token_id: int) -> None:
@@ -160,7 +137,7 @@ def make_model(config: Any, name: str | None, *, new_head: bool) -> tuple[nn.Mod
     return hugging_face.make_model(auto, config, name, what=_WHAT, new_head=new_head)
 
 
-def save(config: Any, tokenizer: Any, *, max_length: int, folder: Path) -> None:
+def save(config: Any, tokenizer: Any, max_length: int, folder: Path) -> None:
     """Write a config and a tokenizer into `folder`.
 
     The tokenizer's longest text is the model's limit, else `max_length`.
@@ -171,19 +148,10 @@ def save(config: Any, tokenizer: Any, *, max_length: int, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def save_for_pipeline(model: Any, tokenizer: Any, *, max_length: int, folder: Path) -> None:
-    """Write the config of `model`, with the name of its class, and the tokenizer into `folder`."""
-    save(hugging_face.config_for_pipeline(model), tokenizer, max_length=max_length, folder=folder)
-
-
 def longest(config: Any, tokenizer: Any) -> int | None:
     """The largest number of tokens that a model takes. None: it has no limit."""
-    limits = [
-        limit
-        for limit in (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
-        if limit and 0 < limit < 10**6
-    ]
-    return min(limits, default=None)
+    limits = (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
+    return min((limit for limit in limits if limit and 0 < limit < 10**6), default=None)
 
 
 def _transformers() -> Any:

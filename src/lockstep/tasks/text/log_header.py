@@ -9,9 +9,9 @@ from lockstep.tasks.readers import doubles
 from lockstep.tasks.readers.labels import count_labels
 from lockstep.tasks.text.data import TextData
 from lockstep.tasks.text.options import EMBEDDING_BAG
+from lockstep.tasks.vision.readers.class_table import listed
 
 _ROLES = ("text", "pair", "label")
-_SHOWN = 8
 _FEW = 10_000  # texts. With 160 to 4,000 texts, new transformers learned less than a bag of embeddings: docs/text.md.
 
 
@@ -26,8 +26,7 @@ def of_model(name: str | None, *, kind: str, parameters: int, new: Sequence[str]
         texts: the number of training texts.
     """
     if name is not None:
-        shown = f"{', '.join(new[:_SHOWN])}{', ...' if len(new) > _SHOWN else ''}"
-        return [f"not in {name}, so new: {shown}"] if new else []
+        return [f"not in {name}, so new: {listed(new)}"] if new else []
     size = f" of {parameters:,} parameters" if parameters else ""
     what = f"no task.model: a new {kind}{size} learns from these {texts:,} texts alone"
     lines = [f"{what}; task.model=NAME fine-tunes a pretrained model, which learns more"]
@@ -39,11 +38,14 @@ def of_model(name: str | None, *, kind: str, parameters: int, new: Sequence[str]
     return lines
 
 
-def of_data(name: str, data: TextData, *, labels: Sequence[str], max_length: int) -> list[str]:
+def of_data(
+    name: str, data: TextData, *, labels: Sequence[str], max_length: int, notes: Sequence[str] = ()
+) -> list[str]:
     """Lines about the texts that were read, by class, the texts that were cut, and the texts that were left out.
 
     Args:
         name: `training` or `evaluation`.
+        notes: remarks about the way in which the texts were read.
     """
     texts, tokens, counts = data.texts, data.tokens, _counts(data, labels)
     named = {role: texts.columns[role] for role in _ROLES if texts.columns[role]}
@@ -61,12 +63,7 @@ def of_data(name: str, data: TextData, *, labels: Sequence[str], max_length: int
         lines.append(f"  cut to {max_length} tokens: {cut}")
     if texts.dropped:
         lines.append(f"  left out: {texts.dropped:,} empty texts")
-    return lines
-
-
-def of_reading(data: TextData) -> list[str]:
-    """Remarks about the way in which the texts were read."""
-    return [f"  {note}" for note in data.texts.notes]
+    return lines + [f"  {note}" for note in notes]
 
 
 def of_absent_labels(data: TextData, labels: Sequence[str]) -> list[str]:
@@ -74,8 +71,7 @@ def of_absent_labels(data: TextData, labels: Sequence[str]) -> list[str]:
     absent = [label for label, count in _counts(data, labels).items() if not count]
     if not absent:
         return []
-    shown = ", ".join(absent[:_SHOWN]) + (", ..." if len(absent) > _SHOWN else "")
-    return [f"  not evaluated, since no text there has them: {len(absent)} of {len(labels)} labels ({shown})"]
+    return [f"  not evaluated, since no text there has them: {len(absent)} of {len(labels)} labels ({listed(absent)})"]
 
 
 def _counts(data: TextData, labels: Sequence[str]) -> dict[str, int]:

@@ -33,7 +33,7 @@ class ScratchOptions(Section):
     vocab_size: Annotated[int, Field(ge=100)] = 20000
     """The largest number of tokens that the tokenizer may have."""
     lowercase: bool = True
-    """Whether the tokenizer turns letters into lower case and drops accents."""
+    """Let the tokenizer turn letters into lower case and drop accents."""
 
 
 class TextOptions(TableOptions):
@@ -49,18 +49,18 @@ class TextOptions(TableOptions):
     """Longest text in tokens. Longer texts are cut, counted and reported."""
     columns: ColumnsOptions = ColumnsOptions()
     multi_label: bool = False
-    """Whether a text may have any number of labels: lists, or text with `label_separator` between the labels."""
+    """Let a text have any number of labels: lists, or text with `label_separator` between the labels."""
     label_separator: Annotated[str, Field(min_length=1)] = ","
     class_weights: Literal["balanced"] | dict[str, PositiveFloat] | None = None
     """`balanced`, or a weight by label. The loss is then a weighted mean, as in torch's cross_entropy."""
     new_head: bool = False
-    """Whether to replace the last layer of a model that already classifies."""
+    """Replace the last layer of a model that already classifies."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Without `data.eval`: the share of every class that is held back for evaluation."""
     split_seed: Annotated[int, Field(ge=0)] = 0
     """Seed that draws the texts that are held back."""
     empty: Literal["raise", "drop"] = "raise"
-    """What happens to texts without letters: `raise` an error, or `drop` them."""
+    """The treatment of texts without letters: `raise` an error, or `drop` them."""
     subset: str | None = None
     """Configuration of a data set on the hub."""
 

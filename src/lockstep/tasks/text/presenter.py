@@ -1,4 +1,4 @@
-"""How text classification shows its data, predictions and results to people."""
+"""Texts that show data, predictions and results of text classification to people."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.core.presenter import Presenter
 from lockstep.tasks import confusion
+from lockstep.tasks.hugging_face import config_for_pipeline
 from lockstep.tasks.readers.table import SUFFIXES, Source, lines_of
 from lockstep.tasks.text import hugging_face, log_header
 from lockstep.tasks.text.data import InputText, InputTexts, TextSample, read_input_texts
@@ -30,7 +31,6 @@ class TextPresenter(Presenter):
     def inputs(self, arguments: Sequence[str]) -> InputTexts:
         """The texts of each argument: the rows of a file, the lines of standard input (`-`), or else the argument
         itself."""
-        columns = self.task.options.columns
         texts: list[InputText] = []
         for number, argument in enumerate(arguments, start=1):
             if argument == "-":
@@ -38,7 +38,7 @@ class TextPresenter(Presenter):
                 texts += [InputText(f"standard input:{line}", text) for line, text in enumerate(lines, start=1)]
             elif Path(argument).is_file() or (argument.endswith(SUFFIXES) and " " not in argument):
                 source = Source.parse(argument, **self.task.reading)
-                texts += read_input_texts(source, text=columns.text, pair=columns.pair, label=columns.label)
+                texts += read_input_texts(source, self.task.options.columns)
             else:
                 texts.append(InputText(f"argument {number}", argument))
         return InputTexts(texts, self.task.tokenizer, self.task.options.max_length)
@@ -55,11 +55,8 @@ class TextPresenter(Presenter):
             chosen: Any = [label for label, value in probabilities.items() if value > 0.5]
             return {"prediction": chosen, "probability": max(probabilities.values()), "probabilities": probabilities}
         best = int(output.argmax())
-        return {
-            "prediction": labels[best],
-            "probability": round(float(output[best]), 6),
-            "probabilities": probabilities,
-        }
+        found = {"prediction": labels[best], "probability": round(float(output[best]), 6)}
+        return {**found, "probabilities": probabilities}
 
     def truth(self, sample: TextSample) -> Any:
         labels = self.task.labels
@@ -101,14 +98,14 @@ class TextPresenter(Presenter):
             new=task.new_weights,
             texts=len(training),
         )
-        lines += log_header.of_data("training", training, labels=task.labels, max_length=length)
-        lines += log_header.of_reading(training)
+        known: dict[str, Any] = {"labels": task.labels, "max_length": length}
+        lines += log_header.of_data("training", training, notes=training.texts.notes, **known)
         if task.why_nothing_is_held_back:
             return [*lines, task.why_nothing_is_held_back, *log_header.of_doubles(training, None, task.labels)]
         evaluation = task.eval_data()
         if evaluation is not None:
-            lines += log_header.of_data("evaluation", evaluation, labels=task.labels, max_length=length)
-            lines += log_header.of_reading(evaluation) if task.eval_source else []
+            notes = evaluation.texts.notes if task.eval_source else []
+            lines += log_header.of_data("evaluation", evaluation, notes=notes, **known)
             lines += log_header.of_absent_labels(evaluation, task.labels)
         return [*lines, *log_header.of_doubles(training, evaluation, task.labels)]
 
@@ -116,6 +113,5 @@ class TextPresenter(Presenter):
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the files that `transformers.pipeline` needs: the config with the label names, and the tokenizer."""
-        hugging_face.save_for_pipeline(
-            model, self.task.tokenizer, max_length=self.task.options.max_length, folder=folder
-        )
+        config = config_for_pipeline(model)
+        hugging_face.save(config, self.task.tokenizer, self.task.options.max_length, folder)

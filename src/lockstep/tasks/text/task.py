@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from lockstep.core import atomic
 from lockstep.core.errors import DataError, UsageError
 from lockstep.core.task import Metrics, Task
 from lockstep.tasks.class_weights import OnDevice, class_weights
+from lockstep.tasks.kept import keep
 from lockstep.tasks.readers.labels import count_labels, match_labels, split
 from lockstep.tasks.readers.table import Source
 from lockstep.tasks.text import hugging_face
@@ -45,12 +45,7 @@ class Text(Task):
 
     def __init__(self, options: TextOptions, train: str, eval: str | None = None) -> None:
         self.options = options
-        self.reading: dict[str, Any] = {
-            "subset": options.subset,
-            "header": options.header,
-            "delimiter": options.delimiter,
-            "quoting": options.quoting,
-        }
+        self.reading: dict[str, Any] = options.of_csv() | {"subset": options.subset}
         self.source = Source.parse(train, split="train", **self.reading)
         self.eval_source = Source.parse(eval, split="test", **self.reading) if eval else None
         self.folder: Path | None = None
@@ -67,18 +62,10 @@ class Text(Task):
         them."""
         self._trained = trained
         if not (folder / "config.json").exists():
-            try:
-                with atomic.staged_folder(folder, replace=True) as staging:
-                    hugging_face.save(self.config, self.tokenizer, max_length=self.options.max_length, folder=staging)
-            except OSError as error:
-                raise UsageError(
-                    f"cannot write: {error.strerror}", where=str(folder), remedy="choose another place with --run-dir"
-                ) from error
+            config, tokenizer, length = self.config, self.tokenizer, self.options.max_length
+            keep(folder, "config.json", lambda staging: hugging_face.save(config, tokenizer, length, staging))
         self.folder = folder
-        for name in (
-            "config",
-            "tokenizer",
-        ):  # they are read again from the files, so that they are the same on every rank
+        for name in ("config", "tokenizer"):  # they come from the files, so that all ranks have the same
             self.__dict__.pop(name, None)
 
     # ---- data
@@ -92,16 +79,7 @@ class Text(Task):
         return self._read(self.eval_source) if self.eval_source else None
 
     def _read(self, source: Source) -> Texts:
-        columns = self.options.columns
-        return read_texts(
-            source,
-            text=columns.text,
-            pair=columns.pair,
-            label=columns.label,
-            multi_label=self.options.multi_label,
-            separator=self.options.label_separator,
-            empty=self.options.empty,
-        )
+        return read_texts(source, self.options)
 
     @cached_property
     def _split(self) -> tuple[Any, Any]:
@@ -147,11 +125,8 @@ class Text(Task):
         max_length = self.options.max_length
         limit = hugging_face.longest(self.config, self.tokenizer)
         if limit is not None and max_length > limit:
-            raise UsageError(
-                f"{max_length} is more than the {limit} tokens that the model takes",
-                where="task.max_length",
-                remedy=f"use at most {limit}",
-            )
+            what = f"{max_length} is more than the {limit} tokens that the model takes"
+            raise UsageError(what, where="task.max_length", remedy=f"use at most {limit}")
         digest = hugging_face.digest_of_tokenizer(self.tokenizer)
         return tokenise(texts, self.tokenizer, digest=digest, max_length=max_length)
 
@@ -186,12 +161,7 @@ class Text(Task):
             config = hugging_face.load_config(options.model)
             labels = hugging_face.check_labels(config, labels, name=options.model, new_head=options.new_head)
         else:
-            config = hugging_face.new_config(
-                options.scratch.architecture,
-                sizes=options.scratch.sizes,
-                max_length=options.max_length,
-                tokenizer=self.tokenizer,
-            )
+            config = hugging_face.new_config(options, self.tokenizer)
         hugging_face.set_labels(
             config, labels, multi_label=options.multi_label, pad_token_id=self.tokenizer.pad_token_id
         )
@@ -208,11 +178,9 @@ class Text(Task):
     def prepare(self, sample: TextSample, epoch: int, training: bool) -> tuple[Tensor, Tensor | None, Any]:
         """Token ids, segments (None without pairs), and the label: a class number, or 0.0 and 1.0 by class."""
         types = None if sample.types is None else torch.from_numpy(np.array(sample.types, dtype=np.int64))
-        label = (
-            sample.label
-            if isinstance(sample.label, int)
-            else torch.from_numpy(np.array(sample.label, dtype=np.float32))
-        )
+        label: Any = sample.label
+        if not isinstance(label, int):
+            label = torch.from_numpy(np.array(label, dtype=np.float32))
         return torch.from_numpy(np.array(sample.ids, dtype=np.int64)), types, label
 
     def collate(self, samples: list[Any]) -> Batch:

@@ -23,4 +23,4 @@ class ToyOptions(TaskOptions):
     layers: PositiveInt = 1
     """Number of hidden layers."""
     double: bool = False
-    """Whether model and data are float64, for tests in which rounding must not hide an error."""
+    """Compute in float64, for tests in which rounding must not hide an error."""

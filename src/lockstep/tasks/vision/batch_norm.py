@@ -16,11 +16,6 @@ _MOST_GROUPS = 32  # Wu and He 2018, Group Normalization, arXiv:1803.08494, tabl
 _Normed = nn.modules.batchnorm._BatchNorm
 
 
-def batch_norm_names(model: nn.Module) -> list[str]:
-    """Names of the BatchNorm layers of `model`."""
-    return [name for name, module in model.named_modules() if isinstance(module, _Normed)]
-
-
 def exchange_batch_norm(model: nn.Module, choice: BatchNormChoice) -> nn.Module:
     """`model` with other layers in place of its BatchNorm layers. Parameters keep their names and values.
 
@@ -62,11 +57,9 @@ def _exchange_for_groups(model: nn.Module) -> None:
         if not isinstance(module, _Normed):
             continue
         if type(module) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or not name:
-            raise UsageError(
-                f"{name or 'the model'} is a {type(module).__name__}, which does more than BatchNorm",
-                where="task.batch_norm=group",
-                remedy="use another model, or task.batch_norm=sync or frozen",
-            )
+            what = f"{name or 'the model'} is a {type(module).__name__}, which does more than BatchNorm"
+            remedy = "use another model, or task.batch_norm=sync or frozen"
+            raise UsageError(what, where="task.batch_norm=group", remedy=remedy)
         # All layers have groups of a whole number of channels.
         groups = math.gcd(_MOST_GROUPS, module.num_features)
         group_norm = nn.GroupNorm(groups, module.num_features, eps=module.eps, affine=module.affine)

@@ -1,4 +1,4 @@
-"""What tasks on images share about their models: their pictures, their logits, and how transformers makes them."""
+"""Models of tasks on images: the pictures that they expect, their config, and their weights."""
 
 from __future__ import annotations
 
@@ -15,31 +15,28 @@ from lockstep.core.errors import UsageError
 from lockstep.tasks import hugging_face
 from lockstep.tasks.readers.hub import offline_without_network
 from lockstep.tasks.vision.image_options import ImageOptions
-from lockstep.tasks.vision.pictures.normalise import IMAGENET_MEAN, IMAGENET_STD
-
-_GREY = 0.5
+from lockstep.tasks.vision.pictures.normalise import usual_mean_and_std
 
 
 class Pixels(NamedTuple):
-    """What a model expects of pictures."""
+    """Properties of pictures that a model expects."""
 
     size: int
     """Height and width in pixels."""
-    mean: list[float] | None
+    mean: list[float] | None = None
     """Mean of each channel, from 0 to 1. None: the model does not say."""
-    std: list[float] | None
+    std: list[float] | None = None
     """Standard deviation of each channel. None: the model does not say."""
 
     def mean_and_std(self, options: ImageOptions) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of each channel: those of the options, of the model, of ImageNet, or 0.5 for grey
         pictures."""
-        grey = [_GREY] * options.channels
-        usual = (list(IMAGENET_MEAN), list(IMAGENET_STD)) if options.channels == 3 else (grey, grey)
+        usual = usual_mean_and_std(options.channels)
         return options.mean or self.mean or usual[0], options.std or self.std or usual[1]
 
 
 def processor_of(model: str | None) -> dict[str, Any]:
-    """What the image processor of a pretrained model says. Empty without a model, or if it has no such file."""
+    """The config of a pretrained model's image processor. Empty without a model, or if it has no such file."""
     if model is None:
         return {}
     mixin = importlib.import_module("transformers.image_processing_base").ImageProcessingMixin
@@ -97,7 +94,7 @@ class Models:
         return list(names)
 
     def pixels(self) -> Pixels:
-        """What the model expects of pictures."""
+        """Properties of pictures that the model expects."""
         raise NotImplementedError
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
@@ -134,7 +131,7 @@ class AutoModels(Models):
     kind: ClassVar[str]
     """`task.kind`."""
     what: ClassVar[str]
-    """What the models do, for errors."""
+    """The purpose of the models, for errors."""
     head: ClassVar[str]
     """`For...`, as transformers names classes of models that do it."""
     known_names: ClassVar[str] = ""
@@ -145,6 +142,8 @@ class AutoModels(Models):
     """Types of models that cannot be made without pretrained weights."""
     usual_size: ClassVar[int]
     """Height and width in pixels, where nothing says another size."""
+    size_keys: ClassVar[tuple[str, ...]] = ("size",)
+    """Where a processor says the size of pictures; the first that it says counts."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Parts of the names of parameters that have no part in the logits. Without a gradient, DDP would refuse them."""
     problem: ClassVar[str | None] = None
@@ -163,7 +162,12 @@ class AutoModels(Models):
         source = self.folder if self.folder and (self.folder / "config.json").is_file() else self.options.model
         if source:
             return hugging_face.load(self._transformers.AutoConfig.from_pretrained, "config", source)
-        return self._new_config(size)
+
+        def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
+            return self.defaults(kind, names, size)
+
+        scratch = self.options.scratch
+        return hugging_face.new_config(scratch, self.architectures(), what=self.what, defaults=defaults)
 
     def architectures(self) -> list[str]:
         """The model types that a new model may have."""
@@ -181,16 +185,6 @@ class AutoModels(Models):
         """
         values = {"image_size": size, "num_channels": self.options.channels}
         return {key: value for key, value in values.items() if key in names or key in kind.attribute_map}
-
-    def _new_config(self, size: int) -> Any:
-        scratch = self.options.scratch
-        return hugging_face.new_config(
-            scratch.architecture,
-            known=self.architectures(),
-            what=self.what,
-            sizes=scratch.sizes,
-            defaults=lambda kind, names: self.defaults(kind, names, size),
-        )
 
     def _config_of(self, classes: Sequence[str], size: int) -> Any:
         """The config of a model of these classes."""
@@ -223,6 +217,12 @@ class AutoModels(Models):
 
     def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
         self._config_of(classes, size).save_pretrained(folder)
+
+    def pixels(self) -> Pixels:
+        said, usual = processor_of(self.options.model), self.usual_size
+        size = next((said[key] for key in self.size_keys if said.get(key)), None)
+        size = size or getattr(self.config(usual), "image_size", None) or usual
+        return Pixels(side_of(size, default=usual), said.get("image_mean"), said.get("image_std"))
 
     def processor(self, about: Mapping[str, Any]) -> dict[str, Any]:
         """Keys of `preprocessor_config.json` that the task adds: the class, and sizes."""

@@ -16,9 +16,8 @@ def _from_epoch_0(sizes: dict[int | float, int]) -> dict[int | float, int]:
         raise ValueError("gives no size for epoch 0; write {0: 128, 20: 160}, with epochs that are counted from 0")
     shares = [place for place in sizes if isinstance(place, float)]
     if shares and (max(sizes) >= 1 or len(shares) < len(sizes) - 1):
-        raise ValueError(
-            "gives neither epochs nor shares; write {0: 128, 20: 160} or {0: 128, 0.5: 160}, shares below 1"
-        )
+        what = "gives neither epochs nor shares; write {0: 128, 20: 160} or {0: 128, 0.5: 160}, shares below 1"
+        raise ValueError(what)
     return dict(sorted(sizes.items()))
 
 
@@ -43,7 +42,7 @@ class ImageOptions(TaskOptions):
     from epoch 20 on. `{0: 128, 0.4: 160}`: 160 pixels when 0.4 of the epochs are done, rounded to whole epochs; the run
     keeps the epochs. None: the size that suits the model."""
     image_size_between: Literal["step", "linear"] = "step"
-    """How the size changes between the epochs of `image_size`: at these epochs, or a little in each."""
+    """The change of the size between the epochs of `image_size`: at these epochs, or a little in each."""
     image_size_multiple: PositiveInt = 32
     """With `linear`, sizes between are rounded to multiples of this number of pixels."""
     eval_size: PositiveInt | None = None
@@ -62,7 +61,7 @@ class ImageOptions(TaskOptions):
     augment: AugmentOptions = AugmentOptions()
     """Random changes of training pictures."""
     batch_norm: BatchNormChoice = "batch"
-    """What BatchNorm layers normalise by. `batch`: the micro-batch of a rank. `sync`: the micro-batches of all ranks,
+    """Statistics that BatchNorm layers use. `batch`: of the micro-batch of a rank. `sync`: of those of all ranks,
     on CUDA. `frozen`: the running statistics of the pretrained model. `group`: GroupNorm takes their place."""
 
     @model_validator(mode="after")

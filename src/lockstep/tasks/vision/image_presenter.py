@@ -1,4 +1,4 @@
-"""What the three tasks on pictures share of their texts and files."""
+"""A base for the texts and files of the three tasks on pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ImagePresenter(Presenter):
 
     task: ImageTask
     square_evaluations = True
-    """Whether evaluation pictures have the size of `size_for_evaluation`, which the log then says."""
+    """True if evaluation pictures have the size of `size_for_evaluation`, which the log then says."""
 
     def class_names(self) -> Sequence[str]:
         return self.task.classes

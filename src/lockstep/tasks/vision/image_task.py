@@ -1,26 +1,23 @@
-"""What the three tasks on pictures share: sources, what is learned from them and kept, the model, and pixels for it."""
+"""A base of the three tasks on pictures: what is learned from the data, the model, and the pixels for it."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from lockstep.core.errors import DataError
-from lockstep.core.task import Task
 from lockstep.tasks.class_weights import OnDevice, class_weights
-from lockstep.tasks.kept import keep
+from lockstep.tasks.kept import KeptTask
 from lockstep.tasks.vision.batch_norm import exchange_batch_norm
-from lockstep.tasks.vision.image_models import Models
+from lockstep.tasks.vision.image_models import Models, Pixels
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.tasks.vision.pictures.normalise import normalise
 from lockstep.tasks.vision.size_check import check_image_sizes
@@ -28,7 +25,7 @@ from lockstep.tasks.vision.size_check import check_image_sizes
 
 @dataclass(frozen=True)
 class About:
-    """What a task learns from its data and its model, and keeps with the run."""
+    """The facts that a task learns from its data and its model, and keeps with the run."""
 
     classes: list[str]
     """Names of the classes, in the order of their numbers, which is that of the logits."""
@@ -42,7 +39,7 @@ class About:
     """Height and width in pixels that suit the model."""
 
 
-class ImageTask(Task):
+class ImageTask(KeptTask):
     """A task on pictures. It adds `learn`, `read`, `models`, and the way from a sample to a loss.
 
     Args:
@@ -51,82 +48,24 @@ class ImageTask(Task):
         cache: keep decoded pictures on disk, as `data.cache` says.
     """
 
-    kept: ClassVar[str]
-    """The name of the file that keeps `about`."""
-    about_type: ClassVar[type[About]]
-
     def __init__(self, options: Any, train: str, eval: str | None, cache: CacheOptions | None) -> None:
-        self.options, self.train_source, self.eval_source, self.cache = options, train, eval, cache
-        self.folder: Path | None = None
-        """The folder that is kept with the run. None without a run."""
-        self.new_weights: list[str] = []
-        """Names of the weights that the pretrained model lacks. Known after `model`."""
-        self._trained = False
+        super().__init__(options, train, eval)
+        self.cache = cache
 
-    # ---- what is kept
-
-    def setup(self, folder: Path, trained: bool) -> None:
-        """Keep the classes, the normalisation and the model's config in `folder`."""
-        self._trained = trained
-
-        def save(staging: Path) -> None:
-            self.models.save(self.about.classes, size=self._largest, folder=staging)
-
-        keep(folder, self.kept, self.to_keep, save)
-        self.folder = folder
-        for name in ("about", "models", "decided"):  # they come from the file, so that all ranks have the same
-            self.__dict__.pop(name, None)
-
-    def to_keep(self) -> Any:
-        """What a new run keeps."""
-        return self.about
-
-    @cached_property
-    def about(self) -> Any:
-        """The classes, and what the model expects of pictures."""
-        if self.folder is not None:
-            return self.about_type(**json.loads((self.folder / self.kept).read_text()))
-        return self.learn()
-
-    def learn(self) -> About:
-        """What the training data and the model say, without a run.
-
-        Raises:
-            DataError: the training data cannot be read, or have too few classes.
-        """
-        raise NotImplementedError
+    def save(self, folder: Path) -> None:
+        self.models.save(self.about.classes, size=self._largest, folder=folder)
 
     @property
-    def classes(self) -> list[str]:
-        """Class names, in the order of their numbers."""
+    def names(self) -> list[str]:
         names: list[str] = self.about.classes
         return names
 
-    # ---- data
+    classes = names
 
-    def read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> Any:
-        """The data set of a source.
-
-        Args:
-            classes: those of the training. None: those of the source.
-        """
-        raise NotImplementedError
-
-    @cached_property
-    def _train(self) -> Any:
-        return self.read(self.train_source, "train", self.classes)
-
-    @cached_property
-    def _eval(self) -> Any:
-        return None if self.eval_source is None else self.read(self.eval_source, "eval", self.classes)
-
-    def train_data(self) -> Dataset[Any]:
-        data: Dataset[Any] = self._train
-        return data
-
-    def eval_data(self) -> Dataset[Any] | None:
-        data: Dataset[Any] | None = self._eval
-        return data
+    def described(self, pixels: Pixels, **learned: Any) -> Any:
+        """`about`, from what a model expects of pictures and from what was learned from the data."""
+        mean, std = pixels.mean_and_std(self.options)
+        return self.about_type(**{"mean": mean, "std": std, "size": pixels.size, **learned})
 
     @contextlib.contextmanager
     def partner(self, index: int, purpose: str) -> Iterator[None]:
@@ -141,7 +80,7 @@ class ImageTask(Task):
 
     @property
     def models(self) -> Models:
-        """What makes the model."""
+        """The object that makes the model."""
         raise NotImplementedError
 
     @property
@@ -167,8 +106,7 @@ class ImageTask(Task):
 
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         """The class scores of images, uint8 (batch, channels, height, width), in float32 or float64."""
-        about, dtype = self.about, next(model.parameters()).dtype
-        logits = logits_of(model, normalise(images, about.mean, about.std, dtype=dtype))
+        logits = logits_of(model, self.normalised(model, images))
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @cached_property

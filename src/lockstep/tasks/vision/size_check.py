@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import UsageError
+from lockstep.tasks.faults import first_line
 
 _FARTHEST = 64  # pixels to both sides in which the nearest size is looked for
 
@@ -41,25 +42,17 @@ def check_image_sizes(model: nn.Module, sizes: Sequence[int], *, channels: int, 
         if error is not None:
             near = (other for step in range(1, _FARTHEST + 1) for other in (size + step, size - step) if other > 0)
             nearest = next((other for other in near if trial.run([other])[0] is None), None)
-            text = (str(error).strip().splitlines() or [""])[0]
-            raise UsageError(
-                f"the model cannot take pictures of {size}x{size} pixels: {type(error).__name__}: {text}",
-                where=where,
-                remedy="use a size that suits the model"
-                if nearest is None
-                else f"the nearest that it can is {nearest}",
-            ) from error
+            what = f"the model cannot take pictures of {size}x{size} pixels: {first_line(error)}"
+            remedy = f"the nearest that it can is {nearest}" if nearest else "use a size that suits the model"
+            raise UsageError(what, where=where, remedy=remedy) from error
     for order in (list(sizes), list(reversed(sizes))) if len(states) > 1 else ():
         _, after = trial.run(order)
         alone = states[order[-1]]
         changed = next((name for name in alone if after.get(name) != alone[name]), None)
         if changed is not None:
             what = f"{changed} is {alone[changed]!r} after a picture of {order[-1]} pixels, but {after.get(changed)!r}"
-            raise UsageError(
-                f"the model remembers the sizes of earlier pictures: {what} if {order[0]} pixels came before",
-                where=where,
-                remedy="use one size for training and evaluation, or another model",
-            )
+            what = f"the model remembers the sizes of earlier pictures: {what} if {order[0]} pixels came before"
+            raise UsageError(what, where=where, remedy="use one size for training and evaluation, or another model")
 
 
 class _Trial:

@@ -35,7 +35,7 @@ Size = tuple[int, int]
 
 
 def predict(pictures: Any, *, folder: str | Path = HERE, device: str = "cpu") -> Any:
-    """What the model says of a picture, as a dict; of a list of pictures, as a list.
+    """The answer of the model for a picture, as a dict; for a list of pictures, as a list.
 
     | model | keys |
     |---|---|
@@ -118,9 +118,8 @@ def pixels_of(picture: Any, about: dict[str, Any]) -> Tensor:
     if isinstance(picture, np.ndarray):
         picture = Image.fromarray(picture[..., 0] if picture.ndim == 3 and picture.shape[2] == 1 else picture)
     if picture.mode == "F":
-        raise ValueError(
-            "the pixels are floating-point numbers, of which the range is not known; save them as integers"
-        )
+        what = "the pixels are floating-point numbers, of which the range is not known; save them as integers"
+        raise ValueError(what)
     if picture.mode.startswith("I"):  # 16 bits
         picture = Image.fromarray(((np.asarray(picture).astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
     if picture.mode in ("P", "PA") and "transparency" in picture.info:
@@ -145,7 +144,7 @@ def resized(pixels: Tensor, size: Size, about: dict[str, Any]) -> Tensor:
 
 
 def in_batches(about: dict[str, Any], run: Callable[..., Any], **inputs: Sequence[Tensor]) -> Any:
-    """What the model says of inputs, of which it sees a few at a time: a tensor, or a tuple of tensors."""
+    """The answer of the model for inputs, of which it sees a few at a time: a tensor, or a tuple of tensors."""
     count, step = len(next(iter(inputs.values()))), about["batch"]
     parts = [
         run(**{name: stacked(values[begin : begin + step]) for name, values in inputs.items()})
@@ -226,12 +225,21 @@ def _mask(numbers: Any, about: dict[str, Any]) -> Any:
 
 def _seen_size(size: Size, about: dict[str, Any]) -> Size:
     """The size at which the model sees a picture or a window."""
-    (height, width), side = size, about["size"]
-    if about["eval_window"] is not None or side is None:
+    if about["eval_window"] is not None:
         return size
-    if about["eval_shape"] == "square":
-        return side, side
-    return (side, max(side, width * side // height)) if height <= width else (max(side, height * side // width), side)
+    if about["eval_shape"] == "square" and about["size"] is not None:
+        return about["size"], about["size"]
+    return fitted_size(size, about["size"])
+
+
+def fitted_size(size: Size, shorter: int | None) -> Size:
+    """Height and width with `shorter` pixels along the shorter side, and the same shape. None: `size` itself."""
+    if shorter is None:
+        return size
+    height, width = size
+    if height <= width:
+        return shorter, max(shorter, width * shorter // height)
+    return max(shorter, height * shorter // width), shorter
 
 
 def windows_along(length: int, side: int, overlap: float) -> list[tuple[int, int, int, int]]:
@@ -256,7 +264,8 @@ def detected(about: dict[str, Any], run: Callable[..., Any], pictures: Sequence[
 def _boxes(about: dict[str, Any], run: Callable[..., Any], pixels: Tensor) -> dict[str, Any]:
     height, width = pixels.shape[1:]
     views, shapes, scales, offsets = [], [], [], []
-    for (top, high), (left, wide) in itertools.product(_tiles(height, about), _tiles(width, about)):
+    along = [tiles_along(length, about["tile"], about["tile_overlap"]) for length in (height, width)]
+    for (top, high), (left, wide) in itertools.product(*along):
         view, (rows, columns) = _in_square(pixels[:, top : top + high, left : left + wide], about)
         views.append(view)
         shapes.append(torch.tensor([rows, columns]))
@@ -294,12 +303,11 @@ def _in_square(pixels: Tensor, about: dict[str, Any]) -> tuple[Tensor, Size]:
     return seen, inner
 
 
-def _tiles(length: int, about: dict[str, Any]) -> list[tuple[int, int]]:
-    """Along one direction, start and length of each tile."""
-    side = about["tile"]
+def tiles_along(length: int, side: int | None, overlap: float) -> list[tuple[int, int]]:
+    """Where tiles begin along an axis, and how many pixels they have there."""
     if side is None or length <= side:
         return [(0, length)]
-    count = 1 + int(-(-(length - side) // max(1.0, side * (1 - about["tile_overlap"]))))
+    count = 1 + int(-(-(length - side) // max(1.0, side * (1 - overlap))))
     return [(round(number * (length - side) / (count - 1)), side) for number in range(count)]
 
 

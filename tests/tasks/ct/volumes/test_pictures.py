@@ -7,13 +7,15 @@ import torch
 from lockstep.core.errors import UsageError
 from lockstep.tasks.ct.volumes.choice import choose_slices, slice_groups
 from lockstep.tasks.ct.volumes.pictures import slice_pictures
-from lockstep.tasks.ct.volumes.windows import NAMED, USUAL, windowed, windows_of
+from lockstep.tasks.ct.volumes.windows import NAMED, windowed, windows_of
 from lockstep.tasks.vision.pictures.options import (
     AugmentOptions,
     ColorJitterOptions,
     RandAugmentOptions,
     RandomErasingOptions,
 )
+
+USUAL = ("lung", "soft_tissue", "bone")
 
 
 def test_windows_are_the_exact_linear_function():

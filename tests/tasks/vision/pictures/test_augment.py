@@ -167,10 +167,10 @@ def test_places_that_no_pixel_reaches_are_ignored_in_the_mask():
 def test_crops_have_the_area_and_the_shape_that_were_asked_for(monkeypatch):
     from lockstep.tasks.vision.pictures import geometry
 
-    seen, original = [], geometry.crop_resize
+    seen, original = [], geometry.crop
     monkeypatch.setattr(
         geometry,
-        "crop_resize",
+        "crop",
         lambda picture, region, *more, **keys: seen.append(region) or original(picture, region, *more, **keys),
     )
     for seed in range(400):

@@ -22,6 +22,7 @@ from PIL import Image
 
 from lockstep.core.config import config_file
 from lockstep.core.errors import DataError, UsageError
+from lockstep.tasks.vision.classification.options import ClassificationOptions
 from lockstep.tasks.vision.pictures import cache as cache_module
 from lockstep.tasks.vision.pictures import cache_slabs
 from lockstep.tasks.vision.pictures.cache import CacheOptions, DecodedCache, folder_name, reduced
@@ -159,10 +160,10 @@ def test_forked_workers_do_not_write_into_the_slab_of_their_parent(folder):
 
 
 def test_a_copy_for_another_process_opens_the_same_cache(folder):
-    cache = DecodedCache(folder, 4, limit_bytes=10_000, shorter_side=6)
+    cache = DecodedCache(folder, 4, options=CacheOptions(limit_bytes=10_000, shorter_side=6))
     get(cache, 0)
     copy = pickle.loads(pickle.dumps(cache))
-    assert (copy.limit_bytes, copy.shorter_side) == (10_000, 6)
+    assert (copy.options.limit_bytes, copy.options.shorter_side) == (10_000, 6)
     copy.pixels(0, absent)
 
 
@@ -272,12 +273,12 @@ def test_after_a_restart_no_published_pixels_are_written_over(folder, monkeypatc
 def test_the_limit_of_bytes_is_kept(folder, limit, monkeypatch):
     monkeypatch.setattr(cache_slabs, "_SMALLEST", 8192)
     count = 2000  # about 430 KB
-    caches = [DecodedCache(folder, count, limit_bytes=limit) for _ in range(2)]
+    caches = [DecodedCache(folder, count, options=CacheOptions(limit_bytes=limit)) for _ in range(2)]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for index in range(count):
             np.testing.assert_array_equal(get(caches[index % 2], index), picture(index))
-        again = DecodedCache(folder, count, limit_bytes=limit)
+        again = DecodedCache(folder, count, options=CacheOptions(limit_bytes=limit))
         told_before = len(told)
         fill(again, range(count))
     assert sum(path.stat().st_size for path in folder.glob("*.slab")) <= limit
@@ -291,7 +292,7 @@ def test_the_limit_of_bytes_is_kept(folder, limit, monkeypatch):
 
 
 def test_a_picture_larger_than_a_slab_is_not_kept(folder):
-    cache = DecodedCache(folder, 2, limit_bytes=100)
+    cache = DecodedCache(folder, 2, options=CacheOptions(limit_bytes=100))
     get(cache, 1)
     assert 1 not in cache
     assert cache.stopped is None
@@ -299,7 +300,7 @@ def test_a_picture_larger_than_a_slab_is_not_kept(folder):
 
 def test_processes_without_a_slab_go_on_and_look_again(folder, monkeypatch):
     monkeypatch.setattr(cache_slabs, "_TRY_AGAIN", 3)
-    first, second = (DecodedCache(folder, 20, limit_bytes=8000) for _ in range(2))
+    first, second = (DecodedCache(folder, 20, options=CacheOptions(limit_bytes=8000)) for _ in range(2))
     get(first, 0)
     fill(second, range(1, 4))
     assert [index in second for index in range(4)] == [True, False, False, False]
@@ -313,7 +314,7 @@ def test_the_shorter_side_is_limited_with_and_without_space(folder):
     large = np.random.default_rng(0).integers(0, 256, (40, 61, 3), dtype=np.uint8)
     expected = np.array(Image.fromarray(large).resize((31, 20), Image.Resampling.BILINEAR))  # 30.5, rounded
     for limit in (None, 1):
-        cache = DecodedCache(folder / str(limit), 3, limit_bytes=limit, shorter_side=20)
+        cache = DecodedCache(folder / str(limit), 3, options=CacheOptions(limit_bytes=limit, shorter_side=20))
         for _ in range(2):
             np.testing.assert_array_equal(cache.pixels(0, lambda: large), expected)
     assert (0 in cache) is False
@@ -386,7 +387,7 @@ def test_somebody_deletes_the_cache_and_begins_another(folder):
 
 def test_few_files_are_open_at_a_time(folder, monkeypatch):
     monkeypatch.setattr(cache_slabs, "_SMALLEST", 4096)
-    cache = DecodedCache(folder, 200, limit_bytes=200_000)
+    cache = DecodedCache(folder, 200, options=CacheOptions(limit_bytes=200_000))
     fill(cache, range(200))
     cache._most_open = 3
     assert_whole(cache, [*range(200), *reversed(range(200))])
@@ -413,7 +414,7 @@ def records(tmp_path, monkeypatch):
         path = tmp_path / "set" / "ab"[number % 2] / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture(number).repeat(4, 0).repeat(4, 1)).save(path, quality=90)
-    return read_image_records(str(tmp_path / "set"), key="data.train", split="train")
+    return read_image_records(str(tmp_path / "set"), "train", ClassificationOptions())
 
 
 def test_samples_are_the_same_with_and_without_the_cache(records):
@@ -446,7 +447,7 @@ def test_pictures_of_another_folder_never_come_out_of_the_cache(tmp_path, monkey
             Image.new("RGB", (4, 4), (value,) * 3).save(path)
             os.utime(path, (1_577_836_800, 1_577_836_800))
     for split, value in (("train", 0), ("eval", 255)):
-        records = read_image_records(str(tmp_path / "data"), key="data.train", split=split)
+        records = read_image_records(str(tmp_path / "data"), split, ClassificationOptions())
         data = DecodedImages(records, cache=CacheOptions())
         assert all((data[index].pixels == value).all() for index in (0, 1))
 
@@ -470,7 +471,7 @@ def test_loader_workers_fill_the_cache(records):
 def test_real_pictures_are_bit_identical(shared_data, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     root = shared_data / "classification" / "bccd_cells"
-    records = read_image_records(str(root), key="data.eval", split="eval")
+    records = read_image_records(str(root), "eval", ClassificationOptions())
     data = DecodedImages(records, cache=CacheOptions())
     for _ in range(2):
         for index in range(len(records)):
@@ -484,7 +485,7 @@ def test_a_source_of_png_files_too(tmp_path, monkeypatch):
     (tmp_path / "set/a").mkdir(parents=True)
     (tmp_path / "set/a/1.png").write_bytes(file.getvalue())
     data = DecodedImages(
-        read_image_records(str(tmp_path / "set"), key="data.train", split="train"), cache=CacheOptions()
+        read_image_records(str(tmp_path / "set"), "train", ClassificationOptions()), cache=CacheOptions()
     )
     for _ in range(2):
         np.testing.assert_array_equal(data[0].pixels, picture(1))

@@ -10,6 +10,7 @@ import yaml
 from PIL import Image
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.vision.detection.options import DetectionOptions
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.tasks.vision.readers.boxed_images import evaluation_part, read_boxed_images
 
@@ -89,8 +90,8 @@ def yolo(folder, split="train"):
     return folder
 
 
-def read(source, split="train", **options):
-    return read_boxed_images(str(source), key=f"data.{split}", split=split, **options)
+def read(source, split="train", classes=None, cache=None, **options):
+    return read_boxed_images(str(source), split, DetectionOptions(**options), classes=classes, cache=cache)
 
 
 def plain(data):

@@ -11,6 +11,7 @@ from PIL import Image
 from lockstep.core.errors import DataError
 from lockstep.tasks.vision.readers.coco_masks import _runs
 from lockstep.tasks.vision.readers.masked_images import read_masked_images
+from lockstep.tasks.vision.segmentation.options import SegmentationOptions
 
 mask_api = pytest.importorskip("pycocotools.mask")
 
@@ -48,8 +49,9 @@ def write(tmp_path):
     return write
 
 
-def read(path, split="train", **options):
-    return read_masked_images(str(path), key=f"data.{split}", split=split, images=str(images_of(path)), **options)
+def read(path, split="train", names=None, cache=None, **options):
+    options = SegmentationOptions(images=str(images_of(path)), **options)
+    return read_masked_images(str(path), split, options, names=names, cache=cache)
 
 
 def images_of(path):
@@ -155,7 +157,7 @@ def test_evaluation_data_have_the_numbers_of_training(write):
 def test_a_folder_with_annotations(write):
     path = write(annotation(1, [SQUARE]), name="instances_train.json")
     root = path.parent.parent
-    data = read_masked_images(str(root), key="data.train", split="train")
+    data = read_masked_images(str(root), "train", SegmentationOptions())
     np.testing.assert_array_equal(data[0].mask, np.where(region([SQUARE]), 2, 0))
 
 

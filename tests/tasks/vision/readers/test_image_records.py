@@ -15,6 +15,7 @@ from PIL import Image
 
 from lockstep.core.errors import DataError, UsageError
 from lockstep.tasks.readers.packed_text import PackedText
+from lockstep.tasks.vision.classification.options import ClassificationOptions, ColumnsOptions
 from lockstep.tasks.vision.pictures.decode import decode
 from lockstep.tasks.vision.readers.image_records import evaluation_source, read_image_records, unlabelled_pictures
 from lockstep.tasks.vision.readers.image_shards import ShardPictures, find_shards, read_shards
@@ -36,8 +37,8 @@ def put(path, content=None):
     return path
 
 
-def read(source, split="train", **options):
-    return read_image_records(str(source), key=f"data.{split}", split=split, **options)
+def read(source, split="train", classes=None, **columns):
+    return read_image_records(str(source), split, ClassificationOptions(columns=columns), classes=classes)
 
 
 def samples(records):
@@ -181,7 +182,7 @@ def test_shards(tmp_path, kind):
     assert sorted(samples(whole)) == EXPECTED
     assert whole[3].name == "s-001.tar/dir/0003.jpg"
     assert whole.where(3) == f"{tmp_path}/w/s-001.tar, member dir/0003.jpg"
-    for pattern in ("w/s-{000..002}.tar", "w/s-*.tar", "w/s-00{0,1,2}.tar"):
+    for pattern in ("w/s-{000..002}.tar", "w/s-*.tar", "w/s-0{00..02}.tar"):
         records = read(tmp_path / pattern)
         assert samples(records) == samples(whole)
     assert len(read(tmp_path / "w/s-001.tar")) == 2
@@ -347,10 +348,10 @@ def test_the_digest_changes_where_a_file_changes_that_a_data_set_names(tmp_path)
     paths = [str(fixed_time(tmp_path / f"{number}.bmp", number)) for number in range(3)]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
     data = datasets.Dataset.from_dict({"image": paths, "label": ["x", "y", "z"]}, features)
-    first, again = (read_data_set(data, image=None, label=None, name="set")[0].digest() for _ in range(2))
+    first, again = (read_data_set(data, ColumnsOptions(), name="set")[0].digest() for _ in range(2))
     assert first == again
     fixed_time(tmp_path / "1.bmp", 255)
-    assert read_data_set(data, image=None, label=None, name="set")[0].digest() != first
+    assert read_data_set(data, ColumnsOptions(), name="set")[0].digest() != first
 
 
 def test_the_digest_changes_with_any_file(folder):
@@ -651,9 +652,9 @@ def test_brace_patterns(tmp_path):
         shard(tmp_path / f"{name}.tar", wds(0))
     names = [path.name for path in find_shards(f"{tmp_path}/s-{{08..10}}.tar")]
     assert names == ["s-08.tar", "s-09.tar", "s-10.tar"]
-    assert [path.name for path in find_shards(f"{tmp_path}/{{a,b}}-{{1..1}}.tar")] == ["a-1.tar", "b-1.tar"]
-    os.rename(tmp_path / "a-1.tar", tmp_path / "{a,b}.tar")
-    assert [path.name for path in find_shards(f"{tmp_path}/{{a,b}}.tar")] == ["{a,b}.tar"]
+    assert [path.name for path in find_shards(f"{tmp_path}/a-{{1..1}}.tar")] == ["a-1.tar"]
+    os.rename(tmp_path / "a-1.tar", tmp_path / "{1..2}.tar")
+    assert [path.name for path in find_shards(f"{tmp_path}/{{1..2}}.tar")] == ["{1..2}.tar"]
 
 
 # ---- pictures to predict

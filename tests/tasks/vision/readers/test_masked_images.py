@@ -20,14 +20,15 @@ from lockstep.tasks.vision.readers.masked_images import (
     read_masked_images,
     unseen_classes,
 )
+from lockstep.tasks.vision.segmentation.options import SegmentationOptions
 
 NAMES = ["sky", "road", "tree"]
 SIZES = [(6, 8), (8, 6), (5, 5), (9, 4)]  # height, width
 
 
 def read(source, split="train", **options):
-    options.setdefault("classes", NAMES)
-    return read_masked_images(str(source), key=f"data.{split}", split=split, **options)
+    given = {"names": options.pop("names", None), "cache": options.pop("cache", None)}
+    return read_masked_images(str(source), split, SegmentationOptions(**({"classes": NAMES} | options)), **given)
 
 
 def fault(source, *texts, split="train", **options):
@@ -137,7 +138,7 @@ def test_a_data_set_of_datasets(tmp_path, named):
     features = datasets.Features({name: datasets.Image() for name in columns})
     data = datasets.Dataset.from_dict(rows, features=features)
     datasets.DatasetDict({"train": data, "validation": data}).save_to_disk(tmp_path / "saved")
-    options = {"image": "left", "mask": "right"} if named else {}
+    options = {"columns": {"image": "left", "mask": "right"}} if named else {}
     for split, source in (("train", tmp_path / "saved"), ("eval", f"{tmp_path / 'saved'}:validation")):
         found = read(source, split, **options)
         check_samples(found)
@@ -376,7 +377,7 @@ def test_a_mask_of_another_size_is_found_behind_the_cache_too(folder):
 
 def test_a_limit_of_the_cache_is_shared_by_pictures_and_masks(folder):
     data = read(folder, cache=CacheOptions(limit_bytes=4000))
-    assert (data.cache.limit_bytes, data.mask_cache.limit_bytes) == (3000, 1000)
+    assert (data.cache.options.limit_bytes, data.mask_cache.options.limit_bytes) == (3000, 1000)
 
 
 def test_more_than_255_classes_are_not_cached_but_right(folder):

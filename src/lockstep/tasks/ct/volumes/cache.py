@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.core import atomic
-from lockstep.core.errors import DataError
 from lockstep.tasks.ct.volumes.dicom import dicom_files
 from lockstep.tasks.ct.volumes.read import read_volume
 from lockstep.tasks.ct.volumes.resample import resampled
 from lockstep.tasks.ct.volumes.slices import Slices
 from lockstep.tasks.ct.volumes.volume import Volume
+from lockstep.tasks.faults import reading
 from lockstep.tasks.readers.cache import cache_root, cached, digest_of
 
 _FORMAT = 2  # of the files, and of what reading and resampling compute; it is a part of the folder's name
@@ -75,13 +75,8 @@ def cached_volume(
         warnings.warn(what, RuntimeWarning, stacklevel=2)
         return in_memory(error.volume)
     about = json.loads((folder / "volume.json").read_text(encoding="utf-8"))
-    return CachedVolume(
-        Slices(folder / "slices.npy"),
-        tuple(about["spacing"]),
-        np.load(folder / "positions.npy"),
-        tuple(about["notes"]),
-        address,
-    )
+    slices, positions = Slices(folder / "slices.npy"), np.load(folder / "positions.npy")
+    return CachedVolume(slices, tuple(about["spacing"]), positions, tuple(about["notes"]), address)
 
 
 def content_address(path: Path) -> str:
@@ -95,10 +90,8 @@ def content_address(path: Path) -> str:
         DataError: a file cannot be read.
     """
     files = dicom_files(path) if path.is_dir() else [path]
-    try:
+    with reading(path, "check the path"):
         stats = [file.stat() for file in files]
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy="check the path") from error
     about = [
         (str(file), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in zip(files, stats, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Which slices of a volume a sample has."""
+"""The choice of the slices of a volume that a sample has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ Places = npt.NDArray[np.int64]
 TrainChoice = Literal["window", "stratified", "even"]
 """`window`: consecutive slices from a random place on. `stratified`: a random slice of each of equal parts of the
 volume. `even`: as in evaluation."""
-EvalChoice = Literal["even", "all"]
 """`even`: evenly spaced slices. `all`: all slices, in groups; see `slice_groups`."""
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.ct.volumes.volume import REMEDY, Volume, oriented
-
-Array = npt.NDArray[Any]
+from lockstep.tasks.faults import optional
 
 _SAME_PLACE_MM = 0.01  # slices that are nearer to each other are at the same place
 _GAP = 1.5  # a distance of more than this many median distances means that slices are missing
@@ -74,10 +73,7 @@ def read_dicom(folder: Path, *, allow_gaps: bool = False) -> Volume:
 
 def _one_series(folder: Path) -> tuple[list[Any], list[str]]:
     """The slices in a folder, and notes."""
-    try:
-        import pydicom
-    except ImportError as error:
-        raise DataError("pydicom is needed to read DICOM", where=str(folder), remedy=REMEDY) from error
+    pydicom = optional("pydicom", "pydicom is needed to read DICOM", where=str(folder), remedy=REMEDY)
     series: dict[str, list[Any]] = defaultdict(list)
     others = 0
     for path in dicom_files(folder):
@@ -118,7 +114,7 @@ def dicom_files(folder: Path) -> list[Path]:
 
 
 def is_dicom(path: Path) -> bool:
-    """Whether a path is a DICOM file by its name or by its first bytes."""
+    """True if a path is a DICOM file by its name or by its first bytes."""
     if not path.is_file() or path.name.startswith(".") or path.name == "DICOMDIR":
         return False
     if path.suffix.lower() in _SUFFIXES:
@@ -161,7 +157,7 @@ def _check_alike(slices: Sequence[Any]) -> None:
 
 
 def _all_rescaled(slices: Sequence[Any]) -> bool:
-    """Whether slices have a slope and an intercept.
+    """True if slices have a slope and an intercept.
 
     Raises:
         DataError: some slices have one of these values, and others have not.

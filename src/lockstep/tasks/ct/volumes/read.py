@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.ct.volumes.dicom import read_dicom
 from lockstep.tasks.ct.volumes.volume import REMEDY, Volume, oriented, volume_of
-
-Array = npt.NDArray[Any]
+from lockstep.tasks.faults import optional
 
 NIFTI = (".nii", ".nii.gz")
 NUMPY = (".npy", ".npz")
@@ -42,9 +41,8 @@ def read_volume(path: str | Path, *, allow_gaps: bool = False) -> Volume:
     if path.is_dir():
         volume = read_dicom(path, allow_gaps=allow_gaps)
     elif not path.is_file():
-        raise DataError(
-            "there is no such volume", where=str(path), remedy="check the path; it is relative to the table"
-        )
+        remedy = "check the path; it is relative to the table"
+        raise DataError("there is no such volume", where=str(path), remedy=remedy)
     elif name.endswith(NIFTI):
         volume = _read_nifti(path)
     elif name.endswith(NUMPY):
@@ -59,10 +57,7 @@ def read_volume(path: str | Path, *, allow_gaps: bool = False) -> Volume:
 
 
 def _read_nifti(path: Path) -> Volume:
-    try:
-        import nibabel
-    except ImportError as error:
-        raise DataError("nibabel is needed to read NIfTI", where=str(path), remedy=REMEDY) from error
+    nibabel = optional("nibabel", "nibabel is needed to read NIfTI", where=str(path), remedy=REMEDY)
     try:
         image: Any = nibabel.load(path)
         voxels = _checked_voxels(path, image) if path.name.lower().endswith(".gz") else np.asanyarray(image.dataobj)

@@ -52,7 +52,7 @@ def resampled_slices(
 
 
 def resampling_weights(positions: npt.NDArray[np.float64], distance_mm: float) -> npt.NDArray[np.float64]:
-    """What each old slice gives to each new slice: (new slices, old slices), with rows that add up to 1.
+    """The share of each old slice in each new slice: (new slices, old slices), with rows that add up to 1.
 
     Args:
         positions: (old slices) in millimetres, ascending, at least 2.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError
-
-Array = npt.NDArray[Any]
+from lockstep.tasks.arrays import Array
+from lockstep.tasks.faults import optional
 
 REMEDY = "pip install 'torch-lockstep[ct]'"
 _TILT_DEGREES = 0.5  # smaller angles come from rounded positions
@@ -52,7 +51,7 @@ def oriented(voxels: Array, affine: Array, *, where: str, positions: Array | Non
         DataError: the voxels are no volume (see `hounsfield`), the matrix has no orientation, or distances are uneven
             along an axis that is not nearest to the axis of the body.
     """
-    nibabel = _nibabel(where)
+    nibabel = optional("nibabel", "nibabel is needed to read volumes", where=where, remedy=REMEDY)
     if voxels.ndim == 4 and voxels.shape[3] == 1:
         voxels = voxels[..., 0]
     if voxels.ndim != 3 or not voxels.size:
@@ -76,11 +75,8 @@ def oriented(voxels: Array, affine: Array, *, where: str, positions: Array | Non
         remedy = "give an axial series, or a series with even distances"
         raise DataError("distances of slices that are not axial are uneven", where=where, remedy=remedy)
     steps = np.diff(places)
-    spacing = (
-        float(np.median(steps)) if len(steps) else distance,
-        float(np.linalg.norm(down)),
-        float(np.linalg.norm(across)),
-    )
+    usual = float(np.median(steps)) if len(steps) else distance
+    spacing = (usual, float(np.linalg.norm(down)), float(np.linalg.norm(across)))
     is_axial = positions is None or transform[2, 0] == 2  # the order of axes in a NIfTI file tells nothing
     notes = _notes(is_axial, along, distance, steps)
     return replace(volume_of(turned, places, spacing, where=where), notes=notes)
@@ -134,11 +130,3 @@ def _notes(is_axial: bool, along: Array, distance: float, steps: Array) -> tuple
     if _is_uneven(steps):
         notes.append(f"distances between slices are uneven: {steps.min():.2f} to {steps.max():.2f} mm")
     return tuple(notes)
-
-
-def _nibabel(where: str) -> Any:
-    try:
-        import nibabel
-    except ImportError as error:
-        raise DataError("nibabel is needed to read volumes", where=where, remedy=REMEDY) from error
-    return nibabel

@@ -30,8 +30,6 @@ NAMED = {
     "brain": Window(40, 80),
 }
 """Windows by name."""
-USUAL = ("lung", "soft_tissue", "bone")
-"""Names of the three windows of a model with three channels."""
 
 
 def windows_of(chosen: Sequence[str | Sequence[float]]) -> tuple[Window, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +13,11 @@ import torch
 from torch import nn
 
 from lockstep.core.errors import DataError, UsageError
+from lockstep.tasks.faults import optional
 from lockstep.tasks.vision.classification.convnet import ConvNet
 from lockstep.tasks.vision.classification.options import AUTO, CONVNET, CONVNET4, RESNET9, TIMM, ClassificationOptions
 from lockstep.tasks.vision.classification.resnet9 import ConvNet4, ResNet9
-from lockstep.tasks.vision.image_models import AutoModels, Models, Pixels, processor_of, side_of
+from lockstep.tasks.vision.image_models import AutoModels, Models, Pixels
 from lockstep.tasks.vision.pictures.decode import image_size
 from lockstep.tasks.vision.readers.image_records import ImageRecords
 
@@ -25,15 +25,12 @@ _SIZE = 224  # pixels, where nothing says another size
 _CONVNET_SIZE = 32
 _SIDES = (32, 48)  # smallest and largest size in pixels that `convnet4` and `resnet9` take from the data
 _LOOKED_AT = 100
-_WIDTHS = {
-    CONVNET: (32, 4),
-    CONVNET4: (32, 16),
-    RESNET9: (16, 16),
-}  # the default, and what a width must be a multiple of
+# The default width, and what a width must be a multiple of.
+_WIDTHS = {CONVNET: (32, 4), CONVNET4: (32, 16), RESNET9: (16, 16)}
 
 
 def models_for(options: ClassificationOptions, folder: Path | None, *, architecture: str | None = None) -> Models:
-    """What makes the models that `options` ask for.
+    """The object that makes the models that `options` ask for.
 
     Args:
         folder: where an earlier start of the run has kept the model's config. None: there is none.
@@ -74,7 +71,7 @@ class SmallModels(Models):
     name: str
 
     def pixels(self) -> Pixels:
-        return Pixels(_CONVNET_SIZE, None, None)
+        return Pixels(_CONVNET_SIZE)
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
         name, channels, sizes = self.name, self.options.channels, dict(self.options.scratch.sizes)
@@ -105,12 +102,8 @@ class TransformersModels(AutoModels):
     own = (CONVNET, CONVNET4, RESNET9, AUTO)
     not_new = frozenset({"timm_wrapper"})
     usual_size = _SIZE
+    size_keys = ("crop_size", "size")
     unused = ("mask_token",)  # it is for pretraining
-
-    def pixels(self) -> Pixels:
-        said = processor_of(self.options.model)
-        size = said.get("crop_size") or said.get("size") or getattr(self.config(_SIZE), "image_size", None) or _SIZE
-        return Pixels(side_of(size, default=_SIZE), said.get("image_mean"), said.get("image_std"))
 
     def processor(self, about: Mapping[str, Any]) -> dict[str, Any]:
         side, resize = about["size"], about["eval_resize"]
@@ -132,19 +125,13 @@ class TimmModels(Models):
 
     @property
     def _timm(self) -> Any:
-        try:
-            return importlib.import_module("timm")
-        except ImportError as error:
-            raise UsageError(
-                f"timm cannot be imported: {error}",
-                where=f"{TIMM}{self.name}",
-                remedy="pip install 'torch-lockstep[timm]'. timm needs a torchvision that fits the installed torch",
-            ) from error
+        remedy = "pip install 'torch-lockstep[timm]'. timm needs a torchvision that fits the installed torch"
+        return optional("timm", where=f"{TIMM}{self.name}", remedy=remedy, kind=UsageError)
 
     def pixels(self) -> Pixels:
         config = self._timm.get_pretrained_cfg(self.name) if self.options.model else None
         if config is None:
-            return Pixels(_SIZE, None, None)
+            return Pixels(_SIZE)
         return Pixels(int(config.input_size[-1]), list(config.mean), list(config.std))
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:

@@ -24,7 +24,7 @@ SMALL = 64
 
 
 class ClassificationAugmentOptions(AugmentOptions):
-    """What happens to training pictures: crop, flips, one policy, colour, erasing, in this order."""
+    """Changes of training pictures: crop, flips, one policy, colour, erasing, in this order."""
 
     crop: Crop | Literal["auto"] = "random_resized"  # type: ignore[assignment]
     """As in the other tasks on images, or `auto`: `shift` if the training pictures are small, that is, if the median of
@@ -32,7 +32,7 @@ class ClassificationAugmentOptions(AugmentOptions):
 
 
 class Decided(NamedTuple):
-    """What stands in place of `auto`."""
+    """The values that stand in place of `auto`."""
 
     architecture: str
     """`scratch.architecture`."""
@@ -70,7 +70,7 @@ class ClassificationOptions(TableOptions, ImageOptions):
     `scratch` describes."""
     scratch: ScratchOptions = ScratchOptions()
     new_head: bool = False
-    """Whether to replace the last layer of a model that already classifies."""
+    """Replace the last layer of a model that already classifies."""
     columns: ColumnsOptions = ColumnsOptions()
     augment: ClassificationAugmentOptions = ClassificationAugmentOptions()
     """Random changes of training pictures."""
@@ -96,7 +96,7 @@ class ClassificationOptions(TableOptions, ImageOptions):
 
     @property
     def asks_the_pictures(self) -> bool:
-        """Whether `auto` stands anywhere, so that the size of the training pictures decides."""
+        """True if `auto` stands anywhere, so that the size of the training pictures decides."""
         new = self.scratch.architecture if self.model is None else None
         return AUTO in (new, self.augment.crop, self.cutmix_alpha)
 

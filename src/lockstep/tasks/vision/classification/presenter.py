@@ -1,4 +1,4 @@
-"""How image classification shows its data, predictions and results to people."""
+"""Texts and pictures that show data, predictions and results of image classification to people."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ClassificationPresenter(ImagePresenter):
         return lines
 
     def _decided(self) -> str:
-        """What `auto` became, and why."""
+        """A line about the values that `auto` became, and why."""
         task = self.task
         architecture, augment, alpha = task.decided
         values = [] if task.options.model else [f"task.scratch.architecture={architecture}"]

@@ -40,7 +40,7 @@ _DIGITS_SIZE = 8
 
 @dataclass(frozen=True)
 class ClassificationAbout(About):
-    """What the task keeps with the run. `counts` are samples."""
+    """The facts that the task keeps with the run. `counts` are samples."""
 
     side: int | None = None
     """The median of the shorter sides of the training pictures in pixels. None: nothing depends on it."""
@@ -72,7 +72,7 @@ class Classification(ImageTask):
         eval = eval or (None if train == _DIGITS else evaluation_source(train))
         super().__init__(options, train, eval, cache)
 
-    def learn(self) -> ClassificationAbout:
+    def learn(self) -> Any:
         records, options = self._records(self.train_source, "train", None), self.options
         if len(records.classes) < 2:
             what = f"there is only the class {records.classes[0]!r}" if records.classes else "there are no classes"
@@ -81,18 +81,16 @@ class Classification(ImageTask):
         classes, pixels = models.classes(records.classes), models.pixels()
         rows = self._rows(records)[0]
         counts = count_labels(records.classes, records.labels if rows is None else records.labels[rows])
-        mean, std = pixels.mean_and_std(options)
         small_model = options.model is None and options.scratch.architecture in (AUTO, CONVNET4, RESNET9)
         by_data = small_model and options.image_size is None
         digits = self.train_source == _DIGITS
         side = None
         if by_data or options.asks_the_pictures:
             side = _DIGITS_SIZE if digits else median_side(records)
-        return ClassificationAbout(
+        return self.described(
+            pixels,
             classes=classes,
             counts=[counts.get(name, 0) for name in classes],
-            mean=mean,
-            std=std,
             size=_DIGITS_SIZE if digits else size_for(side) if by_data and side else pixels.size,
             side=side,
         )
@@ -107,17 +105,7 @@ class Classification(ImageTask):
     def _records(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> Any:
         if source == _DIGITS:
             return Digits(training=split == "train")
-        columns, subset = self.options.columns, self.options.subset
-        return read_image_records(
-            source,
-            key=f"data.{split}",
-            split=split,
-            classes=classes,
-            image=columns.image,
-            label=columns.label,
-            subset=subset,
-            **self.options.of_csv(),
-        )
+        return read_image_records(source, split, self.options, classes=classes)
 
     def _rows(self, records: Any) -> tuple[Any, Any]:
         """The rows of the training source that are for training, and those that are held back; (None, None): no split.

@@ -29,7 +29,7 @@ Norm = Callable[[int], nn.Module]
 
 
 class CenterOutput(NamedTuple):
-    """What the detector says of each place: (height / 4, width / 4) places, rounded up."""
+    """The output of the detector for each place: (height / 4, width / 4) places, rounded up."""
 
     logits: Tensor
     """(pictures, classes, rows, columns): how likely the centre of an object of a class is there."""

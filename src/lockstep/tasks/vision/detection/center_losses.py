@@ -22,7 +22,7 @@ _FOCUS, _RELIEF = 2, 4  # exponents of Objects as Points, arXiv:1904.07850, equa
 
 
 class CenterTargets(NamedTuple):
-    """What the detector should say of each place."""
+    """The output that the detector should have for each place."""
 
     heat: Tensor
     """(pictures, classes, rows, columns) from 0 to 1: 1 at the centres of boxes, and less around them."""

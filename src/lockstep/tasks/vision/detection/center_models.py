@@ -27,7 +27,7 @@ class CenterModels(DetectionModels):
     suppresses = True
 
     def pixels(self) -> Pixels:
-        return Pixels(_SIZE, None, None)
+        return Pixels(_SIZE)
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
         sizes = {key: default for key, (default, _) in _SIZES.items()}

@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from lockstep.core.errors import DataError, UsageError
+from lockstep.tasks.arrays import Array
+from lockstep.tasks.faults import optional
 from lockstep.tasks.vision.readers.boxed_images import BoxedImages
 
 MOST = 100
 """pycocotools uses at most this many boxes of each picture and class (the last of its `maxDets`)."""
-
-Array = npt.NDArray[Any]
 
 
 class CocoMap(Metric):
@@ -90,7 +89,7 @@ class CocoMap(Metric):
 
 
 def among_best(scores: Tensor, labels: Tensor, most: int = MOST) -> Tensor:
-    """Which boxes are among the `most` best of their picture and class; the earlier of two equal boxes is better.
+    """True for the `most` best boxes of each picture and class; the earlier of two equal boxes is better.
 
     Args:
         scores, labels: (pictures, places); the label -1 marks places without a box.
@@ -140,39 +139,27 @@ def evaluate_classes(
     xywh = width_and_height(boxes)
     number_of = np.argsort(truth.category_ids, kind="stable")  # pycocotools takes categories in the order of their ids
     for label in number_of.tolist():
-        true = np.flatnonzero(counted & (truth.labels == label))
-        found = np.flatnonzero(labels == label)
-        arrays[label] = _evaluate_class(
-            int(truth.category_ids[label]),
-            [
-                {
-                    "id": int(all_.ids[place]),
-                    "image_id": int(box_images[place]),
-                    "category_id": int(truth.category_ids[label]),
-                    "bbox": all_.boxes[place].tolist(),
-                    "area": float(all_.area[place]),
-                    "iscrowd": int(all_.crowd[place]),
-                }
-                for place in true.tolist()
-            ],
-            [
-                {
-                    "id": number + 1,
-                    "image_id": int(pictures[place]),
-                    "category_id": int(truth.category_ids[label]),
-                    "bbox": xywh[place].tolist(),
-                    "area": float(xywh[place, 2] * xywh[place, 3]),
-                    "iscrowd": 0,
-                    "score": float(scores[place]),
-                }
-                for number, place in enumerate(found.tolist())
-            ],
-        )
+        category = int(truth.category_ids[label])
+        places = np.flatnonzero(counted & (truth.labels == label))
+        columns = (all_.ids, box_images, all_.boxes, all_.area, all_.crowd)
+        rows = zip(*(column[places] for column in columns), strict=True)
+        true = [_box(number, image, category, box, area, crowd) for number, image, box, area, crowd in rows]
+        found = []
+        for number, place in enumerate(np.flatnonzero(labels == label).tolist(), start=1):
+            box = _box(number, pictures[place], category, xywh[place], xywh[place, 2] * xywh[place, 3])
+            found.append({**box, "score": float(scores[place])})
+        arrays[label] = _evaluate_class(category, true, found)
     precision, recall = (
         np.concatenate([arrays[label][part] for label in range(len(truth.category_ids))], axis=axis)
         for part, axis in ((0, 2), (1, 1))
     )
     return precision, recall
+
+
+def _box(number: int, image: int, category: int, xywh: Array, area: float, crowd: bool = False) -> dict[str, Any]:
+    """A box as pycocotools has it: left, top, width and height."""
+    ids = {"id": int(number), "image_id": int(image), "category_id": category}
+    return {**ids, "bbox": xywh.tolist(), "area": float(area), "iscrowd": int(crowd)}
 
 
 def width_and_height(boxes: Array) -> Array:
@@ -234,14 +221,8 @@ def cocoeval() -> Any:
     Raises:
         UsageError: pycocotools cannot be imported.
     """
-    try:
-        return importlib.import_module("pycocotools.cocoeval").COCOeval
-    except ImportError as error:
-        raise UsageError(
-            f"pycocotools cannot be imported: {error}",
-            where="the evaluation of a detection",
-            remedy="pip install 'torch-lockstep[images]'",
-        ) from error
+    where, remedy = "the evaluation of a detection", "pip install 'torch-lockstep[images]'"
+    return optional("pycocotools.cocoeval", where=where, remedy=remedy, kind=UsageError).COCOeval
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Which true boxes a prediction found, for people. Metrics use pycocotools."""
+"""The true boxes that a prediction found, for people. Metrics use pycocotools."""
 
 from __future__ import annotations
 

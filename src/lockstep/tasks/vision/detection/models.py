@@ -1,4 +1,4 @@
-"""What a detection task asks of a model: losses as sums, the units of these sums, and boxes."""
+"""The questions of a detection task to a model: losses as sums, the units of these sums, and boxes."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ class DetectionModels(Models):
     """Makes models of one kind, and knows their losses and their boxes."""
 
     stretches: Any = False
-    """Whether `forward` stretches each picture from its part that is no padding to its whole square."""
+    """True if `forward` stretches each picture from its part that is no padding to its whole square."""
     suppresses: ClassVar[bool] = False
-    """Whether `detections` leaves out boxes that overlap a better box of their class."""
+    """True if `detections` leaves out boxes that overlap a better box of their class."""
 
     def coefficients(self) -> Mapping[str, float]:
         """The factor of each head's mean in the total loss. Heads that are not named have the factor 1."""
@@ -151,7 +151,7 @@ class DetectionModels(Models):
 
 
 def models_for(options: DetectionOptions, folder: Path | None) -> DetectionModels:
-    """What makes the models that `options` ask for.
+    """The object that makes the models that `options` ask for.
 
     Args:
         folder: where an earlier start of the run has kept the model's config. None: there is none.

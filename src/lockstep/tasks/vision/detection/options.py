@@ -36,7 +36,7 @@ class DetectionOptions(ImageOptions):
     describes."""
     scratch: ScratchOptions = ScratchOptions()
     new_head: bool = False
-    """Whether to replace the last layers of a model that already detects other classes."""
+    """Replace the last layers of a model that already detects other classes."""
     classes: str | list[str] | None = None
     """Names of the classes in the order of their numbers, or a YAML, JSON or text file with the names. None: those of
     the training data."""
@@ -45,17 +45,17 @@ class DetectionOptions(ImageOptions):
     eval_images: str | None = None
     """The same for evaluation pictures. None: `images`."""
     on_bad_boxes: Literal["raise", "skip"] = "raise"
-    """What happens to a box that is not finite, has no area, or lies outside of its picture: an error, or the box is
+    """The treatment of a box that is not finite, has no area, or lies outside of its picture: an error, or the box is
     left out of training and evaluation. `skip` also goes on with many boxes that reach over the edge."""
     difficult: bool = False
     """Pascal VOC: whether difficult objects are ordinary objects. Otherwise they are regions that do not count."""
     augment: AugmentOptions = AugmentOptions(crop="scale_jitter", jitter=(0.6, 1.5))
     mosaic: Probability = 0.0
-    """How often a training picture is put together of four pictures: itself, and three that are drawn from the training
+    """Probability that a training picture is put together of four pictures: itself, and three drawn from the training
     data."""
     batch_norm: BatchNormChoice = "group"
-    """What BatchNorm layers normalise by, as for every task on images. If it is not given, a model of transformers has
-    `frozen` with pretrained weights and `batch` without: its exported files cannot say that GroupNorm took their
+    """Statistics that BatchNorm layers use, as for every task on images. If this is not given, a model of transformers
+    has `frozen` with pretrained weights and `batch` without: its exported files cannot say that GroupNorm took their
     place."""
     most_boxes: PositiveInt = 300
     """The greatest number of boxes of a prediction. pycocotools uses at most 100 of a picture and class."""
@@ -71,6 +71,10 @@ class DetectionOptions(ImageOptions):
     tile_overlap: Annotated[float, Field(ge=0, lt=1)] = 0.25
     """The least share of a tile that the next tile covers too. An object that is larger than the common part may be
     found in parts only."""
+
+    def images_of(self, split: Literal["train", "eval"]) -> str | None:
+        """The folder of the pictures of a part of the data, as `images` or `eval_images` gives it."""
+        return self.images if split == "train" else self.eval_images or self.images
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""How much boxes overlap, and which of several boxes on the same object remain."""
+"""The overlap of boxes, and the choice among several boxes on the same object."""
 
 from __future__ import annotations
 

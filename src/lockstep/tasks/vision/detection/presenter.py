@@ -1,4 +1,4 @@
-"""How detection shows its data, predictions and results to people."""
+"""Texts and pictures that show data, predictions and results of detection to people."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ _SIDE = 960  # pixels of image, truth and prediction side by side
 _DIGITS, _MORE_DIGITS = 4, 6
 _RECALLS = np.linspace(0, 1, 101)  # pycocotools' `recThrs`
 
-Array = npt.NDArray[Any]
 Output = Mapping[str, Tensor]
 
 
@@ -90,19 +89,14 @@ class DetectionPresenter(ImagePresenter):
         if has_id and sample.image_id is not None:
             picture = {"image_id": int(sample.image_id), **picture}
         rows = zip(width_and_height(boxes).tolist(), scores.tolist(), labels.tolist(), strict=True)
+        classes = self.task.classes
         return [
-            {
-                **picture,
-                "category_id": categories[label],
-                "bbox": box,
-                "score": score,
-                "class": self.task.classes[label],
-            }
+            {**picture, "category_id": categories[label], "bbox": box, "score": score, "class": classes[label]}
             for box, score, label in rows
         ]
 
     def _category_ids(self) -> tuple[bool, Sequence[int]]:
-        """Whether ids of pictures are those of a COCO file, and the number of each class in this file."""
+        """True if ids of pictures are those of a COCO file, and the number of each class in this file."""
         about = self.task.about
         if self._numbers is None:
             data: Any = self.task.eval_data()

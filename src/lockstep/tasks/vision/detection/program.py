@@ -30,7 +30,7 @@ class _BoxesInSquares(nn.Module):
 
 
 def program(task: Detection, model: nn.Module) -> Program:
-    """What a detector computes of squares.
+    """The computation of a detector for squares.
 
     The inputs are `images`, float32 (squares, channels, size, size) from 0 to 255, and `shapes`, int64 (squares, 2):
     height and width of the part of each square that is no padding. Models that see no padding get squares without

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.core.errors import DataError
 from lockstep.core.task import Metrics
@@ -38,7 +39,7 @@ _VIEWS = 8  # tiles that a model sees at a time, where a batch has more tiles th
 
 @dataclass(frozen=True)
 class DetectionAbout(About):
-    """What the task keeps with the run. `counts` are boxes."""
+    """The facts that the task keeps with the run. `counts` are boxes."""
 
     category_ids: list[int]
     """The number of each class in the annotation file of the training data. Files of predictions use these numbers."""
@@ -82,24 +83,21 @@ class Detection(ImageTask):
         super().__init__(options, train, eval or evaluation_part(train), cache)
         self.calls_vary = options.tile is not None
 
-    def learn(self) -> DetectionAbout:
-        data, options = self.read(self.train_source, "train", None), self.options
+    def learn(self) -> Any:
+        data = self.read(self.train_source, "train", None)
         classes, pixels = self.models.classes(data.classes), self.models.pixels()
         number = {name: place for place, name in enumerate(data.classes)}
         counts = data.class_counts()
-        mean, std = pixels.mean_and_std(options)
-        return DetectionAbout(
+        return self.described(
+            pixels,
             classes=classes,
             category_ids=[int(data.category_ids[number[name]]) for name in classes],
             counts=[counts[name] for name in classes],
-            mean=mean,
-            std=std,
-            size=pixels.size,
         )
 
     @cached_property
     def models(self) -> DetectionModels:
-        """What makes the model, and knows its losses and boxes."""
+        """The object that makes the model, and knows its losses and boxes."""
         return models_for(self.options, self.folder)
 
     # ---- data
@@ -108,17 +106,7 @@ class Detection(ImageTask):
         options = self.options
         if classes is None and options.classes is not None:
             classes = read_class_table(options.classes).names
-        return read_boxed_images(
-            source,
-            key=f"data.{split}",
-            split=split,
-            classes=classes,
-            images=options.images if split == "train" else options.eval_images or options.images,
-            on_bad_boxes=options.on_bad_boxes,
-            difficult=options.difficult,
-            channels=options.channels,
-            cache=self.cache,
-        )
+        return read_boxed_images(source, split, options, classes=classes, cache=self.cache)
 
     # ---- the model
 
@@ -151,15 +139,7 @@ class Detection(ImageTask):
                 changed = train_picture(picture, size, options.augment)
             seen = [View(changed, changed.size, (1.0, 1.0), (0, 0))]
         else:
-            seen = views(
-                picture,
-                options.size_for_evaluation(default),
-                tile=options.tile,
-                overlap=options.tile_overlap,
-                fill=options.augment.fill,
-                interpolation=options.augment.interpolation,
-                min_visible=options.augment.min_visible,
-            )
+            seen = views(picture, options.size_for_evaluation(default), options)
         indices = [view.picture.box_indices for view in seen]
         # The cache may have reduced the picture.
         reduced = sample.size[1] / picture.size[1], sample.size[0] / picture.size[0]
@@ -262,29 +242,25 @@ class Detection(ImageTask):
         boxes = in_picture(boxes.float(), batch["scale"], batch["offset"])
         if len(batch["views"]) < len(boxes):
             boxes, scores, labels = self._of_tiles(boxes, scores, labels, batch)
-        missing = max(0, self.options.most_boxes - scores.shape[1])
         limit = batch["sizes"].flip(1).repeat(1, 2)[:, None].to(boxes)
-        found = {
-            "boxes": (torch.minimum(boxes.clamp(min=0), limit), 0.0),
-            "scores": (scores.float(), 0.0),
-            "labels": (labels, -1),
+        boxes, most = torch.minimum(boxes.clamp(min=0), limit), self.options.most_boxes
+        missing = max(0, most - scores.shape[1])
+        return {
+            "boxes": functional.pad(boxes[:, :most], (0, 0, 0, missing)),
+            "scores": functional.pad(scores.float()[:, :most], (0, missing)),
+            "labels": functional.pad(labels[:, :most], (0, missing), value=-1),
         }
-        shape = {"boxes": (0, 0, 0, missing), "scores": (0, missing), "labels": (0, missing)}
-        most = self.options.most_boxes
-        return {name: functional.pad(part[:, :most], shape[name], value=empty) for name, (part, empty) in found.items()}
 
     def _of_tiles(self, boxes: Tensor, scores: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """The boxes of pictures from those of their tiles: (pictures, places, ...)."""
         counts = batch["views"].tolist()
         pictures = zip(*(torch.split(part, counts) for part in (boxes, scores, labels)), strict=True)
         merged = [self._merged(*picture) for picture in pictures]
-        places = max(len(own_scores) for _, own_scores, _ in merged)
-        fills = (0.0, 0.0, -1)
-        padded = [
-            torch.stack([_lengthened(part, places, fill) for part in parts])
-            for parts, fill in zip(zip(*merged, strict=True), fills, strict=True)
-        ]
-        return padded[0], padded[1], padded[2]
+        boxes, scores, labels = (
+            pad_sequence(list(parts), batch_first=True, padding_value=fill)
+            for parts, fill in zip(zip(*merged, strict=True), (0.0, 0.0, -1.0), strict=True)
+        )
+        return boxes, scores, labels
 
     def _merged(self, boxes: Tensor, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The boxes of one picture from those of its tiles (tiles, places): the best first, without doubles."""
@@ -325,11 +301,6 @@ class Detection(ImageTask):
     @staticmethod
     def _update(metrics: MetricCollection, output: dict[str, Tensor], batch: Batch) -> None:
         metrics.update(output["boxes"], output["scores"], output["labels"], batch["ids"])
-
-
-def _lengthened(values: Tensor, length: int, fill: float) -> Tensor:
-    """`values` (n, ...) with more rows of `fill`: (length, ...)."""
-    return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), fill)])
 
 
 def _picture(sample: BoxedImage) -> Picture:

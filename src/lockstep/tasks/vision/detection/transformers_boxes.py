@@ -13,7 +13,7 @@ from lockstep.tasks.vision.detection.transformers_losses import Labels, Predicti
 
 
 class Outputs(NamedTuple):
-    """What a detector of transformers found in a batch."""
+    """The findings of a detector of transformers in a batch."""
 
     predictions: Predictions
     shapes: Tensor
@@ -21,7 +21,7 @@ class Outputs(NamedTuple):
 
 
 def inside_of(shapes: Tensor, size: tuple[int, int]) -> Tensor:
-    """Which pixels are no padding: bool (pictures, height, width).
+    """True for pixels that are no padding: bool (pictures, height, width).
 
     Args:
         shapes: int64 (pictures, 2): height and width of the part of each picture that is no padding.

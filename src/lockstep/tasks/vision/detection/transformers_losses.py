@@ -13,12 +13,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.core.errors import UsageError
+from lockstep.tasks.faults import optional
 
 Layer = dict[str, Tensor]
 Labels = list[dict[str, Tensor]]
@@ -32,7 +33,7 @@ _DISTILLATION_TEMPERATURE = 5
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model of transformers passes to its loss."""
+    """The arguments that a model of transformers passes to its loss."""
 
     logits: Tensor
     """(pictures, queries, logits) of the last decoder layer."""
@@ -43,7 +44,7 @@ class Predictions:
     all_boxes: Tensor | None = None
     """The boxes of all decoder layers."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """What only some models pass."""
+    """Arguments that only some models pass."""
 
     def full_precision(self) -> Predictions:
         """The same in float32, where it has 16 bits: sums over many boxes need more."""
@@ -69,12 +70,28 @@ def keep_predictions(
     return None, {"predictions": Predictions(logits, pred_boxes, outputs_class, outputs_coord, more=kept)}, None
 
 
-class SetLosses(Protocol):
-    """The losses of one family of detectors."""
+class SetLosses:
+    """The losses of one family of detectors. Here are those with DETR's layers.
+
+    Heads: `class`; `box`, the L1 distance; `giou`, 1 - generalised IoU. The unit of all heads is the box.
+
+    Args:
+        kind: the module of transformers with the losses.
+        matcher: its class that matches boxes.
+    """
+
+    criterion: Any
+
+    def __init__(self, config: Any, *, kind: str, matcher: str) -> None:
+        self.module = _import(kind)
+        box, giou = float(config.bbox_loss_coefficient), float(config.giou_loss_coefficient)
+        self._coefficients = {"class": 1.0, "box": box, "giou": giou}
+        costs = {"class_cost": config.class_cost, "bbox_cost": config.bbox_cost, "giou_cost": config.giou_cost}
+        self.matcher = getattr(self.module, matcher)(**costs)
 
     def coefficients(self) -> dict[str, float]:
         """The factor of each head in the model's own loss."""
-        ...
+        return dict(self._coefficients)
 
     def weights(self, counts: Tensor) -> dict[str, Tensor]:
         """The units of each head: float64 scalars.
@@ -82,36 +99,38 @@ class SetLosses(Protocol):
         Args:
             counts: int64 (pictures): the number of true boxes of each picture.
         """
-        ...
+        boxes = counts.sum().double()
+        return {"class": boxes, "box": boxes, "giou": boxes}
 
     def sums(self, predictions: Predictions, labels: Labels) -> dict[str, Tensor]:
         """The sum of each head over its units, of all layers together. The logits say how many classes there are."""
-        ...
+        heads = _Heads()
+        for layer in _detr_layers(predictions):
+            matches = match(self.criterion.matcher, layer, labels)
+            heads.add("class", self._class(layer, labels, matches))
+            heads.add_boxes(self.criterion.loss_boxes(layer, labels, matches, 1))
+        return heads.sums
+
+    def _class(self, layer: Layer, labels: Labels, matches: Matches) -> Tensor:
+        loss: Tensor = self.criterion.loss_labels(layer, labels, matches, 1)["loss_ce"]
+        return loss
 
 
-class SoftmaxLosses:
+class SoftmaxLosses(SetLosses):
     """DETR, Table Transformer and YOLOS: each query has a class or none.
 
-    Heads: `class`, weighted cross-entropy over all queries; `box`, the L1 distance; `giou`, 1 - generalised IoU.
-    The unit of `class` is a query with a box. A query without a box counts as `eos_coefficient` units.
+    `class` is weighted cross-entropy over all queries. Its unit is a query with a box. A query without a box counts as
+    `eos_coefficient` units.
     """
 
     def __init__(self, config: Any) -> None:
-        losses = _import("loss_for_object_detection")
+        super().__init__(config, kind="loss_for_object_detection", matcher="HungarianMatcher")
         self.queries = int(getattr(config, "num_detection_tokens", None) or config.num_queries)
         self.no_object = float(config.eos_coefficient)
-        self._coefficients = _detr_coefficients(config)
-        matcher = losses.HungarianMatcher(
-            class_cost=config.class_cost, bbox_cost=config.bbox_cost, giou_cost=config.giou_cost
-        )
-        self.criterion = losses.ImageLoss(matcher, config.num_labels, self.no_object, [])
-
-    def coefficients(self) -> dict[str, float]:
-        return dict(self._coefficients)
+        self.criterion = self.module.ImageLoss(self.matcher, config.num_labels, self.no_object, [])
 
     def weights(self, counts: Tensor) -> dict[str, Tensor]:
-        boxes = counts.sum().double()
-        return {"class": self._query_units(counts), "box": boxes, "giou": boxes}
+        return {**super().weights(counts), "class": self._query_units(counts)}
 
     def sums(self, predictions: Predictions, labels: Labels) -> dict[str, Tensor]:
         # transformers keeps this weight in float32. Cross-entropy wants the type of the logits.
@@ -119,52 +138,31 @@ class SoftmaxLosses:
         class_weight[-1] = self.no_object
         self.criterion.empty_weight = class_weight
         self.criterion.num_classes = len(class_weight) - 1
+        return super().sums(predictions, labels)
+
+    def _class(self, layer: Layer, labels: Labels, matches: Matches) -> Tensor:
         units = self._query_units(torch.tensor([len(label["class_labels"]) for label in labels])).item()
-        heads = _Heads()
-        for layer in _detr_layers(predictions):
-            matches = match(self.criterion.matcher, layer, labels)
-            mean = self.criterion.loss_labels(layer, labels, matches, 1)["loss_ce"]
-            heads.add("class", mean * units)
-            heads.add_boxes(self.criterion.loss_boxes(layer, labels, matches, 1))
-        return heads.sums
+        return super()._class(layer, labels, matches) * units
 
     def _query_units(self, counts: Tensor) -> Tensor:
         matched = counts.clamp(max=self.queries).sum().double()
         return matched + self.no_object * (self.queries * len(counts) - matched)
 
 
-class FocalLosses:
-    """Deformable DETR, Conditional DETR and DAB-DETR: each class of each query is a yes or a no.
-
-    Heads: `class`, focal loss; `box` and `giou` as DETR has them. The unit of all heads is the box.
-    """
+class FocalLosses(SetLosses):
+    """Deformable DETR, Conditional DETR and DAB-DETR: each class of each query is a yes or a no: focal loss."""
 
     def __init__(self, config: Any) -> None:
-        losses = _import("loss_deformable_detr")
-        self._coefficients = _detr_coefficients(config)
-        matcher = losses.DeformableDetrHungarianMatcher(
-            class_cost=config.class_cost, bbox_cost=config.bbox_cost, giou_cost=config.giou_cost
-        )
-        self.criterion = losses.DeformableDetrImageLoss(matcher, config.num_labels, config.focal_alpha, [])
-
-    def coefficients(self) -> dict[str, float]:
-        return dict(self._coefficients)
-
-    def weights(self, counts: Tensor) -> dict[str, Tensor]:
-        boxes = counts.sum().double()
-        return {"class": boxes, "box": boxes, "giou": boxes}
+        super().__init__(config, kind="loss_deformable_detr", matcher="DeformableDetrHungarianMatcher")
+        image_loss = self.module.DeformableDetrImageLoss
+        self.criterion = image_loss(self.matcher, config.num_labels, config.focal_alpha, [])
 
     def sums(self, predictions: Predictions, labels: Labels) -> dict[str, Tensor]:
         self.criterion.num_classes = predictions.logits.shape[-1]
-        heads = _Heads()
-        for layer in _detr_layers(predictions):
-            matches = match(self.criterion.matcher, layer, labels)
-            heads.add("class", self.criterion.loss_labels(layer, labels, matches, 1)["loss_ce"])
-            heads.add_boxes(self.criterion.loss_boxes(layer, labels, matches, 1))
-        return heads.sums
+        return super().sums(predictions, labels)
 
 
-class VarifocalLosses:
+class VarifocalLosses(SetLosses):
     """RT-DETR, versions 1 and 2.
 
     Heads: `class`, varifocal loss; `box` and `giou` as DETR has them. The unit of all heads is the box. The layers are
@@ -178,10 +176,6 @@ class VarifocalLosses:
     def coefficients(self) -> dict[str, float]:
         names = {"class": "loss_vfl", "box": "loss_bbox", "giou": "loss_giou"}
         return {head: float(self.criterion.weight_dict[name]) for head, name in names.items()}
-
-    def weights(self, counts: Tensor) -> dict[str, Tensor]:
-        boxes = counts.sum().double()
-        return {"class": boxes, "box": boxes, "giou": boxes}
 
     def sums(self, predictions: Predictions, labels: Labels) -> dict[str, Tensor]:
         self.criterion.num_classes = predictions.logits.shape[-1]
@@ -324,11 +318,6 @@ def _unstack(stacked: Mapping[str, Tensor], *, but_last: bool) -> list[Layer]:
     return layers
 
 
-def _detr_coefficients(config: Any) -> dict[str, float]:
-    box, giou = float(config.bbox_loss_coefficient), float(config.giou_loss_coefficient)
-    return {"class": 1.0, "box": box, "giou": giou}
-
-
 def _full(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
         return value.float()
@@ -341,12 +330,6 @@ def _import(name: str) -> Any:
     Raises:
         UsageError: scipy is not installed, which matches boxes with queries.
     """
-    try:
-        importlib.import_module("scipy.optimize")
-    except ImportError as error:
-        raise UsageError(
-            f"scipy cannot be imported: {error}",
-            where="task.model",
-            remedy="pip install 'torch-lockstep[images]'; detectors of transformers match boxes with scipy",
-        ) from error
+    remedy = "pip install 'torch-lockstep[images]'; detectors of transformers match boxes with scipy"
+    optional("scipy.optimize", where="task.model", remedy=remedy, kind=UsageError)
     return importlib.import_module(f"transformers.loss.{name}")

@@ -24,12 +24,12 @@ _SIZE = 640  # pixels, where nothing says another size
 _TIMM_BACKBONE = "timm_backbone"
 
 Padding = Literal["masked", "stretched"]
-"""How a model sees a picture that does not fill its square. `masked`: the padding is masked. `stretched`: the picture
+"""The form of a picture that does not fill its square. `masked`: the padding is masked. `stretched`: the picture
 is stretched to the whole square, as the model's anchors and position embeddings cover all of it."""
 
 
 class _Family(NamedTuple):
-    """What differs between the kinds of detectors."""
+    """The differences between the kinds of detectors."""
 
     losses: Callable[[Any], SetLosses]
     """Makes the losses from the model's config."""
@@ -79,11 +79,10 @@ class TransformersModels(AutoModels, DetectionModels):
     def _check_backbone(config: Any, key: str) -> None:
         backbone = getattr(config, "backbone_config", None)
         if getattr(backbone, "model_type", None) == _TIMM_BACKBONE and importlib.util.find_spec("timm") is None:
-            raise UsageError(
-                f"its backbone ({getattr(backbone, 'backbone', 'unnamed')}) is a model of timm, which is not installed",
-                where=key,
-                remedy="use a detector with a backbone of transformers; or pip install 'torch-lockstep[timm]'",
-            )
+            name = getattr(backbone, "backbone", "unnamed")
+            remedy = "use a detector with a backbone of transformers; or pip install 'torch-lockstep[timm]'"
+            what = f"its backbone ({name}) is a model of timm, which is not installed"
+            raise UsageError(what, where=key, remedy=remedy)
 
     def config(self, size: int) -> Any:
         return self._loaded.__class__.from_dict(self._loaded.to_dict())
@@ -180,7 +179,7 @@ class TransformersModels(AutoModels, DetectionModels):
 
 
 def _choose_trainable(model: Any, *, pretrained: bool) -> None:
-    """Which weights of the backbone train.
+    """Choose the weights of the backbone that train.
 
     Detectors of the DETR family train stages 2 to 4 of a pretrained ResNet (arXiv:2005.12872, appendix A.4).
     transformers means to do so, but freezes every weight of a ResNet of its own: the names it looks for are those of

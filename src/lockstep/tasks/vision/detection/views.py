@@ -1,16 +1,19 @@
-"""How a picture is shown to a detector: whole, or in overlapping tiles, each fitted into a square; and the way back."""
+"""Views of a picture for a detector: whole, or overlapping tiles, each fitted into a square; and the way back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.tasks.vision.detection.options import DetectionOptions
 from lockstep.tasks.vision.pictures import geometry
 from lockstep.tasks.vision.pictures.geometry import Region
 from lockstep.tasks.vision.pictures.options import Interpolation
 from lockstep.tasks.vision.pictures.picture import Picture, contiguous
+from lockstep.tasks.vision.use_pictures import tiles_along
 
 
 @dataclass(frozen=True)
@@ -53,46 +56,26 @@ def tiles(size: tuple[int, int], side: int, overlap: float) -> list[Region]:
     Returns:
         (top, left, height, width) in pixels.
     """
-    (tops, height), (lefts, width) = (_cut(length, side, overlap) for length in size)
-    return [(top, left, height, width) for top in tops for left in lefts]
+    rows, columns = (tiles_along(length, side, overlap) for length in size)
+    return [(top, left, height, width) for top, height in rows for left, width in columns]
 
 
-def _cut(length: int, side: int, overlap: float) -> tuple[list[int], int]:
-    if length <= side:
-        return [0], length
-    step = max(1.0, side * (1 - overlap))
-    count = 1 + int(-(-(length - side) // step))
-    return [round(number * (length - side) / (count - 1)) for number in range(count)], side
-
-
-def views(
-    picture: Picture,
-    size: int,
-    *,
-    tile: int | None,
-    overlap: float,
-    fill: int,
-    interpolation: Interpolation,
-    min_visible: float,
-) -> list[View]:
-    """The whole picture as one view; or with `tile`, overlapping tiles of at most so many pixels a side.
+def views(picture: Picture, size: int, options: DetectionOptions) -> list[View]:
+    """The whole picture as one view; or with `options.tile`, overlapping tiles of at most so many pixels a side.
 
     Args:
         size: side of each view in pixels.
-        min_visible: a box is left out of a tile if a smaller share of its area is inside.
+        options: a box is left out of a tile if a smaller share of its area is inside than `augment.min_visible`.
     """
+    tile, augment = options.tile, options.augment
+    look: dict[str, Any] = {"fill": augment.fill, "interpolation": augment.interpolation}
     if tile is None or max(picture.size) <= tile:
-        return [fitted(picture, size, fill=fill, interpolation=interpolation)]
-    return [
-        fitted(
-            geometry.crop(picture, region, min_visible=min_visible),
-            size,
-            fill=fill,
-            interpolation=interpolation,
-            offset=(region[1], region[0]),
-        )
-        for region in tiles(picture.size, tile, overlap)
-    ]
+        return [fitted(picture, size, **look)]
+    found = []
+    for region in tiles(picture.size, tile, options.tile_overlap):
+        part = geometry.crop(picture, region, min_visible=augment.min_visible)
+        found.append(fitted(part, size, **look, offset=(region[1], region[0])))
+    return found
 
 
 def in_picture(boxes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:

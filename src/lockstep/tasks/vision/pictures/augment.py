@@ -59,11 +59,7 @@ def train_picture(
     if options.randaugment is not None:
         chosen = options.randaugment
         picture = rand_augment(
-            picture,
-            operations=chosen.operations,
-            magnitude=chosen.magnitude,
-            options=options,
-            mask_fill=mask_fill,
+            picture, operations=chosen.operations, magnitude=chosen.magnitude, options=options, mask_fill=mask_fill
         )
     if options.trivialaugment:
         picture = trivial_augment(picture, options=options, mask_fill=mask_fill)
@@ -105,9 +101,8 @@ def eval_picture(
 def _crop(picture: Picture, size: Size, options: AugmentOptions, mask_fill: int, *, fit: Size) -> Picture:
     if options.crop == "random_resized":
         region = _resized_region(picture, size, options)
-        return geometry.crop_resize(
-            picture, region, size, interpolation=options.interpolation, min_visible=options.min_visible
-        )
+        picture = geometry.crop(picture, region, min_visible=options.min_visible)
+        return geometry.resize(picture, size, interpolation=options.interpolation)
     if options.crop == "scale_jitter":
         return _scale_jitter(picture, size, options, mask_fill, fit=fit)
     if options.crop == "fit":
@@ -156,11 +151,7 @@ def _scale_jitter(picture: Picture, size: Size, options: AugmentOptions, mask_fi
         whole = high, wide = geometry.fitted_size((height, width), size)
         top = left = above = before = 0
     picture = geometry.resize_crop(
-        picture,
-        whole,
-        (top, left, high, wide),
-        interpolation=options.interpolation,
-        min_visible=options.min_visible,
+        picture, whole, (top, left, high, wide), interpolation=options.interpolation, min_visible=options.min_visible
     )
     below, after = size[0] - high - above, size[1] - wide - before
     if not (above or before or below or after):
@@ -226,16 +217,12 @@ def _middle(size: Size, ratio: tuple[float, float]) -> Region:
 def _jitter(image: Tensor, options: ColorJitterOptions) -> Tensor:
     """Random factors in random order, as torchvision's `ColorJitter` does it."""
     for which in torch.randperm(4).tolist():
-        change, most = (
-            (color.brightness, options.brightness),
-            (color.contrast, options.contrast),
-            (color.saturation, options.saturation),
-            (color.hue, options.hue),
-        )[which]
-        if most and change is color.hue:
+        name = ("brightness", "contrast", "saturation", "hue")[which]
+        most = getattr(options, name)
+        if most and name == "hue":
             image = color.hue(image, _uniform(-most, most))
         elif most:
-            image = change(image, _uniform(max(0.0, 1 - most), 1 + most))
+            image = getattr(color, name)(image, _uniform(max(0.0, 1 - most), 1 + most))
     return image
 
 

@@ -37,7 +37,7 @@ _NAME = 8  # bytes behind the entries: the name of the index, drawn when it was 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How large a cache of decoded pictures may be."""
+    """Limits of a cache of decoded pictures."""
 
     limit_bytes: int | None = None
     """Largest size of the pixels on disk, for each data set. None: what the disk gives."""
@@ -65,23 +65,12 @@ class DecodedCache:
         folder: of this cache alone. Its name must stand for the content; see `folder_name`.
         count: number of pictures.
         channels: of all pictures.
-        limit_bytes: largest size of the pixels on disk. None: what the disk gives.
-        shorter_side: larger pictures are reduced to this shorter side in pixels before they are kept, and are reduced
-            alike where they are not kept. None: pictures are kept as they are. Boxes and masks of a picture must be
-            scaled alike.
+        options: pictures that are larger than `shorter_side` are reduced before they are kept, and are reduced alike
+            where they are not kept. Boxes and masks of a picture must be scaled alike.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        count: int,
-        *,
-        channels: int = 3,
-        limit_bytes: int | None = None,
-        shorter_side: int | None = None,
-    ) -> None:
-        self.folder, self.count, self.channels = folder, count, channels
-        self.limit_bytes, self.shorter_side = limit_bytes, shorter_side
+    def __init__(self, folder: Path, count: int, *, channels: int = 3, options: CacheOptions = CacheOptions()) -> None:
+        self.folder, self.count, self.channels, self.options = folder, count, channels, options
         self.stopped: str | None = None
         """Why this process writes no more, or None."""
         self._boot = _boot()
@@ -94,7 +83,7 @@ class DecodedCache:
             name = self._open_index()
         except OSError as error:
             self._stop(_cannot_write(error))
-        self._slabs = Slabs(folder, name, limit_bytes=limit_bytes, published_end=self._published_end)
+        self._slabs = Slabs(folder, name, limit_bytes=options.limit_bytes, published_end=self._published_end)
 
     def pixels(self, index: int, read: Callable[[], Pixels]) -> Pixels:
         """The pixels of a picture, from the cache or from `read`.
@@ -110,7 +99,7 @@ class DecodedCache:
         """
         if (kept := self._kept(index)) is not None:
             return kept
-        pixels = np.ascontiguousarray(reduced(self._checked(read()), self.shorter_side))
+        pixels = np.ascontiguousarray(reduced(self._checked(read()), self.options.shorter_side))
         if self.stopped is None:
             try:
                 place = self._slabs.append(pixels.data.cast("B")) if pixels.size else None
@@ -128,7 +117,7 @@ class DecodedCache:
     def summary(self) -> str:
         """A line for people: how many pictures are in the cache, their size on disk, the limit, the folder."""
         held = sum(index in self for index in range(self.count))
-        limit = "" if self.limit_bytes is None else f" of {self.limit_bytes / 1e9:.3g}"
+        limit = "" if self.options.limit_bytes is None else f" of {self.options.limit_bytes / 1e9:.3g}"
         why = "" if self.stopped is None else f"; it {self.stopped}"
         size = f"{self.bytes_on_disk() / 1e9:.3g}{limit} GB"
         return f"decoded pictures: {held:,} of {self.count:,} in {self.folder}, {size}{why}"
@@ -235,7 +224,7 @@ class DecodedCache:
             warnings.warn(f"the cache of decoded pictures {self.folder} {why}; {rest}", RuntimeWarning, stacklevel=3)
 
     def _was_told(self) -> bool:
-        """Whether a process of this machine has warned since the cache was opened. This call counts as a warning."""
+        """True if a process of this machine has warned since the cache was opened. This call counts as a warning."""
         if self._index is None:  # there is no place to leave a mark
             return os.environ.get("LOCAL_RANK", "0") != "0"
         try:
@@ -247,11 +236,10 @@ class DecodedCache:
         return told
 
     def __getstate__(self) -> dict[str, Any]:
-        options = {"channels": self.channels, "limit_bytes": self.limit_bytes, "shorter_side": self.shorter_side}
-        return {"folder": self.folder, "count": self.count, "options": options}
+        return {"folder": self.folder, "count": self.count, "channels": self.channels, "options": self.options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["folder"], state["count"], **state["options"])  # type: ignore[misc]
+        self.__init__(**state)  # type: ignore[misc]
 
     def __del__(self) -> None:
         if "_slabs" in self.__dict__:

@@ -137,7 +137,7 @@ def _jpeg_orientation(data: bytes) -> int:
 
 
 def _has_app1(data: bytes) -> bool:
-    """Whether a JPEG file has a segment APP1, which holds EXIF and XMP data, before its pixels."""
+    """True if a JPEG file has a segment APP1, which holds EXIF and XMP data, before its pixels."""
     place = 2
     while place + 4 <= len(data) and data[place] == 0xFF:
         marker = data[place + 1]
@@ -153,7 +153,7 @@ def _has_app1(data: bytes) -> bool:
 
 @functools.cache
 def reads_heif() -> bool:
-    """Whether HEIC and HEIF files can be read: `pillow-heif` is installed. PIL then opens them."""
+    """True if HEIC and HEIF files can be read: `pillow-heif` is installed. PIL then opens them."""
     try:
         import pillow_heif
     except ImportError:
@@ -163,7 +163,7 @@ def reads_heif() -> bool:
 
 
 def _needs_heif(data: bytes) -> bool:
-    """Whether PIL cannot read the file without pillow-heif: brands of HEVC, ISO/IEC 23008-12, annex B."""
+    """True if PIL cannot read the file without pillow-heif: brands of HEVC, ISO/IEC 23008-12, annex B."""
     if data[4:8] != b"ftyp" or reads_heif():
         return False
     return data[8:12] in (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx")
@@ -194,23 +194,14 @@ def opened(data: bytes, where: str) -> Iterator[PILImage.Image]:
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        raise DataError(
-            f"this is no picture that can be read: {len(data)} bytes that begin with {data[:16]!r}",
-            where=where or None,
-            remedy=_REPAIR,
-        ) from error
+        what = f"this is no picture that can be read: {len(data)} bytes that begin with {data[:16]!r}"
+        raise DataError(what, where=where or None, remedy=_REPAIR) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DataError(
-            f"the picture is too large: {error}",
-            where=where or None,
-            remedy="make the picture smaller. If it is meant to be this large, set PIL.Image.MAX_IMAGE_PIXELS",
-        ) from error
+        remedy = "make the picture smaller. If it is meant to be this large, set PIL.Image.MAX_IMAGE_PIXELS"
+        raise DataError(f"the picture is too large: {error}", where=where or None, remedy=remedy) from error
     except Exception as error:  # PIL's readers raise errors of many kinds
-        raise DataError(
-            f"the picture is truncated or damaged: {type(error).__name__}: {error}",
-            where=where or None,
-            remedy=_REPAIR,
-        ) from error
+        what = f"the picture is truncated or damaged: {type(error).__name__}: {error}"
+        raise DataError(what, where=where or None, remedy=_REPAIR) from error
 
 
 def orientation_of(image: PILImage.Image) -> int:
@@ -240,11 +231,8 @@ def _to_pixels(image: PILImage.Image, channels: int, where: str) -> Pixels:
         grey = _eight_bits(np.asarray(image), where)
         return np.repeat(grey[..., None], channels, axis=2)
     if image.mode == "F":
-        raise DataError(
-            "the pixels are floating-point numbers, of which the range is not known",
-            where=where or None,
-            remedy="save the picture with 8 or 16 bits a channel",
-        )
+        what = "the pixels are floating-point numbers, of which the range is not known"
+        raise DataError(what, where=where or None, remedy="save the picture with 8 or 16 bits a channel")
     if image.mode in ("P", "PA") and "transparency" in image.info:
         image = image.convert("RGBA")  # PIL cannot drop the transparency of a palette in one step
     pixels = np.array(image.convert("L" if channels == 1 else "RGB"))
@@ -254,9 +242,6 @@ def _to_pixels(image: PILImage.Image, channels: int, where: str) -> Pixels:
 def _eight_bits(values: npt.NDArray[Any], where: str) -> Pixels:
     """Integers from 0 to 65535, scaled to 0 to 255 and rounded."""
     if values.min() < 0 or values.max() > 65535:
-        raise DataError(
-            f"grey values from {values.min()} to {values.max()} are outside of 16 bits",
-            where=where or None,
-            remedy="save the picture with 8 or 16 bits a channel",
-        )
+        what = f"grey values from {values.min()} to {values.max()} are outside of 16 bits"
+        raise DataError(what, where=where or None, remedy="save the picture with 8 or 16 bits a channel")
     return ((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)

@@ -7,6 +7,7 @@ that cut have `min_visible`: boxes are left out if a smaller share of their area
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,11 +38,11 @@ def crop(picture: Picture, region: Region, *, min_visible: float = MIN_VISIBLE) 
     if not inside or min(height, width) < 1:
         raise ValueError(f"region {region} (top, left, height, width) of a picture of {picture.size}")
     boxes = picture.boxes
-    moved = Picture(
+    moved = replace(
+        picture,
         image=picture.image[:, top : top + height, left : left + width],
         mask=None if picture.mask is None else picture.mask[top : top + height, left : left + width],
         boxes=None if boxes is None else boxes - boxes.new_tensor([left, top, left, top]),
-        box_indices=picture.box_indices,
     )
     return _clip_boxes(moved, min_visible)
 
@@ -54,24 +55,12 @@ def resize(picture: Picture, size: Size, *, interpolation: Interpolation = "bili
     """
     if size == picture.size:
         return picture
-    return Picture(
+    return replace(
+        picture,
         image=_interpolate(picture.image, interpolation, size=size),
         mask=None if picture.mask is None else _nearest(picture.mask, size, (0, 0, *size)),
         boxes=_scale_boxes(picture, size),
-        box_indices=picture.box_indices,
     )
-
-
-def crop_resize(
-    picture: Picture,
-    region: Region,
-    size: Size,
-    *,
-    interpolation: Interpolation = "bilinear",
-    min_visible: float = MIN_VISIBLE,
-) -> Picture:
-    """A part of the picture, at another size."""
-    return resize(crop(picture, region, min_visible=min_visible), size, interpolation=interpolation)
 
 
 def resize_crop(
@@ -93,11 +82,11 @@ def resize_crop(
     top, left, height, width = region
     small = _upper_left(picture.image, size, (top + height, left + width), interpolation)
     boxes = _scale_boxes(picture, size)
-    moved = Picture(
+    moved = replace(
+        picture,
         image=small[:, top : top + height, left : left + width],
         mask=None if picture.mask is None else _nearest(picture.mask, size, region),
         boxes=None if boxes is None else boxes - boxes.new_tensor([left, top, left, top]),
-        box_indices=picture.box_indices,
     )
     return _clip_boxes(moved, min_visible)
 
@@ -143,11 +132,11 @@ def flip(picture: Picture, *, vertical: bool = False) -> Picture:
     if boxes is not None:
         x0, y0, x1, y1 = boxes.unbind(1)
         boxes = torch.stack([x0, height - y1, x1, height - y0] if vertical else [width - x1, y0, width - x0, y1], 1)
-    return Picture(
+    return replace(
+        picture,
         image=picture.image.flip(1 if vertical else 2),
         mask=None if picture.mask is None else picture.mask.flip(0 if vertical else 1),
         boxes=boxes,
-        box_indices=picture.box_indices,
     )
 
 
@@ -202,11 +191,11 @@ def affine(
         columns, lines = x.floor().long(), y.floor().long()
         inside = (columns >= 0) & (columns < width) & (lines >= 0) & (lines < height)
         mask = mask[lines.clamp(0, height - 1), columns.clamp(0, width - 1)].masked_fill(~inside, mask_fill)
-    moved = Picture(
+    moved = replace(
+        picture,
         image=sampled[0].add_(fill + 0.5).clamp_(0, 255).to(torch.uint8),
         mask=mask,
         boxes=None if picture.boxes is None else _move_boxes(picture.boxes, matrix),
-        box_indices=picture.box_indices,
     )
     return _clip_boxes(moved, min_visible)
 
@@ -304,7 +293,7 @@ def _clip_boxes(picture: Picture, min_visible: float) -> Picture:
 
 
 def any_box_in(boxes: Tensor, region: Region, *, min_visible: float = MIN_VISIBLE) -> bool:
-    """Whether `crop` to this region keeps a box.
+    """True if `crop` to this region keeps a box.
 
     Args:
         boxes: (n, 4) left, top, right, bottom, in pixels.

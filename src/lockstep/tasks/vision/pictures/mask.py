@@ -5,20 +5,19 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.pictures.decode import opened, orientation_of, turned
 
 if TYPE_CHECKING:
     from PIL import Image as PILImage
 
-Array = npt.NDArray[Any]
 MaskKind = Literal["palette", "grey", "color"]
-"""Whether mask files have ids with a palette, ids as grey values, or colours."""
+"""Kinds of mask files: ids with a palette, ids as grey values, or colours."""
 
 _LOSSY = ("JPEG", "MPO", "WEBP")
 _INTEGERS = ("L", "P", "1", "I", "I;16", "I;16B", "I;16L", "I;16N")
@@ -29,7 +28,7 @@ _TIFF_BITS = 258
 
 @dataclass(frozen=True)
 class MaskValues:
-    """What a mask file holds."""
+    """The content of a mask file."""
 
     values: Array
     """Ids: integers (height, width). Of a file in colour: uint8 (height, width, 3), RGB."""
@@ -38,7 +37,7 @@ class MaskValues:
 
     @property
     def in_color(self) -> bool:
-        """Whether the pixels are colours, not ids."""
+        """True if the pixels are colours, not ids."""
         return self.values.ndim == 3
 
 
@@ -113,11 +112,8 @@ def _values(image: PILImage.Image, data: bytes, where: str) -> Array:
         return values // _STEPS.get(_bits(image, data), 1) if image.mode == "L" else values
     if image.mode in ("RGB", "RGBA", "RGBX"):
         return np.array(image)[..., :3].copy()
-    raise DataError(
-        f"a mask cannot have pixels of the kind {image.mode}",
-        where=where or None,
-        remedy="save the mask as PNG: a palette, grey with 8 or 16 bits, or RGB",
-    )
+    remedy = "save the mask as PNG: a palette, grey with 8 or 16 bits, or RGB"
+    raise DataError(f"a mask cannot have pixels of the kind {image.mode}", where=where or None, remedy=remedy)
 
 
 def _bits(image: PILImage.Image, data: bytes) -> int:

@@ -12,8 +12,16 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 """Standard deviations of red, green and blue, as shares of 255."""
 
+_GREY = 0.5
 _Key = tuple[tuple[float, ...], tuple[float, ...], torch.device, torch.dtype]
 _CONSTANTS: dict[_Key, tuple[Tensor, Tensor]] = {}
+
+
+def usual_mean_and_std(channels: int) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel where no model says them: ImageNet's for three channels, else 0.5."""
+    if channels == 3:
+        return list(IMAGENET_MEAN), list(IMAGENET_STD)
+    return [_GREY] * channels, [_GREY] * channels
 
 
 def normalise(

@@ -34,7 +34,7 @@ class ColorJitterOptions(Section):
     """Brightness, contrast, saturation and hue change at random, in random order."""
 
     probability: Probability = 1.0
-    """How often."""
+    """Probability of this change."""
     brightness: Annotated[float, Field(ge=0)] = 0.0
     """At 0.4, the factor is drawn from 0.6 to 1.4."""
     contrast: Annotated[float, Field(ge=0)] = 0.0
@@ -52,7 +52,7 @@ class RandAugmentOptions(Section):
     """
 
     operations: Annotated[int, Field(ge=1)] = 2
-    """How many operations (N in the paper). An operation may be drawn several times."""
+    """Number of operations (N in the paper). An operation may be drawn several times."""
     magnitude: Annotated[float, Field(ge=0, le=30)] = 9.0
     """Strength (M in the paper); 30 is the strongest."""
 
@@ -64,7 +64,7 @@ class RandomErasingOptions(Section):
     """
 
     probability: Probability = 0.25
-    """How often."""
+    """Probability of this change."""
     area: Shares = (0.02, 1 / 3)
     """Smallest and largest rectangle, as share of the picture's area."""
     ratio: Range = (0.3, 10 / 3)
@@ -74,7 +74,7 @@ class RandomErasingOptions(Section):
 
 
 class AugmentOptions(Section):
-    """What happens to training pictures: crop, flips, one policy, colour, erasing, in this order."""
+    """Changes of training pictures: crop, flips, one policy, colour, erasing, in this order."""
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("randaugment", "trivialaugment"),)
 
@@ -96,9 +96,9 @@ class AugmentOptions(Section):
     shift: Annotated[int, Field(ge=0)] = 4
     """shift: the largest distance in pixels, in each direction."""
     flip: Probability = 0.5
-    """How often left and right are exchanged."""
+    """Probability that left and right are exchanged."""
     vertical_flip: Probability = 0.0
-    """How often top and bottom are exchanged."""
+    """Probability that top and bottom are exchanged."""
     randaugment: RandAugmentOptions | None = None
     """Several random operations."""
     trivialaugment: bool = False
@@ -108,7 +108,7 @@ class AugmentOptions(Section):
     random_erasing: RandomErasingOptions | None = None
     """A random rectangle is overwritten."""
     interpolation: Interpolation = "bilinear"
-    """How pictures are resized. Both ways are antialiased."""
+    """The filter that resizes pictures. Both are antialiased."""
     fill: Annotated[int, Field(ge=0, le=255)] = 128
     """Grey level of places that geometry leaves empty."""
     min_visible: Probability = 0.1

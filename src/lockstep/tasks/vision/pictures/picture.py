@@ -49,17 +49,13 @@ class Picture:
         """
         size = pixels.shape[:2]
         if mask is not None and tuple(mask.shape) != size:
-            raise DataError(
-                f"the mask has {tuple(mask.shape)} pixels, the picture {size}",
-                remedy="give each picture a mask of its height and width",
-            )
+            remedy = "give each picture a mask of its height and width"
+            raise DataError(f"the mask has {tuple(mask.shape)} pixels, the picture {size}", remedy=remedy)
         if boxes is not None:
             boxes = boxes.to(torch.float32).reshape(-1, 4) if boxes.numel() == 0 else boxes.to(torch.float32)
             if boxes.ndim != 2 or boxes.shape[1] != 4 or not bool(boxes.isfinite().all()):
-                raise DataError(
-                    f"boxes of shape {tuple(boxes.shape)} are not rows of four finite numbers",
-                    remedy="give left, top, right and bottom of each box in pixels",
-                )
+                what = f"boxes of shape {tuple(boxes.shape)} are not rows of four finite numbers"
+                raise DataError(what, remedy="give left, top, right and bottom of each box in pixels")
         indices = None if boxes is None else torch.arange(len(boxes))
         return cls(torch.from_numpy(pixels).permute(2, 0, 1), mask, boxes, indices)
 

@@ -34,7 +34,7 @@ class _Colour(NamedTuple):
     greatest: float
     """Strengths at the magnitudes 0 and 30."""
     signed: bool = False
-    """Whether the strength is negative half of the time."""
+    """True if the strength is negative half of the time."""
 
 
 class _Geometry(NamedTuple):
@@ -47,75 +47,40 @@ class _Geometry(NamedTuple):
     signed: bool = True
 
 
-def _rotate(degrees: float, height: int, width: int) -> Matrix:
-    return about((width / 2, height / 2), rotation(degrees))
+def _operations(
+    *, blend: float, shear: float, move: float, of_side: bool, rotate: float, bits: float
+) -> dict[str, _Colour | _Geometry]:
+    """The operations of a policy by name.
 
+    Args:
+        blend, shear, move, rotate: the greatest strength.
+        of_side: `move` is a share of the side, not a number of pixels.
+        bits: the fewest bits that `Posterize` keeps.
+    """
 
-def _shear_x(share: float, height: int, width: int) -> Matrix:
-    return (1.0, share, 0.0), (0.0, 1.0, 0.0)
+    def pixels(far: float, side: int) -> float:
+        return float(int(far * side if of_side else far))
 
-
-def _shear_y(share: float, height: int, width: int) -> Matrix:
-    return (1.0, 0.0, 0.0), (share, 1.0, 0.0)
-
-
-def _move_x(pixels: float, height: int, width: int) -> Matrix:
-    return (1.0, 0.0, float(int(pixels))), (0.0, 1.0, 0.0)
-
-
-def _move_y(pixels: float, height: int, width: int) -> Matrix:
-    return (1.0, 0.0, 0.0), (0.0, 1.0, float(int(pixels)))
-
-
-def _move_x_by_share(share: float, height: int, width: int) -> Matrix:
-    return _move_x(share * width, height, width)
-
-
-def _move_y_by_share(share: float, height: int, width: int) -> Matrix:
-    return _move_y(share * height, height, width)
-
-
-def _blends(greatest: float) -> dict[str, _Colour | _Geometry]:
-    """The four operations of which the factor is 1 plus or minus up to `greatest`."""
     return {
-        "Brightness": _Colour(lambda image, more: color.brightness(image, 1 + more), 0, greatest, signed=True),
-        "Color": _Colour(lambda image, more: color.saturation(image, 1 + more), 0, greatest, signed=True),
-        "Contrast": _Colour(lambda image, more: color.contrast(image, 1 + more), 0, greatest, signed=True),
-        "Sharpness": _Colour(lambda image, more: color.sharpness(image, 1 + more), 0, greatest, signed=True),
+        "Identity": _Colour(lambda image, _: image, 0, 0),
+        "AutoContrast": _Colour(lambda image, _: color.auto_contrast(image), 0, 0),
+        "Equalize": _Colour(lambda image, _: color.equalize(image), 0, 0),
+        "Brightness": _Colour(lambda image, more: color.brightness(image, 1 + more), 0, blend, signed=True),
+        "Color": _Colour(lambda image, more: color.saturation(image, 1 + more), 0, blend, signed=True),
+        "Contrast": _Colour(lambda image, more: color.contrast(image, 1 + more), 0, blend, signed=True),
+        "Sharpness": _Colour(lambda image, more: color.sharpness(image, 1 + more), 0, blend, signed=True),
+        "ShearX": _Geometry(lambda share, high, wide: ((1.0, share, 0.0), (0.0, 1.0, 0.0)), 0, shear),
+        "ShearY": _Geometry(lambda share, high, wide: ((1.0, 0.0, 0.0), (share, 1.0, 0.0)), 0, shear),
+        "TranslateX": _Geometry(lambda far, high, wide: ((1.0, 0.0, pixels(far, wide)), (0.0, 1.0, 0.0)), 0, move),
+        "TranslateY": _Geometry(lambda far, high, wide: ((1.0, 0.0, 0.0), (0.0, 1.0, pixels(far, high))), 0, move),
+        "Rotate": _Geometry(lambda angle, high, wide: about((wide / 2, high / 2), rotation(angle)), 0, rotate),
+        "Posterize": _Colour(lambda image, kept: color.posterize(image, round(kept)), 8, bits),
+        "Solarize": _Colour(color.solarize, 256, 0),
     }
 
 
-_WITHOUT_STRENGTH: dict[str, _Colour | _Geometry] = {
-    "Identity": _Colour(lambda image, _: image, 0, 0),
-    "AutoContrast": _Colour(lambda image, _: color.auto_contrast(image), 0, 0),
-    "Equalize": _Colour(lambda image, _: color.equalize(image), 0, 0),
-}
-
-RANDAUGMENT: dict[str, _Colour | _Geometry] = {
-    **_WITHOUT_STRENGTH,
-    **_blends(0.9),
-    "ShearX": _Geometry(_shear_x, 0, 0.3),
-    "ShearY": _Geometry(_shear_y, 0, 0.3),
-    "TranslateX": _Geometry(_move_x_by_share, 0, 150 / 331),
-    "TranslateY": _Geometry(_move_y_by_share, 0, 150 / 331),
-    "Rotate": _Geometry(_rotate, 0, 30),
-    "Posterize": _Colour(lambda image, bits: color.posterize(image, round(bits)), 8, 4),
-    "Solarize": _Colour(color.solarize, 256, 0),
-}
-"""The operations by name."""
-
-TRIVIALAUGMENT: dict[str, _Colour | _Geometry] = {
-    **_WITHOUT_STRENGTH,
-    **_blends(0.99),
-    "ShearX": _Geometry(_shear_x, 0, 0.99),
-    "ShearY": _Geometry(_shear_y, 0, 0.99),
-    "TranslateX": _Geometry(_move_x, 0, 32),
-    "TranslateY": _Geometry(_move_y, 0, 32),
-    "Rotate": _Geometry(_rotate, 0, 135),
-    "Posterize": _Colour(lambda image, bits: color.posterize(image, round(bits)), 8, 2),
-    "Solarize": _Colour(color.solarize, 256, 0),
-}
-"""The operations by name."""
+RANDAUGMENT = _operations(blend=0.9, shear=0.3, move=150 / 331, of_side=True, rotate=30, bits=4)
+TRIVIALAUGMENT = _operations(blend=0.99, shear=0.99, move=32, of_side=False, rotate=135, bits=2)
 
 
 def rand_augment(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.readers.coco_file import Annotations
 
-Array = npt.NDArray[Any]
 OnBadBoxes = Literal["raise", "skip"]
 _MOST_AREA = float(np.finfo(np.float32).max)
 _EDGE = 1.0  # pixels that a box may reach over the edge of its picture before it is noted
@@ -65,7 +64,7 @@ def check_meaning(annotations: Annotations, on_bad: OnBadBoxes) -> None:
 
 
 def _are_shares(boxes: Array, sizes: Array) -> Array:
-    """Whether each box seems to be shares of its picture, from 0 to 1: (n,) bool.
+    """True for boxes that seem to be shares of their picture, from 0 to 1: (n,) bool.
 
     All four numbers are 1 or less, or the box ends in the first pixel, as with VOC's files, which give corners; and the
     picture has more than a few pixels.
@@ -85,12 +84,8 @@ def _are_shares(boxes: Array, sizes: Array) -> Array:
 def _suspect(annotations: Annotations, fault: Array, number: int, what: str, remedy: str) -> DataError:
     """An error about the boxes for which `fault` (annotations,) holds, among `number` boxes."""
     first = int(np.flatnonzero(fault)[0])
-    return DataError(
-        f"{fault.sum()} of {number} boxes {what}, the first at {annotations.where(first)}: "
-        f"{_box_text(annotations, first)}",
-        where=str(annotations.path),
-        remedy=remedy,
-    )
+    what = f"{fault.sum()} of {number} boxes {what}, the first at {annotations.where(first)}"
+    return DataError(f"{what}: {_box_text(annotations, first)}", where=str(annotations.path), remedy=remedy)
 
 
 def _meaning_remedy(annotations: Annotations, *, corners: bool) -> str:
@@ -142,23 +137,14 @@ def check_boxes(annotations: Annotations, on_bad: OnBadBoxes) -> tuple[Annotatio
 
 def _bad_box(annotations: Annotations, place: int, fault: str, *, others: int) -> DataError:
     more = f" (and {others} more bad boxes)" if others else ""
-    return DataError(
-        f"the box {_box_text(annotations, place, fault)}{more}",
-        where=annotations.where(place),
-        remedy="repair or remove it, or set task.on_bad_boxes=skip to go on without such boxes",
-    )
+    what = f"the box {_box_text(annotations, place, fault)}{more}"
+    remedy = "repair or remove it, or set task.on_bad_boxes=skip to go on without such boxes"
+    return DataError(what, where=annotations.where(place), remedy=remedy)
 
 
 def _only(annotations: Annotations, kept: Array) -> Annotations:
     """The annotations that are kept, of all pictures."""
     images = annotations.images[kept]
-    return replace(
-        annotations,
-        ids=annotations.ids[kept],
-        images=images,
-        labels=annotations.labels[kept],
-        boxes=annotations.boxes[kept],
-        area=annotations.area[kept],
-        crowd=annotations.crowd[kept],
-        starts=np.searchsorted(images, np.arange(len(annotations.image_ids) + 1)),
-    )
+    starts = np.searchsorted(images, np.arange(len(annotations.image_ids) + 1))
+    rows = {name: getattr(annotations, name)[kept] for name in ("ids", "labels", "boxes", "area", "crowd")}
+    return replace(annotations, images=images, starts=starts, **rows)

@@ -15,15 +15,14 @@ from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.faults import reading
 from lockstep.tasks.readers.packed_text import PackedText
-from lockstep.tasks.vision.readers.class_table import listed
-from lockstep.tasks.vision.readers.coco_file import Annotations
+from lockstep.tasks.vision.readers.class_table import unknown_class
+from lockstep.tasks.vision.readers.coco_file import Annotations, more_like_this
 from lockstep.tasks.vision.readers.image_files import is_picture, left_out_below, size_of_file
 
-Array = npt.NDArray[Any]
 _NOT_LABELS = ("classes.txt", "README.txt", "README.roboflow.txt", "README.dataset.txt")
 
 
@@ -92,7 +91,7 @@ def read_voc(
     _refuse_twice(wanted, where=folder, remedy="name each picture once in the file of ImageSets/Main")
     absent = sorted(set(wanted) - set(there))
     if absent:
-        what = f"there is no {absent[0]}.xml, which the list of the split names{_more(len(absent))}"
+        what = f"there is no {absent[0]}.xml, which the list of the split names{more_like_this(len(absent))}"
         raise DataError(what, where=str(folder), remedy="add the file, or take the name out of ImageSets/Main")
     out = _Collected()
     for stem in wanted:
@@ -226,12 +225,9 @@ def _numbers(out: _Collected, names: Sequence[str]) -> list[int]:
         if label not in places:
             file = int(np.searchsorted(np.cumsum(out.counts), place, side="right"))
             number = place - sum(out.counts[:file]) + 1
-            raise DataError(
-                f"class {label!r} is not among the {len(names)} classes",
-                where=f"{out.files[file]}: box {number}",
-                remedy=f"{did_you_mean(label, names)}The classes are: {listed(names)}. Remove the object, "
-                "or train with it",
-            )
+            what, where = f"class {label!r} is not among the {len(names)} classes", f"{out.files[file]}: box {number}"
+            remedy = unknown_class(label, names, "Remove the object, or train with it")
+            raise DataError(what, where=where, remedy=remedy)
     return [places[label] for label in out.labels]
 
 
@@ -272,7 +268,7 @@ def _check_labels(images: Sequence[Path]) -> None:
         there = sorted(folder.glob("*.txt")) if folder.is_dir() else []
         lost = [file for file in there if file not in known and file.name not in _NOT_LABELS]
         if lost:
-            what = f"there is no picture for this file of labels{_more(len(lost))}"
+            what = f"there is no picture for this file of labels{more_like_this(len(lost))}"
             remedy = "add the picture, or remove this file"
             raise DataError(what, where=str(lost[0]), remedy=remedy)
 
@@ -282,11 +278,8 @@ def _check_labels(images: Sequence[Path]) -> None:
 
 def _by_stem(folder: Path) -> dict[str, str]:
     """The names of the pictures in a folder, by stem."""
-    try:
+    with reading(folder, "give the folder of the pictures as task.images"):
         names = sorted(os.listdir(folder))
-    except OSError as error:
-        what = f"cannot be read: {error.strerror}"
-        raise DataError(what, where=str(folder), remedy="give the folder of the pictures as task.images") from error
     found: dict[str, str] = {}
     for name in filter(is_picture, names):
         stem = os.path.splitext(name)[0]
@@ -299,18 +292,13 @@ def _by_stem(folder: Path) -> dict[str, str]:
 
 def _no_picture(path: Path, images: Path, stem: str, pictures: Iterable[str]) -> DataError:
     hint = did_you_mean(stem, pictures)
-    return DataError(
-        f"there is no picture for it in {images}", where=str(path), remedy=f"{hint}Add the picture, or remove this file"
-    )
+    remedy = f"{hint}Add the picture, or remove this file"
+    return DataError(f"there is no picture for it in {images}", where=str(path), remedy=remedy)
 
 
 def _refuse_twice(names: Sequence[str], *, where: Path | None, remedy: str) -> None:
     """Raise DataError if a picture occurs twice: trainings and evaluations would count it twice."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        what = f"the data set names the picture {twice[0]} more than once{_more(len(twice))}"
+        what = f"the data set names the picture {twice[0]} more than once{more_like_this(len(twice))}"
         raise DataError(what, where=None if where is None else str(where), remedy=remedy)
-
-
-def _more(count: int) -> str:
-    return f" (and {count - 1} more like this)" if count > 1 else ""

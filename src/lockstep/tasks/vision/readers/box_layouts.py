@@ -1,4 +1,4 @@
-"""How a folder of pictures with boxes is arranged: where its annotations are, and where its pictures are."""
+"""The arrangement of a folder of pictures with boxes: where its annotations are, and where its pictures are."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _voc(folder: Path, annotations: Path, images: Path, split: Split) -> Layout 
 
 
 def _is_yolo(path: Path) -> bool:
-    """Whether a YAML file describes a data set. A file with the usual name that cannot be read does: reading it says
+    """True if a YAML file describes a data set. A file with the usual name that cannot be read does: reading it says
     what is wrong."""
     try:
         content = yaml.safe_load(path.read_text())

@@ -6,25 +6,27 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.pictures.cache import CacheOptions
-from lockstep.tasks.vision.readers.box_checks import OnBadBoxes, check_boxes, check_meaning
+from lockstep.tasks.vision.readers.box_checks import check_boxes, check_meaning
 from lockstep.tasks.vision.readers.box_files import read_voc, read_yolo
 from lockstep.tasks.vision.readers.box_layouts import Layout, evaluation_part, find_layout
-from lockstep.tasks.vision.readers.class_table import listed
+from lockstep.tasks.vision.readers.class_table import unknown_class
 from lockstep.tasks.vision.readers.coco_file import Annotations, read_coco
 from lockstep.tasks.vision.readers.decoded_images import DecodedPictures
 from lockstep.tasks.vision.readers.image_files import PictureFiles, missing_files, size_of_file
 from lockstep.tasks.vision.readers.image_records import Split
 
-__all__ = ["BoxedImage", "BoxedImages", "evaluation_part", "read_boxed_images"]
+if TYPE_CHECKING:
+    from lockstep.tasks.vision.detection.options import DetectionOptions
 
-Array = npt.NDArray[Any]
+__all__ = ["BoxedImage", "BoxedImages", "evaluation_part", "read_boxed_images"]
 
 
 class BoxedImage(NamedTuple):
@@ -57,21 +59,13 @@ class BoxedImages(DecodedPictures):
         pictures: the files.
         classes: the names of the classes, by class number.
         numbers: (classes of the file) the class number of each class of the file, or -1 for classes without number.
-        channels, cache, notes: as for `DecodedPictures`.
+        kept: `channels`, `cache` and `notes`, as for `DecodedPictures`.
     """
 
     def __init__(
-        self,
-        annotations: Annotations,
-        pictures: PictureFiles,
-        *,
-        classes: Sequence[str],
-        numbers: Array,
-        channels: int = 3,
-        cache: CacheOptions | None = None,
-        notes: Sequence[str] = (),
+        self, annotations: Annotations, pictures: PictureFiles, *, classes: Sequence[str], numbers: Array, **kept: Any
     ) -> None:
-        super().__init__(pictures, channels=channels, cache=cache, notes=(*annotations.notes, *notes))
+        super().__init__(pictures, **kept)
         self.annotations = annotations
         self.classes = list(classes)
         """The names of the classes, by number."""
@@ -139,14 +133,8 @@ class BoxedImages(DecodedPictures):
         """
         all_ = self.annotations
         names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
-        columns = (
-            all_.ids,
-            all_.image_ids[all_.images],
-            all_.category_ids[all_.labels],
-            all_.boxes,
-            all_.area,
-            all_.crowd.astype(int),
-        )
+        image_ids, category_ids = all_.image_ids[all_.images], all_.category_ids[all_.labels]
+        columns = (all_.ids, image_ids, category_ids, all_.boxes, all_.area, all_.crowd.astype(int))
         rows = zip(*(column.tolist() for column in columns), strict=True)
         images = zip(all_.image_ids.tolist(), all_.sizes.tolist(), strict=True)
         categories = zip(all_.category_ids.tolist(), all_.classes, strict=True)
@@ -160,14 +148,10 @@ class BoxedImages(DecodedPictures):
 
 def read_boxed_images(
     source: str,
-    *,
-    key: str,
     split: Split,
+    options: DetectionOptions,
+    *,
     classes: Sequence[str] | None = None,
-    images: str | None = None,
-    on_bad_boxes: OnBadBoxes = "raise",
-    difficult: bool = False,
-    channels: int = 3,
     cache: CacheOptions | None = None,
 ) -> BoxedImages:
     """The pictures of a source, with boxes. No picture is decoded here.
@@ -180,16 +164,10 @@ def read_boxed_images(
     | a folder with `train/`, and `val/`, `valid/` or `test/` | those of one of these folders |
 
     Args:
-        key: the config's key of the source, such as `data.train`, for errors.
         split: which part to read where a source has several.
+        options: its `images` and `eval_images`, `on_bad_boxes`, `difficult` and `channels`.
         classes: the class names of the training data, or of the config; class numbers are places in this list. None:
             the classes are those of the source: COCO by category id, VOC by letter, YOLO by number.
-        images: the folder of the pictures. None: a usual place beside the annotations.
-        on_bad_boxes: what to do with a box that is not finite, has no area, or lies outside of its picture. `raise` an
-            error, or `skip` the annotation: it is then neither trained nor evaluated, and a note says how many. `skip`
-            also allows that many boxes reach over the edge or have too large an area; these are kept.
-        difficult: VOC: take difficult objects for ordinary ones, not for crowds.
-        channels: 1 (grey) or 3 (RGB).
         cache: keep decoded pictures on disk.
 
     Raises:
@@ -197,27 +175,19 @@ def read_boxed_images(
             `read_yolo` and `on_bad_boxes`), or has a class that is not in `classes`; the four numbers of most boxes
             seem to mean something else. The error names file, annotation and value.
     """
-    layout = find_layout(source, key=key, split=split, images=images)
-    annotations = _read(layout, key=key, classes=classes, difficult=difficult)
-    pictures = PictureFiles(
-        layout.images, [annotations.file_names[number] for number in range(len(annotations.image_ids))]
-    )
-    check_picture_files(pictures, annotations, key)
+    key, on_bad = f"data.{split}", options.on_bad_boxes
+    layout = find_layout(source, key=key, split=split, images=options.images_of(split))
+    annotations = _read(layout, key=key, classes=classes, difficult=options.difficult)
+    pictures = picture_files(annotations, layout.images, key)
     annotations = _with_sizes(annotations, pictures)
-    check_meaning(annotations, on_bad_boxes)
-    annotations, notes = check_boxes(annotations, on_bad_boxes)
+    check_meaning(annotations, on_bad)
+    annotations, notes = check_boxes(annotations, on_bad)
     if not len(annotations.ids):
         raise DataError(f"{key} holds no box", where=source, remedy="give a source with annotations")
     names = list(annotations.classes if classes is None else classes)
-    return BoxedImages(
-        annotations,
-        pictures,
-        classes=names,
-        numbers=_class_numbers(annotations, names),
-        channels=channels,
-        cache=cache,
-        notes=notes,
-    )
+    numbers = _class_numbers(annotations, names)
+    kept = {"channels": options.channels, "cache": cache, "notes": (*annotations.notes, *notes)}
+    return BoxedImages(annotations, pictures, classes=names, numbers=numbers, **kept)
 
 
 def _read(layout: Layout, *, key: str, classes: Sequence[str] | None, difficult: bool) -> Annotations:
@@ -230,19 +200,23 @@ def _read(layout: Layout, *, key: str, classes: Sequence[str] | None, difficult:
     return read_yolo(layout.pictures, names, whole_folders=layout.whole_folders)
 
 
-def check_picture_files(pictures: PictureFiles, annotations: Annotations, key: str) -> None:
-    """Raise DataError if a picture is not there."""
+def picture_files(annotations: Annotations, folder: Path, key: str) -> PictureFiles:
+    """The pictures that a file names.
+
+    Raises:
+        DataError: one of them is not there.
+    """
+    pictures = PictureFiles(folder, [annotations.file_names[number] for number in range(len(annotations.image_ids))])
     missing = missing_files([pictures.path(index) for index in range(len(pictures))])
     if missing:
         path = Path(pictures.path(missing[0]))
         there = os.listdir(path.parent) if path.parent.is_dir() else []
         more = f" ({len(missing)} of {len(pictures)} pictures are not there)" if len(missing) > 1 else ""
         hint = did_you_mean(path.name, there) if there else f"there are no files in {path.parent}. "
-        raise DataError(
-            f"{key}: there is no file {path}{more}",
-            where=f"{annotations.path}: image {annotations.image_ids[missing[0]]}",
-            remedy=f"{hint}Give the folder that the names of the pictures are relative to as task.images",
-        )
+        what = f"{key}: there is no file {path}{more}"
+        remedy = f"{hint}Give the folder that the names of the pictures are relative to as task.images"
+        raise DataError(what, where=f"{annotations.path}: image {annotations.image_ids[missing[0]]}", remedy=remedy)
+    return pictures
 
 
 def _with_sizes(annotations: Annotations, pictures: PictureFiles) -> Annotations:
@@ -269,21 +243,15 @@ def _class_numbers(annotations: Annotations, classes: Sequence[str]) -> Array:
         first = int(lost[0])
         name = annotations.classes[annotations.labels[first]]
         more = f" ({len(lost)} annotations have such classes)" if len(lost) > 1 else ""
-        raise DataError(
-            f"class {name!r} is not among the {len(classes)} classes that are trained{more}",
-            where=annotations.where(first),
-            remedy=f"{did_you_mean(name, classes)}The classes are: {listed(classes)}. Remove these annotations, "
-            "or train with them",
-        )
+        what = f"class {name!r} is not among the {len(classes)} classes that are trained{more}"
+        remedy = unknown_class(name, classes, "Remove these annotations, or train with them")
+        raise DataError(what, where=annotations.where(first), remedy=remedy)
     return numbers
 
 
 def _other_size(found: Sequence[int], said: tuple[int, int], where: str, annotations: Annotations) -> DataError:
     turned = tuple(found) == said[::-1]
     why = "perhaps its EXIF data turns it: annotate the upright picture, or remove the EXIF data. " if turned else ""
-    return DataError(
-        f"the picture has {found[0]} x {found[1]} pixels (height x width), but {annotations.path} says "
-        f"{said[0]} x {said[1]}",
-        where=where,
-        remedy=f"{why}Boxes would be in wrong places: correct height and width, or bring back the annotated picture",
-    )
+    what = f"the picture has {found[0]} x {found[1]} pixels (height x width), but {annotations.path} says"
+    remedy = f"{why}Boxes would be in wrong places: correct height and width, or bring back the annotated picture"
+    return DataError(f"{what} {said[0]} x {said[1]}", where=where, remedy=remedy)

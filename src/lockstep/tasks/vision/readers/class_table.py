@@ -19,7 +19,7 @@ Color = tuple[int, int, int]
 ClassesOption = str | Sequence[str] | Mapping[Any, Any] | None
 """`task.classes`: a file, names, or what a file of classes may hold."""
 
-CLASS_FILES = ("classes.yaml", "classes.yml", "classes.json", "classes.txt", "id2label.json", "label_colors.txt")
+CLASS_FILES = ("classes.yaml", "classes.json", "classes.txt", "id2label.json", "label_colors.txt")
 """Names under which the files of classes are found beside masks."""
 _KEYS = ("classes", "ignore", "ignore_index", "colors", "masks")
 _COLOR_LINE = re.compile(r"(\d+)[\s,]+(\d+)[\s,]+(\d+)[\s,]+(.+)")
@@ -38,13 +38,13 @@ class ClassEntry:
 
 @dataclass(frozen=True)
 class ClassTable:
-    """What the values in mask files mean. The number of a class is its place in `classes`."""
+    """Meanings of the values in mask files. The number of a class is its place in `classes`."""
 
     classes: tuple[ClassEntry, ...]
     ignored: tuple[ClassEntry, ...] = ()
     """Pixels of these ids or colours belong to no class."""
     masks: Literal["ids", "colors"] | None = None
-    """Whether palette files hold ids, or colours that stand for classes. None: ids, where the colours of the palette do
+    """The meaning of palette files: ids, or colours of classes. None: ids, where the colours of the palette do
     not contradict."""
     where: str = "task.classes"
     """The file or key that the table was read from, for messages."""
@@ -91,7 +91,7 @@ class ClassTable:
         return replace(self, classes=tuple(classes), ignored=tuple(ignored))
 
 
-def read_class_table(classes: ClassesOption, *, where: str = "task.classes") -> ClassTable:
+def read_class_table(classes: ClassesOption) -> ClassTable:
     """The table that a list of names, a mapping or a file gives.
 
     | content | meaning |
@@ -108,16 +108,12 @@ def read_class_table(classes: ClassesOption, *, where: str = "task.classes") -> 
     [255]`. `masks` says whether palette files hold `ids` or `colors`. A file is YAML or JSON with such content, or text
     with a name in each line, or `red green blue name`.
 
-    Args:
-        where: the key that gave the table, for messages.
-
     Raises:
         DataError: the file cannot be read; a name, an id or a colour is given twice or is no such value; there is no
             class. The error names file or key, and the value.
     """
-    if isinstance(classes, str):
-        where, classes = classes, _read_file(Path(classes))
-    table = _parse(classes, where)
+    where = classes if isinstance(classes, str) else "task.classes"
+    table = _parse(_read_file(Path(classes)) if isinstance(classes, str) else classes, where)
     if not table.classes:
         raise DataError("there are no classes", where=where, remedy="name the classes")
     return table
@@ -167,9 +163,8 @@ def _lines(text: str, where: str) -> list[str] | dict[str, list[int]]:
         name = match[4].strip()
         if name in colors:
             remedy = "give each class a name of its own"
-            raise DataError(
-                f"the name {name!r} is given to several classes", where=f"{where}, line {number}", remedy=remedy
-            )
+            what = f"the name {name!r} is given to several classes"
+            raise DataError(what, where=f"{where}, line {number}", remedy=remedy)
         colors[name] = [int(match[place]) for place in (1, 2, 3)]
     return colors
 
@@ -193,13 +188,11 @@ def _of_yolo(content: Any, where: str) -> Any:
 def _parse(content: Any, where: str) -> ClassTable:
     content = _of_yolo(content, where)
     if isinstance(content, Mapping) and not ("classes" in content and set(content) <= set(_KEYS)):
-        if "classes" in content and not isinstance(content["classes"], int):
-            unknown = next(key for key in content if key not in _KEYS)
-            remedy = f"{did_you_mean(unknown, _KEYS)}The keys are {', '.join(_KEYS)}"
-            raise DataError(f"unknown key {unknown!r}", where=where, remedy=remedy)
-        if (key := _misspelt(content)) is not None:
-            hint = did_you_mean(key, _KEYS)
-            raise DataError(f"unknown key {key!r}", where=where, remedy=f"{hint}The keys are {', '.join(_KEYS)}")
+        of_keys = "classes" in content and not isinstance(content["classes"], int)
+        key = next(key for key in content if key not in _KEYS) if of_keys else _misspelt(content)
+        if key is not None:
+            remedy = f"{did_you_mean(key, _KEYS)}The keys are {', '.join(_KEYS)}"
+            raise DataError(f"unknown key {key!r}", where=where, remedy=remedy)
         content = {"classes": content}
     if not isinstance(content, Mapping):
         content = {"classes": content}
@@ -240,8 +233,6 @@ def _entries(classes: Any, where: str) -> tuple[ClassEntry, ...]:
 
 def _entry(name: Any, value: Any, place: int, where: str) -> ClassEntry:
     name = _name(name, where)
-    if value is None:
-        return ClassEntry(name, place)
     if isinstance(value, Mapping):
         unknown = [key for key in value if key not in ("id", "color")]
         number = _as_id(value.get("id", place))
@@ -260,11 +251,8 @@ def _entry(name: Any, value: Any, place: int, where: str) -> ClassEntry:
 
 
 def _with_colors(entries: tuple[ClassEntry, ...], colors: Any, where: str) -> tuple[ClassEntry, ...]:
-    if isinstance(colors, list | tuple):
-        if len(colors) != len(entries):
-            what = f"there are {len(colors)} colors and {len(entries)} classes"
-            raise DataError(what, where=where, remedy="give a colour for each class")
-        colors = {entry.name: color for entry, color in zip(entries, colors, strict=True)}
+    if not isinstance(colors, Mapping):
+        raise DataError(f"colors is {colors!r}", where=where, remedy="write {NAME: [red, green, blue], ...}")
     names = [entry.name for entry in entries]
     unknown = [name for name in colors if name not in names]
     if unknown:
@@ -334,6 +322,11 @@ def _ignored_entry(item: Any, names: Sequence[str], where: str) -> ClassEntry:
         return ClassEntry("ignored", item)
     remedy = f"{did_you_mean(item, names)}Give an id, a colour, or one of the classes: {listed(names)}"
     raise DataError(f"ignore has {item!r}, which is no class", where=where, remedy=remedy)
+
+
+def unknown_class(name: Any, names: Sequence[str], advice: str) -> str:
+    """The remedy where a class is not among those of the training."""
+    return f"{did_you_mean(name, names)}The classes are: {listed(names)}. {advice}"
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.readers.packed_text import PackedText
+from lockstep.tasks.vision.readers.class_table import listed
 
-Array = npt.NDArray[Any]
 _PARTS = ("images", "annotations", "categories")
-_SHOWN = 8
 _MOST_SIDE = 2**31  # pixels; a larger number is no height or width of a picture
 _MOST = sys.float_info.max
 _REPAIR = "repair or remove this entry of the file"
@@ -31,7 +30,7 @@ _REPAIR = "repair or remove this entry of the file"
 
 @dataclass(frozen=True, eq=False)
 class Annotations:
-    """What is annotated on pictures. All values are those of the file.
+    """Annotations of pictures. All values are those of the file.
 
     The annotations are sorted by picture, and keep the order of the file within a picture.
     """
@@ -112,21 +111,12 @@ def read_coco(path: str | Path, *, key: str, boxes: bool = True, segmentations: 
     path = Path(path)
     reader = _Reader(path, boxes=boxes, segmentations=segmentations)
     content = _load(path, key, reader.take)
-    images, categories = content["images"], content["categories"]
-    image_ids = _ids(images, "image", path)
-    category_ids = _ids(categories, "category", path)
-    names = _texts(images, image_ids, "image", "file_name", path)
-    classes = _texts(categories, category_ids, "category", "name", path)
+    image_ids, names, category_ids, classes = _declared(content, path)
     _unique(classes, "name", "categories", path)
     order = np.argsort(category_ids, kind="stable")
-    about = _About(
-        path=path,
-        image_ids=image_ids,
-        names=names,
-        category_ids=category_ids[order],
-        classes=tuple(classes[place] for place in order),
-    )
-    return _annotations(reader, reader.places(content["annotations"]), about, sizes=_sizes(images))
+    known = {"image_ids": image_ids, "file_names": PackedText(names), "sizes": _sizes(content["images"])}
+    known |= {"category_ids": category_ids[order], "classes": tuple(classes[place] for place in order)}
+    return _annotations(reader, reader.places(content["annotations"]), path, known)
 
 
 class CocoImages(NamedTuple):
@@ -151,22 +141,16 @@ def read_coco_images(path: Path, *, key: str) -> CocoImages:
             has no id or no name, or an id that occurs twice.
     """
     content = _load(path, key, lambda entry: None if "image_id" in entry else entry, ("images", "categories"))
-    images, categories = content["images"], content["categories"]
-    image_ids, category_ids = _ids(images, "image", path), _ids(categories, "category", path)
-    classes = _texts(categories, category_ids, "category", "name", path)
-    names = _texts(images, image_ids, "image", "file_name", path)
+    image_ids, names, category_ids, classes = _declared(content, path)
     return CocoImages(image_ids.tolist(), names, dict(zip(classes, category_ids.tolist(), strict=True)))
 
 
-@dataclass(frozen=True)
-class _About:
-    """Pictures and classes of a file."""
-
-    path: Path
-    image_ids: Array
-    names: list[str]
-    category_ids: Array
-    classes: tuple[str, ...]
+def _declared(content: dict[str, Any], path: Path) -> tuple[Array, list[str], Array, list[str]]:
+    """Ids and names of the pictures, and ids and names of the categories."""
+    images, categories = content["images"], content["categories"]
+    image_ids, category_ids = _ids(images, "image", path), _ids(categories, "category", path)
+    names = _texts(images, image_ids, "image", "file_name", path)
+    return image_ids, names, category_ids, _texts(categories, category_ids, "category", "name", path)
 
 
 class _Taken(int):
@@ -183,7 +167,7 @@ class _Reader:
         self.segmentations = bytearray() if segmentations else None
         self.ends = array("q")
         self.faults: dict[int, tuple[str, str]] = {}
-        """What is wrong with an annotation, by its number here: (where, what)."""
+        """Faults of annotations, by their number here: (where, what)."""
 
     def take(self, entry: dict[str, Any]) -> Any:
         """Called for each JSON object, the inner ones first. An annotation is replaced by its number."""
@@ -194,12 +178,8 @@ class _Reader:
         for kind, values in (("id", self.ids), ("image_id", self.images), ("category_id", self.categories)):
             value = entry.get(kind)
             if type(value) is not int or not -(2**63) <= value < 2**63:
-                what = (
-                    f"its {kind} is {repr(value)[:80]}, but must be an integer"
-                    if kind in entry
-                    else f"it has no {kind}"
-                )
-                self.faults.setdefault(number, (name, what))
+                bad = f"its {kind} is {repr(value)[:80]}, but must be an integer"
+                self.faults.setdefault(number, (name, bad if kind in entry else f"it has no {kind}"))
                 value = -1
             values.append(value)
         self._box(entry, number, name)
@@ -245,26 +225,23 @@ class _Reader:
         faults = [self.faults[number] for number in sorted(self.faults.keys() & set(entries))] if self.faults else []
         if faults:
             name, what = faults[0]
-            raise DataError(f"{what}{_more(len(faults))}", where=f"{self.path}: {name}", remedy=_REPAIR)
+            raise DataError(f"{what}{more_like_this(len(faults))}", where=f"{self.path}: {name}", remedy=_REPAIR)
         return numbers
 
 
-def _annotations(reader: _Reader, numbers: Array, about: _About, *, sizes: Array) -> Annotations:
-    path = about.path
+def _annotations(reader: _Reader, numbers: Array, path: Path, declared: dict[str, Any]) -> Annotations:
+    category_ids, classes = declared["category_ids"], declared["classes"]
 
     def column(values: array[Any]) -> Array:
         return np.frombuffer(values, dtype=values.typecode)[numbers]
 
     ids, image_of, category_of = column(reader.ids), column(reader.images), column(reader.categories)
     _unique(ids, "id", "annotations", path)
-    images, known = _look_up(image_of, about.image_ids)
+    images, known = _look_up(image_of, declared["image_ids"])
     _refuse(ids, image_of, ~known, path, "belongs to image {}, which is not among the images of the file")
-    labels, known = _look_up(category_of, about.category_ids)
-    listed = ", ".join(
-        f"{number} ({name})" for number, name in zip(about.category_ids[:_SHOWN], about.classes, strict=False)
-    )
-    more = ", ..." if len(about.classes) > _SHOWN else ""
-    _refuse(ids, category_of, ~known, path, f"has category {{}}, but the file declares {listed}{more}")
+    labels, known = _look_up(category_of, category_ids)
+    shown = listed([f"{number} ({name})" for number, name in zip(category_ids, classes, strict=True)])
+    _refuse(ids, category_of, ~known, path, f"has category {{}}, but the file declares {shown}")
     order = np.argsort(images, kind="stable")
     notes = []
     if 0 in ids:
@@ -280,20 +257,16 @@ def _annotations(reader: _Reader, numbers: Array, about: _About, *, sizes: Array
         packed = (np.frombuffer(bytes(reader.segmentations), dtype=np.uint8), bounds)
     return Annotations(
         path=path,
-        image_ids=about.image_ids,
-        file_names=PackedText(about.names),
-        sizes=sizes,
-        category_ids=about.category_ids,
-        classes=about.classes,
         ids=ids[order],
         images=images[order],
         labels=labels[order],
         boxes=np.frombuffer(reader.boxes).reshape(-1, 4)[numbers][order],
         area=column(reader.area)[order],
         crowd=column(reader.crowd)[order].astype(bool),
-        starts=np.searchsorted(images[order], np.arange(len(about.image_ids) + 1)),
+        starts=np.searchsorted(images[order], np.arange(len(declared["image_ids"]) + 1)),
         notes=tuple(notes),
         packed=packed,
+        **declared,
     )
 
 
@@ -371,7 +344,7 @@ def _unique(values: Sequence[Any] | Array, field: str, part: str, path: Path) ->
     if len(twice):
         value = values[twice[0]]
         shown = repr(value) if isinstance(value, str) else str(value)
-        what = f"{counts.max()} {part} have the {field} {shown}{_more(len(twice))}"
+        what = f"{counts.max()} {part} have the {field} {shown}{more_like_this(len(twice))}"
         raise DataError(what, where=str(path), remedy=f"give each of the {part} another {field}")
 
 
@@ -387,10 +360,10 @@ def _refuse(ids: Array, values: Array, bad: Array, path: Path, what: str) -> Non
     """Raise a DataError that names the first annotation that is bad."""
     if bad.any():
         first = int(np.flatnonzero(bad)[0])
-        said = what.format(values[first]) + _more(int(bad.sum()))
+        said = what.format(values[first]) + more_like_this(int(bad.sum()))
         remedy = "add what is missing to the file, or remove these annotations"
         raise DataError(f"it {said}", where=f"{path}: annotation {ids[first]}", remedy=remedy)
 
 
-def _more(count: int) -> str:
+def more_like_this(count: int) -> str:
     return f" (and {count - 1} more like this)" if count > 1 else ""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -59,16 +60,10 @@ class UnlabelledImages(DecodedPictures):
         pixels, name = self.pixels(index), self.pictures.name(index)
         below = os.path.relpath(name, self._root) if self._root else name
         image_id, name = self.numbers.pictures.get(os.path.realpath(name), (None, below))
-        return BoxedImage(
-            pixels=pixels,
-            boxes=np.zeros((0, 4), np.float32),
-            labels=np.zeros(0, np.int64),
-            crowd=np.zeros(0, bool),
-            area=np.zeros(0, np.float32),
-            image_id=image_id,
-            name=name,
-            size=(pixels.shape[0], pixels.shape[1]),
-        )
+        nothing: dict[str, Any] = {"labels": np.zeros(0, np.int64), "crowd": np.zeros(0, bool)}
+        nothing |= {"boxes": np.zeros((0, 4), np.float32), "area": np.zeros(0, np.float32)}
+        size = (pixels.shape[0], pixels.shape[1])
+        return BoxedImage(pixels=pixels, **nothing, image_id=image_id, name=name, size=size)
 
 
 def coco_inputs(arguments: Sequence[str], *, sources: Sequence[RunSource], channels: int) -> UnlabelledImages:

@@ -15,8 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.core.errors import DataError, did_you_mean
-from lockstep.tasks.vision.readers.class_table import ClassEntry, ClassesOption, ClassTable, listed, read_class_table
+from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
+from lockstep.tasks.faults import optional
+from lockstep.tasks.vision.readers.class_table import (
+    ClassEntry,
+    ClassesOption,
+    ClassTable,
+    read_class_table,
+    unknown_class,
+)
 from lockstep.tasks.vision.readers.coco_file import Annotations
 from lockstep.tasks.vision.readers.image_files import Pictures, add_file
 from lockstep.tasks.vision.readers.mask_files import MaskForm, Size, size_of
@@ -30,13 +38,11 @@ _UNKNOWN = -2
 _TINY = 4  # pixels: the longer side of a picture in which a point may be a share of the picture
 _REPAIR = "repair or remove this annotation"
 
-Array = npt.NDArray[Any]
-
 
 def class_table(
     annotations: Annotations, classes: ClassesOption, ignore: Sequence[Any], *, names: Sequence[str] | None
 ) -> ClassTable:
-    """Which categories of a file are classes, and which are ignored.
+    """The categories of a file that are classes, and those that are ignored.
 
     Args:
         classes: `task.classes`. None: `background`, and the categories by id. A category may itself be called so.
@@ -83,8 +89,8 @@ def category_numbers(annotations: Annotations, table: ClassTable, names: Sequenc
         place = int(unknown[0])
         name = annotations.classes[int(annotations.labels[place])]
         what = f"category {name!r} is not among the {len(names)} classes ({len(unknown)} annotations)"
-        remedy = f"{did_you_mean(name, names)}The classes are: {listed(names)}. Ignore it: task.ignore=[{name}]; or "
-        raise DataError(what, where=annotations.where(place), remedy=f"{remedy}train with it")
+        remedy = unknown_class(name, names, f"Ignore it: task.ignore=[{name}]; or train with it")
+        raise DataError(what, where=annotations.where(place), remedy=remedy)
     return numbers
 
 
@@ -183,7 +189,7 @@ class CocoMasks:
 
 
 class _Fault(Exception):
-    """What is wrong with a segmentation."""
+    """A fault of a segmentation."""
 
     def __init__(self, what: str, remedy: str = _REPAIR) -> None:
         super().__init__(what)
@@ -196,7 +202,8 @@ class _Fault(Exception):
 def _region(segmentation: Any, size: Size) -> npt.NDArray[np.bool_]:
     """The pixels of an annotation: (height, width) bool, column by column in memory."""
     _check(segmentation, size)
-    coco = _pycocotools()
+    remedy = "pip install 'torch-lockstep[images]'"
+    coco = optional("pycocotools.mask", "pycocotools is needed to draw polygons", remedy=remedy)
     try:
         if isinstance(segmentation, list):
             encoded = coco.merge(coco.frPyObjects(segmentation, *size))
@@ -286,12 +293,3 @@ def _runs(counts: str) -> list[int]:
             runs.append(value + (runs[-2] if len(runs) > 2 else 0))
             value = place = 0
     return runs
-
-
-def _pycocotools() -> Any:
-    try:
-        from pycocotools import mask
-    except ImportError as error:
-        remedy = "pip install 'torch-lockstep[images]'"
-        raise DataError("pycocotools is needed to draw polygons", remedy=remedy) from error
-    return mask

@@ -100,13 +100,7 @@ def open_cache(records: Digested, *, channels: int, options: CacheOptions) -> De
     versions += [found for found in [_version("pillow-heif")] if found]  # without it the cache is that of earlier days
     digest = hashlib.sha256(repr((records.digest(), len(records), versions)).encode()).hexdigest()
     folder = cache_root() / folder_name(digest, channels=channels, shorter_side=options.shorter_side)
-    return DecodedCache(
-        folder,
-        len(records),
-        channels=channels,
-        limit_bytes=options.limit_bytes,
-        shorter_side=options.shorter_side,
-    )
+    return DecodedCache(folder, len(records), channels=channels, options=options)
 
 
 def _version(distribution: str) -> str | None:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from lockstep.core.errors import SKIP, DataError, did_you_mean
+from lockstep.core.errors import SKIP, DataError
+from lockstep.tasks.arrays import Array
+from lockstep.tasks.faults import reading
 from lockstep.tasks.readers.input_files import special_files
 from lockstep.tasks.readers.packed_text import PackedText
 from lockstep.tasks.vision.pictures.decode import image_size, reads_heif
-from lockstep.tasks.vision.readers.class_table import listed
+from lockstep.tasks.vision.readers.class_table import listed, unknown_class
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 """Suffixes of picture files, in lower case. Files may write them in upper case (ImageNet's end in .JPEG)."""
@@ -29,8 +30,6 @@ _HEAD = 65536  # bytes of a file in which its size is found
 _PNG_HEAD = 4096  # the same, of a PNG file
 _PNG = b"\x89PNG\r\n\x1a\n"
 _FEW = 32  # files of a folder that are looked for one by one
-
-Array = npt.NDArray[Any]
 
 
 class Pictures(Protocol):
@@ -126,18 +125,14 @@ def size_of_file(path: str, *, where: str | None = None) -> tuple[int, int]:
         DataError: the file cannot be read, or is no picture.
     """
     where = path if where is None else where
-    try:
-        with open(path, "rb") as file:
-            head = file.read(_PNG_HEAD)
-            if head.startswith(_PNG) and len(head) >= 24 and b"eXIf" not in head:
-                return int.from_bytes(head[20:24], "big"), int.from_bytes(head[16:20], "big")
-            with contextlib.suppress(DataError):
-                head += file.read(_HEAD)
-                return image_size(head, where=where)
-            return image_size(head + file.read(), where=where)
-    except OSError as error:
-        what = f"cannot be read: {error.strerror}"
-        raise DataError(what, where=where, remedy="check the path and its permissions") from error
+    with reading(where), open(path, "rb") as file:
+        head = file.read(_PNG_HEAD)
+        if head.startswith(_PNG) and len(head) >= 24 and b"eXIf" not in head:
+            return int.from_bytes(head[20:24], "big"), int.from_bytes(head[16:20], "big")
+        with contextlib.suppress(DataError):
+            head += file.read(_HEAD)
+            return image_size(head, where=where)
+        return image_size(head + file.read(), where=where)
 
 
 def picture_suffixes() -> tuple[str, ...]:
@@ -146,7 +141,7 @@ def picture_suffixes() -> tuple[str, ...]:
 
 
 def is_picture(name: str) -> bool:
-    """Whether a file has the suffix of a picture. Hidden files are none: macOS puts `._name.jpg` beside `name.jpg`."""
+    """True if a file has the suffix of a picture. Hidden files are none: macOS puts `._name.jpg` beside `name.jpg`."""
     return name.lower().endswith(picture_suffixes()) and not name.startswith(".")
 
 
@@ -213,12 +208,9 @@ def read_class_folders(
     unknown = [name for name in folders if name not in known]
     if unknown:
         more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
-        raise DataError(
-            f"class {unknown[0]!r} is not among the {len(known)} classes of the training data{more}",
-            where=str(root / unknown[0]),
-            remedy=f"{did_you_mean(unknown[0], known)}The classes are: {listed(known)}. Remove this folder, "
-            "or train with it",
-        )
+        what = f"class {unknown[0]!r} is not among the {len(known)} classes of the training data{more}"
+        remedy = unknown_class(unknown[0], known, "Remove this folder, or train with it")
+        raise DataError(what, where=str(root / unknown[0]), remedy=remedy)
     names: list[str] = []
     counts: list[int] = []
     others: list[str] = []

@@ -11,18 +11,22 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.arrays import Array
+from lockstep.tasks.faults import optional
 from lockstep.tasks.readers.input_files import find_files
 from lockstep.tasks.readers.labels import match_labels
 from lockstep.tasks.readers.table import Source
 from lockstep.tasks.vision.readers import image_files, image_shards, image_table
 from lockstep.tasks.vision.readers.image_files import PictureFiles, Pictures
+
+if TYPE_CHECKING:
+    from lockstep.tasks.vision.classification.options import ClassificationOptions
 
 TRAIN = ("train", "training")
 """Names of a folder, or of a split, with training data."""
@@ -32,7 +36,6 @@ _TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl", ".ndjson")
 _ARCHIVES = (".zip", ".7z", ".rar", ".gz", ".tgz", ".xz", ".bz2", ".zst")
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # `datasets` writes these into a folder
 
-Array = npt.NDArray[Any]
 Split = Literal["train", "eval"]
 
 
@@ -115,15 +118,7 @@ class Part:
 
 
 def read_image_records(
-    source: str,
-    *,
-    key: str,
-    split: Split,
-    classes: Sequence[str] | None = None,
-    image: str | int | None = None,
-    label: str | int | None = None,
-    subset: str | None = None,
-    **csv: Any,
+    source: str, split: Split, options: ClassificationOptions, *, classes: Sequence[str] | None = None
 ) -> ImageRecords:
     """The pictures of a source, with labels.
 
@@ -137,94 +132,53 @@ def read_image_records(
     | a .tar, a folder of them, `DIR/shard-{000..012}.tar`, `DIR/*.tar` | KEY.jpg with KEY.cls or KEY.json |
 
     Args:
-        key: the config's key of the source, such as `data.train`, for errors.
         split: which part to read where a source has several and names none.
+        options: its `columns`, `subset`, `header`, `delimiter` and `quoting`. Of shards, `columns.label` is the field
+            of KEY.json (None: `label`).
         classes: the class names of the training data; the labels are places in this list. None: the classes are those
             of the source, sorted: folders by letter; labels of other sources by value if all are numbers, else by
             letter; a data set with a ClassLabel in its order.
-        image: table or data set: the column of the pictures or their paths, by name or place. None: a usual name.
-        label: table or data set: the column of the labels. Shards: the field of KEY.json (None: `label`).
-        subset: configuration of a data set on the hub.
-        csv: `header`, `delimiter` and `quoting` of `lockstep.tasks.readers.table.Source`.
 
     Raises:
         DataError: there is no such source; a picture is missing (file and line); a class folder has no picture; a
             label is missing, or is not in `classes`; a shard is damaged (shard and member). Nothing is decoded here.
     """
-    records = _read(source, key=key, split=split, classes=classes, columns=(image, label), subset=subset, csv=csv)
+    records = _read(source, split, options, classes)
     if not len(records):
-        raise DataError(f"{key} holds no picture", where=source, remedy="give a source with pictures")
+        raise DataError(f"data.{split} holds no picture", where=source, remedy="give a source with pictures")
     if classes is None or records.classes == list(classes):
         return records
     return ImageRecords(records.pictures, match_labels(records, classes), classes, records.notes)
 
 
-def _read(
-    source: str,
-    *,
-    key: str,
-    split: Split,
-    classes: Sequence[str] | None,
-    columns: tuple[str | int | None, str | int | None],
-    subset: str | None,
-    csv: dict[str, Any],
-) -> ImageRecords:
+def _read(source: str, split: Split, options: ClassificationOptions, classes: Sequence[str] | None) -> ImageRecords:
     """The pictures of a source with its own classes; of folders with `classes`, where they are given."""
-    image, label = columns
-    path = Path(source)
+    columns, path = options.columns, Path(source)
+    field = "label" if columns.label is None else str(columns.label)
     if image_shards.names_shards(source):
-        return _shards(source, label)
+        return ImageRecords(*image_shards.read_shards(source, label=field))
     if source.lower().endswith(_TABLES) and not path.is_dir():
         if path.is_file() and path.suffix.lower() == ".parquet" and image_table.holds_pictures(path):
-            return _data_set(_from_parquet(source), source, image=image, label=label)
-        return ImageRecords(*image_table.read_paths(Source(source, **csv), image=image, label=label))
+            return ImageRecords(*image_table.read_data_set(_from_parquet(source), columns, name=source))
+        return ImageRecords(*image_table.read_paths(Source(source, **options.of_csv()), columns))
     if path.is_dir() and not is_saved_data_set(path):
         folder = part_of_folder(path, split) or path
         if image_shards.has_shards(folder):
-            return _shards(str(folder), label)
+            return ImageRecords(*image_shards.read_shards(str(folder), label=field))
         return ImageRecords(*image_files.read_class_folders(folder, classes))
     remedy = f"Give a folder with a folder for each class, a table ({', '.join(_TABLES)}), or .tar shards"
-    found = named_data_set(source, subset, key=key, what="pictures", remedy=remedy)
-    return _from_data_set(found, split, image=image, label=label)
-
-
-def named_data_set(source: str, subset: str | None, *, key: str, what: str, remedy: str) -> Source:
-    """The data set that a source names: on the hub, or in a folder that `datasets` saved.
-
-    Args:
-        what: is read, for errors.
-
-    Raises:
-        DataError: the source is a path, where there is no such folder. The error ends with `remedy`.
-    """
-    found = Source.parse(source, split="", subset=subset)
-    path = Path(found.name)
-    is_path = (
-        path.is_absolute() or source.startswith(".") or source.count("/") > 1
-    )  # names on the hub are not like that
-    if path.is_file() or (is_path and not path.is_dir()):
-        hint = did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else [])
-        hint = "Unpack it first. " if path.is_file() and path.suffix.lower() in _ARCHIVES else hint
-        fault = f"{key} is no source of {what}" if path.exists() else "no such file or folder"
-        raise DataError(fault, where=source, remedy=f"{hint}{remedy}")
-    return found
-
-
-def _shards(source: str, label: str | int | None) -> ImageRecords:
-    return ImageRecords(*image_shards.read_shards(source, label="label" if label is None else str(label)))
+    data, name = open_data_set(source, split, options.subset, what="pictures", remedy=remedy)
+    return ImageRecords(*image_table.read_data_set(data, columns, name=name))
 
 
 def is_saved_data_set(folder: Path) -> bool:
-    """Whether `datasets` saved this folder."""
+    """True if `datasets` saved this folder."""
     return any((folder / name).is_file() for name in _SAVED)
 
 
 def _from_parquet(source: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        remedy = "pip install datasets, or write the pictures to files"
-        raise DataError("`datasets` is needed to read pictures from Parquet", where=source, remedy=remedy) from error
+    remedy = "pip install datasets, or write the pictures to files"
+    datasets = optional("datasets", "`datasets` is needed to read pictures from Parquet", where=source, remedy=remedy)
     datasets.disable_progress_bars()
     data = datasets.Dataset.from_parquet(source)
     for name, kind in data.features.items():
@@ -233,31 +187,34 @@ def _from_parquet(source: str) -> Any:
     return data
 
 
-def _from_data_set(source: Source, split: Split, **columns: str | int | None) -> ImageRecords:
-    data, name = open_data_set(source, split)
-    return _data_set(data, name, **columns)
-
-
-def open_data_set(source: Source, split: Split) -> tuple[Any, str]:
+def open_data_set(text: str, split: Split, subset: str | None, *, what: str, remedy: str) -> tuple[Any, str]:
     """The `datasets.Dataset` that a source names, and its name with its split, for messages.
 
     Args:
+        text: a folder that `datasets` saved, or a name on the hub; both may name a split.
         split: which split to read where the source has several and names none.
+        subset: configuration of a data set on the hub.
+        what: what the source should hold, for the error.
+        remedy: which sources there are besides data sets.
 
     Raises:
-        DataError: there is no such data set or split.
+        DataError: the text is a path, and no such folder; there is no such data set or split.
     """
+    source = Source.parse(text, split="", subset=subset)
+    path = Path(source.name)
+    is_path = path.is_absolute() or text.startswith(".") or text.count("/") > 1  # names on the hub are not like that
+    if path.is_file() or (is_path and not path.is_dir()):
+        hint = did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else [])
+        hint = "Unpack it first. " if path.is_file() and path.suffix.lower() in _ARCHIVES else hint
+        fault = f"data.{split} is no source of {what}" if path.exists() else "no such file or folder"
+        raise DataError(fault, where=text, remedy=f"{hint}{remedy}")
     name = f"{source.name}:{source.split}" if source.split else source.name
     if not source.split:
-        splits = saved_splits(Path(source.name)) if Path(source.name).is_dir() else ["train", "validation"]
+        splits = saved_splits(path) if path.is_dir() else ["train", "validation"]
         wanted = TRAIN if split == "train" else EVAL
         chosen = next((part for part in wanted if part in splits), wanted[0])
         source, name = replace(source, split=chosen), f"{name}:{chosen}" if splits else name
     return source.data_set(), name
-
-
-def _data_set(data: Any, name: str, *, image: str | int | None, label: str | int | None) -> ImageRecords:
-    return ImageRecords(*image_table.read_data_set(data, image=image, label=label, name=name))
 
 
 def saved_splits(folder: Path) -> list[str]:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core import locks
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.readers.cache import cache_root, digest_of
 from lockstep.tasks.readers.labels import sorted_names
 from lockstep.tasks.readers.packed_text import PackedText
@@ -30,16 +30,14 @@ from lockstep.tasks.vision.readers.shard_index import ShardIndex, load_index
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
-Array = npt.NDArray[Any]
-
 
 def names_shards(source: str) -> bool:
-    """Whether a source is a tar file, or a pattern of tar files."""
+    """True if a source is a tar file, or a pattern of tar files."""
     return source.endswith((".tar", *_COMPRESSED))
 
 
 def has_shards(folder: Path) -> bool:
-    """Whether tar files lie in a folder."""
+    """True if tar files lie in a folder."""
     with os.scandir(folder) as entries:
         return any(entry.name.endswith(".tar") and not entry.name.startswith(".") for entry in entries)
 
@@ -73,23 +71,18 @@ def find_shards(source: str) -> list[Path]:
 
 
 def _expanded(pattern: str) -> Iterator[str]:
-    """The names that a pattern with braces stands for: `{0..9}`, `{000..012}` (with leading zeros) and `{a,b}`."""
-    brace = re.search(r"\{([^{}]*)\}", pattern)
+    """The names that a pattern with braces stands for: `{0..9}`, or `{000..012}` with leading zeros."""
+    brace = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
     if brace is None:
         yield pattern
         return
-    inner = brace[1]
-    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", inner)
-    if bounds:
-        width = max(map(len, bounds.groups())) if any(text[0] == "0" for text in bounds.groups()) else 0
-        choices = [f"{number:0{width}}" for number in range(int(bounds[1]), int(bounds[2]) + 1)]
-    else:
-        choices = inner.split(",")
-    if not choices or (bounds is None and len(choices) == 1):
-        remedy = "write {000..012} with the smaller number first, or {a,b}"
+    width = max(map(len, brace.groups())) if any(text[0] == "0" for text in brace.groups()) else 0
+    numbers = range(int(brace[1]), int(brace[2]) + 1)
+    if not numbers:
+        remedy = "write {000..012} with the smaller number first"
         raise DataError(f"{brace[0]} stands for no list of names", where=pattern, remedy=remedy)
-    for choice in choices:
-        yield from _expanded(pattern[: brace.start()] + choice + pattern[brace.end() :])
+    for number in numbers:
+        yield from _expanded(f"{pattern[: brace.start()]}{number:0{width}}{pattern[brace.end() :]}")
 
 
 class ShardPictures:

@@ -6,22 +6,24 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.readers.columns import LABEL, named, usual
 from lockstep.tasks.readers.labels import single_labels
 from lockstep.tasks.readers.table import Source, Table
 from lockstep.tasks.vision.readers.image_files import PictureFiles, add_file, missing_files
 
+if TYPE_CHECKING:
+    from lockstep.tasks.vision.classification.options import ColumnsOptions
+
 IMAGE = ("image", "img", "path", "file", "filename", "file_name", "filepath", "file_path", "image_path", "picture")
 """Usual names of columns that hold pictures or their paths."""
 _FOR_LISTS = "give each picture one label, or name another column by task.columns.label"
 
-Array = npt.NDArray[Any]
 Column = str | int | None
 
 
@@ -36,7 +38,7 @@ class TablePlaces:
         return f"{self.name}:{self.lines[row]}" if self.by_line else f"{self.name}, row {self.lines[row]}"
 
 
-def read_paths(source: Source, *, image: Column, label: Column) -> tuple[PictureFiles, Array, list[str]]:
+def read_paths(source: Source, given: ColumnsOptions) -> tuple[PictureFiles, Array, list[str]]:
     """The pictures that a table names by path, the class number of each picture, and the names of the classes.
 
     Args:
@@ -49,20 +51,14 @@ def read_paths(source: Source, *, image: Column, label: Column) -> tuple[Picture
     """
     table = source.read()
     columns = list(table.columns)
-    target = _column(label, columns, usual_names=LABEL, role="label", where=table.name)
+    target = _column(given.label, columns, usual_names=LABEL, role="label", where=table.name)
     left = [name for name in columns if name != target]
-    path = _column(image, left, usual_names=IMAGE, role="image", where=table.name)
-    names, codes = single_labels(
-        table.columns[target],
-        table.classes.get(target),
-        column=target,
-        where=TablePlaces(table),
-        for_lists=_FOR_LISTS,
-    )
-    values = table.columns[path]
-    root = Path(source.name).parent
-    _check_paths(values, root=root, column=path, place=TablePlaces(table))
-    return PictureFiles(root, values, TablePlaces(table)), codes, names
+    path = _column(given.image, left, usual_names=IMAGE, role="image", where=table.name)
+    values, classes, places = table.columns[target], table.classes.get(target), TablePlaces(table)
+    names, codes = single_labels(values, classes, column=target, where=places, for_lists=_FOR_LISTS)
+    paths, root = table.columns[path], Path(source.name).parent
+    _check_paths(paths, root=root, column=path, place=places)
+    return PictureFiles(root, paths, places), codes, names
 
 
 def _column(given: Column, names: Sequence[str], *, usual_names: Sequence[str], role: str, where: str) -> str:
@@ -156,7 +152,7 @@ class DataSetPictures:
                 yield from paths.filter(held.is_null()).drop_null().to_pylist()
 
 
-def read_data_set(data: Any, *, image: Column, label: Column, name: str) -> tuple[DataSetPictures, Array, list[str]]:
+def read_data_set(data: Any, given: ColumnsOptions, *, name: str) -> tuple[DataSetPictures, Array, list[str]]:
     """The pictures of a `datasets.Dataset`, the class number of each picture, and the names of the classes.
 
     Args:
@@ -167,11 +163,9 @@ def read_data_set(data: Any, *, image: Column, label: Column, name: str) -> tupl
     Raises:
         DataError: there is no such column, or a label is missing. The error names the row.
     """
-    columns = list(data.features)
-    column = picture_column(data, image, role="image", usual_names=IMAGE, name=name)
-    target = _column(
-        label, [other for other in columns if other != column], usual_names=LABEL, role="label", where=name
-    )
+    column = picture_column(data, given.image, role="image", usual_names=IMAGE, name=name)
+    left = [other for other in data.features if other != column]
+    target = _column(given.label, left, usual_names=LABEL, role="label", where=name)
     values = data.select_columns([target]).with_format(None).to_dict()[target]
     kind = data.features[target]
     classes = list(kind.names) if getattr(kind, "names", None) else None
@@ -224,7 +218,7 @@ def data_set_pictures(data: Any, column: str, *, name: str) -> DataSetPictures:
 
 
 def holds_pictures(path: Path) -> bool:
-    """Whether a Parquet file holds pictures themselves (a column of `bytes` and `path`), not only their paths."""
+    """True if a Parquet file holds pictures themselves (a column of `bytes` and `path`), not only their paths."""
     try:
         import pyarrow.parquet
     except ImportError:

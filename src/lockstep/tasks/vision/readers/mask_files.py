@@ -6,30 +6,31 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.pictures.decode import image_size
 from lockstep.tasks.vision.pictures.mask import MaskKind, decode_mask
 from lockstep.tasks.vision.readers.image_files import PictureFiles, Pictures, pictures_below, size_of_file
 from lockstep.tasks.vision.readers.mask_lookup import MaskLookup
 
+_FIRST = 20  # masks that are looked at
 IMAGES, MASKS = "images", "masks"
 """Names of the folders with pictures, and with their masks."""
 
-Array = npt.NDArray[Any]
 Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class MaskForm:
-    """How the mask files of a source say which class a pixel has, so that predictions can say it in the same way."""
+    """The way in which the mask files of a source name the class of a pixel, so that predictions can do the same."""
 
     kind: MaskKind
-    """What the files hold."""
+    """The kind of the files."""
     ids: Mapping[str, int]
     """The id of each class, by name."""
 
@@ -122,10 +123,10 @@ class EncodedMasks:
         return hashlib.sha256(f"{self.files.digest()}|{self.lookup.numbers()}".encode()).hexdigest()
 
 
-def ids_in(files: Pictures, most: int = 20) -> list[int]:
-    """The ids that occur in the first masks, at most `most` files. Empty: they are pictures in colour."""
+def ids_in(files: Pictures) -> list[int]:
+    """The ids that occur in the first 20 masks. Empty: they are pictures in colour."""
     found: set[int] = set()
-    for index in range(min(most, len(files))):
+    for index in range(min(_FIRST, len(files))):
         mask = decode_mask(files.read(index), where=files.where(index))
         if mask.in_color:
             return []
@@ -170,11 +171,8 @@ def read_mask_folder(folder: Path, part: str = "") -> tuple[PictureFiles, Pictur
         raise DataError("there is no picture", where=str(inside[0]), remedy="put pictures into this folder")
     _check_pairs(images, masks, inside[0], inside[1], what="picture has no mask")
     _check_pairs(masks, images, inside[1], inside[0], what="mask has no picture")
-    stems = sorted(images)
-    return (
-        PictureFiles(inside[0], [images[stem] for stem in stems]),
-        PictureFiles(inside[1], [masks[stem] for stem in stems]),
-    )
+    pictures, of_masks = ([files[stem] for stem in sorted(images)] for files in (images, masks))
+    return PictureFiles(inside[0], pictures), PictureFiles(inside[1], of_masks)
 
 
 def _by_stem(folder: Path) -> dict[str, str]:

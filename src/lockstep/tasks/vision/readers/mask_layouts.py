@@ -1,4 +1,4 @@
-"""How a folder of pictures with masks is arranged: its parts, its kind, and its file of classes."""
+"""The arrangement of a folder of pictures with masks: its parts, its kind, and its file of classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.tasks.vision.readers.mask_files import IMAGES, MASKS
 
 
 def is_coco(path: Path) -> bool:
-    """Whether a source is read as COCO: a .json file, or a folder with `annotations/*.json` and without masks."""
+    """True if a source is read as COCO: a .json file, or a folder with `annotations/*.json` and without masks."""
     if not path.is_dir():
         return path.suffix.lower() == ".json"
     places = (path, *(path / name for name in (*TRAIN, *EVAL)))

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.core.errors import DataError, did_you_mean
+from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.vision.pictures.mask import MaskValues
-from lockstep.tasks.vision.readers.class_table import ClassTable, Color, listed
+from lockstep.tasks.vision.readers.class_table import ClassTable, Color, listed, unknown_class
 
 IGNORED = -1
 """The class number of pixels that belong to no class."""
 _UNKNOWN = -2
 _DIRECT = 2**16  # ids below this number are found by their place in an array
 _SHOWN = 5
-
-Array = npt.NDArray[Any]
 
 
 def class_numbers(table: ClassTable, names: Sequence[str] | None) -> list[int]:
@@ -36,9 +34,7 @@ def class_numbers(table: ClassTable, names: Sequence[str] | None) -> list[int]:
     if unknown:
         more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
         what = f"class {unknown[0]!r} is not among the {len(names)} classes of the training data{more}"
-        remedy = (
-            f"{did_you_mean(unknown[0], names)}The classes are: {listed(names)}. Ignore this class, or train with it"
-        )
+        remedy = unknown_class(unknown[0], names, "Ignore this class, or train with it")
         raise DataError(what, where=table.where, remedy=remedy)
     return [names.index(name) for name in table.names]
 
@@ -147,20 +143,16 @@ class MaskLookup:
         by_id = {entry.id: entry for entry in (*self.table.classes, *self.table.ignored)}
         suspect: list[tuple[int, Color]] = []
         for number, color in enumerate(map(tuple, palette.tolist())):
-            if (
-                color in meant
-                and number in by_id
-                and meant[color] is not by_id[number]
-                and by_id[number].color != color
-            ):
+            by_color, own = meant.get(color), by_id.get(number)
+            if by_color and own and by_color is not own and own.color != color:
                 suspect.append((number, color))
         if not suspect:
             return
         used = np.bincount(values.reshape(-1), minlength=256)
         for number, color in suspect:
             if used[number]:
-                by_color, by_number = meant[color].name, by_id[number].name
-                what = f"id {number} is {by_number!r}, but its colour in the palette, {list(color)}, is {by_color!r}'s"
+                by_id_, other = by_id[number].name, meant[color].name
+                what = f"id {number} is {by_id_!r}, but its colour in the palette, {list(color)}, is {other!r}'s"
                 remedy = "write `masks: ids` into the file of classes if the ids are right, or `masks: colors`"
                 raise DataError(what, where=where, remedy=remedy)
 

@@ -7,40 +7,28 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import SKIP, DataError
 from lockstep.tasks.vision.pictures.cache import CacheOptions, DecodedCache, reduced_size
-from lockstep.tasks.vision.readers import coco_masks, mask_files
+from lockstep.tasks.vision.readers import class_table, coco_masks, image_records, mask_files
 from lockstep.tasks.vision.readers.box_layouts import find_layout
-from lockstep.tasks.vision.readers.boxed_images import check_picture_files
-from lockstep.tasks.vision.readers.class_table import (
-    CLASS_FILES,
-    ClassesOption,
-    ClassTable,
-    Color,
-    listed,
-    read_class_table,
-    usual_color,
-)
-from lockstep.tasks.vision.readers.coco_file import Annotations, read_coco
+from lockstep.tasks.vision.readers.boxed_images import picture_files
+from lockstep.tasks.vision.readers.class_table import ClassesOption, ClassTable, Color
+from lockstep.tasks.vision.readers.coco_file import read_coco
 from lockstep.tasks.vision.readers.decoded_images import DecodedPictures, open_cache
 from lockstep.tasks.vision.readers.image_files import PictureFiles, Pictures, left_out_below
-from lockstep.tasks.vision.readers.image_records import (
-    Split,
-    is_saved_data_set,
-    named_data_set,
-    open_data_set,
-    part_of_folder,
-    unlabelled_pictures,
-)
+from lockstep.tasks.vision.readers.image_records import Split
 from lockstep.tasks.vision.readers.image_table import IMAGE, data_set_pictures, picture_column
 from lockstep.tasks.vision.readers.mask_files import EncodedMasks, Masks
 from lockstep.tasks.vision.readers.mask_layouts import class_file, inner_part, is_coco
 from lockstep.tasks.vision.readers.mask_lookup import IGNORED, MaskLookup
+
+if TYPE_CHECKING:
+    from lockstep.tasks.vision.segmentation.options import SegmentationOptions
 
 MASK_COLUMNS = ("mask", "masks", "annotation", "annotations", "label", "labels", "segmentation", "segmentation_mask")
 """Usual names of columns that hold masks."""
@@ -48,8 +36,6 @@ MOST_CHECKED = 500
 """Masks that `MaskedImages.check` reads."""
 _KEPT_CLASSES = 255  # the cache keeps masks of up to this many classes, as uint8
 _KEPT_IGNORED = 255
-
-Array = npt.NDArray[Any]
 
 
 class MaskedImage(NamedTuple):
@@ -66,7 +52,7 @@ class MaskedImage(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassPixels:
-    """How many pixels of some masks belong to each class."""
+    """Numbers of the pixels of some masks that belong to each class."""
 
     counts: list[int]
     """Pixels of each class, by class number."""
@@ -101,9 +87,8 @@ class MaskedImages(DecodedPictures):
         notes: Sequence[str] = (),
     ) -> None:
         kept = masks if masks is not None and len(classes) <= _KEPT_CLASSES else None
-        each = (
-            None if cache is None or cache.limit_bytes is None else cache.limit_bytes // (channels + (kept is not None))
-        )
+        limit = None if cache is None else cache.limit_bytes
+        each = None if limit is None else limit // (channels + (kept is not None))
         own = cache if cache is None or each is None else replace(cache, limit_bytes=each * channels)
         super().__init__(pictures, channels=channels, cache=own, notes=notes)
         self.masks, self.classes, self.colors = masks, list(classes), list(colors)
@@ -233,17 +218,10 @@ def _reduced(mask: npt.NDArray[np.int16], shorter_side: int | None) -> npt.NDArr
 
 def read_masked_images(
     source: str,
-    *,
-    key: str,
     split: Split,
-    classes: ClassesOption = None,
-    ignore: Sequence[Any] = (),
+    options: SegmentationOptions,
+    *,
     names: Sequence[str] | None = None,
-    channels: int = 3,
-    image: str | int | None = None,
-    mask: str | int | None = None,
-    subset: str | None = None,
-    images: str | None = None,
     cache: CacheOptions | None = None,
 ) -> MaskedImages:
     """The pictures of a source, with masks.
@@ -257,18 +235,12 @@ def read_masked_images(
     | a COCO file (.json), or a folder with `annotations/*.json` and no masks | masks are drawn from polygons and RLE |
 
     Args:
-        key: the config's key of the source, such as `data.train`, for errors.
         split: which part to read where the source has several and names none.
-        classes: `task.classes`: names, a mapping, or a file; see `read_class_table`. None: a file of the source with
-            one of the names `CLASS_FILES`, in the folder of the part or in the folder around it. COCO files:
-            `background` (pixels without annotation) and the categories.
-        ignore: `task.ignore`: more ids, names or colours of pixels that belong to no class.
+        options: its `classes`, `ignore`, `images` and `eval_images`, `columns`, `subset` and `channels`. Without
+            `classes`: a file of the source with one of the names `CLASS_FILES`, in the folder of the part or in the
+            folder around it; of COCO files `background` (pixels without annotation) and the categories.
         names: the class names of the training data, for evaluation data: class numbers are places in this list. None:
             the classes of the source.
-        channels: of the pictures: 1 (grey) or 3 (RGB).
-        image, mask: data set: the columns by name or place. None: columns with usual names.
-        subset: configuration of a data set on the hub.
-        images: COCO: the folder of the pictures. None: a usual place beside the annotations.
         cache: keep decoded pictures and masks on disk. Evaluation data are never reduced to `shorter_side`: they are
             evaluated in their own size.
 
@@ -276,32 +248,27 @@ def read_masked_images(
         DataError: there is no such source; a picture or a mask is missing (file); the classes are not known, or are
             not among `names`. Sizes and values of masks are not looked at here, but by `MaskedImages.check`.
     """
-    path = Path(source)
-    pictures: Pictures
+    path, key = Path(source), f"data.{split}"
     masks: Masks
     if is_coco(path):
-        layout = find_layout(source, key=key, split=split, images=images)
+        layout = find_layout(source, key=key, split=split, images=options.images_of(split))
         found = read_coco(layout.annotations, key=key, boxes=False, segmentations=True)
-        table = coco_masks.class_table(found, classes, ignore, names=names)
-        pictures = _coco_pictures(found, layout.images, key)
+        table = coco_masks.class_table(found, options.classes, options.ignore, names=names)
+        pictures: Pictures = picture_files(found, layout.images, key)
         masks, notes = coco_masks.CocoMasks.of_classes(found, table, names=names, pictures=pictures), found.notes
     else:
-        pictures, files, folder = _files(source, split, key=key, columns=(image, mask), subset=subset)
+        pictures, files, folder = _files(source, split, options)
+        classes = options.classes
         if classes is None and folder is not None:
             classes = class_file(folder, path)
-        table = _table(classes, ignore, files=files, key=key)
+        table = _table(classes, options.ignore, files=files, key=key)
         masks = EncodedMasks(files, MaskLookup(table, names))
-        roots = [one.root for one in (pictures, files) if isinstance(one, PictureFiles)]
-        notes = left_out_below(roots)
-    return MaskedImages(
-        pictures,
-        masks,
-        table.names if names is None else names,
-        colors=_colors(table, masks, names),
-        channels=channels,
-        cache=replace(cache, shorter_side=None) if cache is not None and split == "eval" else cache,
-        notes=notes,
-    )
+        notes = left_out_below(one.root for one in (pictures, files) if isinstance(one, PictureFiles))
+    if cache is not None and split == "eval":
+        cache = replace(cache, shorter_side=None)
+    own = table.names if names is None else names
+    kept: dict[str, Any] = {"channels": options.channels, "cache": cache, "notes": notes}
+    return MaskedImages(pictures, masks, own, colors=_colors(table, masks, names), **kept)
 
 
 def unseen_classes(training: ClassPixels, evaluation: ClassPixels, classes: Sequence[str]) -> list[str]:
@@ -331,7 +298,7 @@ def masked_inputs(
         DataError: shards stand beside files.
         UsageError: an argument names nothing.
     """
-    records = unlabelled_pictures(arguments)
+    records = image_records.unlabelled_pictures(arguments)
     return MaskedImages(records.pictures, None, classes, colors=colors, channels=channels, notes=records.notes)
 
 
@@ -339,46 +306,28 @@ def _table(classes: ClassesOption, ignore: Sequence[Any], *, files: Pictures, ke
     """The table that `classes` gives, without what is ignored."""
     if classes is None:
         ids = mask_files.ids_in(files)
-        seen = f"the first masks hold the ids {listed([str(value) for value in ids], 20)}"
+        seen = f"the first masks hold the ids {class_table.listed([str(value) for value in ids], 20)}"
         example = "'{background: 0, object: 255}'" if ids == [0, 255] else "'[background, object]'"
-        remedy = f"name the classes: task.classes={example}, a file, or {CLASS_FILES[0]} beside the masks"
+        remedy = f"name the classes: task.classes={example}, a file, or {class_table.CLASS_FILES[0]} beside the masks"
         what = f"the names of the classes are not known; {seen if ids else 'the masks are pictures in colour'}"
         raise DataError(what, where=f"{key}, {files.where(0)}", remedy=remedy)
-    table = read_class_table(classes)
+    table = class_table.read_class_table(classes)
     return table.with_ignored(ignore, where="task.ignore") if ignore else table
 
 
-def _coco_pictures(annotations: Annotations, folder: Path, key: str) -> PictureFiles:
-    names = [annotations.file_names[number] for number in range(len(annotations.image_ids))]
-    pictures = PictureFiles(folder, names)
-    check_picture_files(pictures, annotations, key)
-    return pictures
-
-
-def _files(
-    source: str, split: Split, *, key: str, columns: tuple[str | int | None, str | int | None], subset: str | None
-) -> tuple[Pictures, Pictures, Path | None]:
+def _files(source: str, split: Split, options: SegmentationOptions) -> tuple[Pictures, Pictures, Path | None]:
     """The pictures of a folder or a data set, the files of their masks, and the folder in which they lie."""
-    path = Path(source)
-    if path.is_dir() and not is_saved_data_set(path):
-        folder = part_of_folder(path, split) or path
+    path, columns = Path(source), options.columns
+    if path.is_dir() and not image_records.is_saved_data_set(path):
+        folder = image_records.part_of_folder(path, split) or path
         return (*mask_files.read_mask_folder(folder, inner_part(folder, split)), folder)
-    pictures, masks = _columns(source, split, key=key, columns=columns, subset=subset)
-    if not len(pictures):
-        raise DataError(f"{key} holds no picture", where=source, remedy="give a source with pictures")
-    return pictures, masks, None
-
-
-def _columns(
-    source: str, split: Split, *, key: str, columns: tuple[str | int | None, str | int | None], subset: str | None
-) -> tuple[Pictures, Pictures]:
-    """The columns of pictures and of masks of a data set of `datasets`."""
     remedy = "Give a folder with images/ and masks/, or a COCO file (.json)"
-    found = named_data_set(source, subset, key=key, what="pictures with masks", remedy=remedy)
-    data, name = open_data_set(found, split)
-    mask = picture_column(data, columns[1], role="mask", usual_names=MASK_COLUMNS, name=name)
-    image = picture_column(data, columns[0], role="image", usual_names=IMAGE, name=name, other=mask)
-    return data_set_pictures(data, image, name=name), data_set_pictures(data, mask, name=name)
+    data, name = image_records.open_data_set(source, split, options.subset, what="pictures with masks", remedy=remedy)
+    mask = picture_column(data, columns.mask, role="mask", usual_names=MASK_COLUMNS, name=name)
+    image = picture_column(data, columns.image, role="image", usual_names=IMAGE, name=name, other=mask)
+    if not len(data):
+        raise DataError(f"data.{split} holds no picture", where=source, remedy="give a source with pictures")
+    return data_set_pictures(data, image, name=name), data_set_pictures(data, mask, name=name), None
 
 
 def _colors(table: ClassTable, masks: Masks, names: Sequence[str] | None) -> list[Color]:
@@ -388,5 +337,5 @@ def _colors(table: ClassTable, masks: Masks, names: Sequence[str] | None) -> lis
     except DataError:  # the fault is said where the mask is needed
         palette = None
     own = dict(zip(table.names, table.colors(palette), strict=True))
-    spare = (color for color in map(usual_color, itertools.count()) if color not in own.values())
+    spare = (color for color in map(class_table.usual_color, itertools.count()) if color not in own.values())
     return [own[name] if name in own else next(spare) for name in (own if names is None else names)]

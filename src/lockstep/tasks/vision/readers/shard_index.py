@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -16,10 +15,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.core import atomic
 from lockstep.core.errors import DataError
+from lockstep.tasks.arrays import Array
+from lockstep.tasks.faults import reading
 from lockstep.tasks.readers.cache import cache_root, digest_of
 from lockstep.tasks.vision.pictures.decode import reads_heif
 from lockstep.tasks.vision.readers.image_files import picture_suffixes
@@ -28,12 +28,10 @@ _FORMAT = 1  # of the kept files; a file of another format is made again
 _BLOCK = 512  # bytes of a block of a tar file
 _TAIL = 1 << 16  # bytes behind the end mark that are looked at: tar pads to 10 KiB
 
-Array = npt.NDArray[Any]
-
 
 @dataclass
 class ShardIndex:
-    """What is known of a shard without reading its pictures."""
+    """Facts about a shard that are known without reading its pictures."""
 
     size: int
     """Bytes of the shard when it was indexed."""
@@ -65,16 +63,11 @@ def load_index(shard: Path, label: str) -> ShardIndex:
     Raises:
         DataError: see `make_index`.
     """
-    try:
+    with reading(shard, "check the path"):
         about = os.stat(shard)
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(shard), remedy="check the path") from error
     key = {"format": _FORMAT, "label": label, "size": about.st_size, "time_ns": about.st_mtime_ns}
     key |= {"heif": True} if reads_heif() else {}  # an index without it has no HEIC pictures
-    places = (
-        shard.with_name(f".{shard.name}.index"),
-        cache_root() / f"shard-{digest_of(str(shard.resolve()))}.index",
-    )
+    places = (shard.with_name(f".{shard.name}.index"), cache_root() / f"shard-{digest_of(str(shard.resolve()))}.index")
     for place in places:
         if (index := _read(place, key)) is not None:
             return index
@@ -97,19 +90,11 @@ def _read(place: Path, key: dict[str, Any]) -> ShardIndex | None:
             about = json.loads(str(kept["about"]))
             if about["key"] != key:
                 return None
-            arrays = [kept[name] for name in ("offsets", "sizes", "codes")]
+            arrays = {name: kept[name] for name in ("offsets", "sizes", "codes")}
     except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error, zipfile.BadZipFile):  # it can be made again
         return None
-    return ShardIndex(
-        size=key["size"],
-        time_ns=key["time_ns"],
-        members=about["members"],
-        offsets=arrays[0],
-        sizes=arrays[1],
-        labels=about["labels"],
-        codes=arrays[2],
-        others=about["others"],
-    )
+    known = {name: about[name] for name in ("members", "labels", "others")}
+    return ShardIndex(size=key["size"], time_ns=key["time_ns"], **known, **arrays)
 
 
 def _write(place: Path, index: ShardIndex, key: dict[str, Any]) -> None:
@@ -147,7 +132,7 @@ def make_index(shard: Path, label: str) -> ShardIndex:
     """
     keys: dict[str, _Key] = {}
     suffixes, others = picture_suffixes(), 0
-    with _opened(shard) as file:
+    with reading(shard), shard.open("rb") as file:
         about = os.fstat(file.fileno())
         for member in _members(shard, file):
             folder, _, name = member.name.rpartition("/")
@@ -192,16 +177,6 @@ def make_index(shard: Path, label: str) -> ShardIndex:
         codes=np.array([-1 if name is None else places[name] for name in given], dtype=np.int64),
         others=others,
     )
-
-
-@contextlib.contextmanager
-def _opened(shard: Path) -> Iterator[BinaryIO]:
-    try:
-        with shard.open("rb") as file:
-            yield file
-    except OSError as error:
-        remedy = "check the path and its permissions"
-        raise DataError(f"cannot be read: {error.strerror}", where=str(shard), remedy=remedy) from error
 
 
 def _members(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:

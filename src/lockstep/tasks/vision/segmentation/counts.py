@@ -71,10 +71,7 @@ def summarise(confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
     right, either = counts.diagonal(), counts.sum(0) + counts.sum(1) - counts.diagonal()
     seen = either > 0
     iou = right / either.clamp(min=1)
-    values = {
-        "miou": float(iou[seen].mean()),
-        "pixel_accuracy": float(right.sum() / counts.sum()),
-    }
+    values = {"miou": float(iou[seen].mean()), "pixel_accuracy": float(right.sum() / counts.sum())}
     return values | {f"iou/{name}": float(iou[number]) for number, name in enumerate(classes) if seen[number]}
 
 
@@ -141,7 +138,7 @@ def tolerance_in_pixels(size: tuple[int, int], share: float) -> int:
 
 
 def _edges(labels: Tensor) -> Tensor:
-    """Whether a neighbour of a pixel has another class: bool (height, width). Ignored pixels are no neighbours."""
+    """True where a neighbour of a pixel has another class: bool (height, width). Ignored pixels are no neighbours."""
     edge = torch.zeros_like(labels, dtype=torch.bool)
     for one, other in (
         ((slice(None), slice(1, None)), (slice(None), slice(None, -1))),
@@ -154,7 +151,7 @@ def _edges(labels: Tensor) -> Tensor:
 
 
 def _dilated(pixels: Tensor, radius: int) -> Tensor:
-    """Whether a pixel lies within a disc around some pixel of `pixels`: bool (height, width).
+    """True where a pixel lies within a disc around some pixel of `pixels`: bool (height, width).
 
     A disc is a column of rows; rows of the same length are found at once.
     """

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.core.errors import UsageError
-from lockstep.tasks.vision.image_models import AutoModels, Models, Pixels, processor_of, side_of
+from lockstep.tasks.vision.image_models import AutoModels, Models, Pixels
 from lockstep.tasks.vision.segmentation.options import UNET, SegmentationOptions
 from lockstep.tasks.vision.segmentation.unet import UNet
 
@@ -20,7 +20,7 @@ _UNET_SIZE = 256
 
 
 def models_for(options: SegmentationOptions, folder: Path | None) -> Models:
-    """What makes the models that `options` ask for.
+    """The object that makes the models that `options` ask for.
 
     Args:
         folder: where an earlier start of the run has kept the model's config. None: there is none.
@@ -35,7 +35,7 @@ class UNetModels(Models):
     """The small U-Net."""
 
     def pixels(self) -> Pixels:
-        return Pixels(_UNET_SIZE, None, None)
+        return Pixels(_UNET_SIZE)
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
         sizes = self.options.scratch.sizes
@@ -69,11 +69,6 @@ class TransformersModels(AutoModels):
             # The auxiliary head has no part in the logits, so it would get no gradient, which DDP refuses.
             config.use_auxiliary_head = False
         return config
-
-    def pixels(self) -> Pixels:
-        said = processor_of(self.options.model)
-        size = said.get("size") or getattr(self.config(_SIZE), "image_size", None) or _SIZE
-        return Pixels(side_of(size, default=_SIZE), said.get("image_mean"), said.get("image_std"))
 
     def processor(self, about: Mapping[str, Any]) -> dict[str, Any]:
         size, square = about["size"], about["eval_shape"] == "square"

@@ -41,7 +41,7 @@ class SegmentationOptions(ImageOptions):
     describes."""
     scratch: ScratchOptions = ScratchOptions()
     new_head: bool = False
-    """Whether to replace the last layer of a model that already segments."""
+    """Replace the last layer of a model that already segments."""
 
     classes: list[str] | dict[str | int, Any] | str | None = None
     """Names of the classes in the order of their ids, a mapping of names to ids or colours `[r, g, b]`, or the path of
@@ -77,11 +77,15 @@ class SegmentationOptions(ImageOptions):
     eval_overlap: Annotated[float, Field(ge=0, le=0.9)] = 0.25
     """The least overlap of neighbouring windows, as a share of `eval_window`."""
     flip_at_evaluation: bool = False
-    """Whether an evaluation takes the mean of the probabilities of each picture and of its mirror image. This takes
+    """Take the mean of the probabilities of each picture and of its mirror image in evaluations. This takes
     twice the time."""
     boundary_tolerance: Annotated[float, Field(ge=0, le=0.1)] | None = 0.0075
     """The distance at which boundaries still match in the boundary F1, as a share of the picture's diagonal. None: no
     boundary F1."""
+
+    def images_of(self, split: Literal["train", "eval"]) -> str | None:
+        """The folder of the pictures of a part of the data, as `images` or `eval_images` gives it."""
+        return self.images if split == "train" else self.eval_images or self.images
 
     def never_reached(self, epochs: int) -> dict[str, str]:
         # Only square evaluation pictures have a size of `image_size`.
@@ -101,9 +105,8 @@ class SegmentationOptions(ImageOptions):
         if self.eval_window and self.eval_size:
             raise ValueError("eval_window takes pictures at their own resolution; leave out eval_size or eval_window")
         if self.eval_resize:
-            raise ValueError(
-                "eval_resize cuts out the centre, but every pixel is evaluated; use eval_size, the shorter side"
-            )
+            what = "eval_resize cuts out the centre, but every pixel is evaluated; use eval_size, the shorter side"
+            raise ValueError(what)
         if self.eval_shape == "square" and self.eval_window:
             raise ValueError("eval_window needs eval_shape: keep")
         return self

@@ -1,4 +1,4 @@
-"""How segmentation shows its data, predictions and results to people."""
+"""Texts and pictures that show data, predictions and results of segmentation to people."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.drawing import drawing
+from lockstep.tasks.arrays import Array
 from lockstep.tasks.program import Program, program_of_images
 from lockstep.tasks.readers.doubles import Samples
 from lockstep.tasks.vision.image_presenter import ImagePresenter
@@ -30,8 +30,6 @@ _LEGEND = 240  # pixels: the least width of a legend below an overlay
 _DIGITS = 4
 _EXAMPLE = 64  # pixels: the shorter side of the example of an export, if pictures are seen at their own size
 _WIDER = 32  # pixels: the example of an export is no square
-
-Array = npt.NDArray[Any]
 
 
 class SegmentationPresenter(ImagePresenter):

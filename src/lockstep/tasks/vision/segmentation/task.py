@@ -22,21 +22,17 @@ from lockstep.tasks.vision.pictures.augment import train_picture
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.tasks.vision.pictures.mask import MaskKind
 from lockstep.tasks.vision.pictures.picture import Picture, contiguous, stack_images
+from lockstep.tasks.vision.readers import masked_images
 from lockstep.tasks.vision.readers.mask_files import size_of
 from lockstep.tasks.vision.readers.mask_layouts import evaluation_source_with_masks
-from lockstep.tasks.vision.readers.masked_images import (
-    MOST_CHECKED,
-    ClassPixels,
-    MaskedImage,
-    read_masked_images,
-    unseen_classes,
-)
+from lockstep.tasks.vision.readers.masked_images import MaskedImage
 from lockstep.tasks.vision.segmentation import losses
 from lockstep.tasks.vision.segmentation.losses import IGNORED
 from lockstep.tasks.vision.segmentation.models import models_for
 from lockstep.tasks.vision.segmentation.options import SegmentationOptions
 from lockstep.tasks.vision.segmentation.presenter import SegmentationPresenter
 from lockstep.tasks.vision.segmentation.windows import Tile, Window, Windows, tiles
+from lockstep.tasks.vision.use_pictures import fitted_size
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -47,7 +43,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class SegmentationAbout(About):
-    """What the task keeps with the run. `counts` are pixels of masks that were counted: see `MaskedImages.check`."""
+    """The facts that the task keeps. `counts` are pixels of masks that were counted: see `MaskedImages.check`."""
 
     colors: list[list[int]]
     """Red, green and blue of each class, 0 to 255, for pictures."""
@@ -56,7 +52,7 @@ class SegmentationAbout(About):
     unseen: list[str] = field(default_factory=list)
     """Classes that occur in evaluation masks, and in no training mask. A model cannot learn them."""
     mask_kind: MaskKind = "palette"
-    """What the mask files of the training data hold: ids with a palette, ids as grey values, or colours."""
+    """The kind of the mask files of the training data: ids with a palette, ids as grey values, or colours."""
     ids: list[int] = field(default_factory=list)
     """The id of each class in these files; with `color`, `colors` are their values. Predicted masks have the same
     values. Empty in runs of earlier versions: the class numbers."""
@@ -105,52 +101,35 @@ class Segmentation(ImageTask):
         if data is None:
             return []
         found = (data.pictures if isinstance(data, Windows) else data).check()
-        training = ClassPixels(about.counts, ignored=0, masks=about.masks, of_masks=len(self._train))
-        return unseen_classes(training, found, about.classes)
+        training = masked_images.ClassPixels(about.counts, ignored=0, masks=about.masks, of_masks=len(self._train))
+        return masked_images.unseen_classes(training, found, about.classes)
 
-    def learn(self) -> SegmentationAbout:
+    def learn(self) -> Any:
         data, options = self.read(self.train_source, "train", None), self.options
         names = list(data.classes)
         if len(names) < 2:
             remedy = "give two classes or more; the background is a class too"
             raise DataError(f"there is only the class {names[0]!r}", where=self.train_source, remedy=remedy)
-        counted = data.check(len(data) if isinstance(options.class_weights, str) else MOST_CHECKED)
+        counted = data.check(len(data) if isinstance(options.class_weights, str) else masked_images.MOST_CHECKED)
         classes, pixels = self.models.classes(names), self.models.pixels()
         places = [names.index(name) if name in names else number for number, name in enumerate(classes)]
-        mean, std = pixels.mean_and_std(options)
         assert data.masks is not None
         form = data.masks.form()
-        return SegmentationAbout(
+        return self.described(
+            pixels,
             classes=classes,
             mask_kind=form.kind,
             ids=_ids(classes, form.ids),
             colors=[list(data.colors[place]) for place in places],
             counts=[counted.counts[place] for place in places],
             masks=counted.masks,
-            mean=mean,
-            std=std,
-            size=pixels.size,
         )
 
     # ---- data
 
     def read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> Any:
         options = self.options
-        data = read_masked_images(
-            source,
-            key=f"data.{split}",
-            split=split,
-            classes=options.classes,
-            ignore=options.ignore,
-            names=classes,
-            channels=options.channels,
-            images=options.images if split == "train" else options.eval_images or options.images,
-            image=options.columns.image,
-            mask=options.columns.mask,
-            subset=options.subset,
-            cache=self.cache,
-        )
-
+        data = masked_images.read_masked_images(source, split, options, names=classes, cache=self.cache)
         if split == "train" or options.eval_window is None:
             return data
         sizes = [size_of(data.pictures, index) for index in range(len(data))]
@@ -370,16 +349,3 @@ def _ids(classes: Sequence[str], known: Mapping[str, int]) -> list[int]:
     """The id of each class. Classes of a pretrained model that the data lack get the numbers after all known ids."""
     free = itertools.count(max(known.values()) + 1)
     return [known[name] if name in known else next(free) for name in classes]
-
-
-def fitted_size(size: Size, shorter: int | None) -> Size:
-    """(height, width) with a shorter side of `shorter` pixels and the shape of `size`. None: `size` itself.
-
-    The longer side is rounded down, as in torchvision's `Resize`.
-    """
-    if shorter is None:
-        return size
-    height, width = size
-    if height <= width:
-        return shorter, max(shorter, width * shorter // height)
-    return max(shorter, height * shorter // width), shorter

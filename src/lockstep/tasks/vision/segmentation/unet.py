@@ -49,20 +49,12 @@ class UNet(nn.Module):
         self.stem = nn.Sequential(
             nn.Conv2d(channels, width, size, stride, padding=(size - 1) // 2, bias=False), _norm(norm, width), nn.ReLU()
         )
-        self.encoder = nn.ModuleList(
-            nn.Sequential(
-                *(
-                    Block(
-                        widths[max(level - 1, 0)] if block == 0 else outputs,
-                        outputs,
-                        norm=norm,
-                        stride=2 if level and block == 0 else 1,
-                    )
-                    for block in range(blocks)
-                )
-            )
-            for level, outputs in enumerate(widths)
-        )
+
+        def level_of(level: int, outputs: int) -> nn.Sequential:
+            first = Block(widths[max(level - 1, 0)], outputs, norm=norm, stride=2 if level else 1)
+            return nn.Sequential(first, *(Block(outputs, outputs, norm=norm) for _ in range(blocks - 1)))
+
+        self.encoder = nn.ModuleList(level_of(level, outputs) for level, outputs in enumerate(widths))
         self.decoder = nn.ModuleList(
             Block(widths[level + 1] + widths[level], widths[level], norm=norm) for level in reversed(range(depth))
         )
