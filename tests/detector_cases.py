@@ -4,7 +4,8 @@ import torch
 from torch.utils.data import Dataset
 
 from lockstep import Task
-from lockstep.tasks.vision.detection.models import Targets, models_for
+from lockstep.tasks.vision.detection.model_choice import models_for
+from lockstep.tasks.vision.detection.models import Targets
 from lockstep.tasks.vision.detection.options import DetectionOptions
 
 SIZE = 64

@@ -70,9 +70,10 @@ def walk(run_dir):
 
 if __name__ == "__main__":
     from tests import ranks
+    from tests import walk as imported  # ranks cannot import a function of __main__
 
     with tempfile.TemporaryDirectory() as folder:
-        found = ranks.run_ranks(2, walk, folder)[0]
+        found = ranks.run_ranks(2, imported.walk, folder)[0]
     ranks.close()
     for number, (depth, file, function) in enumerate(found):
         if found[number] not in found[:number]:  # each function once at each depth

@@ -343,7 +343,7 @@ def test_without_tables_a_line_stands_at_the_end(tmp_path):
     runs.fit(own_tasks.Plain(), runs.config(train={"steps": 10}), tmp_path)
     log = (tmp_path / "train.log").read_text()
     assert "memory at step" not in log
-    assert len(re.findall(r"memory: at most \d+ MiB resident\n", log)) == 1
+    assert len(re.findall(r"memory: at most [\d,]+ MiB resident\n", log)) == 1
 
 
 # ---- the table

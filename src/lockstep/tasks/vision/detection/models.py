@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.tasks.vision.detection.options import CENTER, DetectionOptions
 from lockstep.tasks.vision.image_models import Models
 
 
@@ -148,18 +146,3 @@ class DetectionModels(Models):
             shapes: as for `forward`. Boxes are in pixels of this part of the pictures, also with `stretches`.
         """
         raise NotImplementedError
-
-
-def models_for(options: DetectionOptions, folder: Path | None) -> DetectionModels:
-    """The object that makes the models that `options` ask for.
-
-    Args:
-        folder: where an earlier start of the run has kept the model's config. None: there is none.
-    """
-    if options.model is None and options.scratch.architecture == CENTER:
-        from lockstep.tasks.vision.detection.center_models import CenterModels
-
-        return CenterModels(options)
-    from lockstep.tasks.vision.detection.transformers_models import TransformersModels
-
-    return TransformersModels(options, folder)

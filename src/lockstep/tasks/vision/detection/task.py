@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.core.errors import DataError
 from lockstep.core.task import Metrics
-from lockstep.tasks.vision.detection.models import DetectionModels, Detections, Targets, models_for, picture_of_each
+from lockstep.tasks.vision.detection.model_choice import models_for
+from lockstep.tasks.vision.detection.models import DetectionModels, Detections, Targets, picture_of_each
 from lockstep.tasks.vision.detection.options import DetectionOptions
 from lockstep.tasks.vision.detection.overlap import remaining
 from lockstep.tasks.vision.detection.presenter import DetectionPresenter
