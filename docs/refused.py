@@ -24,6 +24,7 @@ TOPICS = {
     "Runs, checkpoints and going on": [
         "checkpoint",
         "core/run_directory.py",
+        "trainer/run_record.py",
         "core/run_folder.py",
         "core/resume.py",
         "core/training_run.py",

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from lockstep import LockstepError, Trainer
-from lockstep.core import source_code
+from lockstep.trainer import source_code
 from tests import own_tasks, runs
 from tests.parts.cases import run_info
 from tests.selection import mainly

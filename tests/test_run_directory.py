@@ -19,6 +19,7 @@ from lockstep.core.config import config_file
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.launched import RESTARTS
 from lockstep.parts.writer_kinds import files_of_writers
+from lockstep.trainer import run_record
 from tests import own_tasks, runs
 from tests.core.checkpoint.cases import ALONE
 from tests.processes import HANG_S
@@ -50,7 +51,7 @@ def claimed(folder, settings=None, **options):
 def gone_on(folder, settings=None, **options):
     """Claim, and go on from the checkpoint."""
     with claim(folder, settings, **options) as resolved:
-        run_directory.keep_record(folder, own_tasks.Plain(), resolved, ALONE)
+        run_record.keep(folder, own_tasks.Plain(), resolved, ALONE)
         return resolved
 
 

@@ -16,14 +16,13 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep.core import atomic, devices, locks, run_folder, source_code
+from lockstep.core import atomic, devices, locks, run_folder
 from lockstep.core.checkpoint import store
 from lockstep.core.config import config_file
 from lockstep.core.config.sections import RunConfig, training_keys
 from lockstep.core.errors import LockstepError, UsageError, did_you_mean
 from lockstep.core.parallel.launched import LOST_NODE, RESTARTS
 from lockstep.core.parallel.world import World
-from lockstep.core.task import Task
 
 DESCRIBING = ("config.yaml", run_folder.MARKER, "task", "source", run_folder.MODEL_TABLE, "train.log", "metrics.jsonl")
 """Files and folders that describe a run. With a checkpoint they are a run directory that can be evaluated."""
@@ -86,25 +85,27 @@ def _claim(
         store.clear_leftovers(folder / "checkpoints")
         _put_task_back(folder)  # a start was killed that had not kept its record
         resolved = config.model_copy(update={"batch": config.batch.resolve(world.size)})
-        if _has_checkpoints(folder):
+        if has_checkpoints(folder):
             resolved = _same_training(folder, config, resolved, allow_change)
             if allow_change:
                 _keep_task_as_it_is(folder)
                 held.callback(_put_task_back, folder)
         else:
-            _write_environment(folder, world, {})
+            write_environment(folder, world, {})
             atomic.write_text(folder / "config.yaml", config_file.to_yaml(resolved))
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise unwritable(folder, error) from error
     return resolved
 
 
-def _has_checkpoints(folder: Path) -> bool:
+def has_checkpoints(folder: Path) -> bool:
+    """True if the run in `folder` has saved a state."""
     found = (folder / "checkpoints").glob("step-*")
     return any(re.fullmatch(run_folder.OURS["checkpoints"], path.name) for path in found)
 
 
-def _write_environment(folder: Path, world: World, more: Mapping[str, Any]) -> None:
+def write_environment(folder: Path, world: World, more: Mapping[str, Any]) -> None:
+    """Write environment.json: where the run runs, and `more`."""
     atomic.write_text(folder / run_folder.MARKER, json.dumps(_environment(world) | dict(more), indent=1))
 
 
@@ -139,7 +140,7 @@ def _check_first_weights_stay(folder: Path, config: RunConfig, deleted: Sequence
         )
 
 
-def _unwritable(folder: Path, error: OSError) -> UsageError:
+def unwritable(folder: Path, error: OSError) -> UsageError:
     where = str(error.filename or folder)
     return UsageError(f"cannot write: {error.strerror}", where=where, remedy="choose another place with --run-dir")
 
@@ -162,7 +163,7 @@ def locked(folder: Path, name: str = ".lock", tell: Callable[[str], None] | None
             remedy = "wait for it, stop it, or give another --run-dir"
             raise UsageError(f"in use by {error}", where=str(folder), remedy=remedy) from None
         except OSError as error:
-            raise _unwritable(folder, error) from error
+            raise unwritable(folder, error) from error
         yield
 
 
@@ -180,11 +181,6 @@ def _was_restarted(folder: Path) -> bool:
     """Whether this is a restart within one launch. The first start has then followed --fresh already."""
     begun = run_folder.recorded(folder).get("launch")
     return _restarts() > 0 and begun is not None and begun == os.environ.get("TORCHELASTIC_RUN_ID")
-
-
-def git_commit(config: RunConfig, world: World) -> dict[str, Any] | None:
-    """The git commit of the task's code: `commit` and `dirty`. None: not in git. Rank 0 looks for all ranks."""
-    return world.on_rank0(lambda: source_code.commit(_home(config)))
 
 
 def _restarts() -> int:
@@ -251,81 +247,6 @@ def is_verified(folder: Path, config: RunConfig) -> bool:
     except (OSError, ValueError, LookupError, TypeError, LockstepError):  # there is none, or another version wrote it
         return False
     return _as_json(training_keys(verified)) == _as_json(training_keys(config))
-
-
-def _home(config: RunConfig) -> Path:
-    """The folder of the task's file; for a task without a file, the working directory."""
-    path, is_file, _ = str(config.task.get("kind", "")).rpartition(".py:")
-    return Path(path).parent if is_file else Path()
-
-
-def check_source(folder: Path, task: Task, config: RunConfig, world: World, allow_change: Sequence[str]) -> list[str]:
-    """For a run that goes on, compare the task's source with the kept source. Rank 0 does this for all ranks.
-
-    Returns:
-        messages for the log.
-
-    Raises:
-        UsageError: the task's code has changed, and `allow_change` does not have `task`.
-    """
-
-    def check() -> list[str]:
-        kept = source_code.read(folder / "source") if _has_checkpoints(folder) else {}
-        found = source_code.of_task(task, config.task.get("kind"), kept)
-        if kept and not found:
-            return ["the source of the task cannot be read, so it cannot be compared with the source of the run"]
-        change = source_code.difference(kept, found) if kept else None
-        if change and "task" not in allow_change:
-            raise UsageError(
-                f"the task's code has changed since the run began: {change}",
-                where=str(folder),
-                remedy="undo the change, or give --allow-change task to go on with it, another --run-dir, "
-                "or --fresh to delete that run",
-            )
-        return [f"warning: the task's code has changed: {change}"] if change else []
-
-    return world.on_rank0(check)
-
-
-def keep_record(
-    folder: Path, task: Task, config: RunConfig, world: World, *, git: Mapping[str, Any] | None = None
-) -> None:
-    """Write what a run is: the source of its task, its config, and where it runs. Rank 0 does this for all ranks.
-
-    It is called when the state of the run is loaded and all checks are made, before the first step. A kill in between
-    leaves files of this start and of the start before. The command of this start is then still accepted.
-
-    Args:
-        git: of `git_commit`.
-
-    Raises:
-        UsageError: the folder cannot be written.
-    """
-
-    def keep() -> None:
-        kept = source_code.read(folder / "source") if _has_checkpoints(folder) else {}
-        found = source_code.of_task(task, config.task.get("kind"), kept)
-        about = {"task": source_code.digest(found) if found else None, "git": git}
-        if kept and not found:
-            about["task"] = run_folder.recorded(folder).get("task")
-        try:
-            if kept != found and (found or not kept):
-                source_code.write(folder / "source", source_code.of_task(task, config.task.get("kind")))
-            atomic.write_text(folder / "config.yaml", config_file.to_yaml(config))
-            _write_environment(folder, world, about)
-            atomic.remove(folder / run_folder.TASK_BEFORE)
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-
-    world.on_rank0(keep)
-
-
-def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
-    """A warning if the task's code has changed since the run was trained."""
-    kept = source_code.read(folder / "source")
-    found = source_code.of_task(task, config.task.get("kind"), kept)
-    change = source_code.difference(kept, found) if kept and found else None
-    return [f"warning: the task's code has changed since the run was trained: {change}"] if change else []
 
 
 def _environment(world: World) -> dict[str, Any]:

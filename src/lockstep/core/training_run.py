@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lockstep.core import (
     batch_norm,
@@ -16,7 +15,6 @@ from lockstep.core import (
     devices,
     evaluation_run,
     loop,
-    memory_shortage,
     run_data,
     run_directory,
 )
@@ -77,8 +75,10 @@ class TrainingRun:
     """Receive the log. Empty but on rank 0."""
     evaluated_tasks: Mapping[str, Task]
     """For each set of evaluation data, by its name, the task that has it. The first is `task`."""
-    git: Mapping[str, Any] | None = None
-    """The git commit of the task's code; see `run_directory.git_commit`."""
+    evaluated_at_once: int
+    """Samples of a micro-batch of an evaluation."""
+    keep_record: Callable[[], None] = lambda: None
+    """Writes what the run is. Called when its state is loaded and all checks are made, before the first step."""
     own_parts: Sequence[Part] = ()
     """Parts that the user adds."""
     checks: Checks = field(default_factory=Checks)
@@ -129,7 +129,7 @@ class TrainingRun:
         """
         prepared, state = self.prepared, self.prepared.state
         intervals, parts = self._check_before_first_step()
-        run_directory.keep_record(self.run_dir, self.task, self.config, state.world, git=self.git)
+        self.keep_record()
         self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
         self.consensus.wants_end = parts.wants_end
         saver, begun = self._saver(), state.step
@@ -265,10 +265,11 @@ class TrainingRun:
         """The evaluation data by name. Empty, and a warning: this kind of task has such data, its source has none."""
         state = self.prepared.state
         limit = self.config.data.eval_limit
-        most = memory_shortage.fitting(self.run_dir, self.config, state.world).evaluation
         try:
             evaluated = {
-                name: run_data.evaluation_data(self.config, task, state.world, micro_batch=most, limit=limit)
+                name: run_data.evaluation_data(
+                    self.config, task, state.world, micro_batch=self.evaluated_at_once, limit=limit
+                )
                 for name, task in self.evaluated_tasks.items()
             }
             for name, data in evaluated.items():

@@ -158,7 +158,7 @@ def run_rank(
                 place = pickle.load(file)
                 _take_place(folder, place)
                 config, task, parts, options = pickle.load(file)
-            from lockstep.core import source_code
+            from lockstep.trainer import source_code
 
             if task is not None:
                 source_code.know(type(task), parts)
@@ -182,7 +182,7 @@ def _write_training(
     folder: Path, config: RunConfig, task: Task | None, options: dict[str, Any], *, prints_to_file: bool
 ) -> None:
     """Write what a rank needs to know: first the place that it works in, then the training."""
-    from lockstep.core import source_code
+    from lockstep.trainer import source_code
 
     cells = {
         name: entry

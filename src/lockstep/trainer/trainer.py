@@ -24,13 +24,10 @@ from lockstep.core import (
     devices,
     evaluation_run,
     joined_parts,
-    memory_shortage,
     resume,
     run_data,
     run_directory,
     run_model,
-    run_parts,
-    source_code,
     task_checks,
 )
 from lockstep.core import evaluate as evaluation
@@ -64,7 +61,18 @@ from lockstep.parts import profile as profiling
 from lockstep.parts.checks.run_checks import RunChecks
 from lockstep.parts.writer_kinds import files_of_writers
 from lockstep.tasks.vision.pictures.cache import CacheOptions
-from lockstep.trainer import local_ranks, logs, prediction_run, room, run_export, training_state
+from lockstep.trainer import (
+    local_ranks,
+    logs,
+    memory_shortage,
+    prediction_run,
+    room,
+    run_export,
+    run_parts,
+    run_record,
+    source_code,
+    training_state,
+)
 from lockstep.trainer.export import export_weights
 
 _PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
@@ -211,10 +219,10 @@ class Trainer:
             parts = [*run_parts.make(config.train.parts), *self.parts]
             joined_parts.check(parts)
             task = _given(task) or self.task()
-            messages = remarks + run_directory.check_source(self.run_dir, task, config, world, self.allow_change)
+            messages = remarks + run_record.check_source(self.run_dir, task, config, world, self.allow_change)
             prepared = self._prepare(task, world)
             prepared.built.messages += messages
-            git = run_directory.git_commit(config, world)
+            git = run_record.git_commit(config, world)
             writers = logs.open_writers(config, self.run_dir, task, prepared, git, quiet=self.quiet)
             batches: Iterator[list[MicroBatch]] = prepared.batches
             if recorder is not None:
@@ -229,7 +237,8 @@ class Trainer:
                 flag,
                 writers,
                 evaluated_tasks=evaluated,
-                git=git,
+                evaluated_at_once=memory_shortage.fitting(self.run_dir, config, world).evaluation,
+                keep_record=partial(run_record.keep, self.run_dir, task, config, world, git=git),
                 own_parts=parts,
                 checks=RunChecks(config, prepared, task, evaluated, self.run_dir, partial(tell, writers)),
                 built_in=partial(built_in.parts, config, prepared, task),
@@ -691,7 +700,7 @@ class Trainer:
 
         lines = choice.read(self._checkpoints, world, retention, self.checkpoint, load=load_into, chosen=chosen)
         if world.rank == 0 and not self.quiet:
-            changes = run_directory.changed_source(self.run_dir, task, self.config)
+            changes = run_record.changed_source(self.run_dir, task, self.config)
             for text in (*lines, *built.messages, *changes):
                 print(text, file=sys.stderr)
         return built

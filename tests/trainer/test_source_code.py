@@ -10,8 +10,8 @@ import types
 
 import pytest
 
-from lockstep.core import source_code
 from lockstep.core.config.registry import build_task
+from lockstep.trainer import source_code
 from tests import own_tasks
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lockstep.cli import train as command
-from lockstep.core import memory_shortage
 from lockstep.core.checkpoint import files, store
 from lockstep.core.errors import LockstepError, MemoryShortage
 from lockstep.core.parallel.world import World
+from lockstep.trainer import memory_shortage
 from tests import own_tasks, rank_cases, runs
 from tests.processes import launched
 from tests.ranks import run_ranks

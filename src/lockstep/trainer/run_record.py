@@ -1,0 +1,94 @@
+"""The record of a run in its directory: the source of its task, and its config. A run that goes on is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.core import atomic, run_folder
+from lockstep.core.config import config_file
+from lockstep.core.config.sections import RunConfig
+from lockstep.core.errors import UsageError
+from lockstep.core.parallel.world import World
+from lockstep.core.run_directory import has_checkpoints, unwritable, write_environment
+from lockstep.core.task import Task
+from lockstep.trainer import source_code
+
+
+def git_commit(config: RunConfig, world: World) -> dict[str, Any] | None:
+    """The git commit of the task's code: `commit` and `dirty`. None: not in git. Rank 0 looks for all ranks."""
+    return world.on_rank0(lambda: source_code.commit(_home(config)))
+
+
+def _home(config: RunConfig) -> Path:
+    """The folder of the task's file; for a task without a file, the working directory."""
+    path, is_file, _ = str(config.task.get("kind", "")).rpartition(".py:")
+    return Path(path).parent if is_file else Path()
+
+
+def check_source(folder: Path, task: Task, config: RunConfig, world: World, allow_change: Sequence[str]) -> list[str]:
+    """For a run that goes on, compare the task's source with the kept source. Rank 0 does this for all ranks.
+
+    Returns:
+        messages for the log.
+
+    Raises:
+        UsageError: the task's code has changed, and `allow_change` does not have `task`.
+    """
+
+    def check() -> list[str]:
+        kept = source_code.read(folder / "source") if has_checkpoints(folder) else {}
+        found = source_code.of_task(task, config.task.get("kind"), kept)
+        if kept and not found:
+            return ["the source of the task cannot be read, so it cannot be compared with the source of the run"]
+        change = source_code.difference(kept, found) if kept else None
+        if change and "task" not in allow_change:
+            raise UsageError(
+                f"the task's code has changed since the run began: {change}",
+                where=str(folder),
+                remedy="undo the change, or give --allow-change task to go on with it, another --run-dir, "
+                "or --fresh to delete that run",
+            )
+        return [f"warning: the task's code has changed: {change}"] if change else []
+
+    return world.on_rank0(check)
+
+
+def keep(folder: Path, task: Task, config: RunConfig, world: World, *, git: Mapping[str, Any] | None = None) -> None:
+    """Write what a run is: the source of its task, its config, and where it runs. Rank 0 does this for all ranks.
+
+    It is called when the state of the run is loaded and all checks are made, before the first step. A kill in between
+    leaves files of this start and of the start before. The command of this start is then still accepted.
+
+    Args:
+        git: of `git_commit`.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+
+    def keep() -> None:
+        kept = source_code.read(folder / "source") if has_checkpoints(folder) else {}
+        found = source_code.of_task(task, config.task.get("kind"), kept)
+        about = {"task": source_code.digest(found) if found else None, "git": git}
+        if kept and not found:
+            about["task"] = run_folder.recorded(folder).get("task")
+        try:
+            if kept != found and (found or not kept):
+                source_code.write(folder / "source", source_code.of_task(task, config.task.get("kind")))
+            atomic.write_text(folder / "config.yaml", config_file.to_yaml(config))
+            write_environment(folder, world, about)
+            atomic.remove(folder / run_folder.TASK_BEFORE)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+
+    world.on_rank0(keep)
+
+
+def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
+    """A warning if the task's code has changed since the run was trained."""
+    kept = source_code.read(folder / "source")
+    found = source_code.of_task(task, config.task.get("kind"), kept)
+    change = source_code.difference(kept, found) if kept and found else None
+    return [f"warning: the task's code has changed since the run was trained: {change}"] if change else []
