@@ -53,7 +53,7 @@ def on_machine(
 
 
 def is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
-    """Whether this process must start ranks, and is not a rank itself."""
+    """True if this process must start ranks, and is not a rank itself."""
     local_ranks.check_nproc(nproc)
     return "RANK" not in os.environ and (nproc != "1" or bool(max_restarts))
 

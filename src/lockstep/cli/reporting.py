@@ -19,7 +19,7 @@ _MARKED = 1 << 16  # bytes of a file in which its mark is looked for
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0, or no rank."""
+    """True if this process is rank 0, or no rank."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -47,7 +47,7 @@ class PreparedRun:
     evaluated: dict[str, float]
     """Results of the evaluation at `state.step`, where the checkpoint has them; else empty."""
     parts: Mapping[str, Any]
-    """What the checkpoint keeps of the training's Parts. Empty without a checkpoint."""
+    """The record of the training's Parts in the checkpoint. Empty without a checkpoint."""
     form: Form
     """The form of the newly built model's state, before a checkpoint was loaded."""
     may_be_infinite: finite.Grades
@@ -59,7 +59,7 @@ class PreparedRun:
 
     @property
     def plan(self) -> StepPlan:
-        """How the global batches are cut into micro-batches now."""
+        """The cut of global batches into micro-batches, as it is now."""
         return self.batches.plan
 
 
@@ -138,7 +138,7 @@ def prepare_run(
 
 
 def intervals(config: RunConfig, plan: StepPlan) -> Intervals:
-    """How often the loop logs, evaluates and saves."""
+    """The steps after which the loop logs, evaluates and saves."""
     train, checkpoint = config.train, config.checkpoint
     evaluate = train.eval_every_steps
     if evaluate is None:

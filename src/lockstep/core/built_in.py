@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Inside(Training):
-    """What a Part of Lockstep's own sees of a training, besides what each Part sees."""
+    """The view that a Part of Lockstep's own has of a training: more than other Parts see."""
 
     _reserved: ClassVar[tuple[str, ...]] = ()
     state: TrainState

@@ -72,7 +72,7 @@ def _nothing(*arguments: object, **options: object) -> None:
 
 
 def is_in_debugger(thread: int) -> bool:
-    """Whether a thread of this process stands in a debugger."""
+    """True if a thread of this process stands in a debugger."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_code.co_filename.replace(os.sep, "/").endswith(_DEBUGGERS):

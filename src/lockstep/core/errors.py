@@ -32,12 +32,12 @@ class LockstepError(Exception):
     exit_code = 1
     """Exit code of the command."""
     retryable = False
-    """Whether the same command may succeed the next time. Then a launcher starts the ranks again."""
+    """True if the same command may succeed the next time. Then a launcher starts the ranks again."""
     retries_differently = False
-    """Whether the next start does the same step in another way, so that a second failure at this step is another
+    """True if the next start does the same step in another way, so that a second failure at this step is another
     failure."""
     from_outside = False
-    """Whether something outside of the training caused it: a signal, a GPU, another rank. Otherwise the ranks of a new
+    """True if something outside of the training caused it: a signal, a GPU, another rank. Otherwise the ranks of a new
     run that has not made a step are not started again, because they would do the same."""
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
@@ -97,7 +97,7 @@ class RankError(LockstepError):
     origin: tuple[int, str] | None = None
     """The rank that failed first, and its message. None if this rank failed first, or does not know the first."""
     lost_another: bool = False
-    """Whether this rank failed because it lost the connection to another rank, which gave no reason."""
+    """True if this rank failed because it lost the connection to another rank, which gave no reason."""
 
 
 class Preempted(BaseException):
@@ -159,7 +159,7 @@ def frame_of_task(error: BaseException) -> traceback.FrameSummary:
 
 
 def is_own_code(file: str) -> bool:
-    """Whether a file is a user's own: of no installed library, and not of Lockstep."""
+    """True if a file is a user's own: of no installed library, and not of Lockstep."""
     libraries = (f"{os.sep}site-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep, _PACKAGE)
     return not any(library in file for library in libraries)
 

@@ -41,7 +41,7 @@ class Unreadable:
     """Stands in the place of an output, where the sample could not be read."""
 
     what: str
-    """What is wrong with it, and its file."""
+    """The fault, and the file of the sample."""
 
 
 def _nothing(*_: Any) -> None:
@@ -87,7 +87,7 @@ def evaluate(
 
 
 class _Tally:
-    """What an evaluation adds up on this rank: losses, metrics, outputs to show. For the arguments, see `evaluate`."""
+    """The sums of an evaluation on this rank: losses, metrics, outputs to show. For the arguments, see `evaluate`."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _Tally:
             self.worst.add(indices, output, micro_batch.batch, split)
 
     def results(self, show: Show) -> dict[str, float]:
-        """What `evaluate` returns. Brings the ranks together, and calls `show`. A collective."""
+        """The results of `evaluate`. Brings the ranks together, and calls `show`. A collective."""
         task, world, worst = self.task, self.world, self.worst
         parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in self.sums]
         gathered = world.gather((parts, self.shown))

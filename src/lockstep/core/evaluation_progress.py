@@ -1,4 +1,4 @@
-"""How far an evaluation is, for people who read a log."""
+"""Lines on the progress of an evaluation, for people who read a log."""
 
 from __future__ import annotations
 

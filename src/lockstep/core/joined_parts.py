@@ -158,7 +158,7 @@ class JoinedParts:
             training.last_step = step
 
     def _attempt(self, name: str, method: str, *arguments: Any) -> Any:
-        """What a method of a Part returns. None where the Part has failed."""
+        """The value that a method of a Part returns. None where the Part has failed."""
         if name in self.left_out:
             return None
         part = self._all[name]
@@ -200,11 +200,11 @@ class JoinedParts:
     # ---- requests to end the training
 
     def wants_end(self) -> bool:
-        """Whether a Part asks for the end on this rank."""
+        """True if a Part asks for the end on this rank."""
         return any(training._reason is not None for training in self._trainings.values())
 
     def agree(self, *, now: bool) -> bool:
-        """Whether the training ends after this step, the same on all ranks.
+        """True if the training ends after this step, the same on all ranks.
 
         Args:
             now: whether the ranks look for requests. They then communicate.
@@ -220,7 +220,7 @@ class JoinedParts:
     # ---- states
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the Parts, as JSON: equal on all ranks. Empty where there are no Parts.
+        """The record of the Parts in a checkpoint, as JSON: equal on all ranks. Empty where there are no Parts.
 
         Raises:
             TrainingError: a state cannot be saved, or the ranks have different states.

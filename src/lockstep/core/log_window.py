@@ -55,7 +55,7 @@ class LogWindow:
         self.last = Times(0, [], [], 0.0)
         """The times of the steps of the last entry."""
         self.sums_epochs = False
-        """Whether `epoch_results` will be called."""
+        """True if `epoch_results` will be called."""
         self.begin()
         self._reset_epoch()
 

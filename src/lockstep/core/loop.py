@@ -25,7 +25,7 @@ from lockstep.core.writer import Writer
 
 @dataclass(frozen=True)
 class Intervals:
-    """How many steps lie between two log entries, evaluations and saves. 0 means never.
+    """The number of steps between two log entries, evaluations and saves. 0 means never.
 
     What is not "never" also happens after the last step.
     """
@@ -42,7 +42,7 @@ class Intervals:
     """Also save before each evaluation, so that the best weights can be kept."""
 
     def due(self, every: int, step: int, stop: int) -> bool:
-        """Whether what happens every `every` steps happens after `step` steps of a training that ends at `stop`."""
+        """True if what happens every `every` steps happens after `step` steps of a training that ends at `stop`."""
         return every > 0 and (step % every == 0 or step == stop)
 
 
@@ -160,7 +160,7 @@ def fit(
 
 
 class _Due(NamedTuple):
-    """What follows a step, in this order."""
+    """The work that follows a step, in this order."""
 
     log: bool
     save: bool
@@ -169,7 +169,7 @@ class _Due(NamedTuple):
 
 @dataclass
 class _Loop:
-    """What `fit` remembers from step to step, and what it does between steps. All ranks call each method alike."""
+    """The memory of `fit` from step to step, and its work between steps. All ranks call each method alike."""
 
     state: TrainState
     intervals: Intervals
@@ -182,11 +182,11 @@ class _Loop:
     log: TrainingLog
     parts: JoinedParts
     has_evaluated: bool = False
-    """Whether an evaluation of this process has succeeded."""
+    """True if an evaluation of this process has succeeded."""
     save_is_late: bool = False
-    """Whether the next step is saved, because the last save was too long ago."""
+    """True if the next step is saved, because the last save was too long ago."""
     ends_early: bool = False
-    """Whether the training ends after this step."""
+    """True if the training ends after this step."""
 
     def __post_init__(self) -> None:
         self.saved_at, self.saved_s = self.state.step, self.consensus.elapsed_s
@@ -201,7 +201,7 @@ class _Loop:
             self.evaluate(_Due(log=True, save=True, evaluate=True))  # it is logged and saved already
 
     def before_step(self) -> _Due:
-        """What follows the next step."""
+        """The work that follows the next step."""
         step, intervals = self.state.step + 1, self.intervals
         if self.stopping.max_time_s is not None and self.stopping.time_is_up(self.consensus.elapsed_s):
             self.stop, self.ends_early = step, True
@@ -267,7 +267,7 @@ class _Loop:
                 self.save(results)
 
     def last_step(self, due: _Due) -> _Due:
-        """What follows a step that a Part makes the last."""
+        """The work that follows a step that a Part makes the last."""
         self.ends_early = True
         if not due.log:
             self.log.window_entry()

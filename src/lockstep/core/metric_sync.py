@@ -111,7 +111,7 @@ def _joined(metric: Metric, several: list[State]) -> State:
 
 
 def has_fixed_size(metric: Metric) -> bool:
-    """Whether the state of a metric stays as large as it is, and can be merged again and again."""
+    """True if the state of a metric stays as large as it is, and can be merged again and again."""
     from torchmetrics import Metric
 
     parts = [part for part in metric.modules() if isinstance(part, Metric)]

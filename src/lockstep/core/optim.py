@@ -58,7 +58,7 @@ class OptimConfig(Section):
     reference_batch: PositiveInt = 32
     """Global batch for which `lr` is meant, in samples."""
     fused: Annotated[bool | None, DOES_NOT_DETERMINE] = None
-    """Whether a single kernel does the whole update. None: Adam and AdamW use it on CUDA."""
+    """True if a single kernel does the whole update. None: Adam and AdamW use it on CUDA."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     """Learning rate of each of the model's repeated blocks, relative to the block above it."""
     groups: list[Group] = Field(default_factory=list)

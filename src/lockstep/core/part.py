@@ -23,7 +23,7 @@ OWN_NAMES = ("train", "eval", "time", "memory", "data")
 
 @dataclass
 class Training:
-    """What a Part sees of a training, and what it may ask of it. Each Part has one of its own, for all events.
+    """The view that a Part has of a training, and its requests to it. Each Part has one of its own, for all events.
 
     Figures of the training are the same on all ranks. Read them; only `before_update` may change gradients.
     """
@@ -38,7 +38,7 @@ class Training:
     ranks: int
     """Number of processes."""
     is_sharded: bool
-    """Whether each rank has another part of the parameters and gradients, as with FSDP. Otherwise all have the same."""
+    """True if each rank has another part of the parameters and gradients, as with FSDP. Otherwise all have the same."""
     last_step: int
     """The step at which the training ends, unless something ends it earlier."""
     steps_per_epoch: int
@@ -133,9 +133,9 @@ class Part:
     """
 
     name: str = ""
-    """What messages and checkpoints call the Part. Empty: the name of the class. No two Parts have the same."""
+    """The name of the Part in messages and checkpoints. Empty: the name of the class. No two Parts have the same."""
     required: bool = True
-    """Whether a failure of the Part ends the training. Otherwise a failure is a warning, and the Part is not called any
+    """True if a failure of the Part ends the training. Otherwise a failure is a warning, and the Part is not called any
     more on the rank where it failed. Such a Part cannot communicate (`gather`, `all_sum`)."""
 
     def start(self, training: Training) -> None:
@@ -164,7 +164,7 @@ class Part:
         """The training has reached its end, and all is saved. Not after a signal, and not after a failure."""
 
     def state_dict(self) -> Any:
-        """What a training that goes on needs: numbers, texts, tensors, and nested lists and dicts of these.
+        """The state that a training that goes on needs: numbers, texts, tensors, and nested lists and dicts of these.
 
         It is called when the state is saved, and after an evaluation. All ranks must return the same, because the state
         of rank 0 is kept. It is kept in manifest.json, and should be small: at most some thousands of numbers.
@@ -176,10 +176,10 @@ class Part:
 
 
 def label(part: Part) -> str:
-    """What messages and checkpoints call a Part."""
+    """The name of a Part in messages and checkpoints."""
     return part.name or type(part).__name__
 
 
 def overrides(part: Part, method: str) -> bool:
-    """Whether a Part has a method of its own, and so needs this event."""
+    """True if a Part has a method of its own, and so needs this event."""
     return getattr(type(part), method) is not getattr(Part, method)

@@ -128,7 +128,7 @@ def class_of(module: ModuleType, name: str, base: type[T], *, where: str) -> typ
 
 
 def is_subclass(value: object, base: type[T]) -> TypeGuard[type[T]]:
-    """Whether `value` is a subclass of `base`, and not `base` itself."""
+    """True if `value` is a subclass of `base`, and not `base` itself."""
     return inspect.isclass(value) and issubclass(value, base) and value is not base
 
 
@@ -211,7 +211,7 @@ def entry_points(group: str) -> dict[str, EntryPoint]:
 
 
 def load(entry: EntryPoint) -> Any:
-    """What an entry point names.
+    """The object that an entry point names.
 
     Raises:
         UsageError: see `unusable`; it cannot be imported.

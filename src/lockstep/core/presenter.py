@@ -26,7 +26,7 @@ class Presenter:
     """
 
     has_program: bool = True
-    """Whether an export has a program, `model.pt2`. False: another library makes the model from the exported files."""
+    """True if an export has a program, `model.pt2`. False: another library makes the model from the exported files."""
 
     def __init__(self, task: Task) -> None:
         self.task: Any = task

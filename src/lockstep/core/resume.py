@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and how a run goes on from a checkpoint."""
+"""The content of a run's checkpoint, and the way in which a run goes on from it."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def _manifest(prepared: PreparedRun, config: RunConfig, evaluated: dict[str, flo
 
 
 def _kind_of_optimizer(config: RunConfig) -> list[Any]:
-    """What decides how the optimizer's state looks: the class and its arguments."""
+    """The facts that decide the form of the optimizer's state: the class and its arguments."""
     return [config.optim.name, json.loads(json.dumps(config.optim.args, sort_keys=True))]
 
 

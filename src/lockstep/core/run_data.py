@@ -45,7 +45,7 @@ def evaluated_at_once(config: RunConfig) -> int:
 
 
 def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: int) -> StepPlan:
-    """Which samples every step takes.
+    """The samples that every step takes.
 
     Args:
         micro_batch: largest number of samples in a forward pass, also where the config asks for more.

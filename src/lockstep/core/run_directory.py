@@ -178,7 +178,7 @@ def _tell_of_wait(holder: str) -> None:
 
 
 def _was_restarted(folder: Path) -> bool:
-    """Whether this is a restart within one launch. The first start has then followed --fresh already."""
+    """True if this is a restart within one launch. The first start has then followed --fresh already."""
     begun = run_folder.recorded(folder).get("launch")
     return _restarts() > 0 and begun is not None and begun == os.environ.get("TORCHELASTIC_RUN_ID")
 
@@ -240,7 +240,7 @@ def _allowed(allow_change: Sequence[str], known: set[str]) -> set[str]:
 
 
 def is_verified(folder: Path, config: RunConfig) -> bool:
-    """Whether `verify.json` in `folder` tells of a training with the training keys of `config`."""
+    """True if `verify.json` in `folder` tells of a training with the training keys of `config`."""
     try:
         written = json.loads((folder / "verify.json").read_text())
         verified = config_file.parse(written["config"], needs_task=False)

@@ -32,7 +32,7 @@ _KEYS_OF_CONFIG = {
     "checkpoint",
     "log",
 }
-"""What config.yaml of a run always has. A user's own file leaves out what has a default."""
+"""The keys that config.yaml of a run always has. A user's own file leaves out what has a default."""
 
 MICRO_BATCH = "micro.json"
 METRIC_ARRAYS, EVALUATIONS, MODEL_TABLE = "metric_arrays.jsonl", "evaluations.jsonl", "model.txt"
@@ -131,7 +131,7 @@ def _may_stand_there(path: Path) -> bool:
 
 
 def ours(folder: Path, of_writers: Iterable[str]) -> list[Path]:
-    """What a run has written into `folder`, in the order in which it is to be deleted.
+    """The files that a run has written into `folder`, in the order in which it is to be deleted.
 
     Args:
         of_writers: files and folders that writers make; see `Writer.files`.

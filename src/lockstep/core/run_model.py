@@ -42,7 +42,7 @@ class BuiltModel:
     model: nn.Module
     """The model that the task made."""
     strategy: Strategy
-    """How the model is spread over ranks; it holds the module that runs it."""
+    """The way in which the model is spread over ranks; it holds the module that runs it."""
     blocks: list[str]
     """Names of the model's repeated blocks."""
     unfreezing: Unfreezing | None

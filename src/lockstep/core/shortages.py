@@ -1,4 +1,4 @@
-"""What a machine may have too little of: room for temporary files, open files, shared memory. Each has its sentence."""
+"""Shortages of a machine: room for temporary files, open files, shared memory. Each has its sentence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ShortageError(LockstepError):
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether a file system has no room left, or the user's share of it has none."""
+    """True if a file system has no room left, or the user's share of it has none."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 

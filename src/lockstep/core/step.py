@@ -42,7 +42,7 @@ class TrainState:
     """The state of a training on this rank: everything that a step reads or changes."""
 
     strategy: Strategy
-    """How the model is spread over ranks. It holds the module that the step calls."""
+    """The way in which the model is spread over ranks. It holds the module that the step calls."""
     optimizer: torch.optim.Optimizer
     precision: Precision
     schedule: Schedule
@@ -52,13 +52,13 @@ class TrainState:
     coefficients: Mapping[str, float] = field(default_factory=dict)
     """Factors of the losses by head; 1 for heads that are not here."""
     must_agree_on_weights: bool = False
-    """Whether ranks may lose samples, and so must count them together where the unit is the sample."""
+    """True if ranks may lose samples, and so must count them together where the unit is the sample."""
     averages: Ema | None = None
     """Moving averages of the weights, where they are wanted."""
     metrics: TrainMetrics | None = None
     """Gets the outputs of the training, where the log shall have metrics of them."""
     unfreezing: Unfreezing | None = None
-    """Which parameters are trainable at which step. `strategy` is wrapped for the parameters of `step`."""
+    """The parameters that are trainable at each step. `strategy` is wrapped for the parameters of `step`."""
     step: int = 0
     """Global batches consumed so far."""
     skipped: int = 0
@@ -67,7 +67,7 @@ class TrainState:
     weight_heads: heads.HeadNames | None = None
     """Heads of `Task.weight` that all ranks agreed on. None before the first step of this process."""
     agreed: heads.AgreedLosses | None = None
-    """What all ranks know about the losses. None before the first step of this process, and whenever other parameters
+    """Facts on the losses that all ranks know. None before the first step of this process, and whenever other parameters
     begin to train."""
 
     @property
@@ -106,7 +106,7 @@ class StepResult:
     indices: list[tuple[int, ...]]
     """Indices of the samples of each micro-batch."""
     counted: list[bool]
-    """Whether each micro-batch counts. A filler does not."""
+    """For each micro-batch: true if it counts. A filler does not."""
     bad: list[str]
     """Messages about unreadable samples."""
     losses: list[Losses] = field(default_factory=list)
@@ -114,7 +114,7 @@ class StepResult:
     grad_norm: Tensor | None = None
     """Global norm of the gradient before clipping. None where it was not computed."""
     applied: bool = False
-    """Whether the update was applied."""
+    """True if the update was applied."""
     marks: list[Any] = field(default_factory=list)
     """With several ranks: marks of the device before and after what this rank computed before gradients were exchanged;
     see `Device.mark`."""

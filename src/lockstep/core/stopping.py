@@ -25,7 +25,7 @@ class StopRule(Section):
     metric: Annotated[str, AfterValidator(_result)]
     """Name of the result in the log, such as `eval/loss`."""
     mode: Literal["min", "max"]
-    """Whether lower or higher results are better."""
+    """True if lower or higher results are better."""
     patience: PositiveInt | None = None
     """Number of evaluations without an improvement after which the training ends."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0

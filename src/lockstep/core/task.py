@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Indexed(Protocol):
-    """What a list, an array of NumPy and a data set of `datasets` have in common."""
+    """The methods that a list, an array of NumPy and a data set of `datasets` have in common."""
 
     def __len__(self) -> int: ...
 

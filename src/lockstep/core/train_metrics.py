@@ -39,9 +39,9 @@ class TrainMetrics:
     def __init__(self, task: Task, world: World) -> None:
         self.task, self.world = task, world
         self.live: MetricCollection | None = None
-        """What was fed and is not kept elsewhere yet, on the device. None: nothing was fed, or there are no metrics."""
+        """Metrics of what was fed and is not kept elsewhere yet, on the device. None: nothing was fed."""
         self.problem = ""
-        """What failed on this rank; after `results`, on any rank. Empty: nothing."""
+        """The failure of this rank; after `results`, on any rank. Empty: nothing."""
         self._is_made = self._has_ended = False
         self._notes: list[str] = []
         self._window: list[State] | None = None  # what was fed since the last entry, on the CPU, without `live`
@@ -62,7 +62,7 @@ class TrainMetrics:
                 self._update(self.live, output, batch)
 
     def has_news(self, *, epoch: bool = False) -> bool:
-        """Whether all ranks must call `results`, because of this rank."""
+        """True if all ranks must call `results`, because of this rank."""
         if self._has_ended:
             return False
         kept = self._epoch if epoch else self._window

@@ -91,7 +91,7 @@ class TrainingRun:
     """The last lines of the log."""
     consensus: StopConsensus = field(init=False)
     evaluated: dict[str, EvaluationData] = field(init=False, default_factory=dict)
-    """What the training evaluates, by name. Empty: nothing."""
+    """The sets of data that the training evaluates, by name. Empty: nothing."""
 
     def __post_init__(self) -> None:
         # Nothing that `self` holds may refer to `self`: a cycle is freed late, and loader workers would live on.

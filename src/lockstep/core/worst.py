@@ -24,7 +24,7 @@ class Worst:
     """A sample whose output is among the most wrong."""
 
     mistake: float
-    """How wrong the output is. NaN became infinity."""
+    """The mistake of the output, as a number. NaN became infinity."""
     index: int
     """Of the sample."""
     output: Any
@@ -50,7 +50,7 @@ class WorstSamples:
         self.found: list[Worst] = []
         """The most wrong samples so far, in order. After `gather`: those of all ranks on rank 0, none elsewhere."""
         self.problem = ""
-        """What went wrong on this rank; after `gather`, on any rank. An empty text: nothing."""
+        """The failure of this rank; after `gather`, on any rank. An empty text: nothing."""
 
     def add(self, indices: tuple[int, ...], output: Any, batch: Any, split: Split) -> None:
         """Take the samples of a micro-batch. This waits for the device.

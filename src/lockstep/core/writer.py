@@ -17,7 +17,7 @@ FOLDER = "trackers"
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a writer knows about the run."""
+    """The facts about a run that a writer knows."""
 
     name: str
     """`name` of the config."""
@@ -43,7 +43,7 @@ class RunInfo:
         return _flat(self.config)
 
     def about(self) -> dict[str, str]:
-        """What trackers keep as tags: the run directory, and the git commit if there is one."""
+        """The tags that trackers keep: the run directory, and the git commit if there is one."""
         about = {"run_dir": str(self.folder.resolve())}
         if self.git is not None:
             about["git_commit"] = str(self.git["commit"]) + ("-dirty" if self.git["dirty"] else "")
@@ -86,7 +86,7 @@ class Writer:
     """
 
     name: str = ""
-    """What warnings call the writer, such as `metrics.jsonl`. Empty: the name of the class."""
+    """The name of the writer in warnings, such as `metrics.jsonl`. Empty: the name of the class."""
     files: tuple[str, ...] = ()
     """Files and folders in the run directory that the writer makes. `--fresh` deletes them."""
     note: str = ""
@@ -94,7 +94,7 @@ class Writer:
     library: str = ""
     """A library that must be installed. Its name is that of the extra of this package, too."""
     in_own_process: bool = False
-    """Whether the writer runs in a process of its own, as a writer should whose library is slow to import, waits for a
+    """True if the writer runs in a process of its own, as a writer should whose library is slow to import, waits for a
     network, or draws random numbers. `progress` and `graph` are then not called."""
 
     def __init__(self, run: RunInfo) -> None:

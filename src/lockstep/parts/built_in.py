@@ -41,7 +41,7 @@ def parts(config: RunConfig, prepared: PreparedRun, task: Task, intervals: Inter
 def viewers(
     config: RunConfig, prepared: PreparedRun, task: Task, folder: Path, writers: Sequence[Writer]
 ) -> list[Viewer]:
-    """What shows evaluations to people, besides the report of the task.
+    """The viewers that show evaluations to people, besides the report of the task.
 
     Args:
         folder: the run directory.

@@ -14,7 +14,7 @@ from lockstep.parts.memory import RANKS_SHOWN, MemoryMonitor, mib
 
 
 class Memory(BuiltInPart):
-    """How much memory each rank holds, and for which purpose.
+    """The memory that each rank holds, by purpose.
 
     Args:
         evaluates: whether an evaluation follows the last step.
@@ -69,7 +69,7 @@ class Memory(BuiltInPart):
 
 
 class RankTimes(BuiltInPart):
-    """How long each rank needs before gradients are exchanged, and which rank makes the others wait."""
+    """The time of each rank before gradients are exchanged, and the rank that makes the others wait."""
 
     def start(self, training: Training) -> None:
         assert isinstance(training, Inside)
@@ -85,7 +85,7 @@ class RankTimes(BuiltInPart):
 
 
 class Operations(BuiltInPart):
-    """How many floating-point operations the training computes in a second; see `FlopCount`.
+    """The floating-point operations that the training computes in a second; see `FlopCount`.
 
     Args:
         compiled: whether `torch.compile` was applied to the model.

@@ -1,4 +1,4 @@
-"""How many floating-point operations a training computes in a second, and the share of what its GPU could compute.
+"""The floating-point operations that a training computes in a second, and their share of what its GPU could compute.
 
 The operations of the forward and backward pass of one micro-batch are counted once. They are then scaled by the number
 of elements (pixels, tokens) of each batch. So a step costs nothing but a look at the sizes of its tensors.
@@ -126,7 +126,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_recomputation() -> bool:
-    """Whether an operation belongs to a forward pass that the backward pass runs again."""
+    """True if an operation belongs to a forward pass that the backward pass runs again."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1  # private; a test says if it changes
 
 

@@ -1,4 +1,4 @@
-"""Which rank makes the others wait: judged from the times that each rank needs before gradients are exchanged."""
+"""The rank that makes the others wait: judged from the times that each rank needs before gradients are exchanged."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Health:
         return messages
 
     def _late_ranks(self) -> dict[int, str]:
-        """What the ranks that are late do in the time in which the others wait for them."""
+        """The work of the ranks that are late, while the others wait for them."""
         times = [compute + wait for compute, wait in zip(self.compute_s, self.wait_s, strict=True)]
         typical = statistics.median_low(times)
         least = max(_SHARE * self.step_s, _LEAST_S * self.steps)

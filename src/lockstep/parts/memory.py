@@ -1,4 +1,4 @@
-"""How much memory each rank holds, and for which purpose: measured on every rank, logged as figures and as a table."""
+"""The memory that each rank holds, by purpose: measured on every rank, logged as figures and as a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _highest: dict[str, int] = {}  # by device and kind of peak, because resetting t
 
 
 class MemoryGauge:
-    """How much memory this process holds, in bytes: allocated on a device with its own memory, or else resident (RSS).
+    """The memory that this process holds, in bytes: allocated on a device with its own memory, or else resident (RSS).
 
     Reading does not wait for the device. The peaks are those of the allocator and of the kernel. `reset_peak` resets
     them, so that a part of the run has a peak of its own. Where the system cannot reset the peak, a part of the run

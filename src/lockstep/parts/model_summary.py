@@ -1,4 +1,4 @@
-"""What is said about the model and the schedule before the first step."""
+"""Lines on the model and the schedule before the first step."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 @dataclass
 class ModelTrace:
-    """What a forward pass showed of a model."""
+    """The facts that a forward pass showed of a model."""
 
     outputs: dict[str, str] = field(default_factory=dict)
     """Shape of the output of each module's last call, by the module's name. The model itself is called ``."""

@@ -38,7 +38,7 @@ def plain(value: Any) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether `value` is a torch tensor, without importing torch."""
+    """True if `value` is a torch tensor, without importing torch."""
     return hasattr(value, "detach") and hasattr(value, "tolist")
 
 

@@ -54,7 +54,7 @@ class Difference(NamedTuple):
     ranks: tuple[int, int]
     """The first two ranks that differ."""
     who: str
-    """Which ranks differ, in words."""
+    """The ranks that differ, in words."""
 
 
 def differing(by_rank: Sequence[Mapping[str, tuple[int, int, int]]]) -> list[Difference]:
@@ -77,7 +77,7 @@ def differing(by_rank: Sequence[Mapping[str, tuple[int, int, int]]]) -> list[Dif
 
 
 def who_differs(values: Mapping[int, Any]) -> str:
-    """Which ranks differ, in words; by majority, where more than half of them have the same value.
+    """The ranks that differ, in words; by majority, where more than half of them have the same value.
 
     Args:
         values: by rank. Not all are equal.

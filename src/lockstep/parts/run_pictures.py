@@ -1,4 +1,4 @@
-"""What a run draws for people: its samples, its confusion matrices, and a description of its model.
+"""The drawings of a run for people: its samples, its confusion matrices, and a description of its model.
 
 All of this happens on rank 0, without any collective, and without a trace in the training: random states and buffers
 are as before. What cannot be drawn is one warning.
@@ -134,7 +134,7 @@ class RunPictures(Viewer):
             self.guard(name).attempt(draw)
 
     def _number_of_samples(self) -> int:
-        """How many samples are drawn. 0 if the task draws no pictures."""
+        """The number of samples that are drawn. 0 if the task draws no pictures."""
         return 0 if is_default(task_checks.presenter(self.task).picture) else self.count
 
     def _draw_training_samples(self, prepared: PreparedRun) -> None:

@@ -17,7 +17,7 @@ GROUP = "lockstep.writers"  # of entry points
 
 
 def files_of_writers(names: Sequence[str]) -> set[str]:
-    """What the built-in writers, and those of these names, write into a run directory.
+    """The files that the built-in writers, and those of these names, write into a run directory.
 
     Raises:
         UsageError: see `find_writer`; or a writer names a place outside of the run directory, or all of it.

@@ -42,7 +42,7 @@ MODULES = (
     "lockstep.parts.writers.text_log",
     "rich.console",
 )
-"""What the ranks of each training import until their first step, besides torch."""
+"""The modules that the ranks of each training import until their first step, besides torch."""
 
 
 def modules_of(settings: RunConfig) -> list[str]:

@@ -29,10 +29,10 @@ class PredictedSamples:
     place: Callable[[int], Any]
     """Where the sample with an index comes from. Evaluation samples have numbers."""
     is_input: bool
-    """Whether the user names the samples. Otherwise they may have a truth."""
+    """True if the user names the samples. Otherwise they may have a truth."""
 
     def head(self, index: int) -> dict[str, Any]:
-        """What stands before each prediction of a sample."""
+        """The values before each prediction of a sample."""
         return {"input" if self.is_input else "sample": self.place(index)}
 
     def names(self) -> list[str]:

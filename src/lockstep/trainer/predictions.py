@@ -22,7 +22,7 @@ _ARRAYS = (".npz", ".safetensors")
 
 
 def is_folder(path: Path | None) -> bool:
-    """Whether predictions are written into a folder: `path` has no suffix, or is a folder without such a suffix as
+    """True if predictions are written into a folder: `path` has no suffix, or is a folder without such a suffix as
     files of predictions have."""
     if path is None or path.name.startswith("."):
         return path is not None and path.is_dir()
@@ -30,7 +30,7 @@ def is_folder(path: Path | None) -> bool:
 
 
 def takes_rows(path: Path | None) -> bool:
-    """Whether `path` holds the rows of `Presenter.rows`: any number for each sample. Otherwise, and on stdout, a sample
+    """True if `path` holds the rows of `Presenter.rows`: any number for each sample. Otherwise, and on stdout, a sample
     has one object."""
     return path is not None and path.suffix not in _ARRAYS
 

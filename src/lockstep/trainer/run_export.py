@@ -1,4 +1,4 @@
-"""What an export has besides weights: a program that torch runs without Lockstep, and the source of a user's task."""
+"""Files of an export besides weights: a program that torch runs without Lockstep, and the source of a user's task."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def _files(folder: Path, module: str) -> list[Path]:
 
 
 def _is_users(definition: Any) -> bool:
-    """Whether a class or function belongs neither to Lockstep nor to a library."""
+    """True if a class or function belongs neither to Lockstep nor to a library."""
     module = sys.modules.get(definition.__module__)
     file = getattr(module, "__file__", None)
     if module is None or definition.__module__.partition(".")[0] == "lockstep":

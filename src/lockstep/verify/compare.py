@@ -152,5 +152,5 @@ def rounding_bound(noise: Difference, *, epsilon: float, steps: int) -> float:
 
 
 def is_too_large(bound: float) -> bool:
-    """Whether a fault could hide in a bound."""
+    """True if a fault could hide in a bound."""
     return not bound <= _LARGEST_USEFUL_BOUND

@@ -60,12 +60,12 @@ class ConstantBaseline:
         return _STANDARD_ERRORS * math.sqrt(value * (1 - value) / self.units)
 
     def is_beaten(self, name: str, value: float) -> bool:
-        """Whether `value` of the metric `name` is better than that of all constant outputs by more than chance."""
+        """True if `value` of the metric `name` is better than that of all constant outputs by more than chance."""
         constant = self.values[name]
         return self.is_better(name, value, constant) and abs(value - constant) > self.chance(name)
 
     def is_better(self, name: str, value: float, other: float) -> bool:
-        """Whether `value` of the metric `name` is better than `other`."""
+        """True if `value` of the metric `name` is better than `other`."""
         return value > other if self.higher_is_better[name] else value < other
 
 

@@ -39,9 +39,9 @@ class Coupling:
     mean_heads: list[str] = field(default_factory=list)
     """Heads whose loss of a batch is a mean, instead of a sum."""
     without_labels: bool = False
-    """Whether every tensor of a batch goes into the model."""
+    """True if every tensor of a batch goes into the model."""
     has_comparison: bool = False
-    """Whether the loss makes a number for each pair of samples, or sorts them, and outputs do not couple samples."""
+    """True if the loss makes a number for each pair of samples, or sorts them, and outputs do not couple samples."""
     compares_samples: str = ""
     """How the loss compares the samples of a batch with each other on purpose; empty where it does not."""
 
@@ -125,12 +125,12 @@ class _Record:
         self.comparing = ComparingOperations(samples)
 
     def has_all(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether all of these tensors, or views of them, went into the model."""
+        """True if all of these tensors, or views of them, went into the model."""
         entered = {tensor.untyped_storage().data_ptr() for tensor in self.inputs}
         return all(tensor.untyped_storage().data_ptr() in entered for tensor in tensors)
 
     def is_uncoupled(self, parts: Sequence[_Record]) -> bool:
-        """Whether there are outputs, and they are those of `parts`, one after the other."""
+        """True if there are outputs, and they are those of `parts`, one after the other."""
         if not self.outputs or any(len(part.outputs) != len(self.outputs) for part in parts):
             return False
         for output, *of_parts in zip(self.outputs, *(part.outputs for part in parts), strict=True):

@@ -1,4 +1,4 @@
-"""Whether the gradient of a loss is its derivative: they are compared along two directions, in float64."""
+"""A check that the gradient of a loss is its derivative: they are compared along two directions, in float64."""
 
 from __future__ import annotations
 

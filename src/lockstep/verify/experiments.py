@@ -85,7 +85,7 @@ class Experiments:
     wrap: Callable[..., Any] = worker_functions.answering
     """Calls the function on a rank. Tests pass a function that breaks the engine first."""
     deterministic: bool | None = None
-    """Whether trainings that must repeat themselves use deterministic kernels. None: on a GPU they do."""
+    """True if trainings that must repeat themselves use deterministic kernels. None: on a GPU they do."""
     not_deterministic: str = ""
     """Which operation has no deterministic kernel, so that these trainings use none. Empty: none is known."""
     _outcomes: dict[Any, Any] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Experiments:
 
     @property
     def hybrid_sharding(self) -> bool:
-        """Whether parameters are sharded within groups of ranks, and replicated between the groups."""
+        """True if parameters are sharded within groups of ranks, and replicated between the groups."""
         groups = self.config["parallel"]["shard_ranks"]
         return self.strategy == "fsdp" and groups is not None and groups < self.nproc
 

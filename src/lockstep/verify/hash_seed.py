@@ -1,4 +1,4 @@
-"""Whether the samples depend on the order of a set, which differs between interpreters.
+"""A check whether the samples depend on the order of a set, which differs between interpreters.
 
 The ranks of a verification are forks of one process, and so have the same hash seed. Ranks that torchrun starts do not.
 """

@@ -102,7 +102,7 @@ class Recording:
     buffer_bytes: int = 0
     """Size of all buffers."""
     sharded: bool = False
-    """Whether ranks hold parts of the parameters."""
+    """True if ranks hold parts of the parameters."""
     moved: float = 0.0
     """2-norm of what training changed in the parameters on this rank."""
     stop: int = 0

@@ -59,7 +59,7 @@ class VerifyResult:
 
     @property
     def shows_nothing(self) -> bool:
-        """Whether no check could decide anything."""
+        """True if no check could decide anything."""
         return all(check.status == "not shown" for check in self.checks)
 
 

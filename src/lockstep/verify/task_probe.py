@@ -63,7 +63,7 @@ class TaskProbe:
     without_statistics: int = 0
     """BatchNorm modules that keep no running statistics."""
     float64: bool = True
-    """Whether the task runs in float64."""
+    """True if the task runs in float64."""
     float64_error: str = ""
     """Why the task does not run in float64."""
     epsilon: float = 0.0
@@ -92,9 +92,9 @@ class TaskProbe:
     moving: float = 0.0
     """Difference of the losses of two training passes over the same batch, with those buffers put back, relative."""
     without_labels: bool = False
-    """Whether every tensor of a batch goes into the model."""
+    """True if every tensor of a batch goes into the model."""
     has_comparison: bool = False
-    """Whether the loss makes a number for each pair of samples, or sorts them. Then its weight need not add up."""
+    """True if the loss makes a number for each pair of samples, or sorts them. Then its weight need not add up."""
     compares_samples: str = ""
     """How the loss compares the samples of a batch with each other on purpose; empty where it does not."""
     collectives: list[str] = field(default_factory=list)
@@ -103,7 +103,7 @@ class TaskProbe:
     own_backwards: list[str] = field(default_factory=list)
     """Classes of `torch.autograd.Function` in the graph of the loss, with file and line."""
     derivative: Literal["compared", "wrong", ""] = ""
-    """Whether the gradient was compared with a numerical derivative, and differs."""
+    """True if the gradient was compared with a numerical derivative, and differs."""
 
     def own_gradients(self) -> str:
         """Words for the end of a reason, where somebody wrote a backward pass."""

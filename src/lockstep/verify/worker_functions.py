@@ -67,9 +67,9 @@ class Answer:
     error: str | None = None
     """The text of the error; None where the function returned."""
     known: bool = False
-    """Whether the error is a `LockstepError`, whose text is written for users."""
+    """True if the error is a `LockstepError`, whose text is written for users."""
     refused: bool = False
-    """Whether the config was refused."""
+    """True if the config was refused."""
 
 
 def train(run: TrainingRun) -> Recording:

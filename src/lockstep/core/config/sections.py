@@ -136,7 +136,7 @@ class ComputeConfig(Section):
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """How long inductor searches for fast code. `reduce-overhead` and `max-autotune` use CUDA graphs."""
     compile_dynamic: bool | None = None
-    """Whether compiled code takes tensors of any size. None: torch decides when it meets a second size."""
+    """True if compiled code takes tensors of any size. None: torch decides when it meets a second size."""
     activation_checkpointing: bool = False
     """Recompute the activations of each block in the backward pass."""
     channels_last: bool = False
@@ -187,14 +187,14 @@ class LogConfig(Section):
     tags: list[str] = Field(default_factory=list)
     """Tags of the run in trackers."""
     artifacts: bool = False
-    """Whether trackers get files at the end of the training: the config, the logs, and the checkpoint that `evaluate`
+    """True if trackers get files at the end of the training: the config, the logs, and the checkpoint that `evaluate`
     would use."""
     model_summary: bool = True
-    """Whether a new run describes its model in `model.txt`, and gives its graph to the writers."""
+    """True if a new run describes its model in `model.txt`, and gives its graph to the writers."""
     flops: bool = True
-    """Whether entries say how many floating-point operations are computed in a second."""
+    """True if entries say how many floating-point operations are computed in a second."""
     train_metrics: bool = True
-    """Whether entries and the lines of epochs have the task's metrics of the training itself, such as `train/accuracy`,
+    """True if entries and the lines of epochs have the task's metrics of the training itself, such as `train/accuracy`,
     where `Task.loss` returns outputs with its losses. They are of the batches as they are trained: augmented."""
     memory: Literal["line", "table"] = "line"
     """How people are told of the memory of the ranks: in a `line` at the end, or also in a `table` by rank and purpose,

@@ -49,7 +49,7 @@ class TableOptions(TaskOptions):
     """Options of tasks that read tables."""
 
     header: bool = True
-    """Whether the first line of a CSV file names the columns. Otherwise the columns are called 0, 1, ..."""
+    """True if the first line of a CSV file names the columns. Otherwise the columns are called 0, 1, ..."""
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
     """Delimiter of a CSV file. None: a tab for .tsv, else a comma."""
     quoting: Literal["minimal", "none"] | None = None

@@ -46,7 +46,7 @@ class DataConfig(Section):
     on_error: Literal["raise", "skip"] = "raise"
     """What happens if a sample cannot be read: `raise` the error, or `skip` the sample."""
     drop_last: bool = False
-    """Whether the last, partial batch of an epoch is left out."""
+    """True if the last, partial batch of an epoch is left out."""
     group_by_length: PositiveInt | None = None
     """Batches of samples of similar length, which need less padding: number of global batches in a window of the epoch,
     whose samples are sorted by length and cut into these batches, which are then shuffled. For data with the attribute

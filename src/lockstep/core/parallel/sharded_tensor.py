@@ -26,11 +26,11 @@ class LocalShard:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     writer: bool | None = None
-    """Whether this rank is the one to save these rows. None: every rank holds them."""
+    """True if this rank is the one to save these rows. None: every rank holds them."""
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds only a part of the tensor."""
+    """True if this rank holds only a part of the tensor."""
     return hasattr(tensor, "device_mesh")  # a DTensor; to import its class would take a second
 
 

@@ -32,7 +32,7 @@ class Single:
     def __init__(self, world: World, find_unused_parameters: bool = False) -> None:
         self.world, self.find_unused_parameters = world, find_unused_parameters
         self.must_check_used = not find_unused_parameters
-        """Whether the next step checks that each parameter has a gradient."""
+        """True if the next step checks that each parameter has a gradient."""
         self.trainable: dict[str, nn.Parameter] = {}
         """The parameters for which the exchange of gradients was arranged."""
         self.frozen: dict[str, nn.Parameter] = {}

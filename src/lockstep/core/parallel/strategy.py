@@ -64,7 +64,7 @@ class Forward(nn.Module):
         self.calls_vary = calls_vary
         self.uses_graphs = uses_graphs
         self.keeps_output = False
-        """Whether the next call in training keeps the output that `loss` returns with the losses; see `take_output`."""
+        """True if the next call in training keeps the output that `loss` returns with the losses; see `take_output`."""
         self._output: Any = None
 
     def take_output(self) -> Any:

@@ -44,12 +44,12 @@ def recorded_collectives() -> list[dict[str, Any]]:
 
 
 def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a function was given to `register_hook` of a parameter."""
+    """True if a function was given to `register_hook` of a parameter."""
     return bool(parameter._backward_hooks)
 
 
 def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
-    """Whether a function was given to `register_post_accumulate_grad_hook` of a parameter."""
+    """True if a function was given to `register_post_accumulate_grad_hook` of a parameter."""
     return bool(parameter._post_accumulate_grad_hooks)
 
 
@@ -79,7 +79,7 @@ def _sharded(module: Any) -> list[Any]:
 
 
 class MainThread:
-    """Whether Python's main thread executes Python code, or stays inside one call of a C function.
+    """True if Python's main thread executes Python code, or stays inside one call of a C function.
 
     The interpreter is asked to empty a set. Its main thread does this between two instructions of Python code, so it
     does not do it inside a C function. No Python code runs for this.
@@ -90,7 +90,7 @@ class MainThread:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._asked))  # the request may outlive this object
 
     def has_moved(self) -> bool:
-        """Whether the main thread has executed Python code since the call before this; true at the first call."""
+        """True if the main thread has executed Python code since the call before this; true at the first call."""
         if self._asked:
             return False
         self._asked.add(1)

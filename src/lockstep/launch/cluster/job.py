@@ -62,7 +62,7 @@ class Job:
 
 
 def is_secret(name: str) -> bool:
-    """Whether an environment variable of this name probably holds a secret, such as WANDB_API_KEY."""
+    """True if an environment variable of this name probably holds a secret, such as WANDB_API_KEY."""
     return bool(_SECRET.search(name))
 
 

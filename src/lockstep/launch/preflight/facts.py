@@ -45,7 +45,7 @@ class Subject:
     stop: int | None
     """Step at which the training ends, where the config tells."""
     fresh: bool
-    """Whether an earlier run in the folder will be deleted."""
+    """True if an earlier run in the folder will be deleted."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def of_rank(subject: Subject, world: World) -> Facts:
 
 
 def spans_machines(size: int) -> bool:
-    """Whether some of `size` ranks are not on this machine, as far as the environment tells."""
+    """True if some of `size` ranks are not on this machine, as far as the environment tells."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < size
 
 

@@ -48,7 +48,7 @@ def check(subject: Subject, world: World, *, everything: bool = False) -> list[F
 
 
 def _device_alone(world: World) -> list[Finding]:
-    """Whether the device of a single rank has free memory, and which other processes hold some."""
+    """A note where the device of a single rank has little free memory, and other processes hold some."""
     device = devices.of(world.device)
     if not device.has_own_memory:
         return []
@@ -82,7 +82,7 @@ def lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def _room(subject: Subject) -> Finding:
-    """Whether there is room for more checkpoints of the size that the run has."""
+    """True if there is room for more checkpoints of the size that the run has."""
 
     def look() -> Finding:
         saved = [] if subject.fresh else manifest.listed(subject.folder / "checkpoints")

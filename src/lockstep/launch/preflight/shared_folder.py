@@ -1,4 +1,4 @@
-"""Whether all ranks can write into the run directory, and see what others write there."""
+"""A check that all ranks can write into the run directory, and see what others write there."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def _units(part: MicroBatch, head: str) -> float:
 
 
 def _is_mean(head: str, losses: Sequence[Mapping[str, float]], parts: Sequence[MicroBatch], *, near: float) -> bool:
-    """Whether the loss of the whole is the mean of the losses of its halves, and not their sum.
+    """True if the loss of the whole is the mean of the losses of its halves, and not their sum.
 
     Args:
         losses, parts: of the whole, the first half and the second half.

@@ -51,7 +51,7 @@ class OutsideState:
         self.seen.append({name: (kind, value) for name, kind, value in self._values()})
 
     def changed(self) -> list[str]:
-        """What changed and no checkpoint holds: names with kinds, such as `encoder.counts (list)`."""
+        """The values that changed and that no checkpoint holds: names with kinds, such as `encoder.counts (list)`."""
         before, first, second = self.seen
         found = []
         for name, (kind, value) in second.items():
@@ -94,7 +94,7 @@ def _attributes(prefix: str, owner: object, look: _Look) -> Iterator[tuple[str, 
 
 
 def _kind(value: object) -> str:
-    """What a warning calls a value. Empty: values of this type are not looked at."""
+    """The name of a value in a warning. Empty: values of this type are not looked at."""
     if isinstance(value, bool | int | float | complex | str | bytes):
         return type(value).__name__
     if isinstance(value, Tensor):  # with requires_grad it is an activation that is looked at
@@ -171,7 +171,7 @@ class _Look:
 
 
 def _is_known(owner: object) -> bool:
-    """Whether the class of an object is of a known package. FSDP gives each module a class that it makes from it."""
+    """True if the class of an object is of a known package. FSDP gives each module a class that it makes from it."""
     own = next(kind for kind in type(owner).__mro__ if not kind.__name__.startswith("FSDP"))
     return own.__module__.partition(".")[0] in _KNOWN
 

@@ -1,4 +1,4 @@
-"""Whether the output that `Task.loss` gives in evaluation is the output of `Task.predict`, as metrics take it to be."""
+"""A check that the output that `Task.loss` gives in evaluation is that of `Task.predict`, as metrics take it to be."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_same_output(
 
 
 def difference(one: Any, other: Any, *, near: float, name: str = "the output") -> str | None:
-    """How two outputs differ, in words. None where they are the same up to rounding.
+    """The difference of two outputs, in words. None where they are the same up to rounding.
 
     Tensors, arrays and numbers are compared, also in mappings, tuples and lists. Other values are not.
 

@@ -125,7 +125,7 @@ class Changed:
 
 
 class _Reads(Dataset[Changed | None]):
-    """What is found out about some samples, by their indices."""
+    """The findings about some samples, by their indices."""
 
     def __init__(self, micro_batches: MicroBatches, epochs: Sequence[int] = (0,)) -> None:
         self.files = ExecutedFiles()  # comes before objects of the classes in them
@@ -153,7 +153,7 @@ class _Reads(Dataset[Changed | None]):
         return self._draws(indices[0])
 
     def _draws(self, index: int) -> Changed | None:
-        """Whether equal samples give other batches under the same seeds, and by which method."""
+        """The method by which equal samples give other batches under the same seeds. None: there is none."""
         if self.digest_of_batch(index) == self.digest_of_batch(index):
             return None
         prepared = {digest_of(self._prepared(index, 0, self._read(index))) for _ in range(2)}
@@ -188,7 +188,7 @@ class _Reads(Dataset[Changed | None]):
         return one.task.prepare(sample, epoch, one.training)
 
     def _is_harmless(self, index: int, unused: Any) -> bool:
-        """Whether a sample that was used before gives the same batches as an unused copy of it, in each epoch.
+        """True if a sample that was used before gives the same batches as an unused copy of it, in each epoch.
 
         The batches have an unused copy of the sample beside it, before and after it.
         """
@@ -236,7 +236,7 @@ class _Reads(Dataset[Changed | None]):
 
 
 def _memory(value: Any) -> Iterator[int]:
-    """What can be changed in place in a sample: addresses of tensors and arrays, identities of other objects."""
+    """Contents of a sample that may change in place: addresses of tensors and arrays, identities of other objects."""
     if isinstance(value, Tensor):
         yield value.data_ptr() if value.layout == torch.strided else id(value)
     elif isinstance(value, np.ndarray):
@@ -251,7 +251,7 @@ def _memory(value: Any) -> Iterator[int]:
 
 
 def _is_comparable(value: Any) -> bool:
-    """Whether `digest_of` takes all that is in a value, and not only the names of types."""
+    """True if `digest_of` takes all that is in a value, and not only the names of types."""
     if isinstance(value, Mapping):
         return all(map(_is_comparable, value.values()))
     if isinstance(value, list | tuple):

@@ -55,7 +55,7 @@ class ConsoleWriter(Writer):
         self.begun = time.perf_counter()
         self.loss = ""
         self.has_shown = False
-        """Whether an entry or a first progress is printed."""
+        """True if an entry or a first progress is printed."""
         self.new_details: list[str] = []
         """Those of the evaluation that is going on."""
         self.details_at_end: list[str] = []

@@ -225,7 +225,7 @@ def predictions(experiments: Experiments) -> CheckResult:
 
 
 def _are_same_tensors(by_loop: Sequence[Any], by_engine: Sequence[Any], tolerance: float) -> bool:
-    """Whether two outputs have the same tensors, as `worker_functions.summary` describes them, up to rounding.
+    """True if two outputs have the same tensors, as `worker_functions.summary` describes them, up to rounding.
 
     Tensors of other shapes are not compared: a batch of several samples may have padded them.
     """
@@ -236,7 +236,7 @@ def _are_same_tensors(by_loop: Sequence[Any], by_engine: Sequence[Any], toleranc
 
 
 def _is_same_prediction(by_loop: Any, by_engine: Any, tolerance: float) -> bool:
-    """Whether two descriptions of an output are the same, up to rounding of numbers. Only `by_loop` has a `truth`."""
+    """True if two descriptions of an output are the same, up to rounding of numbers. Only `by_loop` has a `truth`."""
     if isinstance(by_loop, Tensor | np.ndarray | np.generic) and type(by_loop) is type(by_engine):
         by_loop, by_engine = by_loop.tolist(), by_engine.tolist()
     if isinstance(by_loop, float) and isinstance(by_engine, float):

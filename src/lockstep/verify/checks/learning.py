@@ -72,7 +72,7 @@ def loss(experiments: Experiments) -> CheckResult:
 
 
 def _falls(recording: Recording) -> bool:
-    """Whether the loss falls beyond chance, from step to step or from epoch to epoch."""
+    """True if the loss falls beyond chance, from step to step or from epoch to epoch."""
     by_epoch = _means_of_epochs(recording.losses, recording.steps_per_epoch)
     return t_of_slope(recording.losses) < _SIGNIFICANT_T or t_of_epochs(by_epoch) < _T_OF_EPOCHS
 
@@ -85,7 +85,7 @@ def _means_of_epochs(curve: Sequence[float], steps_per_epoch: int) -> list[float
 
 
 def _are_calm(means: Sequence[float], first: float) -> bool:
-    """Whether epochs' mean losses never double, and end below the loss of the first step.
+    """True if epochs' mean losses never double, and end below the loss of the first step.
 
     Single steps may still be far apart: some have few samples, or units of a head that most steps lack.
     """

@@ -221,7 +221,7 @@ def compare_with_one_process(
 
 
 def _differs_when_repeated(experiments: Experiments) -> bool:
-    """Whether the same training has another result the second time."""
+    """True if the same training has another result the second time."""
     try:
         runs = experiments.undisturbed(), experiments.undisturbed_again()
     except ExperimentFailed:  # other checks say so
