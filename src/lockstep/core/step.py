@@ -67,8 +67,8 @@ class TrainState:
     weight_heads: heads.HeadNames | None = None
     """Heads of `Task.weight` that all ranks agreed on. None before the first step of this process."""
     agreed: heads.AgreedLosses | None = None
-    """Facts on the losses that all ranks know. None before the first step of this process, and whenever other parameters
-    begin to train."""
+    """Facts on the losses that all ranks know. None before the first step of this process, and whenever other
+    parameters begin to train."""
 
     @property
     def forward(self) -> nn.Module:
