@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 import lockstep.core.training_run
 from lockstep import LockstepError, Trainer
-from lockstep.core import run_directory
 from lockstep.core.checkpoint import files, store
 from lockstep.core.config import config_file
 from lockstep.core.errors import DataError
 from lockstep.core.parallel import signals
+from lockstep.trainer import run_record
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 from tests.selection import mainly
@@ -428,7 +428,7 @@ def test_a_change_that_fails_leaves_the_run_as_it_was(tmp_path, monkeypatch):
 
     for place in ("to_yaml", None):
         with monkeypatch.context() as patch:
-            patch.setattr(config_file if place else run_directory, place or "_write_environment", kill)
+            patch.setattr(config_file if place else run_record, place or "write_environment", kill)
             with pytest.raises(Killed):
                 runs.fit(Renamed(), changed, tmp_path, allow_change=["optim", "task"])
     runs.fit(Renamed(), changed, tmp_path, allow_change=["optim", "task"])
