@@ -188,6 +188,7 @@ class Ours:
     def __init__(self, task, world, options, folder):
         from lockstep.core import build
         from lockstep.core.config import config_file
+        from lockstep.trainer import logs
 
         config = {
             "name": options["model"],
@@ -204,41 +205,42 @@ class Ours:
         self.prepared = build.prepare_run(self.config, task, world, micro_batch=options["batch"], checkpoint=None)
         self.prepared.state.forward.train()
         self.folder = folder
-        self.writers = build.open_writers(
-            self.config,
-            folder,
-            self.prepared.state,
-            stop=self.prepared.stop,
-            built=self.prepared.built,
-            log_header=[],
-            quiet=True,
-        )
+        self.task = task
+        self.writers = logs.open_writers(self.config, folder, task, self.prepared, None, quiet=True)
 
     def run(self, steps):
         from lockstep.core import loop
+        from lockstep.core.parallel.signals import StopConsensus, StopFlag
+        from lockstep.core.training_run import join_parts
+        from lockstep.parts import built_in
 
-        state, prepared = self.prepared.state, self.prepared
+        state, prepared, intervals = self.prepared.state, self.prepared, loop.Intervals(log=LOG_EVERY)
         loop.fit(
             state,
             itertools.islice(prepared.batches, steps),
             plan=prepared.plan,
             stop=state.step + steps,
-            intervals=loop.Intervals(log=LOG_EVERY),
-            hooks=loop.Hooks(),
+            intervals=intervals,
+            parts=join_parts(prepared, built_in.parts(self.config, prepared, self.task, intervals)),
+            consensus=StopConsensus(state.world, StopFlag()),
             writers=self.writers,
         )
 
     def save_times(self, device, mode):
         """Seconds for which the training waits for a checkpoint, seconds until it is written, and its bytes."""
-        from lockstep.core import resume
         from lockstep.core.checkpoint.retention import CheckpointConfig
         from lockstep.core.checkpoint.saver import Saver
+        from lockstep.core.checks import Checks
+        from lockstep.core.parallel.signals import StopConsensus, StopFlag
+        from lockstep.core.resume import RunKeeper
+        from lockstep.core.training_run import join_parts
 
         folder = self.folder / mode
         saver = Saver(
             folder, self.prepared.state.world, CheckpointConfig(keep_last=1), tell=print, in_background=mode == "async"
         )
-        save = resume.save_function(self.prepared, saver, self.config)
+        parts, consensus = join_parts(self.prepared, ()), StopConsensus(self.prepared.state.world, StopFlag())
+        save = RunKeeper(self.prepared, saver, self.config, parts, consensus, Checks()).save
         rows = []
         try:
             for _ in range(SAVES + 1):

@@ -132,19 +132,27 @@ class Ours:
     def run(self, _):
         from lockstep.core import loop
         from lockstep.core.parallel.signals import StopConsensus, StopFlag
+        from lockstep.core.training_run import join_parts
+        from lockstep.parts import built_in
+        from lockstep.trainer import logs
 
-        self.trainer.config = self.trainer.config.model_copy(update={"batch": self.trainer.config.batch.resolve(1)})
+        config = self.trainer.config = self.trainer.config.model_copy(
+            update={"batch": self.trainer.config.batch.resolve(1)}
+        )
         self.trainer.run_dir.mkdir(exist_ok=True)
         prepared = self.trainer._prepare(self.task, self.world)
-        writers = self.trainer._writers(self.task, prepared)
+        writers = logs.open_writers(config, self.trainer.run_dir, self.task, prepared, None, quiet=False)
+        state, plan, intervals = prepared.state, prepared.plan, loop.Intervals(log=50)
+        parts = join_parts(prepared, built_in.parts(config, prepared, self.task, intervals))
         begun = time.perf_counter()
         loop.fit(
-            prepared.state,
+            state,
             prepared.batches,
-            plan=prepared.plan,
+            plan=plan,
             stop=prepared.stop,
-            intervals=loop.Intervals(log=50),
-            hooks=loop.Hooks(stop_requested=StopConsensus(self.world, StopFlag())),
+            intervals=intervals,
+            parts=parts,
+            consensus=StopConsensus(self.world, StopFlag()),
             writers=writers,
         )
         seconds = time.perf_counter() - begun

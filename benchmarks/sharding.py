@@ -48,7 +48,10 @@ from lockstep.core import run_model
 from lockstep.core.parallel.signals import StopConsensus, StopFlag
 from lockstep.core.parallel.world import join_world
 from lockstep.core.task import Task
+from lockstep.core.training_run import join_parts
 from lockstep.launch.watchdog import Watchdog
+from lockstep.parts import built_in
+from lockstep.trainer import logs
 
 LAYERS, VOCABULARY, LENGTH, HEAD = 12, 8192, 32, 64
 BATCH, LOG, PHASE = 4, 50, 10  # samples over both ranks; steps
@@ -247,8 +250,9 @@ def steps_rank(folder, options):
             plan=prepared.plan,
             stop=prepared.stop,
             intervals=engine.Intervals(log=LOG),
-            hooks=engine.Hooks(stop_requested=StopConsensus(world, StopFlag())),
-            writers=lockstep._writers(task, prepared),
+            parts=join_parts(prepared, built_in.parts(lockstep.config, prepared, task, engine.Intervals(log=LOG))),
+            consensus=StopConsensus(world, StopFlag()),
+            writers=logs.open_writers(lockstep.config, lockstep.run_dir, task, prepared, None, quiet=True),
         )
         both = zip(prepared.built.model.parameters(), plain.model.parameters(), strict=True)
         apart = max(float((one.detach().to_local() - two.detach().to_local()).abs().max()) for one, two in both)
@@ -259,10 +263,10 @@ def build_rank(folder, options):
     lockstep = trainer_of("fsdp", folder / "small", False)
     lockstep.fit(Text(SMALL))
     with join_world("cpu") as world:
-        run_model.build_model(lockstep.core.config.sections, Text(SMALL), world, steps_per_epoch=1)
+        run_model.build_model(lockstep.config, Text(SMALL), world, steps_per_epoch=1)
         dist.barrier()
         began = baseline()
-        built = run_model.build_model(lockstep.core.config.sections, Text(options.parameters), world, steps_per_epoch=1)
+        built = run_model.build_model(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
         peak, copy = (
             megabytes("VmHWM") - began,
             sum(parameter.numel() for parameter in built.model.parameters()) * 4 / 2**20,

@@ -19,7 +19,9 @@ from pathlib import Path
 
 def seconds_per_step(trainer, world, with_metrics):
     from lockstep.core import loop
+    from lockstep.core.parallel.signals import StopConsensus, StopFlag
     from lockstep.core.train_metrics import TrainMetrics
+    from lockstep.core.training_run import join_parts
 
     task = trainer.task()
     prepared = trainer._prepare(task, world)
@@ -33,7 +35,8 @@ def seconds_per_step(trainer, world, with_metrics):
         plan=prepared.plan,
         stop=prepared.stop,
         intervals=loop.Intervals(log=50),
-        hooks=loop.Hooks(),
+        parts=join_parts(prepared, ()),
+        consensus=StopConsensus(world, StopFlag()),
     )
     return (time.process_time() - begun) / prepared.stop
 

@@ -107,6 +107,30 @@ class Failing(Part):
             raise KeyError("a reason")
 
 
+class Stateful(Failing):
+    """Fails on one rank, and has a state; without a failure, the state may differ by rank."""
+
+    def __init__(self, differs=False, **options):
+        super().__init__(required=False, **options)
+        self.differs = differs
+
+    def state_dict(self):
+        rank = int(os.environ.get("RANK", 0))
+        return {"steps": rank if self.differs else 0}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Vector(Part):
+    """Logs something else than a number."""
+
+    required = False
+
+    def after_step(self, training):
+        training.log("own/vector", torch.zeros(2))
+
+
 class Alone(Failing):
     """Communicates although it may fail alone."""
 

@@ -18,11 +18,10 @@ from lockstep.core import evaluate as evaluation
 from lockstep.core.config import config_file
 from lockstep.core.data.order import permute
 from lockstep.core.errors import exits_are_failures
-from lockstep.core.joined_parts import JoinedParts
-from lockstep.core.log_window import LogWindow
 from lockstep.core.parallel.sharded_tensor import gather
 from lockstep.core.parallel.signals import StopConsensus, StopFlag
 from lockstep.core.parallel.world import join_world
+from lockstep.core.training_run import join_parts
 from lockstep.parts import built_in
 from lockstep.trainer.trainer import Recorder
 
@@ -97,14 +96,7 @@ def fit_in_memory(task, settings):
             data = run_data.evaluation_data(config, task, world, micro_batch=run_data.evaluated_at_once(config))
             evaluates = functools.partial(evaluate, task, prepared.state, data)
         state, plan = prepared.state, prepared.plan
-        parts = JoinedParts(
-            (),
-            state,
-            LogWindow(world, state.coefficients, plan.steps_per_epoch, state.metrics),
-            last_step=prepared.stop,
-            steps_per_epoch=plan.steps_per_epoch,
-            built_in=built_in.parts(config, prepared, task, intervals),
-        )
+        parts = join_parts(prepared, built_in.parts(config, prepared, task, intervals))
         results = loop.fit(
             state,
             prepared.batches,

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,38 @@ def test_failure_of_another_part_is_one_warning_and_changes_nothing(tmp_path):
     log = log_of(tmp_path / "alone")
     assert log.count("the Part Failing failed in after_step: KeyError: 'a reason'; the training goes on without") == 1
     assert log.count("the Part alone failed in after_step: RuntimeError: a Part with required=False may not comm") == 1
+
+
+def test_a_part_with_a_state_that_fails_on_one_rank_is_not_saved_and_nobody_waits(tmp_path):
+    for name, part, what in (
+        ("fails", part_cases.Stateful(rank=1), "the Part has failed on rank 1; its state is not saved any more"),
+        ("differs", part_cases.Stateful(rank=9, differs=True), "has another state than rank 0 on rank 1"),
+    ):
+        settings = runs.config(checkpoint={"every_steps": 5})
+        run_ranks(2, part_cases.fit, tmp_path / name, [part, part_cases.Counting()], settings)
+        assert log_of(tmp_path / name).count(what) == 1
+        kept = manifest.listed(tmp_path / name / "checkpoints")[-1].manifest["parts"]["states"]
+        assert kept.keys() == {"Counting"}
+
+
+def test_what_is_no_number_is_not_logged(tmp_path):
+    run_ranks(2, part_cases.fit, tmp_path, [part_cases.Vector()])
+    text = (
+        "the Part Vector failed in after_step: ValueError: log('own/vector') takes a number, and got a tensor of shape"
+    )
+    assert log_of(tmp_path).count(text) == 1
+
+
+class Slow(Part):
+    def after_evaluation(self, training):
+        time.sleep(0.2)
+
+
+def test_the_time_of_a_part_after_an_evaluation_is_left_out_once(tmp_path):
+    settings = runs.config(train={"eval_every_steps": 5}, log={"every_steps": 10, "flops": True})
+    part_cases.fit(tmp_path, [Slow()], settings)
+    shares = [entry["train/wait_share"] for entry in entries(tmp_path) if "train/wait_share" in entry]
+    assert all(0 <= share <= 1 for share in shares)
 
 
 def test_what_is_no_part_is_refused():

@@ -94,6 +94,8 @@ class JoinedParts:
         """The Part that ended the training, and its reason: the same on all ranks."""
         self.left_out: set[str] = set()
         """Parts that failed on this rank."""
+        self.unsaved: set[str] = set()
+        """Parts whose states the ranks do not save, because they differ. The same on all ranks."""
         self.has_started = False
         self._needs = {event: [name for name, part in self._all.items() if overrides(part, event)] for event in EVENTS}
         self._figures: dict[str, float] = {}  # that the next entry of the log takes
@@ -168,8 +170,10 @@ class JoinedParts:
         except LockstepError:  # of a collective, or another that says what to do
             raise
         except Exception as error:
-            if isinstance(part, BuiltInPart) or isinstance(error, torch.OutOfMemoryError):
-                raise  # no fault of a user's Part
+            if isinstance(part, BuiltInPart):
+                raise
+            if part.required and isinstance(error, torch.OutOfMemoryError):  # less samples at once may help
+                raise torch.OutOfMemoryError(f"in {method} of the Part {name}: {error}") from error
             frame = frame_of_task(error)
             what = f"the Part {name} failed in {method}: {type(error).__name__}: {error}"
             where = f"step {self.state.step}, rank {self.state.world.rank}, {frame.filename}:{frame.lineno}"
@@ -235,25 +239,41 @@ class JoinedParts:
             try:
                 states[name] = nested.encode(value)
             except nested.NotSavedError as error:
+                if not self.by_name[name].required:
+                    continue  # the ranks then agree to leave it out
                 remedy = "return numbers, texts, bytes, tensors, and nested lists, tuples, sets and dicts of these"
                 what = f"the state cannot be saved: {error}"
                 raise TrainingError(what, where=f"{name}.state_dict", remedy=remedy) from error
-        if states and self.state.world.size > 1:
-            self._check_alike(states)
+        if self._stateful() and self.state.world.size > 1:  # on all ranks alike, also where a Part has failed
+            states = self._alike(states)
         return {"states": states, "ended": self.ended}
 
-    def _check_alike(self, states: Mapping[str, Any]) -> None:
+    def _alike(self, states: Mapping[str, Any]) -> dict[str, Any]:
+        """The states that are the same on all ranks. A Part with `required = False` may have failed on some rank.
+
+        Raises:
+            TrainingError: a required Part has different states.
+        """
         digests = {name: zlib.crc32(repr(_comparable(value)).encode()) for name, value in states.items()}
         of_ranks = _gathered(self.state.world, digests)
-        for name, own in of_ranks[0].items():
-            rank = next((rank for rank, others in enumerate(of_ranks) if others.get(name, own) != own), None)
-            if rank is not None:
+        for name in self._stateful():
+            found = [others.get(name) for others in of_ranks]
+            rank = next((rank for rank, digest in enumerate(found) if digest is None or digest != found[0]), None)
+            if rank is None:
+                continue
+            where = f"{name}.state_dict, step {self.state.step}"
+            if self.by_name[name].required:
                 raise TrainingError(
                     f"rank {rank} has another state than rank 0, whose state would be saved",
-                    where=f"{name}.state_dict, step {self.state.step}",
+                    where=where,
                     remedy="bring together in before_save what differs by rank, with training.gather or "
                     "training.all_sum; or change the state on all ranks, and only print or write on rank 0",
                 )
+            if name not in self.unsaved:
+                self.unsaved.add(name)
+                what = "has failed" if found[rank] is None else "has another state than rank 0"
+                self.lines(f"warning: {where}: the Part {what} on rank {rank}; its state is not saved any more")
+        return {name: value for name, value in states.items() if name not in self.unsaved}
 
     def restore(self, saved: Mapping[str, Any]) -> list[str]:
         """Give the Parts the states that a checkpoint has.

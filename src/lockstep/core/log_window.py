@@ -54,7 +54,7 @@ class LogWindow:
         self.device = devices.of(world.device)
         self.last = Times(0, [], [], 0.0)
         """The times of the steps of the last entry."""
-        self.sums_epochs = False
+        self.sums_epochs, self.is_excluding = False, False
         """True if `epoch_results` will be called."""
         self.begin()
         self._reset_epoch()
@@ -95,13 +95,16 @@ class LogWindow:
         Args:
             saving: whether the state is saved inside. The entry says how long that took.
         """
+        if self.is_excluding:  # the time counts once
+            yield
+            return
         self.device.wait_for(self.device.mark())
-        begun = time.perf_counter()
+        begun, self.is_excluding = time.perf_counter(), True
         try:
             yield
             self.device.wait_for(self.device.mark())
         finally:
-            passed = time.perf_counter() - begun
+            passed, self.is_excluding = time.perf_counter() - begun, False
             self.excluded_s += passed
             self.saving_s += passed if saving else 0.0
 

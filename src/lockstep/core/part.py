@@ -77,7 +77,12 @@ class Training:
         """
         if "/" not in name or name.split("/")[0] in self._reserved:
             raise ValueError(f"the name {name!r} may be Lockstep's own: log(name) takes a name such as own/{name}")
-        self._logged[name] = value if isinstance(value, int | float) else value.detach()
+        if isinstance(value, int | float):
+            self._logged[name] = float(value)
+        elif value.numel() == 1:
+            self._logged[name] = value.detach()
+        else:
+            raise ValueError(f"log({name!r}) takes a number, and got a tensor of shape {tuple(value.shape)}")
 
     def request_stop(self, reason: str) -> None:
         """End the training early, on all ranks after the same step. One rank that asks is enough.

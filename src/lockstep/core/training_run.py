@@ -97,19 +97,6 @@ class TrainingRun:
         # Nothing that `self` holds may refer to `self`: a cycle is freed late, and loader workers would live on.
         self.consensus = StopConsensus(self.prepared.state.world, self.flag)
 
-    def _joined_parts(self, intervals: loop.Intervals) -> JoinedParts:
-        state, per_epoch = self.prepared.state, self.prepared.plan.steps_per_epoch
-        return JoinedParts(
-            self.own_parts,
-            state,
-            LogWindow(state.world, state.coefficients, per_epoch, state.metrics),
-            last_step=self.prepared.stop,
-            steps_per_epoch=per_epoch,
-            built_in=self.built_in(intervals),
-            folder=self.run_dir,
-            tell=partial(tell, self.writers),
-        )
-
     def tell(self, text: str) -> None:
         """Write lines for people into all logs."""
         tell(self.writers, text)
@@ -128,6 +115,7 @@ class TrainingRun:
             TrainingError: see `loop.fit`.
         """
         prepared, state = self.prepared, self.prepared.state
+        state.world.heartbeat.step = state.step  # this process may have trained before
         intervals, parts = self._check_before_first_step()
         self.keep_record()
         self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
@@ -195,7 +183,8 @@ class TrainingRun:
         for loader in self._loaders if is_first else ():
             loader.tell = partial(tell, self.writers)
         note = devices.of(prepared.state.world.device).note()
-        parts = self._joined_parts(intervals)
+        show = partial(tell, self.writers)
+        parts = join_parts(prepared, self.built_in(intervals), self.own_parts, folder=self.run_dir, tell=show)
         kept = parts.restore(prepared.parts) if prepared.state.step else []
         notes = [*([note] if note else []), *kept]
         for text in [*notes, *self._check_model(), *self.checks.before_first_step(self.evaluated), *prepared.warnings]:
@@ -385,3 +374,30 @@ def _write_report(writers: Sequence[Writer], name: str, step: int, text: str) ->
     for writer in writers:
         writer.details(f"{name}:\n{text}" if name else text)
         writer.text(f"eval/{name}/report" if name else "eval/report", text, step)
+
+
+def join_parts(
+    prepared: PreparedRun,
+    built_in: Sequence[BuiltInPart],
+    own: Sequence[Part] = (),
+    *,
+    folder: Path = Path(),
+    tell: Callable[[str], None] = lambda text: None,
+) -> JoinedParts:
+    """The Parts of a training: Lockstep's, then the user's own.
+
+    Args:
+        folder: the run directory.
+        tell: writes a line for people into the logs.
+    """
+    state, per_epoch = prepared.state, prepared.plan.steps_per_epoch
+    return JoinedParts(
+        own,
+        state,
+        LogWindow(state.world, state.coefficients, per_epoch, state.metrics),
+        last_step=prepared.stop,
+        steps_per_epoch=per_epoch,
+        built_in=built_in,
+        folder=folder,
+        tell=tell,
+    )

@@ -12,6 +12,7 @@ from lockstep.core.checks import Checks
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.evaluation_run import named_results
+from lockstep.core.parallel.heartbeat import Phase
 from lockstep.core.run_data import EvaluationData
 from lockstep.core.task import Task
 from lockstep.parts.checks import dry_run, untouched_data
@@ -76,9 +77,12 @@ class RunChecks(Checks):
             messages: list[str] = []
             names: list[str] = []
             for name, data in evaluated.items():
+                phase = state.world.heartbeat.phase
+                state.world.heartbeat.enter(Phase.EVALUATING)  # a lack of memory is then that of an evaluation
                 found = dry_run.look_at_evaluation(
                     self.tasks[name], forward, data.loader, plan=data.plan, world=state.world, precision=state.precision
                 )
+                state.world.heartbeat.enter(Phase(phase))
                 messages += [text for text in found.messages if text not in messages]
                 names += [f"eval/{of_set}" for of_set in named_results(name, dict.fromkeys(found.names or (), 0.0))]
                 if found.names is None:  # the metrics need more samples
