@@ -4,6 +4,8 @@ Trainer: trains, evaluates, predicts and exports as a config says.
 Task: what a user writes: model, data, loss, metrics.
 Metrics: what `Task.metrics` may return, for batches that are not (input, target) pairs.
 Part: joins a training at its events: messages, figures of the log, a stop of one's own.
+Writer: takes the entries of the log; the base of writers of one's own.
+TaskOptions: the base of the options of a task that another distribution offers.
 Presenter: shows samples, outputs and results of a task to people.
 RunConfig: the whole config of a run.
 LockstepError: the base class of all errors. Each says what is wrong, where, and what to do.
@@ -19,14 +21,16 @@ import sys
 
 TYPE_CHECKING = False  # typing's own would take as long to import as Python to start
 __version__ = "0.1.0"
-__all__ = ["LockstepError", "Metrics", "Part", "Presenter", "RunConfig", "Task", "Trainer"]
+__all__ = ["LockstepError", "Metrics", "Part", "Presenter", "RunConfig", "Task", "TaskOptions", "Trainer", "Writer"]
 
 if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
+    from lockstep.core.config.task_options import TaskOptions
     from lockstep.core.errors import LockstepError
     from lockstep.core.part import Part
     from lockstep.core.presenter import Presenter
     from lockstep.core.task import Metrics, Task
+    from lockstep.core.writer import Writer
     from lockstep.trainer.trainer import Trainer
 
 _HOMES = {
@@ -36,7 +40,9 @@ _HOMES = {
     "Presenter": "core.presenter",
     "RunConfig": "core.config.sections",
     "Task": "core.task",
+    "TaskOptions": "core.config.task_options",
     "Trainer": "trainer.trainer",
+    "Writer": "core.writer",
 }
 
 

@@ -130,7 +130,7 @@ def test_recipes_of_another_distribution_are_listed_and_read(line):
     [
         ("no_such_module:Options", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("line_task.options:Missing", "AttributeError"),
-        ("line_task.options:NoOptions", "is not a subclass of lockstep.core.config.task_options.TaskOptions"),
+        ("line_task.options:NoOptions", "is not a subclass of lockstep.TaskOptions"),
     ],
 )
 def test_a_task_that_cannot_be_loaded_is_an_error_that_names_its_distribution(line, install, entry, words):

@@ -54,7 +54,7 @@ def options_class(kind: str) -> type[TaskOptions] | None:
 
     loaded = plugins.load(entry)
     if not (inspect.isclass(loaded) and issubclass(loaded, TaskOptions) and hasattr(loaded, "task")):
-        what = "is not a subclass of lockstep.core.config.task_options.TaskOptions with an attribute `task`"
+        what = "is not a subclass of lockstep.TaskOptions with an attribute `task`"
         raise plugins.unusable(entry, what)
     return loaded
 
