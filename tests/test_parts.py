@@ -261,6 +261,8 @@ def test_what_is_no_part_is_refused():
     ):
         with pytest.raises(LockstepError, match=what):
             Trainer("digits", parts=parts)
+    with pytest.raises(LockstepError, match=r"give a list: parts=\[\.\.\.\]"):
+        Trainer("digits", parts=Part())
 
 
 def test_a_part_that_cannot_be_sent_to_ranks_is_named(tmp_path):

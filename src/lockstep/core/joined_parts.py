@@ -308,6 +308,8 @@ def check(parts: Sequence[Part]) -> None:
     Raises:
         UsageError: they are not.
     """
+    if isinstance(parts, Part):
+        raise UsageError("parts is one Part", where="parts", remedy="give a list: parts=[...]")
     names: set[str] = set()
     for part in parts:
         if not isinstance(part, Part):
