@@ -132,6 +132,6 @@ def test_ranks_that_wait_in_a_collective_end_with_a_report_that_names_the_rank_w
     assert "no rank made progress for 20 s" in done.stderr
     (report,) = (tmp_path / "run").glob("hang-2*.txt")
     text = report.read_text()
-    assert re.search(r"rank 0 \(.*\): training, step 24, silent for \d+ s, at .*tasks.py:\d+ in loss", text)
+    assert re.search(r"rank 0 \(.*\): training, step 23, silent for \d+ s, at .*tasks.py:\d+ in loss", text)
     assert "time.sleep(1000)" in text
-    assert re.search(r"rank 1 \(.*\): training, step 24", text)
+    assert re.search(r"rank 1 \(.*\): training, step 23", text)
