@@ -223,7 +223,11 @@ def test_failure_of_another_part_is_one_warning_and_changes_nothing(tmp_path):
 
 def test_a_part_with_a_state_that_fails_on_one_rank_is_not_saved_and_nobody_waits(tmp_path):
     for name, part, what in (
-        ("fails", part_cases.Stateful(rank=1), "the Part has failed on rank 1; its state is not saved any more"),
+        (
+            "fails",
+            part_cases.Stateful(rank=1),
+            "the Part has failed, or its state cannot be saved, on rank 1; its state is not saved any more",
+        ),
         ("differs", part_cases.Stateful(rank=9, differs=True), "has another state than rank 0 on rank 1"),
     ):
         settings = runs.config(checkpoint={"every_steps": 5})
@@ -231,6 +235,25 @@ def test_a_part_with_a_state_that_fails_on_one_rank_is_not_saved_and_nobody_wait
         assert log_of(tmp_path / name).count(what) == 1
         kept = manifest.listed(tmp_path / name / "checkpoints")[-1].manifest["parts"]["states"]
         assert kept.keys() == {"Counting"}
+
+
+class Unsaveable(Part):
+    required = False
+
+    def state_dict(self):
+        return object()
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_state_that_cannot_be_saved_is_one_warning_where_the_part_is_not_required(tmp_path, ranks):
+    run_ranks(ranks, part_cases.fit, tmp_path, [Unsaveable()], runs.config(checkpoint={"every_steps": 5}))
+    assert (
+        log_of(tmp_path).count("Unsaveable.state_dict, step 5: the Part has failed, or its state cannot be saved,") == 1
+    )
+    assert manifest.listed(tmp_path / "checkpoints")[-1].manifest["parts"]["states"] == {}
 
 
 def test_what_is_no_number_is_not_logged(tmp_path):

@@ -240,11 +240,11 @@ class JoinedParts:
                 states[name] = nested.encode(value)
             except nested.NotSavedError as error:
                 if not self.by_name[name].required:
-                    continue  # the ranks then agree to leave it out
+                    continue  # `_alike` says so
                 remedy = "return numbers, texts, bytes, tensors, and nested lists, tuples, sets and dicts of these"
                 what = f"the state cannot be saved: {error}"
                 raise TrainingError(what, where=f"{name}.state_dict", remedy=remedy) from error
-        if self._stateful() and self.state.world.size > 1:  # on all ranks alike, also where a Part has failed
+        if self._stateful():  # on all ranks alike, also where a Part has failed
             states = self._alike(states)
         return {"states": states, "ended": self.ended}
 
@@ -271,7 +271,11 @@ class JoinedParts:
                 )
             if name not in self.unsaved:
                 self.unsaved.add(name)
-                what = "has failed" if found[rank] is None else "has another state than rank 0"
+                what = (
+                    "has failed, or its state cannot be saved,"
+                    if found[rank] is None
+                    else "has another state than rank 0"
+                )
                 self.lines(f"warning: {where}: the Part {what} on rank {rank}; its state is not saved any more")
         return {name: value for name, value in states.items() if name not in self.unsaved}
 
