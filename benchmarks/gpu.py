@@ -186,7 +186,7 @@ class Ours:
     """The same through Lockstep's own objects and loop, with a log in two files."""
 
     def __init__(self, task, world, options, folder):
-        from lockstep.core import build
+        from lockstep.core import build, loop
         from lockstep.core.config import config_file
         from lockstep.trainer import logs
 
@@ -202,11 +202,13 @@ class Ours:
             "log": {"every_steps": LOG_EVERY, "writers": ["text_log", "json_lines"], "pictures": 0},
         }
         self.config = config_file.parse(config, needs_task=False)
-        self.prepared = build.prepare_run(self.config, task, world, micro_batch=options["batch"], checkpoint=None)
+        self.prepared = build.prepare_run(
+            self.config, task, world, micro_batch=options["batch"], checkpoint=None, folder=folder
+        )
+        self.prepared.intervals = loop.Intervals(log=LOG_EVERY)
         self.prepared.state.forward.train()
         self.folder = folder
-        self.task = task
-        self.writers = logs.open_writers(self.config, folder, task, self.prepared, None, quiet=True)
+        logs.open_writers(self.prepared, None, quiet=True)
 
     def run(self, steps):
         from lockstep.core import loop
@@ -214,16 +216,16 @@ class Ours:
         from lockstep.core.training_run import join_parts
         from lockstep.parts import built_in
 
-        state, prepared, intervals = self.prepared.state, self.prepared, loop.Intervals(log=LOG_EVERY)
+        state, prepared = self.prepared.state, self.prepared
         loop.fit(
             state,
             itertools.islice(prepared.batches, steps),
             plan=prepared.plan,
             stop=state.step + steps,
-            intervals=intervals,
-            parts=join_parts(prepared, built_in.parts(self.config, prepared, self.task, intervals)),
+            intervals=prepared.intervals,
+            parts=join_parts(prepared, built_in.parts(prepared)),
             consensus=StopConsensus(state.world, StopFlag()),
-            writers=self.writers,
+            writers=prepared.writers,
         )
 
     def save_times(self, device, mode):
@@ -240,7 +242,7 @@ class Ours:
             folder, self.prepared.state.world, CheckpointConfig(keep_last=1), tell=print, in_background=mode == "async"
         )
         parts, consensus = join_parts(self.prepared, ()), StopConsensus(self.prepared.state.world, StopFlag())
-        save = RunKeeper(self.prepared, saver, self.config, parts, consensus, Checks()).save
+        save = RunKeeper(self.prepared, saver, parts, consensus, Checks()).save
         rows = []
         try:
             for _ in range(SAVES + 1):

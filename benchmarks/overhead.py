@@ -136,27 +136,25 @@ class Ours:
         from lockstep.parts import built_in
         from lockstep.trainer import logs
 
-        config = self.trainer.config = self.trainer.config.model_copy(
-            update={"batch": self.trainer.config.batch.resolve(1)}
-        )
+        self.trainer.config = self.trainer.config.model_copy(update={"batch": self.trainer.config.batch.resolve(1)})
         self.trainer.run_dir.mkdir(exist_ok=True)
         prepared = self.trainer._prepare(self.task, self.world)
-        writers = logs.open_writers(config, self.trainer.run_dir, self.task, prepared, None, quiet=False)
-        state, plan, intervals = prepared.state, prepared.plan, loop.Intervals(log=50)
-        parts = join_parts(prepared, built_in.parts(config, prepared, self.task, intervals))
+        prepared.intervals = loop.Intervals(log=50)
+        logs.open_writers(prepared, None, quiet=False)
+        parts = join_parts(prepared, built_in.parts(prepared))
         begun = time.perf_counter()
         loop.fit(
-            state,
+            prepared.state,
             prepared.batches,
-            plan=plan,
+            plan=prepared.plan,
             stop=prepared.stop,
-            intervals=intervals,
+            intervals=prepared.intervals,
             parts=parts,
             consensus=StopConsensus(self.world, StopFlag()),
-            writers=writers,
+            writers=prepared.writers,
         )
         seconds = time.perf_counter() - begun
-        for writer in writers:
+        for writer in prepared.writers:
             writer.close()
         return seconds / prepared.stop
 

@@ -263,7 +263,7 @@ def _figures(world: object, model: str, case: Case) -> dict[str, float]:
     micro_batches, samples = _next(prepared)
     assert len(micro_batches) == case.accumulate
     batch = sum(tensor.nbytes for each in micro_batches for tensor in each.collated)
-    root = root_bytes(prepared, case.shard_ranks or world.size, case) if prepared.built.strategy.is_sharded else 0
+    root = root_bytes(prepared, case.shard_ranks or world.size, case) if prepared.state.strategy.is_sharded else 0
     figures, watch, backward = {}, Watch(), torch.autograd.backward
 
     def look(*_):
@@ -296,10 +296,10 @@ def _next(prepared):
 
 def root_bytes(prepared, shards: int, case: Case) -> int:
     """Parameters outside of the blocks, gathered: their rows are filled up to a multiple of the ranks."""
-    blocks = tuple(f"{name}." for name in prepared.built.blocks)
+    blocks = tuple(f"{name}." for name in prepared.blocks)
     return sum(
         -(-p.shape[0] // shards) * shards * p[0].numel() * (2 if case.param_dtype else 4)
-        for name, p in prepared.built.model.named_parameters()
+        for name, p in prepared.model.named_parameters()
         if not name.startswith(blocks)
     )
 

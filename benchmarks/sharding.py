@@ -244,17 +244,19 @@ def steps_rank(folder, options):
                     yield from timed(name, phases[name])
 
         lockstep.run_dir.mkdir(exist_ok=True)
+        prepared.intervals = engine.Intervals(log=LOG)
+        logs.open_writers(prepared, None, quiet=True)
         engine.fit(
             prepared.state,
             alternating(),
             plan=prepared.plan,
             stop=prepared.stop,
-            intervals=engine.Intervals(log=LOG),
-            parts=join_parts(prepared, built_in.parts(lockstep.config, prepared, task, engine.Intervals(log=LOG))),
+            intervals=prepared.intervals,
+            parts=join_parts(prepared, built_in.parts(prepared)),
             consensus=StopConsensus(world, StopFlag()),
-            writers=logs.open_writers(lockstep.config, lockstep.run_dir, task, prepared, None, quiet=True),
+            writers=prepared.writers,
         )
-        both = zip(prepared.built.model.parameters(), plain.model.parameters(), strict=True)
+        both = zip(prepared.model.parameters(), plain.model.parameters(), strict=True)
         apart = max(float((one.detach().to_local() - two.detach().to_local()).abs().max()) for one, two in both)
     return times | {"apart": apart}
 
@@ -269,7 +271,7 @@ def build_rank(folder, options):
         built = run_model.build_model(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
         peak, copy = (
             megabytes("VmHWM") - began,
-            sum(parameter.numel() for parameter in built.model.parameters()) * 4 / 2**20,
+            sum(parameter.numel() for parameter in built.strategy.model.parameters()) * 4 / 2**20,
         )
         return {"copy": copy, "peak RSS": peak, "RSS after": megabytes("VmRSS") - began, "peak / copy": peak / copy}
 

@@ -90,26 +90,25 @@ def fit_in_memory(task, settings):
         config = config.model_copy(update={"batch": config.batch.resolve(world.size)})
         micro_batch = max(size for _, size in run_data.asked_micro_batches(config, world))
         prepared = build.prepare_run(config, task, world, micro_batch=micro_batch, checkpoint=None)
-        intervals = build.intervals(config, prepared.plan)
         evaluates = dict
-        if intervals.evaluate:
+        if prepared.intervals.evaluate:
             data = run_data.evaluation_data(config, task, world, micro_batch=run_data.evaluated_at_once(config))
             evaluates = functools.partial(evaluate, task, prepared.state, data)
         state, plan = prepared.state, prepared.plan
-        parts = join_parts(prepared, built_in.parts(config, prepared, task, intervals))
+        parts = join_parts(prepared, built_in.parts(prepared))
         results = loop.fit(
             state,
             prepared.batches,
             plan=plan,
             stop=prepared.stop,
-            intervals=intervals,
+            intervals=prepared.intervals,
             parts=parts,
             consensus=StopConsensus(world, StopFlag()),
             evaluate=evaluates,
         )
         loop.check_any_update(prepared.state)
         prepared.state.strategy.sync_buffers()
-        return whole_weights(prepared.built.model), results
+        return whole_weights(prepared.model), results
 
 
 def evaluate(task, state, data):
@@ -140,7 +139,7 @@ class FinalWeights(Recorder):
 
     def close(self):
         if sys.exc_info()[0] is None:
-            self.tensors = whole_weights(self.prepared.built.model)
+            self.tensors = whole_weights(self.prepared.model)
 
 
 def fit_kind(kind, options, settings, run_dir=None):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -51,7 +52,8 @@ def claimed(folder, settings=None, **options):
 def gone_on(folder, settings=None, **options):
     """Claim, and go on from the checkpoint."""
     with claim(folder, settings, **options) as resolved:
-        run_record.keep(folder, own_tasks.Plain(), resolved, ALONE)
+        run = SimpleNamespace(folder=folder, config=resolved, task=own_tasks.Plain(), world=ALONE)
+        run_record.keep(run, git=None)
         return resolved
 
 

@@ -64,7 +64,7 @@ def test_what_a_strategy_saves_goes_on_with_the_same_bits(strategy, group, tmp_p
 def test_offloaded_states_are_in_host_memory(strategy, group):
     with cases.prepared(own_tasks.Deep(dtype=torch.float32), group.settings()) as run:
         cases.take_steps(run, 2)
-        assert {parameter.device.type for parameter in run.built.model.parameters()} == {"cpu"}
+        assert {parameter.device.type for parameter in run.model.parameters()} == {"cpu"}
         slots = [slot for state in run.state.optimizer.state.values() for slot in state.values()]
         assert {slot.device.type for slot in slots if isinstance(slot, torch.Tensor)} == {"cpu"}
 

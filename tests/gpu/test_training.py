@@ -59,15 +59,15 @@ def test_loss_curve_of_digits_is_that_of_fp32(precision, place, tmp_path, digits
 def test_fp16_overflows_at_first_and_then_learns(precision, place):
     with cases.prepared(cases.Overflows(), place.settings(precision=precision)) as run:
         scale = run.state.precision.loss_scale
-        before = {name: tensor.clone() for name, tensor in run.built.model.state_dict().items()}
+        before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
         cases.take_steps(run, 1)
         assert run.state.skipped == 1
-        assert not cases.same(run.built.model.state_dict(), before)
+        assert not cases.same(run.model.state_dict(), before)
         cases.take_steps(run, 12)
         assert 1 <= run.state.skipped < 13
         assert run.state.precision.loss_scale < scale
-        assert cases.same(run.built.model.state_dict(), before)
-        assert all(tensor.isfinite().all() for tensor in run.built.model.state_dict().values())
+        assert cases.same(run.model.state_dict(), before)
+        assert all(tensor.isfinite().all() for tensor in run.model.state_dict().values())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -1,17 +1,29 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from lockstep.core.training_run import Ending
 from lockstep.parts import ending
 
 RESULTS = [(10, 0.5, 0.8), (20, 0.3, 0.9), (30, 0.4, 0.95)]
 """Step, loss and accuracy of three evaluations."""
 
 
-def text(folder, compared=("min", "eval/loss"), kept=(20, 30), latest=None, **others):
-    figures = {"step": 30, "epoch": 3.0, "trained_s": 3700.0, "samples_per_s": 1234.5, "since": 0} | others
-    return ending.lines(folder, Ending(compared=compared, kept=kept, latest=latest or {}, **figures))
+def text(folder, compared=None, kept=(20, 30), latest=None, since=0):
+    """The lines of a run of 30 steps in 3 epochs of 1,000 samples, which took 3700 s, 2 s of them in this start."""
+    checkpoint = SimpleNamespace(keep_best=compared)
+    run = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=checkpoint, train=SimpleNamespace(stop_when=None)),
+        folder=folder,
+        state=SimpleNamespace(step=30),
+        plan=SimpleNamespace(steps_per_epoch=10, length=1000),
+        first_step=since,
+        stopping=SimpleNamespace(earlier_s=3698.0),
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        listed = [SimpleNamespace(step=step) for step in kept]
+        patched.setattr(ending.manifest, "listed", lambda path: listed if path == folder / "checkpoints" else [])
+        return ending.lines(run, latest or {}, 2.0)
 
 
 @pytest.fixture
@@ -24,7 +36,7 @@ def run(tmp_path):
 
 def test_the_end_names_last_and_best_results_with_their_steps(run):
     first, last, best, has, *following = text(run).splitlines()
-    assert first == "done: 30 steps, 3 epochs, in 1 h 01 min, 1,234 samples/s with evaluations and saves"
+    assert first == "done: 30 steps, 3 epochs, in 1 h 01 min, 1,500 samples/s with evaluations and saves"
     assert last == "last result, of step 30: loss 0.4  accuracy 0.95"
     assert best == "best result by min eval/loss, of step 20: loss 0.3  accuracy 0.9"
     assert has == f"{run} has: metrics.jsonl, checkpoints of steps 20, 30"
@@ -34,16 +46,16 @@ def test_the_end_names_last_and_best_results_with_their_steps(run):
 
 
 def test_the_speed_of_a_run_that_went_on_is_that_of_its_last_start(run):
-    assert "in 1 h 01 min, 1,234 samples/s since step 20 with evaluations and saves" in text(run, since=20)
+    assert "in 1 h 01 min, 500 samples/s since step 20 with evaluations and saves" in text(run, since=20)
 
 
 def test_a_best_result_without_its_checkpoint_names_the_key_that_keeps_it(run):
     assert "; its checkpoint was not kept: checkpoint.keep_best='min eval/loss' keeps it" in text(run, kept=(30,))
-    assert "best result by max eval/accuracy: the last\n" in text(run, ("max", "eval/accuracy"), kept=(30,))
+    assert "best result by max eval/accuracy: the last\n" in text(run, "max eval/accuracy", kept=(30,))
 
 
 def test_a_run_without_metrics_file_has_its_last_result(tmp_path):
-    lines = text(tmp_path, latest={"train/loss": 2.0, "eval/loss": 0.25}, kept=(), samples_per_s=None).splitlines()
+    lines = text(tmp_path, latest={"train/loss": 2.0, "eval/loss": 0.25}, kept=(), since=30).splitlines()
     assert lines == [
         "done: 30 steps, 3 epochs, in 1 h 01 min",
         "last result, of step 30: loss 0.25",
@@ -52,6 +64,6 @@ def test_a_run_without_metrics_file_has_its_last_result(tmp_path):
 
 
 def test_no_best_result_where_the_result_is_never_a_number_or_stands_alone(run):
-    assert "best result" not in text(run, ("min", "eval/other"))
+    assert "best result" not in text(run, "min eval/other")
     (run / "metrics.jsonl").write_text(json.dumps({"step": 10, "eval/loss": 0.5}))
     assert "best result" not in text(run)

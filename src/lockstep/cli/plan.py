@@ -17,93 +17,107 @@ from lockstep.core.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
     from lockstep.plan.command import MadeUp
+    from lockstep.plan.inputs import PrecisionName
     from lockstep.plan.search import Plan
     from lockstep.plan.show import Rates
 
 
+_Target = Annotated[
+    str | None,
+    typer.Argument(metavar="[RECIPE|FILE.yaml|FILE.py:Task]", help="What would be trained. Not with --advise."),
+]
+_Gpus = Annotated[int, typer.Option("--gpus", help="GPUs of the training.", min=1)]
+_GpusPerNode = Annotated[
+    int | None, typer.Option("--gpus-per-node", help="GPUs of a machine. Default: 8, or --gpus.", min=1)
+]
+_GpuMemory = Annotated[str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of a GPU, such as 80GB.")]
+_Gpu = Annotated[
+    str | None, typer.Option("--gpu", metavar="NAME", help="A GPU of the table, such as H100 or 'A100 80GB'.")
+]
+_LinkBandwidth = Annotated[
+    str | None,
+    typer.Option(
+        "--link-bandwidth",
+        metavar="RATE",
+        help="Between GPUs of a machine, one GPU in one direction: 50GB/s or 400Gbit/s. Default: the table's.",
+    ),
+]
+_NetworkBandwidth = Annotated[
+    str | None,
+    typer.Option(
+        "--network-bandwidth",
+        metavar="RATE",
+        help="Between machines, one GPU in one direction. Default: --link-bandwidth, where it is given.",
+    ),
+]
+_Utilisation = Annotated[
+    float, typer.Option("--utilisation", help="Share of the GPU's peak that the training reaches.")
+]
+_Reserve = Annotated[float, typer.Option("--reserve", help="Share of the memory that stays free.", min=0, max=0.9)]
+_Precision = Annotated[list[str] | None, typer.Option("--precision", help="fp32, bf16 or fp16; may be repeated.")]
+_Samples = Annotated[
+    int | None,
+    typer.Option("--samples", help="Of the training data, where they are not here. It says epochs.", min=1),
+]
+_Classes = Annotated[
+    int | None,
+    typer.Option("--classes", help="Of the training data, where they are not here. Default: 10.", min=1),
+]
+_FailuresPerGpuYear = Annotated[float | None, typer.Option("--failures-per-gpu-year", help="To say how often to save.")]
+_SaveSeconds = Annotated[float | None, typer.Option("--save-seconds", help="For which saving stops the training.")]
+_JsonFile = Annotated[
+    str | None, typer.Option("--json", metavar="FILE|-", help="Write the plan as JSON; -: to the terminal.")
+]
+_Chart = Annotated[
+    Path | None,
+    typer.Option("--chart", metavar="FILE.svg", help="Draw the memory of each option against the limit."),
+]
+_Watts = Annotated[
+    float | None, typer.Option("--watts", help="Of a GPU with its share of the machine: says the energy.")
+]
+_Price = Annotated[
+    float | None, typer.Option("--price-per-gpu-hour", help="In any currency: says what the training costs.")
+]
+_Measure = Annotated[
+    bool,
+    typer.Option("--measure", help="Train a few real steps here, and say how far the estimate is off."),
+]
+_Nproc = Annotated[
+    str | None, typer.Option("--nproc", help="With --measure: ranks on this machine, or auto. Default: 1.")
+]
+_Advise = Annotated[
+    Path | None,
+    typer.Option(
+        "--advise",
+        metavar="RUN_DIR",
+        help="Say from the log of a run what limits it, and which keys to change.",
+    ),
+]
+
+
 def plan(
-    target: Annotated[
-        str | None,
-        typer.Argument(metavar="[RECIPE|FILE.yaml|FILE.py:Task]", help="What would be trained. Not with --advise."),
-    ] = None,
+    target: _Target = None,
     overrides: Overrides = None,
-    gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the training.", min=1)] = 1,
-    gpus_per_node: Annotated[
-        int | None, typer.Option("--gpus-per-node", help="GPUs of a machine. Default: 8, or --gpus.", min=1)
-    ] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of a GPU, such as 80GB.")
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", metavar="NAME", help="A GPU of the table, such as H100 or 'A100 80GB'.")
-    ] = None,
-    link_bandwidth: Annotated[
-        str | None,
-        typer.Option(
-            "--link-bandwidth",
-            metavar="RATE",
-            help="Between GPUs of a machine, one GPU in one direction: 50GB/s or 400Gbit/s. Default: the table's.",
-        ),
-    ] = None,
-    network_bandwidth: Annotated[
-        str | None,
-        typer.Option(
-            "--network-bandwidth",
-            metavar="RATE",
-            help="Between machines, one GPU in one direction. Default: --link-bandwidth, where it is given.",
-        ),
-    ] = None,
-    utilisation: Annotated[
-        float, typer.Option("--utilisation", help="Share of the GPU's peak that the training reaches.")
-    ] = 0.4,
-    reserve: Annotated[
-        float, typer.Option("--reserve", help="Share of the memory that stays free.", min=0, max=0.9)
-    ] = 0.1,
-    precision: Annotated[
-        list[str] | None, typer.Option("--precision", help="fp32, bf16 or fp16; may be repeated.")
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option("--samples", help="Of the training data, where they are not here. It says epochs.", min=1),
-    ] = None,
-    classes: Annotated[
-        int | None,
-        typer.Option("--classes", help="Of the training data, where they are not here. Default: 10.", min=1),
-    ] = None,
-    failures_per_gpu_year: Annotated[
-        float | None, typer.Option("--failures-per-gpu-year", help="To say how often to save.")
-    ] = None,
-    save_seconds: Annotated[
-        float | None, typer.Option("--save-seconds", help="For which saving stops the training.")
-    ] = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE|-", help="Write the plan as JSON; -: to the terminal.")
-    ] = None,
-    chart: Annotated[
-        Path | None,
-        typer.Option("--chart", metavar="FILE.svg", help="Draw the memory of each option against the limit."),
-    ] = None,
-    watts: Annotated[
-        float | None, typer.Option("--watts", help="Of a GPU with its share of the machine: says the energy.")
-    ] = None,
-    price: Annotated[
-        float | None, typer.Option("--price-per-gpu-hour", help="In any currency: says what the training costs.")
-    ] = None,
-    measure: Annotated[
-        bool,
-        typer.Option("--measure", help="Train a few real steps here, and say how far the estimate is off."),
-    ] = False,
-    nproc: Annotated[
-        str | None, typer.Option("--nproc", help="With --measure: ranks on this machine, or auto. Default: 1.")
-    ] = None,
-    advise: Annotated[
-        Path | None,
-        typer.Option(
-            "--advise",
-            metavar="RUN_DIR",
-            help="Say from the log of a run what limits it, and which keys to change.",
-        ),
-    ] = None,
+    gpus: _Gpus = 1,
+    gpus_per_node: _GpusPerNode = None,
+    gpu_memory: _GpuMemory = None,
+    gpu: _Gpu = None,
+    link_bandwidth: _LinkBandwidth = None,
+    network_bandwidth: _NetworkBandwidth = None,
+    utilisation: _Utilisation = 0.4,
+    reserve: _Reserve = 0.1,
+    precision: _Precision = None,
+    samples: _Samples = None,
+    classes: _Classes = None,
+    failures_per_gpu_year: _FailuresPerGpuYear = None,
+    save_seconds: _SaveSeconds = None,
+    json_file: _JsonFile = None,
+    chart: _Chart = None,
+    watts: _Watts = None,
+    price: _Price = None,
+    measure: _Measure = False,
+    nproc: _Nproc = None,
+    advise: _Advise = None,
     debug: Debug = False,
 ) -> None:
     """Say what a training needs of GPUs, before one is paid for: what fits, how fast it may be, what to set.
@@ -159,13 +173,13 @@ def plan(
             utilisation=utilisation,
             fp32_as_tf32=config.compute.matmul_precision in ("high", "medium"),
         )
-        _check_precisions(precision or ())
+        precisions = _checked_precisions(precision)
         from lockstep.plan import command
 
         found = command.plan_of(
             config,
             world,
-            precisions=precision,  # type: ignore[arg-type]  # checked above
+            precisions=precisions,
             reserve=reserve,
             failures_per_gpu_year=failures_per_gpu_year,
             save_seconds=save_seconds,
@@ -220,14 +234,16 @@ def _made_up(overrides: Sequence[str], classes: int | None, samples: int | None)
     return None
 
 
-def _check_precisions(names: Sequence[str]) -> None:
-    from lockstep.plan.inputs import PrecisionName
+def _checked_precisions(names: Sequence[str] | None) -> list[PrecisionName] | None:
+    """The precisions of `--precision`, if they exist."""
+    from lockstep.plan import inputs
 
-    known = get_args(PrecisionName)
-    for name in names:
+    known: tuple[PrecisionName, ...] = get_args(inputs.PrecisionName)
+    for name in names or ():
         if name not in known:
             remedy = f"{did_you_mean(name, known)}There are: {', '.join(known)}"
             raise UsageError(f"there is no precision {name!r}", where="--precision", remedy=remedy)
+    return [precision for name in names for precision in known if precision == name] if names else None
 
 
 def _advise(folder: Path, target: str | None, json_file: str | None, *, others: Mapping[str, object]) -> None:

@@ -53,12 +53,9 @@ def preflight(
         several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
         options = as_arguments({"--run-dir": run_dir, "--preset": preset, "--env": env, "--debug": debug})
         arguments = ["preflight", target, *(overrides or []), *options]
-        if several is not None:
+        if several is not None or ranks.is_launcher(nproc):
             run_id = f"{rendezvous_id or (run_dir or Path('runs', settings.name)).resolve().name}-preflight"
-            ranks.launch_on_nodes(arguments, nproc, settings, several, run_id=run_id, wait_s=wait_for_nodes)
-            return
-        if ranks.is_launcher(nproc):
-            ranks.launch(arguments, nproc, settings)
+            ranks.launch(arguments, nproc, settings, several=several, run_id=run_id, wait_s=wait_for_nodes)
             return
         from lockstep.launch.preflight import variables
         from lockstep.trainer.trainer import Trainer

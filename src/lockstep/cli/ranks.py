@@ -58,31 +58,35 @@ def is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
     return "RANK" not in os.environ and (nproc != "1" or bool(max_restarts))
 
 
-def launch(arguments: list[str], nproc: str, settings: RunConfig, *, max_restarts: int = 0, cold: bool = False) -> None:
-    """Run `lockstep ARGUMENTS` as ranks on this machine alone, and wait for their end."""
-    from lockstep.launch import launcher
-
-    launcher.launch(arguments, _prepare(nproc, settings, cold=cold), max_restarts, main=run_command)
-
-
-def launch_on_nodes(
+def launch(
     arguments: list[str],
     nproc: str,
     settings: RunConfig,
-    several: Several,
     *,
-    run_id: str,
-    wait_s: float,
+    several: Several | None = None,
+    run_id: str = "",
+    wait_s: float = 0.0,
     max_restarts: int = 0,
     cold: bool = False,
 ) -> None:
-    """Run `lockstep ARGUMENTS` as ranks on this machine and the other nodes, and wait for their end."""
+    """Run `lockstep ARGUMENTS` as ranks on this machine, and wait for their end.
+
+    Args:
+        several: the other nodes. None: this machine is alone.
+        run_id: of the run, by which its nodes meet.
+        wait_s: so long this node waits for the others, in seconds.
+    """
     ranks = _prepare(nproc, settings, cold=cold)  # before torch is imported here
-    from lockstep.core.config import config_file
+    if several is None:
+        from lockstep.launch import launcher
+
+        launcher.launch(arguments, ranks, max_restarts, main=run_command)
+        return
+    from lockstep.core.config.sections import training_keys
     from lockstep.launch import several_nodes
     from lockstep.launch.node_session import Nodes
 
-    keys = config_file.training_keys(settings)
+    keys = training_keys(settings)
     nodes = Nodes(several.least, several.most, several.endpoint, run_id=run_id, wait_s=wait_s, keys=keys)
     several_nodes.launch(arguments, ranks, nodes, max_restarts, main=run_command)
 

@@ -25,80 +25,88 @@ if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
 
 
+_RunDir = Annotated[
+    Path | None,
+    typer.Option(help="Default: runs/NAME. auto: a new folder each time, runs/NAME-DATE-NUMBER."),
+]
+_Fresh = Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left in the run directory.")]
+_AllowChange = Annotated[
+    list[str] | None,
+    typer.Option("--allow-change", metavar="KEY", help="Continue the run although this key differs from the run's."),
+]
+_MaxRestarts = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="How often killed or crashed ranks are started again. Default: 3; for a single rank: 0.",
+    ),
+]
+_Profile = Annotated[
+    str | None,
+    typer.Option("--profile", metavar="STEPS", help="Profile steps, such as 5-10, or 6 steps after the first."),
+]
+_Nnodes = Annotated[
+    str | None,
+    typer.Option(
+        "--nnodes",
+        metavar="N|MIN:MAX",
+        envvar="LOCKSTEP_NNODES",
+        help="Nodes of the run, each with the same command. MIN:MAX: nodes may join and leave. Default: 1.",
+    ),
+]
+_Rendezvous = Annotated[
+    str | None,
+    typer.Option(
+        "--rendezvous",
+        metavar="HOST[:PORT]",
+        envvar="LOCKSTEP_RENDEZVOUS",
+        help="Where the nodes meet: the name or address of one of them. Port: 29400.",
+    ),
+]
+_RendezvousId = Annotated[
+    str | None,
+    typer.Option(
+        "--rendezvous-id",
+        metavar="NAME",
+        envvar="LOCKSTEP_RENDEZVOUS_ID",
+        help="Default: the run directory's name.",
+    ),
+]
+_WaitForNodes = Annotated[
+    float,
+    typer.Option(
+        "--wait-for-nodes",
+        metavar="SECONDS",
+        envvar="LOCKSTEP_WAIT_FOR_NODES",
+        min=1,
+        max=31_536_000,
+        help="Then the run ends.",
+    ),
+]
+_DebugRank = Annotated[
+    int | None,
+    typer.Option(
+        "--debug-rank", metavar="RANK", min=0, help="breakpoint() works in this rank; the others wait for it."
+    ),
+]
+
+
 def train(
     target: Target,
     overrides: Overrides = None,
     nproc: Nproc = None,
     gpus: Gpus = None,
     preset: Preset = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(help="Default: runs/NAME. auto: a new folder each time, runs/NAME-DATE-NUMBER."),
-    ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Delete what an earlier run left in the run directory.")
-    ] = False,
-    allow_change: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-change", metavar="KEY", help="Continue the run although this key differs from the run's."
-        ),
-    ] = None,
-    max_restarts: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="How often killed or crashed ranks are started again. Default: 3; for a single rank: 0.",
-        ),
-    ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option("--profile", metavar="STEPS", help="Profile steps, such as 5-10, or 6 steps after the first."),
-    ] = None,
-    nnodes: Annotated[
-        str | None,
-        typer.Option(
-            "--nnodes",
-            metavar="N|MIN:MAX",
-            envvar="LOCKSTEP_NNODES",
-            help="Nodes of the run, each with the same command. MIN:MAX: nodes may join and leave. Default: 1.",
-        ),
-    ] = None,
-    rendezvous: Annotated[
-        str | None,
-        typer.Option(
-            "--rendezvous",
-            metavar="HOST[:PORT]",
-            envvar="LOCKSTEP_RENDEZVOUS",
-            help="Where the nodes meet: the name or address of one of them. Port: 29400.",
-        ),
-    ] = None,
-    rendezvous_id: Annotated[
-        str | None,
-        typer.Option(
-            "--rendezvous-id",
-            metavar="NAME",
-            envvar="LOCKSTEP_RENDEZVOUS_ID",
-            help="Default: the run directory's name.",
-        ),
-    ] = None,
-    wait_for_nodes: Annotated[
-        float,
-        typer.Option(
-            "--wait-for-nodes",
-            metavar="SECONDS",
-            envvar="LOCKSTEP_WAIT_FOR_NODES",
-            min=1,
-            max=31_536_000,
-            help="Then the run ends.",
-        ),
-    ] = 600,
-    debug_rank: Annotated[
-        int | None,
-        typer.Option(
-            "--debug-rank", metavar="RANK", min=0, help="breakpoint() works in this rank; the others wait for it."
-        ),
-    ] = None,
+    run_dir: _RunDir = None,
+    fresh: _Fresh = False,
+    allow_change: _AllowChange = None,
+    max_restarts: _MaxRestarts = None,
+    profile: _Profile = None,
+    nnodes: _Nnodes = None,
+    rendezvous: _Rendezvous = None,
+    rendezvous_id: _RendezvousId = None,
+    wait_for_nodes: _WaitForNodes = 600,
+    debug_rank: _DebugRank = None,
     cold: Cold = False,
     debug: Debug = False,
 ) -> None:
@@ -136,29 +144,18 @@ def train(
                 _fit(trainer)
                 _invite_to_verify(trainer, target, overrides or [], as_arguments(of_verify))
                 return
-        options = {
-            **of_verify,
-            "--fresh": fresh,
-            "--debug": debug,
-            "--profile": profile,
-            "--allow-change": allow_change,
-        }
-        arguments = ["train", target, *(overrides or []), *as_arguments(options)]
-        restarts = 3 if max_restarts is None else max_restarts
-        if several is None:
-            ranks.launch(arguments, nproc, settings, max_restarts=restarts, cold=cold)
-        else:
-            run_id = rendezvous_id or (run_dir or Path("runs", settings.name)).resolve().name
-            ranks.launch_on_nodes(
-                arguments,
-                nproc,
-                settings,
-                several,
-                run_id=run_id,
-                wait_s=wait_for_nodes,
-                max_restarts=restarts,
-                cold=cold,
-            )
+        more = {"--fresh": fresh, "--debug": debug, "--profile": profile, "--allow-change": allow_change}
+        arguments = ["train", target, *(overrides or []), *as_arguments(of_verify | more)]
+        ranks.launch(
+            arguments,
+            nproc,
+            settings,
+            several=several,
+            run_id=rendezvous_id or (run_dir or Path("runs", settings.name)).resolve().name,
+            wait_s=wait_for_nodes,
+            max_restarts=3 if max_restarts is None else max_restarts,
+            cold=cold,
+        )
 
 
 def _fit(trainer: Trainer) -> None:

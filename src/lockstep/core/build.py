@@ -1,4 +1,4 @@
-"""From a config and a task to objects: the model, the optimizer, the data, and a run that is ready to train.
+"""From a config and a task to a run that is ready to train.
 
 `run_model` has the functions for the model and the optimizer, `run_data` those for the data.
 """
@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from lockstep.core import devices, task_checks
 from lockstep.core.checkpoint import finite
@@ -23,44 +26,85 @@ from lockstep.core.loop import Intervals
 from lockstep.core.optim import check_updates
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
-from lockstep.core.run_data import agreed_fingerprint, grouping, make_loader, step_plan
-from lockstep.core.run_model import BuiltModel, build_model, load_first_state, make_optimizer, seed_everything
+from lockstep.core.run_data import EvaluationData, agreed_fingerprint, grouping, make_loader, step_plan
+from lockstep.core.run_model import (
+    build_model,
+    load_first_state,
+    load_first_weights,
+    make_optimizer,
+    seed_everything,
+)
 from lockstep.core.schedule import Schedule
 from lockstep.core.step import TrainState
 from lockstep.core.stopping import Stopping
 from lockstep.core.task import Task
 from lockstep.core.train_metrics import TrainMetrics
+from lockstep.core.writer import Writer, tell
 
 
 @dataclass
-class PreparedRun:
-    """A run on this rank that is ready to begin, or to go on from a checkpoint."""
+class Run:
+    """A run on this rank: what is trained, on which data, until when, and where it is logged.
 
-    built: BuiltModel
+    `prepare_run` makes it, `resume.restore` loads a checkpoint into it, `training_run.train` trains it. The checks, the
+    Parts and the viewers of a training get the run. The run does not hold them: a cycle would be freed late, and with
+    it the memory of the model and the workers of loaders.
+    """
+
+    config: RunConfig
+    task: Task
+    folder: Path
+    """The run directory."""
     state: TrainState
     batches: StepIterator
     """This rank's micro-batches of each step, from `state.step` on."""
     stop: int
     """The step at which the training ends."""
+    first_step: int
+    """The steps that were done before this start."""
+    intervals: Intervals
+    """The steps after which the loop logs, evaluates and saves."""
+    blocks: list[str]
+    """Names of the model's repeated blocks."""
     fingerprint: dict[str, Any]
     """Number of samples of the training data, and a digest; see `core.data.fingerprint`."""
-    evaluated: dict[str, float]
-    """Results of the evaluation at `state.step`, where the checkpoint has them; else empty."""
-    parts: Mapping[str, Any]
+    results: dict[str, float]
+    """Results of the evaluation at `first_step`, where the checkpoint has them; else empty."""
+    saved_parts: Mapping[str, Any]
     """The record of the training's Parts in the checkpoint. Empty without a checkpoint."""
     form: Form
     """The form of the newly built model's state, before a checkpoint was loaded."""
-    may_be_infinite: finite.Grades
-    """Tensors that are not finite at the start of the run: a checkpoint may hold them."""
+    messages: list[str]
+    """Lines for the beginning of the log."""
     warnings: list[str]
     """Warnings that every start of the run shows at its beginning and at its end."""
     stopping: Stopping
     """Decides whether the training ends before `stop`."""
+    may_be_infinite: finite.Grades = field(default_factory=dict)
+    """Tensors that are not finite at the start of the run: a checkpoint may hold them."""
+    evaluated: list[EvaluationData] = field(default_factory=list)
+    """The sets of data that the training evaluates. Empty: it evaluates nothing."""
+    writers: list[Writer] = field(default_factory=list)
+    """Receive the log. Empty but on rank 0."""
 
     @property
     def plan(self) -> StepPlan:
         """The cut of global batches into micro-batches, as it is now."""
         return self.batches.plan
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that the task made."""
+        return self.state.strategy.model
+
+    @property
+    def world(self) -> World:
+        """The ranks that train."""
+        return self.state.world
+
+    def tell(self, text: str) -> None:
+        """Write lines for people into all logs."""
+        tell(self.writers, text)
 
 
 def prepare_run(
@@ -70,12 +114,14 @@ def prepare_run(
     *,
     micro_batch: int,
     checkpoint: Checkpoint | None,
-) -> PreparedRun:
+    folder: Path = Path(),
+) -> Run:
     """Make everything that a run needs. `resume.restore` then loads `checkpoint` into the result.
 
     Args:
         micro_batch: largest number of samples in a forward pass.
         checkpoint: the checkpoint from which the run goes on. None: a new run.
+        folder: the run directory.
 
     Raises:
         DataError: the training data cannot be used.
@@ -91,16 +137,18 @@ def prepare_run(
     stop = train.steps or max((train.epochs or 1) * plan.steps_per_epoch, train.min_steps or 0)
     fingerprint, warnings = agreed_fingerprint(data, world, in_worker=config.data.workers > 0)
     step = checkpoint.step if checkpoint else 0
-    built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, init=checkpoint is None)
-    built.messages += [*grouping(plan), *remarks]
+    built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step)
+    strategy, model, messages = built.strategy, built.strategy.model, built.messages
+    lines, begun_from = load_first_weights(model, train, world) if train.init_from and not checkpoint else ([], None)
+    messages += [*lines, *grouping(plan), *remarks]
     precision = Precision(config.precision, world.device, world.size)
     state = TrainState(
-        strategy=built.strategy,
+        strategy=strategy,
         optimizer=make_optimizer(
             config,
-            built.model,
+            model,
             built.blocks,
-            sharded=built.strategy.is_sharded,
+            sharded=strategy.is_sharded,
             fuses_adam=devices.of(world.device).has_fused_adam
             and not config.parallel.cpu_offload
             and config.precision != "fp16",  # it counts a skipped update by itself, after hooks have seen the update
@@ -112,32 +160,37 @@ def prepare_run(
         coefficients=task_checks.coefficients(task),
         must_agree_on_weights=config.data.on_error == "skip",
         metrics=TrainMetrics(task, world) if config.log.train_metrics else None,
-        averages=Ema(built.model, train.ema_decay) if train.ema_decay else None,
+        averages=Ema(model, train.ema_decay) if train.ema_decay else None,
         unfreezing=built.unfreezing,
     )
-    load_first_state(built, train, state.optimizer, precision)
+    if begun_from is not None:
+        messages.append(load_first_state(begun_from, model, train, state.optimizer, precision))
     check_updates(state.optimizer)
-    checkpoint_state.capture(built.model, state.optimizer)  # raises now, not at the end, if the state cannot be saved
+    checkpoint_state.capture(model, state.optimizer)  # raises now, not at the end, if the state cannot be saved
     # Weights that `train.init_from` gave, or that train later, are the task's no more.
-    check_complete(built.model, also_frozen=bool(train.init_from or train.unfreeze))
+    check_complete(model, also_frozen=bool(train.init_from or train.unfreeze))
     loader = make_loader(config, data, task, world, training=True)
-    batches = StepIterator(loader, plan, rank=world.rank, start=step, stop=stop)
-    return PreparedRun(
-        built=built,
+    return Run(
+        config=config,
+        task=task,
+        folder=folder,
         state=state,
-        batches=batches,
+        batches=StepIterator(loader, plan, rank=world.rank, start=step, stop=stop),
         stop=stop,
+        first_step=step,
+        intervals=_intervals(config, plan),
+        blocks=built.blocks,
         fingerprint=fingerprint,
-        evaluated=checkpoint.metrics if checkpoint else {},
-        parts=checkpoint.manifest.get("parts", {}) if checkpoint else {},
-        form=Form.of(built.model),
-        may_be_infinite={},
+        results=checkpoint.metrics if checkpoint else {},
+        saved_parts=checkpoint.manifest.get("parts", {}) if checkpoint else {},
+        form=Form.of(model),
+        messages=messages,
         warnings=list(dict.fromkeys([*(checkpoint.manifest["warnings"] if checkpoint else ()), *warnings])),
         stopping=Stopping(train.stop_when, train.max_time),
     )
 
 
-def intervals(config: RunConfig, plan: StepPlan) -> Intervals:
+def _intervals(config: RunConfig, plan: StepPlan) -> Intervals:
     """The steps after which the loop logs, evaluates and saves."""
     train, checkpoint = config.train, config.checkpoint
     evaluate = train.eval_every_steps

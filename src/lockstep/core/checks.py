@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.run_data import EvaluationData
@@ -14,11 +14,11 @@ class Checks:
     All ranks call each method at the same point. Where a run cannot go on, a method raises a `LockstepError`.
     """
 
-    def before_first_step(self, evaluated: Mapping[str, EvaluationData]) -> list[str]:
+    def before_first_step(self, evaluated: Sequence[EvaluationData]) -> list[str]:
         """Before the first step of this start, after the state was loaded.
 
         Args:
-            evaluated: the evaluation data by name. Empty: nothing is evaluated.
+            evaluated: the sets of evaluation data. Empty: nothing is evaluated.
 
         Returns:
             messages for the log.

@@ -1,8 +1,9 @@
-"""One evaluation of one set of data, with what shows it to people: of a training, and of a trained model."""
+"""The evaluation of sets of data, with what shows it to people: during a training, and of a trained model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
@@ -14,11 +15,25 @@ from lockstep.core.evaluation_progress import EvaluationProgress
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
 from lockstep.core.run_data import EvaluationData
-from lockstep.core.task import Task
 from lockstep.core.worst import WorstSamples
 
 T = TypeVar("T")
 _SHOWN = 4  # samples that a report gets
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What an evaluation of one set of data found, for viewers."""
+
+    evaluated: EvaluationData
+    step: int
+    """Steps that are done."""
+    values: Mapping[str, Any]
+    """What the metrics computed."""
+    outputs: Mapping[int, Any]
+    """By index; also of samples that other viewers asked for."""
+    worst: WorstSamples | None
+    """What `Viewer.worst` returned, with the samples of all ranks."""
 
 
 class Viewer:
@@ -43,24 +58,8 @@ class Viewer:
         """A collector of the most wrong samples, for one evaluation. None: they are not shown."""
         return None
 
-    def show(
-        self,
-        name: str,
-        step: int,
-        evaluated: EvaluationData,
-        values: Mapping[str, Any],
-        outputs: Mapping[int, Any],
-        worst: WorstSamples | None,
-    ) -> None:
-        """Show an evaluation.
-
-        Args:
-            name: of the evaluation data; empty where there is one set.
-            step: steps that are done.
-            values: what the metrics computed.
-            outputs: by index; also of samples that other viewers asked for.
-            worst: what `worst` returned, with the samples of all ranks.
-        """
+    def show(self, found: Findings) -> None:
+        """Show the evaluation of a set of data."""
 
     def end(self, step: int) -> None:
         """All sets of data were evaluated after `step` steps. Called on all ranks."""
@@ -73,56 +72,67 @@ class Report(Viewer):
         write: takes the name of the evaluation data, the step and the text.
     """
 
-    def __init__(self, task: Task, write: Callable[[str, int, str], None]) -> None:
-        self.task, self.write = task, write
+    def __init__(self, write: Callable[[str, int, str], None]) -> None:
+        self.write = write
 
     def samples(self, evaluated: EvaluationData) -> Sequence[int]:
         """The same samples for every number of ranks. None, where the presenter has no report of its own."""
-        return () if is_default(task_checks.presenter(self.task).report) else evaluated.plan.first(_SHOWN)
+        return () if is_default(task_checks.presenter(evaluated.task).report) else evaluated.plan.first(_SHOWN)
 
-    def show(
-        self,
-        name: str,
-        step: int,
-        evaluated: EvaluationData,
-        values: Mapping[str, Any],
-        outputs: Mapping[int, Any],
-        worst: WorstSamples | None,
-    ) -> None:
+    def show(self, found: Findings) -> None:
+        evaluated, outputs = found.evaluated, found.outputs
         samples = [(evaluated.data[index], outputs[index]) for index in self.samples(evaluated) if index in outputs]
         try:
-            text = task_checks.presenter(self.task).report(values, samples) if values or samples else ""
+            has_any = found.values or samples
+            text = task_checks.presenter(evaluated.task).report(found.values, samples) if has_any else ""
         except Exception as error:  # what is only shown must not end a training
             text = f"warning: Presenter.report failed: {type(error).__name__}: {error}"
         if text:
-            self.write(name, step, text)
+            self.write(evaluated.name, found.step, text)
 
 
 def evaluate(
-    task: Task,
-    evaluated: EvaluationData,
+    sets: Sequence[EvaluationData],
     forward: nn.Module,
     *,
     world: World,
     precision: Precision,
-    name: str = "",
     viewers: Sequence[Viewer] = (),
     step: int = 0,
     tell: Callable[[str], None] = lambda text: None,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Evaluate a set of data, and show it. All ranks call it.
+    """Evaluate sets of data one after the other, and show them. All ranks call it.
 
     Args:
-        name: of the evaluation data; empty where there is one set.
         step: of the training, for viewers.
         tell: takes lines on the progress.
         tick: is called after each micro-batch, on all ranks alike.
 
     Returns:
-        results, as `core.evaluate.evaluate`.
+        results, as `core.evaluate.evaluate`; see `named_results`.
     """
-    progress = EvaluationProgress(tell, evaluated.plan, world.size, name)
+    results: dict[str, float] = {}
+    for evaluated in sets:
+        found = _evaluate(evaluated, forward, world, precision, viewers=viewers, step=step, tell=tell, tick=tick)
+        results |= named_results(evaluated.name, found)
+    for viewer in viewers:
+        viewer.end(step)
+    return results
+
+
+def _evaluate(
+    evaluated: EvaluationData,
+    forward: nn.Module,
+    world: World,
+    precision: Precision,
+    *,
+    viewers: Sequence[Viewer],
+    step: int,
+    tell: Callable[[str], None],
+    tick: Callable[[], None],
+) -> dict[str, float]:
+    progress = EvaluationProgress(tell, evaluated.plan, world.size, evaluated.name)
     wanted = dict.fromkeys(index for viewer in viewers for index in viewer.samples(evaluated))
     worst = next((found for viewer in viewers if (found := viewer.worst(evaluated)) is not None), None)
 
@@ -132,10 +142,10 @@ def evaluate(
 
     def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
         for viewer in viewers:
-            viewer.show(name, step, evaluated, values, dict(outputs), worst)
+            viewer.show(Findings(evaluated, step, values, dict(outputs), worst))
 
     return evaluation.evaluate(
-        task,
+        evaluated.task,
         forward,
         evaluated.loader,
         plan=evaluated.plan,

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lockstep
-from lockstep.core.build import PreparedRun
+from lockstep.core.build import Run
 from lockstep.core.checkpoint import files, finite, store
 from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.saver import Saver
@@ -29,8 +29,8 @@ from lockstep.core.schedule import set_lr
 from lockstep.core.step import TrainState
 
 
-def restore(checkpoint: Checkpoint, prepared: PreparedRun, config: RunConfig, allow_change: Sequence[str]) -> list[str]:
-    """Load a checkpoint into a prepared run.
+def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> list[str]:
+    """Load a checkpoint into a run.
 
     Args:
         allow_change: keys of the config (or `data`) that may differ from the run's.
@@ -42,10 +42,10 @@ def restore(checkpoint: Checkpoint, prepared: PreparedRun, config: RunConfig, al
         UsageError: the data or the schedule are not the run's, and `allow_change` does not name them.
         CheckpointError: the checkpoint does not fit the model, or is damaged.
     """
-    manifest, state, model = checkpoint.manifest, prepared.state, prepared.built.model
+    manifest, config, state, model = checkpoint.manifest, run.config, run.state, run.model
     node = state.world.node_group
     store.read_contents(checkpoint, node)
-    _check_data(checkpoint, prepared.fingerprint, allow_change)
+    _check_data(checkpoint, run.fingerprint, allow_change)
     messages = _check_schedule(config, state, manifest, allow_change)
     has_averages = any(name.startswith("ema.") for name in checkpoint.index)
     averages = state.averages.tensors if state.averages and has_averages else None
@@ -61,7 +61,7 @@ def restore(checkpoint: Checkpoint, prepared: PreparedRun, config: RunConfig, al
         messages.append("averages begin with the weights of this step")
     state.precision.load(manifest["loss_scale"])
     state.step, state.skipped = checkpoint.step, manifest["skipped"]
-    stopping = prepared.stopping
+    stopping = run.stopping
     messages += stopping.restore(manifest["evaluations"], manifest["evaluations_of"])
     stopping.earlier_s = manifest["trained_s"]
     if checkpoint.metrics:
@@ -123,12 +123,16 @@ def _check_schedule(
     )
 
 
-def may_be_infinite(prepared: PreparedRun) -> finite.Grades:
+def may_be_infinite(run: Run) -> finite.Grades:
     """The tensors that are not finite at the start: checkpoints may hold them. A collective."""
-    state = prepared.state
-    averages = state.averages.tensors if state.averages else None
-    tensors, _ = checkpoint_state.capture(prepared.built.model, state.optimizer, averages)
-    return finite.at_start(prepared.built.model, tensors, state.world)
+    tensors, _ = _captured(run)
+    return finite.at_start(run.model, tensors, run.world)
+
+
+def _captured(run: Run) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state of a run: its tensors, and its other values."""
+    averages = run.state.averages.tensors if run.state.averages else None
+    return checkpoint_state.capture(run.model, run.state.optimizer, averages)
 
 
 class RunKeeper(Keeper):
@@ -140,33 +144,31 @@ class RunKeeper(Keeper):
 
     def __init__(
         self,
-        prepared: PreparedRun,
+        run: Run,
         saver: Saver,
-        config: RunConfig,
         parts: JoinedParts,
         consensus: StopConsensus,
         checks: Checks,
     ) -> None:
-        self.prepared, self.saver, self.config, self.parts = prepared, saver, config, parts
+        self.run, self.saver, self.parts = run, saver, parts
         self.consensus, self.checks = consensus, checks
 
     def save(self, results: dict[str, float]) -> None:
-        state, model = self.prepared.state, self.prepared.built.model
+        state = self.run.state
         phase = state.world.heartbeat.phase
         state.world.heartbeat.enter(Phase.SAVING)
         state.strategy.sync_buffers()
         self.checks.before_save()
-        averages = state.averages.tensors if state.averages else None
-        tensors, values = checkpoint_state.capture(model, state.optimizer, averages)
-        manifest = _manifest(self.prepared, self.config, results)
-        manifest["trained_s"] = self.prepared.stopping.earlier_s + self.consensus.elapsed_s
+        tensors, values = _captured(self.run)
+        manifest = _manifest(self.run, results)
+        manifest["trained_s"] = self.run.stopping.earlier_s + self.consensus.elapsed_s
         if joined := self.parts.saved():
             manifest["parts"] = joined
         self.saver.save(state.step, tensors, values, manifest)
         state.world.heartbeat.enter(Phase(phase))
 
     def add_metrics(self, results: dict[str, float]) -> None:
-        self.saver.add_metrics(self.prepared.state.step, results, self.parts.saved())
+        self.saver.add_metrics(self.run.state.step, results, self.parts.saved())
         self.checks.results(list(results))
 
     def kept(self) -> str:
@@ -176,22 +178,22 @@ class RunKeeper(Keeper):
         self.saver.finish()
 
 
-def _manifest(prepared: PreparedRun, config: RunConfig, evaluated: dict[str, float]) -> dict[str, Any]:
-    state = prepared.state
+def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
+    state = run.state
     return {
         "step": state.step,
         "skipped": state.skipped,
         "loss_scale": state.precision.state(),
         "metrics": evaluated,
-        "data": prepared.fingerprint,
-        "optimizer": _kind_of_optimizer(config),
-        "config": config_digest(config),
+        "data": run.fingerprint,
+        "optimizer": _kind_of_optimizer(run.config),
+        "config": config_digest(run.config),
         "versions": {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": state.world.size},
         "schedule_steps": state.schedule.length,
         "schedule_warmup": [state.schedule.warmup_share, state.schedule.warmup],
-        "warnings": prepared.warnings,
-        "evaluations": prepared.stopping.results,
-        "evaluations_of": prepared.stopping.rule.metric if prepared.stopping.rule else None,
+        "warnings": run.warnings,
+        "evaluations": run.stopping.results,
+        "evaluations_of": run.stopping.rule.metric if run.stopping.rule else None,
     }
 
 

@@ -23,11 +23,22 @@ from lockstep.core.task import Samples, Task
 
 @dataclass
 class EvaluationData:
-    """The samples of an evaluation, and how they are read."""
+    """A set of samples to evaluate, and how they are read."""
 
+    task: Task
+    """The task that has these data."""
     data: Dataset[Any]
     loader: Loader
     plan: EvaluationPlan
+    name: str = ""
+    """Empty where there is one set."""
+
+    def limit(self) -> list[str]:
+        """A line on an evaluation of some samples. None, where all are evaluated."""
+        plan, of = self.plan, f" of {self.name}" if self.name else ""
+        if plan.count >= plan.length:
+            return []
+        return [f"note: evaluated on {plan.count:,} of {plan.length:,} samples{of}, evenly spread (data.eval_limit)"]
 
 
 def asked_micro_batches(config: RunConfig, world: World) -> list[list[int]]:
@@ -112,12 +123,14 @@ def evaluation_data(
     *,
     micro_batch: int,
     limit: int | None = None,
+    name: str = "",
 ) -> EvaluationData:
     """`data`, by default the task's evaluation data, ready to be read: cut alike for every world size.
 
     Args:
         micro_batch: samples of a micro-batch, see `memory_shortage.fitting`.
         limit: at most so many samples, spread evenly. None: all samples.
+        name: of the set, where there are several.
 
     Raises:
         DataError: the task has no evaluation data, or an empty data set.
@@ -128,13 +141,7 @@ def evaluation_data(
         data = task_checks.data(data, "the data to predict")
     lengths = _sample_lengths(data, "the evaluation data")
     plan = EvaluationPlan(len(data), micro_batch, lengths, limit)  # type: ignore[arg-type]
-    return EvaluationData(data, make_loader(config, data, task, world, training=False), plan)
-
-
-def limited(plan: EvaluationPlan, name: str = "") -> str:
-    """A line on an evaluation of some samples. `name` is that of the evaluation data, where there are several."""
-    of = f" of {name}" if name else ""
-    return f"note: evaluated on {plan.count:,} of {plan.length:,} samples{of}, evenly spread (data.eval_limit)"
+    return EvaluationData(task, data, make_loader(config, data, task, world, training=False), plan, name)
 
 
 class NoEvaluationData(DataError):

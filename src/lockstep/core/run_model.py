@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,21 +35,16 @@ _NEED_WHOLE_MATRICES = ("Muon", "Adafactor", "Rprop")
 _NO_SHARDED_KERNEL = ("SGD", "Adagrad")
 
 
-@dataclass
-class BuiltModel:
-    """A model on this rank."""
+class SpreadModel(NamedTuple):
+    """A model on this rank, and what is known of it."""
 
-    model: nn.Module
-    """The model that the task made."""
     strategy: Strategy
-    """The way in which the model is spread over ranks; it holds the module that runs it."""
+    """The way in which the model is spread over ranks. It holds the model, and the module that runs it."""
     blocks: list[str]
     """Names of the model's repeated blocks."""
     unfreezing: Unfreezing | None
     messages: list[str]
     """Lines about the model for the log."""
-    begun_from: TorchFile | None = None
-    """The file of `torch.save` from which the weights are. It may have a state of the optimizer, too."""
 
 
 def seed_everything(config: RunConfig) -> None:
@@ -66,14 +61,12 @@ def build_model(
     *,
     steps_per_epoch: int | None = None,
     step: int = 0,
-    init: bool = False,
-) -> BuiltModel:
-    """The task's model, with the weights that the task gave it or with the weights of `train.init_from`.
+) -> SpreadModel:
+    """The task's model, with the weights that the task gave it.
 
     Args:
         steps_per_epoch: steps of an epoch, where the model will be trained. None: the model only runs forward.
         step: step at which training begins or goes on.
-        init: whether to load `train.init_from`.
 
     Raises:
         TrainingError: the model has no trainable parameters, or parameters that cannot be trained.
@@ -113,16 +106,16 @@ def build_model(
         compile_modules(model, list(blocks.values()), compute)
     forward = Forward(model, task.loss, calls_vary=task.calls_vary, uses_graphs=compute.uses_cuda_graphs)
     strategy.wrap(forward, list(blocks.values()))
-    built = BuiltModel(
-        model=model, strategy=strategy, blocks=list(blocks), unfreezing=unfreezing, messages=list(messages)
-    )
-    if init and config.train.init_from:
-        _load_first_weights(built, config.train, world)
-    return built
+    return SpreadModel(strategy, list(blocks), unfreezing, list(messages))
 
 
-def _load_first_weights(built: BuiltModel, train: TrainConfig, world: World) -> None:
-    """Load the weights of `train.init_from`. Adds lines that say which weights these are."""
+def load_first_weights(model: nn.Module, train: TrainConfig, world: World) -> tuple[list[str], TorchFile | None]:
+    """Load the weights of `train.init_from`.
+
+    Returns:
+        lines for the log that say which weights these are; and the file of `torch.save` from which they are, if it is
+        one. It may have a state of the optimizer, too.
+    """
     source = Path(train.init_from or "").expanduser()
     folder = source / "checkpoints"
     if not folder.is_dir():
@@ -132,40 +125,37 @@ def _load_first_weights(built: BuiltModel, train: TrainConfig, world: World) -> 
                 where="train.init_checkpoint",
                 remedy="leave it out, or let train.init_from name a run directory",
             )
-        built.begun_from = torch_file.read(source) if torch_file.is_torch_file(source) else None
-        left = load_weights(built.model, source, train.init_skip, torch_file=built.begun_from)
-        place = f"the weights are from {built.begun_from.place}" if built.begun_from is not None else ""
+        file = torch_file.read(source) if torch_file.is_torch_file(source) else None
+        left = load_weights(model, source, train.init_skip, torch_file=file)
+        place = f"the weights are from {file.place}" if file is not None else ""
         stay = f"these stay as Task.model made them: {', '.join(left)}" if left else ""
-        built.messages += [f"train.init_from={train.init_from}: {text}" for text in (place, stay) if text]
-        return
+        return [f"train.init_from={train.init_from}: {text}" for text in (place, stay) if text], file
     retention = config_file.read_run(source).checkpoint
     lines = choice.read(
         folder,
         world,
         retention,
         train.init_checkpoint,
-        load=lambda checkpoint: load_weights(built.model, source, train.init_skip, checkpoint),
+        load=lambda checkpoint: load_weights(model, source, train.init_skip, checkpoint),
         where="train.init_checkpoint",
     )
-    built.messages += [f"train.init_from={train.init_from}: {line}" for line in lines]
+    return [f"train.init_from={train.init_from}: {line}" for line in lines], None
 
 
 def load_first_state(
-    built: BuiltModel, train: TrainConfig, optimizer: torch.optim.Optimizer, precision: Precision
-) -> None:
+    file: TorchFile, model: nn.Module, train: TrainConfig, optimizer: torch.optim.Optimizer, precision: Precision
+) -> str:
     """Load what the file of `train.init_from` has besides weights: a state of the optimizer, and a loss scale.
 
-    Adds a line that says what was taken and what was not.
+    Returns:
+        a line that says what was taken and what was not.
     """
-    file, built.begun_from = built.begun_from, None
-    if file is None:
-        return
     kind, texts = type(optimizer).__name__, []
     if file.optimizer is not None:
         try:
             if train.init_skip:
                 raise torch_optimizer.NotTaken("train.init_skip leaves out some of its weights")
-            count = torch_optimizer.load(file.optimizer, built.model, optimizer, saved_class=file.optimizer_class)
+            count = torch_optimizer.load(file.optimizer, model, optimizer, saved_class=file.optimizer_class)
             texts.append(f"the state of {kind} is taken, of {count} parameters; its settings are the config's")
         except torch_optimizer.NotTaken as error:
             texts.append(f"the optimizer's state is not taken: {error}")
@@ -177,7 +167,7 @@ def load_first_state(
     texts.append("a new training begins at step 0")
     if file.others:
         texts.append(f"not taken: {', '.join(file.others)}")
-    built.messages.append(f"train.init_from={train.init_from}: {'; '.join(texts)}")
+    return f"train.init_from={train.init_from}: {'; '.join(texts)}"
 
 
 def _check_parameters(model: nn.Module) -> nn.Module:

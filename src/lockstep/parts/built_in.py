@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from lockstep.core import run_folder, task_checks
-from lockstep.core.build import PreparedRun
+from lockstep.core.build import Run
 from lockstep.core.built_in import BuiltInPart
-from lockstep.core.config.sections import RunConfig
 from lockstep.core.evaluation_run import Viewer
-from lockstep.core.loop import Intervals
 from lockstep.core.task import Task
-from lockstep.core.writer import Writer, tell
 from lockstep.parts.epoch_lines import EpochLines
 from lockstep.parts.evaluation_arrays import ArraysOfEvaluations
 from lockstep.parts.figures import Memory, Operations, RankTimes
@@ -23,42 +18,25 @@ from lockstep.parts.run_pictures import RunPictures
 from lockstep.parts.write_guard import WriteGuard
 
 
-def parts(config: RunConfig, prepared: PreparedRun, task: Task, intervals: Intervals) -> list[BuiltInPart]:
+def parts(run: Run) -> list[BuiltInPart]:
     """The Parts, in the order in which they are called."""
-    state, plan, log = prepared.state, prepared.plan, config.log
+    config, state, plan, log = run.config, run.state, run.plan, run.config.log
     found: list[BuiltInPart] = [Operations(compiled=config.compute.compile is not None)] if log.flops else []
-    found.append(Memory(evaluates=intervals.evaluate > 0, shows_tables=log.memory == "table"))
+    found.append(Memory(evaluates=run.intervals.evaluate > 0, shows_tables=log.memory == "table"))
     if state.world.size > 1:
         found.append(RankTimes())
     if config.train.probe_every:
         found.append(ReplicaProbe(config.train.probe_every))
     has_lines = config.train.steps is None and plan.steps_per_epoch >= log.every_steps
     if has_lines or state.unfreezing is not None:
-        found.append(EpochLines(plan, intervals, partial(_epoch_header, task), has_lines=has_lines))
+        found.append(EpochLines(plan, run.intervals, partial(_epoch_header, run.task), has_lines=has_lines))
     return found
 
 
-def viewers(
-    config: RunConfig, prepared: PreparedRun, task: Task, folder: Path, writers: Sequence[Writer]
-) -> list[Viewer]:
-    """The viewers that show evaluations to people, besides the report of the task.
-
-    Args:
-        folder: the run directory.
-    """
-    show = partial(tell, writers)
-    arrays = WriteGuard(run_folder.METRIC_ARRAYS, partial(MetricArrays, folder, show), show)
-    pictures = RunPictures(
-        task,
-        prepared,
-        count=config.log.pictures,
-        describes_model=config.log.model_summary,
-        compiled=config.compute.compile is not None,
-        folder=folder,
-        writers=writers,
-        tell=show,
-    )
-    return [ArraysOfEvaluations(arrays), pictures]
+def viewers(run: Run) -> list[Viewer]:
+    """The viewers that show evaluations to people, besides the report of the task."""
+    arrays = WriteGuard(run_folder.METRIC_ARRAYS, partial(MetricArrays, run.folder, run.tell), run.tell)
+    return [ArraysOfEvaluations(arrays), RunPictures(run)]
 
 
 def _epoch_header(task: Task, epoch: int) -> str:

@@ -9,29 +9,44 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.core.checkpoint import manifest
 from lockstep.parts.entry_line import results_text
 
 if TYPE_CHECKING:
-    from lockstep.core.training_run import Ending
+    from lockstep.core.build import Run
+    from lockstep.core.config.sections import RunConfig
 
 _FILES = ("train.log", "metrics.jsonl", "tensorboard", "pictures")
 
 
-def lines(run_dir: Path, ending: Ending) -> str:
-    """The lines, with line breaks."""
-    step, since, kept = ending.step, ending.since, ending.kept
+def tell(run: Run, latest: Mapping[str, float], elapsed_s: float) -> None:
+    """Give the writers the last lines of the log."""
+    for writer in run.writers:
+        writer.end(lines(run, latest, elapsed_s))
+
+
+def lines(run: Run, latest: Mapping[str, float], elapsed_s: float) -> str:
+    """The lines, with line breaks.
+
+    Args:
+        latest: the last value of everything logged.
+        elapsed_s: seconds of training since this start, evaluations and saves included.
+    """
+    run_dir, step, since, per_epoch = run.folder, run.state.step, run.first_step, run.plan.steps_per_epoch
+    kept = [checkpoint.step for checkpoint in manifest.listed(run_dir / "checkpoints")]
     whence = f" since step {since:,}" if since else ""
-    speed = (
-        f", {ending.samples_per_s:,.0f} samples/s{whence} with evaluations and saves" if ending.samples_per_s else ""
-    )
-    found = [f"done: {step:,} steps, {ending.epoch:.4g} epochs, in {duration(ending.trained_s)}{speed}"]
+    samples = (step - since) / per_epoch * run.plan.length
+    elapsed_s = max(elapsed_s, 1e-9)
+    speed = f", {samples / elapsed_s:,.0f} samples/s{whence} with evaluations and saves" if samples else ""
+    trained = duration(run.stopping.earlier_s + elapsed_s)
+    found = [f"done: {step:,} steps, {step / per_epoch:.4g} epochs, in {trained}{speed}"]
     evaluations = _evaluations(run_dir / "metrics.jsonl")
-    last = {name: value for name, value in ending.latest.items() if name.startswith("eval/")}
+    last = {name: value for name, value in latest.items() if name.startswith("eval/")}
     evaluations = evaluations or ([(step, last)] if last else [])
     if evaluations:
         last_step, last = evaluations[-1]
         found.append(f"last result, of step {last_step:,}: {results_text(last)}")
-        found += _best(evaluations, ending.compared, kept)
+        found += _best(evaluations, _compared(run.config), kept)
     there = [name for name in _FILES if (run_dir / name).exists()]
     there += [f"checkpoints of step{'s' * (len(kept) > 1)} {', '.join(map(str, sorted(kept)))}"] if kept else []
     found.append(f"{run_dir} has: {', '.join(there)}")
@@ -43,6 +58,15 @@ def lines(run_dir: Path, ending: Ending) -> str:
             f"      lockstep export {place} OUT    # the model, for use without Lockstep",
         ]
     return "\n".join(found)
+
+
+def _compared(config: RunConfig) -> tuple[str, str]:
+    """`min` or `max`, and the name of the result by which the best evaluation is found."""
+    if config.checkpoint.keep_best:
+        mode, metric = config.checkpoint.keep_best.split()
+        return mode, metric
+    rule = config.train.stop_when
+    return (rule.mode, rule.metric) if rule else ("min", "eval/loss")
 
 
 def _best(

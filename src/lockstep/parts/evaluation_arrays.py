@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from lockstep.core.evaluation_run import Viewer, named_results
-from lockstep.core.run_data import EvaluationData
-from lockstep.core.worst import WorstSamples
+from lockstep.core.evaluation_run import Findings, Viewer, named_results
 from lockstep.core.writer import Writer
 
 
@@ -22,16 +19,8 @@ class ArraysOfEvaluations(Viewer):
         self.writer = writer
         self.values: dict[str, Any] = {}
 
-    def show(
-        self,
-        name: str,
-        step: int,
-        evaluated: EvaluationData,
-        values: Mapping[str, Any],
-        outputs: Mapping[int, Any],
-        worst: WorstSamples | None,
-    ) -> None:
-        self.values |= named_results(name, values)
+    def show(self, found: Findings) -> None:
+        self.values |= named_results(found.evaluated.name, found.values)
 
     def end(self, step: int) -> None:
         values, self.values = self.values, {}

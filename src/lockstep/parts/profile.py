@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,9 @@ from lockstep.core.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity
+
+    from lockstep.core.build import Run
+    from lockstep.core.data.loader import MicroBatch
 
 T = TypeVar("T")
 FOLDER = "profile"
@@ -53,6 +57,32 @@ def parse(text: str) -> Window:
             return Window(first, last - first + 1)
     remedy = "write two steps, such as 5-10, or a number of steps, such as 6"
     raise UsageError(f"{text!r} names no steps", where="--profile", remedy=remedy)
+
+
+@contextlib.contextmanager
+def profiled(
+    window: Window | None, run: Run, batches: Iterator[list[MicroBatch]]
+) -> Iterator[Iterator[list[MicroBatch]]]:
+    """The batches of a training, whose steps are profiled. None: no steps."""
+    if window is None:
+        yield batches
+        return
+    from lockstep.core import devices  # which imports torch
+
+    state = run.state
+    profiler = Profiler(
+        window,
+        run.folder / FOLDER,
+        rank=state.world.rank,
+        step=state.step,
+        stop=run.stop,
+        activities=devices.of(state.world.device).profiled(),
+        tell=run.tell,
+    )
+    try:
+        yield profiler.watch(batches, lambda: state.step)
+    finally:
+        profiler.end(state.step)
 
 
 @final

@@ -15,14 +15,12 @@ from typing import Any
 import torch
 
 from lockstep.core import atomic, task_checks
-from lockstep.core.build import PreparedRun
+from lockstep.core.build import Run
 from lockstep.core.data.loader import is_default
 from lockstep.core.data.randomness import restored_generators
-from lockstep.core.evaluation_run import Viewer
+from lockstep.core.evaluation_run import Findings, Viewer
 from lockstep.core.run_data import EvaluationData
-from lockstep.core.task import Task
 from lockstep.core.worst import WorstSamples
-from lockstep.core.writer import Writer
 from lockstep.drawing import diagrams, drawing
 from lockstep.parts import model_table
 from lockstep.parts.checks import dry_run
@@ -38,32 +36,14 @@ AUGMENTED, EVALUATED, WORST = "samples/augmented", "samples/evaluation", "sample
 
 
 class RunPictures(Viewer):
-    """Draws into the run directory, and for the writers.
+    """Draws into the run directory, and for the writers."""
 
-    Args:
-        count: number of samples that are drawn. 0: nothing is drawn.
-        describes_model: whether the model of a new run is described.
-        compiled: whether `torch.compile` was applied to the model.
-        folder: the run directory.
-        tell: shows a warning.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        prepared: PreparedRun,
-        *,
-        count: int,
-        describes_model: bool,
-        compiled: bool,
-        folder: Path,
-        writers: Sequence[Writer],
-        tell: Callable[[str], None],
-    ) -> None:
-        self.task, self.prepared, self.count = task, prepared, count
-        self.describes_model, self.compiled = describes_model, compiled
-        self.folder, self.writers = folder, writers
-        self.guard = functools.cache(lambda name: Guard(name, tell))
+    def __init__(self, run: Run) -> None:
+        self.run, self.task = run, run.task
+        self.count = run.config.log.pictures
+        """Number of samples that are drawn. 0: nothing is drawn."""
+        self.folder, self.writers = run.folder, run.writers
+        self.guard = functools.cache(lambda name: Guard(name, run.tell))
         self.drawn: EvaluationData | None = None
         """The evaluation data of which pictures are drawn."""
         self.pairs: list[tuple[int, Any, Any]] | None = None
@@ -73,12 +53,12 @@ class RunPictures(Viewer):
         """Of a new run, rank 0 describes the model, and draws training samples."""
         self.drawn = evaluated
         path = self.folder / model_table.FILE
-        if step or self.prepared.state.world.rank:
+        if step or self.run.world.rank:
             return
-        if self.describes_model and not path.exists():
-            self._attempt(model_table.FILE, lambda: self._describe_model(path, self.prepared, evaluated, self.compiled))
+        if self.run.config.log.model_summary and not path.exists():
+            self._attempt(model_table.FILE, lambda: self._describe_model(path, evaluated))
         if self._number_of_samples():
-            self._attempt(AUGMENTED, lambda: self._draw_training_samples(self.prepared))
+            self._attempt(AUGMENTED, self._draw_training_samples)
 
     def samples(self, evaluated: EvaluationData) -> tuple[int, ...]:
         """Indices of the evaluation samples that are drawn: spread over the data, the same in every evaluation."""
@@ -93,18 +73,11 @@ class RunPictures(Viewer):
         count = self._number_of_samples() if evaluated is self.drawn else 0
         return None if not count or is_default(mistakes) else WorstSamples(mistakes, count=count)
 
-    def show(
-        self,
-        name: str,
-        step: int,
-        evaluated: EvaluationData,
-        values: Mapping[str, Any],
-        outputs: Mapping[int, Any],
-        worst: WorstSamples | None,
-    ) -> None:
+    def show(self, found: Findings) -> None:
+        evaluated, step, outputs, worst = found.evaluated, found.step, found.outputs, found.worst
         if evaluated is not self.drawn:
             return
-        self.draw_results(step, values)
+        self.draw_results(step, found.values)
         wanted = [index for index in self.samples(evaluated) if index in outputs]
         if wanted:
             self._attempt(EVALUATED, lambda: self._draw_evaluated(step, evaluated, wanted, outputs))
@@ -137,16 +110,16 @@ class RunPictures(Viewer):
         """The number of samples that are drawn. 0 if the task draws no pictures."""
         return 0 if is_default(task_checks.presenter(self.task).picture) else self.count
 
-    def _draw_training_samples(self, prepared: PreparedRun) -> None:
+    def _draw_training_samples(self) -> None:
         """A row for each of the first samples of the training, as epochs from its beginning to its end see it."""
-        plan = prepared.plan
+        plan = self.run.plan
         indices = plan.indices(0)[0][: self.count].tolist()
-        last = max(prepared.stop // plan.steps_per_epoch, _DRAWS) - 1
+        last = max(self.run.stop // plan.steps_per_epoch, _DRAWS) - 1
         epochs = [number * last // (_DRAWS - 1) for number in range(_DRAWS)]
         keys = [(index, epoch) for index in indices for epoch in epochs]
         presenter = task_checks.presenter(self.task)
         shown = []
-        for (_, epoch), (sample, item) in prepared.batches.loader.read_apart(keys).items():
+        for (_, epoch), (sample, item) in self.run.batches.loader.read_apart(keys).items():
             picture = presenter.picture(sample, item, None)
             if picture is not None:
                 shown.append((picture, f"{presenter.caption(sample, item, None)}\nepoch {epoch + 1}".strip()))
@@ -213,16 +186,14 @@ class RunPictures(Viewer):
             writer.picture(name, picture, step)
         drawing.write(self.folder / file, picture)
 
-    def _describe_model(
-        self, path: Path, prepared: PreparedRun, evaluated: EvaluationData | None, compiled: bool
-    ) -> None:
+    def _describe_model(self, path: Path, evaluated: EvaluationData | None) -> None:
         """Write model.txt, and give the graph of the model to the writers."""
-        state, found, note = prepared.state, None, ""
-        model = prepared.built.model
+        state, found, note = self.run.state, None, ""
+        model, compiled = self.run.model, self.run.config.compute.compile is not None
         if state.strategy.is_sharded:
             note = "Outputs and operations are left out: each rank holds only a part of the parameters."
         else:
-            loader = prepared.batches.loader if evaluated is None else evaluated.loader
+            loader = self.run.batches.loader if evaluated is None else evaluated.loader
             with state.strategy.inference() as forward, dry_run.without_trace(forward, state.world, compiled):
                 try:
                     (micro_batch,) = dry_run.read(loader, [[0]])

@@ -91,8 +91,8 @@ def measure(config: RunConfig) -> Measured | None:
         trainer = Trainer(_short(config), run_dir=folder / "run", quiet=True)
         with trainer._join() as ranks:
             trainer.config = trainer.config.model_copy(update={"batch": trainer.config.batch.resolve(ranks.size)})
-            prepared = trainer._prepare(trainer.task(), ranks)
-            everywhere = ranks.gather(_measure(trainer.config, prepared, ranks))
+            run = trainer._prepare(trainer.task(), ranks)
+            everywhere = ranks.gather(_measure(trainer.config, run, ranks))
             return None if everywhere is None else max(everywhere, key=lambda measured: measured.peak_bytes)
 
 
@@ -106,13 +106,13 @@ def _short(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"train": train, "log": log, "device": device})
 
 
-def _measure(config: RunConfig, prepared: build.PreparedRun, ranks: Ranks) -> Measured:
-    state, device, batches = prepared.state, devices.of(ranks.device), iter(prepared.batches)
+def _measure(config: RunConfig, run: build.Run, ranks: Ranks) -> Measured:
+    state, device, batches = run.state, devices.of(ranks.device), iter(run.batches)
     state.forward.train()
-    train_step(state, next(batches), prepared.plan.samples(state.step))
+    train_step(state, next(batches), run.plan.samples(state.step))
     best: _StepMemory | None = None
     for _ in range(_MEASURED):
-        found = _memory_of_step(state, next(batches), prepared.plan.samples(state.step))
+        found = _memory_of_step(state, next(batches), run.plan.samples(state.step))
         if found and (best is None or found.missed <= best.missed):
             best = found
         lost = best is None or best.missed > _MISSED * best.figures["peak_bytes"]
@@ -126,7 +126,7 @@ def _measure(config: RunConfig, prepared: build.PreparedRun, ranks: Ranks) -> Me
         micro_batches = next(batches)
         device.synchronize()
         begun = time.perf_counter()
-        train_step(state, micro_batches, prepared.plan.samples(state.step))
+        train_step(state, micro_batches, run.plan.samples(state.step))
         device.synchronize()
         seconds.append(time.perf_counter() - begun)
     first = best.micro_batches[0]  # whose samples may be shorter than others

@@ -7,20 +7,20 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.build import PreparedRun
+from lockstep.core.build import Run
 
 _SIDE = 4
 _IN_ONE_PIECE = ("fused", "foreach", "capturable", "differentiable")
 
 
-def estimated_bytes(prepared: PreparedRun) -> int:
+def estimated_bytes(run: Run) -> int:
     """About how many bytes a checkpoint of a new run has: those of its tensors. All ranks call it.
 
     They are those of model, optimizer and averages, whole where they are sharded. The optimizer has no state before its
     first update. So an optimizer of its class makes an update of a small parameter, and the state of all parameters is
     taken to be in the same proportion.
     """
-    model, state = prepared.built.model, prepared.state
+    model, state = run.model, run.state
     held = sum(_bytes(tensor) for tensor in model.state_dict().values() if isinstance(tensor, Tensor))
     held += sum(_bytes(tensor) for tensor in (state.averages.tensors.values() if state.averages else ()))
     trained = sum(_bytes(parameter) for parameter in model.parameters() if parameter.requires_grad)

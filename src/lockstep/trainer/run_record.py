@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core import atomic, run_folder
+from lockstep.core.build import Run
 from lockstep.core.config import config_file
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError
@@ -55,7 +56,7 @@ def check_source(folder: Path, task: Task, config: RunConfig, world: World, allo
     return world.on_rank0(check)
 
 
-def keep(folder: Path, task: Task, config: RunConfig, world: World, *, git: Mapping[str, Any] | None = None) -> None:
+def keep(run: Run, git: Mapping[str, Any] | None) -> None:
     """Write what a run is: the source of its task, its config, and where it runs. Rank 0 does this for all ranks.
 
     It is called when the state of the run is loaded and all checks are made, before the first step. A kill in between
@@ -68,22 +69,24 @@ def keep(folder: Path, task: Task, config: RunConfig, world: World, *, git: Mapp
         UsageError: the folder cannot be written.
     """
 
+    folder, kind = run.folder, run.config.task.get("kind")
+
     def keep() -> None:
         kept = source_code.read(folder / "source") if has_checkpoints(folder) else {}
-        found = source_code.of_task(task, config.task.get("kind"), kept)
+        found = source_code.of_task(run.task, kind, kept)
         about = {"task": source_code.digest(found) if found else None, "git": git}
         if kept and not found:
             about["task"] = run_folder.recorded(folder).get("task")
         try:
             if kept != found and (found or not kept):
-                source_code.write(folder / "source", source_code.of_task(task, config.task.get("kind")))
-            atomic.write_text(folder / "config.yaml", config_file.to_yaml(config))
-            write_environment(folder, world, about)
+                source_code.write(folder / "source", source_code.of_task(run.task, kind))
+            atomic.write_text(folder / "config.yaml", config_file.to_yaml(run.config))
+            write_environment(folder, run.world, about)
             atomic.remove(folder / run_folder.TASK_BEFORE)
         except OSError as error:
             raise unwritable(folder, error) from error
 
-    world.on_rank0(keep)
+    run.world.on_rank0(keep)
 
 
 def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:

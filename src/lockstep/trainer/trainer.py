@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,9 +28,10 @@ from lockstep.core import (
     run_directory,
     run_model,
     task_checks,
+    training_run,
 )
 from lockstep.core import evaluate as evaluation
-from lockstep.core.build import PreparedRun
+from lockstep.core.build import Run
 from lockstep.core.checkpoint import choice, store
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config import config_file, registry
@@ -40,17 +40,17 @@ from lockstep.core.config.task_options import TaskOptions
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.devices import backends, determinism
 from lockstep.core.errors import LockstepError, Preempted, UsageError, exits_are_failures
-from lockstep.core.evaluation_run import named_results
 from lockstep.core.parallel import signals
 from lockstep.core.parallel.precision import Precision, check_supported
 from lockstep.core.parallel.sharded_tensor import gather_on_rank0
+from lockstep.core.parallel.signals import StopConsensus
+from lockstep.core.parallel.strategy import Strategy
 from lockstep.core.parallel.world import World, join_world
 from lockstep.core.part import Part, label
 from lockstep.core.run_data import EvaluationData
-from lockstep.core.run_model import BuiltModel
+from lockstep.core.run_model import SpreadModel
 from lockstep.core.task import Samples, Task, methods_not_called
-from lockstep.core.training_run import TrainingRun
-from lockstep.core.writer import Writer, tell
+from lockstep.core.writer import Writer
 from lockstep.launch.preflight import run as preflight
 from lockstep.launch.preflight import variables
 from lockstep.launch.preflight.facts import Subject, spans_machines
@@ -216,47 +216,34 @@ class Trainer:
             ) as config,
         ):
             self.config, self._model = config, None
-            parts = [*run_parts.make(config.train.parts), *self.parts]
-            joined_parts.check(parts)
+            own_parts = [*run_parts.make(config.train.parts), *self.parts]
+            joined_parts.check(own_parts)
             task = _given(task) or self.task()
             messages = remarks + run_record.check_source(self.run_dir, task, config, world, self.allow_change)
-            prepared = self._prepare(task, world)
-            prepared.built.messages += messages
+            run = self._prepare(task, world)
+            run.messages += messages
             git = run_record.git_commit(config, world)
-            writers = logs.open_writers(config, self.run_dir, task, prepared, git, quiet=self.quiet)
-            batches: Iterator[list[MicroBatch]] = prepared.batches
-            if recorder is not None:
-                writers.append(recorder)
-                batches = recorder.record_steps(prepared)
-            evaluated = self._evaluated_tasks(task, world)
-            run = TrainingRun(
-                task,
-                prepared,
-                config,
-                self.run_dir,
-                flag,
-                writers,
-                evaluated_tasks=evaluated,
-                evaluated_at_once=memory_shortage.fitting(self.run_dir, config, world).evaluation,
-                keep_record=partial(run_record.keep, self.run_dir, task, config, world, git=git),
-                own_parts=parts,
-                checks=RunChecks(config, prepared, task, evaluated, self.run_dir, partial(tell, writers)),
-                built_in=partial(built_in.parts, config, prepared, task),
-                viewers=built_in.viewers(config, prepared, task, self.run_dir, writers),
-                last_lines=partial(ending.lines, self.run_dir),
-            )
-            try:
-                with (
-                    memory_shortage.noted(self.run_dir, config, world, prepared.plan),
-                    self._profiled(prepared, batches, writers) as batches,
-                ):
-                    self.results = run.train(batches)
+            with logs.opened(run, git, quiet=self.quiet), memory_shortage.noted(self.run_dir, config, world, run.plan):
+                batches: Iterator[list[MicroBatch]] = run.batches
+                if recorder is not None:
+                    run.writers.append(recorder)
+                    batches = recorder.record_steps(run)
+                checks = RunChecks(run)
+                at_once = memory_shortage.fitting(self.run_dir, config, world).evaluation
+                training_run.open_evaluations(run, self._evaluated_tasks(task, world), at_once)
+                parts = training_run.join_parts(run, built_in.parts(run), own_parts)
+                viewers = built_in.viewers(run)
+                training_run.check(run, parts, checks, viewers)
+                run_record.keep(run, git)
+                consensus = StopConsensus(world, flag)  # the clock of this training
+                with profiling.profiled(self.profile, run, batches) as batches:
+                    self.results = training_run.train(
+                        run, batches, parts=parts, checks=checks, viewers=viewers, consensus=consensus
+                    )
+                ending.tell(run, self.results, consensus.elapsed_s)
                 if "train/loss" not in self.results:  # the run was complete already
                     self.results = world.on_rank0(self._latest) | self.results
-            finally:
-                for writer in writers:
-                    writer.close()
-            self._model = _finished(prepared)
+            self._model = _finished(run)
             return dict(self.results)
 
     def preflight(self, task: Task | None = None) -> list[Finding]:
@@ -373,49 +360,28 @@ class Trainer:
         has_file = "json_lines" in self.config.log.writers
         return {name: value for entry in (self.history if has_file else ()) for name, value in entry.items()}
 
-    def _prepare(self, task: Task, world: World) -> PreparedRun:
+    def _prepare(self, task: Task, world: World) -> Run:
         """Make the run on this rank, and load the newest checkpoint, if there is one."""
         checkpoint, complaints = store.newest(self._checkpoints, world)
         self._set_up(task, world, trained=checkpoint is not None)
         micro_batch = memory_shortage.fitting(self.run_dir, self.config, world).training
-        prepared = build.prepare_run(self.config, task, world, micro_batch=micro_batch, checkpoint=checkpoint)
+        run = build.prepare_run(
+            self.config, task, world, micro_batch=micro_batch, checkpoint=checkpoint, folder=self.run_dir
+        )
         if checkpoint is not None:
-            prepared.built.messages += resume.restore(checkpoint, prepared, self.config, self.allow_change)
+            run.messages += resume.restore(checkpoint, run, self.allow_change)
             if world.rank == 0 and not self.quiet:
-                print("\n".join([*complaints, f"resuming {self.run_dir} at step {prepared.state.step}"]))
-        prepared.built.messages += methods_not_called(task)
+                print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.state.step}"]))
+        run.messages += methods_not_called(task)
         options = getattr(task, "options", None)
         if isinstance(options, TaskOptions):  # with train.steps, the number of epochs depends on the data
-            never = options.never_reached(-(-prepared.stop // prepared.plan.steps_per_epoch))
+            never = options.never_reached(-(-run.stop // run.plan.steps_per_epoch))
             texts = [f"warning: task.{key}: {what}" for key, what in never.items()]
-            prepared.warnings += [text for text in texts if text not in prepared.warnings]
+            run.warnings += [text for text in texts if text not in run.warnings]
         if checkpoint is None:
-            preflight.check_room(self.run_dir, room.estimated_bytes(prepared), world)
-        prepared.may_be_infinite = resume.may_be_infinite(prepared)
-        return prepared
-
-    @contextlib.contextmanager
-    def _profiled(
-        self, prepared: PreparedRun, batches: Iterator[list[MicroBatch]], writers: Sequence[Writer]
-    ) -> Iterator[Iterator[list[MicroBatch]]]:
-        """The batches of a training, whose steps are profiled if `profile` asks for this."""
-        if self.profile is None:
-            yield batches
-            return
-        state = prepared.state
-        profiler = profiling.Profiler(
-            self.profile,
-            self.run_dir / profiling.FOLDER,
-            rank=state.world.rank,
-            step=state.step,
-            stop=prepared.stop,
-            activities=devices.of(state.world.device).profiled(),
-            tell=partial(tell, writers),
-        )
-        try:
-            yield profiler.watch(batches, lambda: state.step)
-        finally:
-            profiler.end(state.step)
+            preflight.check_room(self.run_dir, room.estimated_bytes(run), world)
+        run.may_be_infinite = resume.may_be_infinite(run)
+        return run
 
     # ---- a trained model
 
@@ -428,24 +394,30 @@ class Trainer:
         """
         with self._join() as world:
             task = _given(task) or self.task()
-            strategy = self._trained(task, world).strategy
-            precision = Precision(self.config.precision, world.device)
-            results: dict[str, float] = {}
-            tasks = self._evaluated_tasks(task, world)
+            strategy = self._trained(task, world)
             # All sets are opened first: a wrong path in the last is found before the first is evaluated.
-            sets = {name: self._evaluation_data(name, its_task, world) for name, its_task in tasks.items()}
+            tasks = self._evaluated_tasks(task, world)
+            sets = [self._evaluation_data(name, its_task, world) for name, its_task in tasks.items()]
+
+            def show(text: str) -> None:
+                if world.rank == 0 and not self.quiet:
+                    print(text, file=sys.stderr, flush=True)
+
+            for line in (line for evaluated in sets for line in evaluated.limit()):
+                show(line)
+            report = evaluation_run.Report(lambda name, _, text: show(f"{name}:\n{text}" if name else text))
+            precision = Precision(self.config.precision, world.device)
             with memory_shortage.noted(self.run_dir, self.config, world), strategy.inference() as forward:
-                for name, evaluated in sets.items():
-                    found = self._evaluate(tasks[name], evaluated, forward, world=world, precision=precision, name=name)
-                    results |= named_results(name, found)
-            return results
+                return evaluation_run.evaluate(
+                    sets, forward, world=world, precision=precision, viewers=[report], tell=show
+                )
 
     def _evaluation_data(self, name: str, task: Task, world: World) -> EvaluationData:
         """The evaluation data that are called `name`. An error says how to give others, if their path is not here."""
         try:
             micro_batch = memory_shortage.fitting(self.run_dir, self.config, world).evaluation
             limit = self.config.data.eval_limit
-            return run_data.evaluation_data(self.config, task, world, micro_batch=micro_batch, limit=limit)
+            return run_data.evaluation_data(self.config, task, world, micro_batch=micro_batch, limit=limit, name=name)
         except LockstepError as error:
             source = self.config.data.eval_sources[name] or self.config.data.train
             if source and not os.path.exists(os.path.expanduser(source)):
@@ -453,30 +425,6 @@ class Trainer:
                 remedy = f"give the place of the data with {key}=PATH: {source!r} is neither a file nor a folder here"
                 error.remedy = f"{error.remedy}; or {remedy}" if error.remedy else remedy
             raise
-
-    def _evaluate(
-        self,
-        task: Task,
-        evaluated: EvaluationData,
-        forward: nn.Module,
-        *,
-        world: World,
-        precision: Precision,
-        name: str,
-    ) -> dict[str, float]:
-        """Loss and metrics of `task` on the evaluation data `evaluated`, which are called `name`."""
-
-        def show(text: str) -> None:
-            if world.rank == 0 and not self.quiet:
-                print(text, file=sys.stderr, flush=True)
-
-        plan = evaluated.plan
-        if plan.count < plan.length:
-            show(run_data.limited(plan, name))
-        report = evaluation_run.Report(task, lambda name, _, text: show(f"{name}:\n{text}" if name else text))
-        return evaluation_run.evaluate(
-            task, evaluated, forward, world=world, precision=precision, name=name, viewers=[report], tell=show
-        )
 
     def predict(self, task: Task | None = None, data: Samples | None = None) -> list[Any]:
         """The task's outputs for every sample of `data` (default: its evaluation data), in the order of the samples.
@@ -486,7 +434,7 @@ class Trainer:
         """
         with self._join() as world:
             task = _given(task) or self.task()
-            strategy = self._trained(task, world).strategy
+            strategy = self._trained(task, world)
             micro_batch = memory_shortage.fitting(self.run_dir, self.config, world).evaluation
             evaluated = run_data.evaluation_data(self.config, task, world, data, micro_batch=micro_batch)
             precision = Precision(self.config.precision, world.device)
@@ -583,7 +531,7 @@ class Trainer:
             if world.rank == 0 and found.is_input and not self.quiet:
                 for note in getattr(found.data, "notes", ()):
                     print(f"note: {note}", file=sys.stderr)
-            strategy = self._trained(task, world).strategy
+            strategy = self._trained(task, world)
             micro_batch = memory_shortage.fitting(self.run_dir, config, world).evaluation
             evaluated = run_data.evaluation_data(config, task, world, found.data, micro_batch=micro_batch)
             if world.rank == 0:
@@ -666,27 +614,29 @@ class Trainer:
             task = _given(task) or self.task()
             config = self.config
 
-            def write(checkpoint: Checkpoint, built: BuiltModel) -> None:
-                sharded = built.strategy.is_sharded
-                optimizer = run_model.make_optimizer(config, built.model, built.blocks, sharded=sharded)
+            def write(checkpoint: Checkpoint, built: SpreadModel) -> None:
+                model, sharded = built.strategy.model, built.strategy.is_sharded
+                optimizer = run_model.make_optimizer(config, model, built.blocks, sharded=sharded)
                 world.on_rank0(
                     lambda: training_state.write(
-                        training_state.as_torch(checkpoint, built.model, optimizer, config), Path(file)
+                        training_state.as_torch(checkpoint, model, optimizer, config), Path(file)
                     )
                 )
 
             self._built(task, world, write)
             return Path(file).resolve()
 
-    def _trained(self, task: Task, world: World) -> BuiltModel:
+    def _trained(self, task: Task, world: World) -> Strategy:
         """The model with the weights of `self.checkpoint` (their moving average, where there is an average)."""
-        built = self._built(
-            task, world, lambda checkpoint, made: resume.load_trained_weights(checkpoint, made.model, world)
-        )
-        self._model = None if built.strategy.is_sharded else built.model.eval()
-        return built
 
-    def _built(self, task: Task, world: World, load: Callable[[Checkpoint, BuiltModel], object]) -> BuiltModel:
+        def load(checkpoint: Checkpoint, built: SpreadModel) -> None:
+            resume.load_trained_weights(checkpoint, built.strategy.model, world)
+
+        strategy = self._built(task, world, load).strategy
+        self._model = None if strategy.is_sharded else strategy.model.eval()
+        return strategy
+
+    def _built(self, task: Task, world: World, load: Callable[[Checkpoint, SpreadModel], object]) -> SpreadModel:
         """The model with the weights that the task gives it. `load` is called with `self.checkpoint` and the model."""
         self._model = None  # its memory may be needed
         retention = self.config.checkpoint
@@ -778,8 +728,8 @@ class Recorder(Writer, abc.ABC):
     """Records a training on every rank, between its steps, and leaves no trace in it."""
 
     @abc.abstractmethod
-    def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
-        """Pass the batches of `prepared` on. When the next batch is asked for, the step before it is done."""
+    def record_steps(self, run: Run) -> Iterator[list[MicroBatch]]:
+        """Pass the batches of `run` on. When the next batch is asked for, the step before it is done."""
 
 
 def run_rank(arguments: Sequence[str]) -> None:
@@ -799,9 +749,9 @@ def _given(task: Task | None) -> Task | None:
     return task
 
 
-def _finished(prepared: PreparedRun) -> nn.Module | None:
+def _finished(run: Run) -> nn.Module | None:
     """The trained model as evaluations use it. The state is saved, so averages may take the place of the weights."""
-    state, model = prepared.state, prepared.built.model
+    state, model = run.state, run.model
     if state.strategy.is_sharded:
         return None
     if state.averages is not None:

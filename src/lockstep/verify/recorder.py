@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core import devices
-from lockstep.core.build import PreparedRun
+from lockstep.core.build import Run
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.gradients import grad_norm
@@ -155,17 +155,17 @@ class TrainingRecorder(Recorder):
     def record(self, entry: Mapping[str, float]) -> None:
         self.recording.entries.append(dict(entry))
 
-    def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
+    def record_steps(self, run: Run) -> Iterator[list[MicroBatch]]:
         """Pass the batches on to the trainer, and record what happens before and after each step."""
-        state, model, recording = prepared.state, prepared.built.model, self.recording
-        self._record_facts(prepared)
+        state, model, recording = run.state, run.model, self.recording
+        self._record_facts(run)
         self._updates = state.step - state.skipped
         if self.options.repeat_updates:
             self._reference_optimizer = ReferenceOptimizer(
                 model,
                 self.config,
-                steps_per_epoch=prepared.plan.steps_per_epoch,
-                blocks=prepared.built.blocks,
+                steps_per_epoch=run.plan.steps_per_epoch,
+                blocks=run.blocks,
                 state=state.optimizer.state,
             )
             recording.reference_differences = self._reference_optimizer.differences
@@ -173,16 +173,16 @@ class TrainingRecorder(Recorder):
         recording.wrong_modes = modules_in_wrong_mode(model)
         start = {name: sharded_tensor.local(p.detach()).clone() for name, p in model.named_parameters()}
         if self.options.digest_every:
-            recording.digests[state.step] = self._digest_state(prepared)
-        handle = state.optimizer.register_step_pre_hook(partial(self._before_update, prepared))
+            recording.digests[state.step] = self._digest_state(run)
+        handle = state.optimizer.register_step_pre_hook(partial(self._before_update, run))
         try:
-            for micro_batches in prepared.batches:
-                self._before_step(prepared, micro_batches)
+            for micro_batches in run.batches:
+                self._before_step(run, micro_batches)
                 step = state.step
-                with self._record_operations(prepared):
+                with self._record_operations(run):
                     yield micro_batches
                 if state.step > step:
-                    self._after_step(prepared, micro_batches)
+                    self._after_step(run, micro_batches)
                     self.after_step(state.step)
         finally:
             handle.remove()
@@ -192,11 +192,11 @@ class TrainingRecorder(Recorder):
 
     # ---- around a step
 
-    def _record_facts(self, prepared: PreparedRun) -> None:
+    def _record_facts(self, run: Run) -> None:
         """Record what stays the same during the training."""
-        state, model, recording = prepared.state, prepared.built.model, self.recording
-        recording.stop, recording.length = prepared.stop, prepared.plan.length
-        recording.steps_per_epoch = prepared.plan.steps_per_epoch
+        state, model, recording = run.state, run.model, self.recording
+        recording.stop, recording.length = run.stop, run.plan.length
+        recording.steps_per_epoch = run.plan.steps_per_epoch
         recording.sharded = state.strategy.is_sharded
         recording.buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
         recording.parameters = [name for name, _ in model.named_parameters()]
@@ -207,8 +207,8 @@ class TrainingRecorder(Recorder):
         }
         recording.base_lr = float(state.optimizer.param_groups[-1]["base_lr"])
 
-    def _before_step(self, prepared: PreparedRun, micro_batches: list[MicroBatch]) -> None:
-        state, step = prepared.state, prepared.state.step
+    def _before_step(self, run: Run, micro_batches: list[MicroBatch]) -> None:
+        state, step = run.state, run.state.step
         indices = tuple(index for micro in micro_batches if not micro.filler for index in micro.indices)
         self.recording.samples.append((step, micro_batches[0].epoch, indices))
         units = self.recording.units[step] = {}
@@ -220,19 +220,19 @@ class TrainingRecorder(Recorder):
         if not state.forward.training:
             self.recording.steps_in_eval_mode.append(step)
         if step in self._gradient_steps:
-            self._gradient = self._reference_gradient(prepared)
+            self._gradient = self._reference_gradient(run)
         if self.options.disturb_generators:
             disturb(2 * step)
 
-    def _reference_gradient(self, prepared: PreparedRun) -> GradientComparison:
+    def _reference_gradient(self, run: Run) -> GradientComparison:
         """Plain torch's gradient of the step that is about to begin, on rank 0. All ranks must call this method."""
-        model = _copy_of_model(prepared, self.task)
+        model = _copy_of_model(run, self.task)
         if model is None:
             return GradientComparison()
-        return reference_gradient(self.task, model, self.config, prepared.state.step, prepared.state.world.device)
+        return reference_gradient(self.task, model, self.config, run.state.step, run.state.world.device)
 
-    def _after_step(self, prepared: PreparedRun, micro_batches: list[MicroBatch]) -> None:
-        state, options = prepared.state, self.options
+    def _after_step(self, run: Run, micro_batches: list[MicroBatch]) -> None:
+        state, options = run.state, self.options
         if self.task.changes.note_generators:
             self.recording.generators[state.step - 1] = self.task.generator_states[:]
             self.task.generator_states.clear()
@@ -241,18 +241,18 @@ class TrainingRecorder(Recorder):
         if self._gradient is not None:  # the update was skipped
             self._gradient = None
             self._gradient_steps.add(state.step)
-        if options.digest_every and (state.step % options.digest_every == 0 or state.step == prepared.stop):
-            self.recording.digests[state.step] = self._digest_state(prepared)
+        if options.digest_every and (state.step % options.digest_every == 0 or state.step == run.stop):
+            self.recording.digests[state.step] = self._digest_state(run)
         if state.step in options.probe_steps:
             self.recording.probes[state.step] = replicas.losses_of_one_batch(state, micro_batches[0].batch)
         if options.disturb_generators:
             disturb(2 * state.step - 1)
 
-    def _before_update(self, prepared: PreparedRun, optimizer: Any, *_: Any) -> None:
+    def _before_update(self, run: Run, optimizer: Any, *_: Any) -> None:
         """Record what the optimizer is about to use."""
         if self._operations is not None:  # otherwise operations made here would be recorded as the step's
             return
-        state, model, recording = prepared.state, prepared.built.model, self.recording
+        state, model, recording = run.state, run.model, self.recording
         step = state.step - 1
         if not model.training:
             recording.steps_in_eval_mode.append(step)
@@ -282,25 +282,25 @@ class TrainingRecorder(Recorder):
 
     # ---- what is recorded
 
-    def _digest_state(self, prepared: PreparedRun) -> StateDigests:
+    def _digest_state(self, run: Run) -> StateDigests:
         """Digests of weights, buffers, optimizer state and averages on this rank."""
-        state = prepared.state
+        state = run.state
         state.strategy.sync_buffers()  # as before the next step, an evaluation and a checkpoint
         tensors = replicas.tensors_of_state(state)
         self.recording.shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return replicas.digests_of(tensors)
 
     @contextlib.contextmanager
-    def _record_operations(self, prepared: PreparedRun) -> Iterator[None]:
+    def _record_operations(self, run: Run) -> Iterator[None]:
         """Record the operations of the step that follows, where the options ask for it."""
-        step, options = prepared.state.step, self.options
+        step, options = run.state.step, self.options
         if step not in options.communication_steps and step != options.operations_step:
             yield
             return
         operations = StepOperations(
-            prepared.state.optimizer,
+            run.state.optimizer,
             digests=step == options.operations_step,
-            device=devices.of(prepared.state.world.device),
+            device=devices.of(run.state.world.device),
         )
         self._operations = operations
         try:
@@ -314,9 +314,9 @@ class TrainingRecorder(Recorder):
             self.recording.communication[step] = operations.communication
 
 
-def _copy_of_model(prepared: PreparedRun, task: Task) -> nn.Module | None:
+def _copy_of_model(run: Run, task: Task) -> nn.Module | None:
     """A new model with the current weights, unsharded, on rank 0; None on other ranks."""
-    model, world = prepared.built.model, prepared.state.world
+    model, world = run.model, run.state.world
     tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     weights = {name: sharded_tensor.gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
     if world.rank:

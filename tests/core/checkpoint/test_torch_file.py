@@ -99,7 +99,7 @@ def test_verify_repeats_the_updates_of_a_training_that_begins_with_a_state(tmp_p
             nonlocal recorder
             config = prepared_config(path)
             state = prepared.state.optimizer.state
-            recorder = ReferenceOptimizer(prepared.built.model, config, steps_per_epoch=10, state=state)
+            recorder = ReferenceOptimizer(prepared.model, config, steps_per_epoch=10, state=state)
             prepared.state.optimizer.register_step_pre_hook(lambda *_: recorder.before_update(prepared.state.step - 1))
             yield from super().record_steps(prepared)
 

@@ -17,11 +17,11 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lockstep import LockstepError, Trainer
 from lockstep.core import plugins
+from lockstep.core.build import Run
 from lockstep.core.data import worker_deaths
 from lockstep.core.data.loader import Loader, MicroBatch, MicroBatches, StepIterator
 from lockstep.core.data.order import MicroBatchPlan, StepPlan
 from lockstep.core.errors import DataError, TrainingError
-from lockstep.core.training_run import TrainingRun
 from tests import own_tasks, runs
 from tests.processes import launched
 from tests.ranks import run_ranks
@@ -243,7 +243,7 @@ def test_data_without_any_readable_sample_is_an_error():
         MicroBatches(task.train_data(), task, 0, training=True, on_error="skip")[MicroBatchPlan((2,), 0, False)]
 
 
-def test_training_run_is_freed_at_its_end_without_a_garbage_collection(tmp_path):
+def test_a_run_is_freed_at_its_end_without_a_garbage_collection(tmp_path):
     """It holds the evaluation's loader, whose workers would live on."""
     # The first optimizer of a process imports this. Inside, torch keeps an exception, and with it all frames above.
     importlib.import_module("torch._dynamo")
@@ -251,7 +251,7 @@ def test_training_run_is_freed_at_its_end_without_a_garbage_collection(tmp_path)
     gc.disable()
     try:
         Trainer(runs.config(train={"steps": 2}), run_dir=tmp_path, quiet=True).fit(own_tasks.Plain())
-        assert not any(isinstance(found, TrainingRun) for found in gc.get_objects())
+        assert not any(isinstance(found, Run) for found in gc.get_objects())
     finally:
         gc.enable()
 

@@ -385,7 +385,7 @@ def stay_again(groups_before):
             found.append(
                 {
                     name: sharded_tensor.gather(tensor.detach()).clone()
-                    for name, tensor in made.model.state_dict().items()
+                    for name, tensor in made.strategy.model.state_dict().items()
                 }
             )
     return found

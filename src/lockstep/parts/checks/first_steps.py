@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from lockstep.core import task_checks
-from lockstep.core.build import PreparedRun
+from lockstep.core.build import Run
 from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.form import Kind, described, kinds
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.randomness import restored_generators, seed_all
 from lockstep.core.errors import LockstepError, TrainingError
-from lockstep.core.task import Task
 from lockstep.parts.checks.outside_state import OutsideState
 from lockstep.parts.replicas import differing, digests_of
 
@@ -29,18 +28,18 @@ class FirstSteps:
     It is made before anything runs the model.
     """
 
-    def __init__(self, prepared: PreparedRun, task: Task, tell: Callable[[str], None]) -> None:
-        self.prepared, self.task, self.tell = prepared, task, tell
-        self.loads: Mapping[str, Kind] = kinds(prepared.built.model.state_dict())
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.loads: Mapping[str, Kind] = kinds(run.model.state_dict())
         """The form of a state that a newly built model is known to load."""
         self.tried: set[str] = set()
         """Names of what has another form than in a new model, and was loaded into one."""
-        self.outside = OutsideState(prepared.built.model, task) if prepared.state.world.rank == 0 else None
+        self.outside = OutsideState(run.model, run.task) if run.state.world.rank == 0 else None
         self._look()
 
     def checked(self, batches: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
         """The batches of the first two steps. When the next batch is asked for, the step before it is checked."""
-        state, first, done = self.prepared.state, self.prepared.state.step, 0
+        state, first, done = self.run.state, self.run.state.step, 0
         for micro_batches in batches:
             yield micro_batches
             done = state.step - first
@@ -59,10 +58,10 @@ class FirstSteps:
         Raises:
             TrainingError: on all ranks; names the first parameter that differs.
         """
-        state, world = self.prepared.state, self.prepared.state.world
+        state, world = self.run.state, self.run.state.world
         if state.strategy.is_sharded or world.size == 1:
             return
-        by_rank = world.gather(digests_of(dict(self.prepared.built.model.named_parameters())))
+        by_rank = world.gather(digests_of(dict(self.run.model.named_parameters())))
         found = world.broadcast(differing(by_rank) if by_rank is not None else None)
         if found:
             raise TrainingError(
@@ -77,11 +76,11 @@ class FirstSteps:
             self.outside.look()
 
     def _warn(self) -> None:
-        warnings = self.prepared.warnings
+        warnings = self.run.warnings
         for text in self.outside.warnings() if self.outside is not None else ():
             if text not in warnings:
                 warnings.append(text)
-                self.tell(text)
+                self.run.tell(text)
 
     def check_loadable(self) -> None:
         """Check that the optimizer has the model's parameters, and that a newly built model can load the state.
@@ -91,15 +90,15 @@ class FirstSteps:
         Raises:
             TrainingError: on all ranks; names the tensors, and how they differ.
         """
-        world, state = self.prepared.state.world, self.prepared.state
+        world, state = self.run.state.world, self.run.state
         state.strategy.check_kept()
-        found = kinds(self.prepared.built.model.state_dict())
+        found = kinds(self.run.model.state_dict())
         code = zlib.crc32(repr(sorted(found.items())).encode())
         if world.all_max(code) != -world.all_max(-code):
             self._refuse_uneven(found)
         if found == self.loads:
             return
-        new = self.prepared.form
+        new = self.run.form
         if names := new.misfits(found):
             remedy = "make all parameters when the model is made, with their final shapes and dtypes. "
             remedy += "A tensor that changes its shape must be a buffer (register_buffer)"
@@ -118,14 +117,14 @@ class FirstSteps:
         self.loads = found
 
     def _refuse_uneven(self, found: Mapping[str, Kind]) -> None:
-        world = self.prepared.state.world
+        world = self.run.state.world
         of_rank0: Mapping[str, Kind] = world.broadcast(found)
         names = of_rank0.keys() | found.keys()
         differing = sorted(name for name in names if of_rank0.get(name, ()) != found.get(name, ()))
         by_rank = world.broadcast(world.gather((world.rank, differing)))
         rank, names_there = next((rank, names) for rank, names in by_rank if names)
         raise TrainingError(
-            f"after step {self.prepared.state.step} the state of rank {rank} has another form than that of rank 0: "
+            f"after step {self.run.state.step} the state of rank {rank} has another form than that of rank 0: "
             f"{', '.join(names_there[:5])}",
             where="Task.model",
             remedy="keep in buffers what depends on samples: every rank gets the buffers of rank 0. "
@@ -134,20 +133,20 @@ class FirstSteps:
 
     def _try_to_load(self) -> None:
         """Let a newly built model load the state, in the host's memory."""
-        prepared = self.prepared
-        tensors, values = checkpoint_state.capture(prepared.built.model, prepared.state.optimizer)
+        run = self.run
+        tensors, values = checkpoint_state.capture(run.model, run.state.optimizer)
         of_model = ((name, tensor.cpu()) for name, tensor in tensors.items() if name.startswith("model."))
         plain = {name: value for name, value in values.items() if name.startswith("model.")}
-        with restored_generators(prepared.state.world.device), torch.device("cpu"):
-            seed_all(prepared.state.seed)
+        with restored_generators(run.state.world.device), torch.device("cpu"):
+            seed_all(run.state.seed)
             try:
-                model = task_checks.model(copy.copy(self.task))  # it may keep the model in an attribute
+                model = task_checks.model(copy.copy(self.run.task))  # it may keep the model in an attribute
                 checkpoint_state.restore(of_model, plain, model)
             except LockstepError:
                 raise
             except Exception as error:
                 raise TrainingError(
-                    f"after step {prepared.state.step} a model cannot be made anew, as a resumed run must: "
+                    f"after step {run.state.step} a model cannot be made anew, as a resumed run must: "
                     f"{type(error).__name__}: {error}",
                     where="Task.model",
                     remedy="let Task.model return a new model at every call",
