@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -11,6 +12,17 @@ from lockstep import LockstepError, Part, Trainer
 from lockstep.core.built_in import Inside
 from lockstep.core.part import EVENTS
 from tests import own_tasks, runs
+
+
+class Leaving(Part):
+    """Ends the process of a rank after step 7, as its author believes."""
+
+    def __init__(self, rank, required=True):
+        self.rank, self.required = rank, required
+
+    def after_step(self, training):
+        if training.step == 7 and training.rank == self.rank:
+            sys.exit(3)
 
 
 class Recording(Part):

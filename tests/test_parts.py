@@ -264,6 +264,45 @@ def test_what_is_no_number_is_not_logged(tmp_path):
     assert log_of(tmp_path).count(text) == 1
 
 
+def test_a_part_that_exits_is_a_part_that_fails(tmp_path):
+    without = run_ranks(2, part_cases.fit, tmp_path / "without", [])
+    found = run_ranks(2, part_cases.fit, tmp_path / "with", [part_cases.Leaving(rank=1, required=False)])
+    assert all(same(of_rank[0], without[0][0]) for of_rank in found)
+    with contextlib.suppress(RankFailed):
+        run_ranks(2, part_cases.error_of, tmp_path / "run", [part_cases.Leaving(rank=1)])
+    error = (tmp_path / "run" / "error of rank 1").read_text()
+    assert "step 7, rank 1" in error
+    assert "the Part Leaving failed in after_step: SystemExit: 3" in error
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_part_that_leaves_the_model_in_evaluation_mode_is_named(tmp_path, required):
+    class Evaluates(Part):
+        def after_step(self, training):
+            training.model.eval()
+
+    part = Evaluates()
+    part.required = required
+    task = own_tasks.Dropout()
+    trainer = Trainer(runs.config(), run_dir=tmp_path, quiet=True, parts=[part])
+    what = "the Part Evaluates failed in after_step: RuntimeError: it left the model in another mode"
+    if required:
+        with pytest.raises(LockstepError, match=what):
+            trainer.fit(task)
+        return
+    assert trainer.fit(task)["train/loss"] == runs.fit(own_tasks.Dropout(), runs.config())[1]["train/loss"]
+    assert log_of(tmp_path).count(what) == 1
+
+
+def test_an_evaluation_that_ends_the_training_between_entries_knows_the_norm_of_the_gradient(tmp_path):
+    stop_when = {"metric": "eval/loss", "mode": "min", "target": 1e9}
+    settings = runs.config(train={"steps": 20, "eval_every_steps": 3, "stop_when": stop_when}, log={"every_steps": 50})
+    settings["checkpoint"] = {"every_steps": 1000}
+    part_cases.fit(tmp_path, [], settings)
+    (last,) = [entry for entry in entries(tmp_path) if "train/loss" in entry]
+    assert (last["step"], last["train/grad_norm"] > 0) == (3, True)
+
+
 class Slow(Part):
     def after_evaluation(self, training):
         time.sleep(0.2)
@@ -286,6 +325,9 @@ def test_what_is_no_part_is_refused():
             Trainer("digits", parts=parts)
     with pytest.raises(LockstepError, match=r"give a list: parts=\[\.\.\.\]"):
         Trainer("digits", parts=Part())
+    for parts, what in ((Slow, "the class Slow"), (object(), "a object")):
+        with pytest.raises(LockstepError, match=rf"parts is {what}\n  remedy: give a list: parts=\[\.\.\.\]"):
+            Trainer("digits", parts=parts)
 
 
 def test_a_part_that_cannot_be_sent_to_ranks_is_named(tmp_path):

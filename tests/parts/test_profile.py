@@ -1,6 +1,7 @@
 """Profiles of a training: which steps they show, and that they change nothing."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from lockstep import Trainer
 from lockstep.core.errors import UsageError
 from lockstep.parts import profile
 from tests import own_tasks, runs
+from tests.clock import only_sleep_takes_time
 from tests.ranks import run_ranks
 
 
@@ -117,6 +119,22 @@ def test_a_training_that_fails_leaves_the_profile_of_the_steps_before(tmp_path):
     with pytest.raises(ZeroDivisionError):
         Trainer(runs.config(), run_dir=tmp_path, quiet=True, profile="2-18").fit(Failing())
     assert steps_of(tmp_path)[0][0] == 2
+
+
+def test_the_time_of_the_profiler_is_no_time_of_the_training(tmp_path, monkeypatch):
+    before = profile.Profiler._before
+
+    def slow(self, step, apart):
+        with apart():
+            time.sleep(1000.0)
+        before(self, step, apart)
+
+    monkeypatch.setattr(profile.Profiler, "_before", slow)
+    settings = runs.config(train={"steps": 12}, log={"every_steps": 4})
+    with only_sleep_takes_time():
+        Trainer(settings, run_dir=tmp_path, quiet=True, profile="2-3").fit(own_tasks.Plain())
+    entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [entry.get("train/wait_share", 0.0) for entry in entries] == [0.0, 0.0, 0.0]
 
 
 class Event:

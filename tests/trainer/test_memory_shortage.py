@@ -114,6 +114,25 @@ def test_an_evaluation_that_does_not_fit_ends_the_ranks_and_is_smaller_at_the_ne
         assert found["eval/samples"] == 24
 
 
+class NeverEvaluates(own_tasks.Plain):
+    """Its loss needs too much memory in evaluation mode, for more than three samples."""
+
+    def loss(self, model, batch):
+        if not model.training and len(batch[0]) > 3:
+            rank_cases.shortage()
+        return super().loss(model, batch)
+
+
+def test_a_loss_that_needs_too_much_memory_in_evaluation_mode_alone_leaves_the_training_as_it_is(tmp_path):
+    settings = runs.config(batch={"micro": 12}, train={"steps": 2, "eval_every_steps": 2})
+    for evaluated in (6, 3):
+        with pytest.raises(MemoryShortage, match="out of memory in an evaluation"):
+            Trainer(settings, run_dir=tmp_path, quiet=True).fit(NeverEvaluates(eval_length=24))
+        note = json.loads((tmp_path / "micro.json").read_text())
+        assert (note["evaluation"], note.get("micro")) == (evaluated, None)
+    assert Trainer(settings, run_dir=tmp_path, quiet=True).fit(NeverEvaluates(eval_length=24))["eval/samples"] > 0
+
+
 # ---- on the device in Python
 
 

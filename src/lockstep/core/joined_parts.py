@@ -9,7 +9,7 @@ import contextlib
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -163,13 +163,17 @@ class JoinedParts:
         """The value that a method of a Part returns. None where the Part has failed."""
         if name in self.left_out:
             return None
-        part = self._all[name]
-        self._trainings[name].step = self.state.step
+        part, model = self._all[name], self.state.strategy.model
+        self._trainings[name].step, was_training = self.state.step, model.training
         try:
-            return getattr(part, method)(*arguments)
+            value = getattr(part, method)(*arguments)
+            if model.training != was_training:
+                model.train(was_training)
+                raise RuntimeError("it left the model in another mode; call training.model.train() at its end")
+            return value
         except LockstepError:  # of a collective, or another that says what to do
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # one rank that exits would leave the others waiting
             if isinstance(part, BuiltInPart):
                 raise
             if part.required and isinstance(error, torch.OutOfMemoryError):  # less samples at once may help
@@ -312,17 +316,23 @@ def check(parts: Sequence[Part]) -> None:
     Raises:
         UsageError: they are not.
     """
-    if isinstance(parts, Part):
-        raise UsageError("parts is one Part", where="parts", remedy="give a list: parts=[...]")
+    if isinstance(parts, type | Part) or not isinstance(parts, Iterable):
+        kind = "one Part" if isinstance(parts, Part) else _kind(parts)
+        raise UsageError(f"parts is {kind}", where="parts", remedy="give a list: parts=[...]")
     names: set[str] = set()
     for part in parts:
         if not isinstance(part, Part):
-            kind = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
-            raise UsageError(f"{kind} is no Part", where="parts", remedy="give objects of subclasses of lockstep.Part")
+            raise UsageError(
+                f"{_kind(part)} is no Part", where="parts", remedy="give objects of subclasses of lockstep.Part"
+            )
         if label(part) in names:
             what = f"two Parts have the name {label(part)!r}"
             raise UsageError(what, where="parts", remedy="give one of them another name: name = ...")
         names.add(label(part))
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def _gathered(world: World, value: Any) -> list[Any]:

@@ -130,7 +130,7 @@ def fit(
         asked = device.mark()
         for micro_batches in batches:
             waited, due = (asked, device.mark()), loop.before_step()
-            result = train_step(state, micro_batches, plan.samples(state.step), want_norm=due.log or due.save)
+            result = train_step(state, micro_batches, plan.samples(state.step), want_norm=any(due))
             loop.add(result, waited)
             loop.after_step(micro_batches, due)
             if consensus() and state.step < loop.stop:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, Self, final
 
+from lockstep.core.built_in import BuiltInPart, Inside
 from lockstep.core.errors import UsageError
+from lockstep.core.part import Training
 
 if TYPE_CHECKING:
-    from torch.profiler import ProfilerActivity
-
     from lockstep.core.build import Run
-    from lockstep.core.data.loader import MicroBatch
 
-T = TypeVar("T")
 FOLDER = "profile"
 _WARM_UP = 5  # steps before a window that is given as a number of steps
 _SLOWEST = 10
@@ -59,83 +57,50 @@ def parse(text: str) -> Window:
     raise UsageError(f"{text!r} names no steps", where="--profile", remedy=remedy)
 
 
-@contextlib.contextmanager
-def profiled(
-    window: Window | None, run: Run, batches: Iterator[list[MicroBatch]]
-) -> Iterator[Iterator[list[MicroBatch]]]:
-    """The batches of a training, whose steps are profiled. None: no steps."""
-    if window is None:
-        yield batches
-        return
-    from lockstep.core import devices  # which imports torch
-
-    state = run.state
-    profiler = Profiler(
-        window,
-        run.folder / FOLDER,
-        rank=state.world.rank,
-        step=state.step,
-        stop=run.stop,
-        activities=devices.of(state.world.device).profiled(),
-        tell=run.tell,
-    )
-    try:
-        yield profiler.watch(batches, lambda: state.step)
-    finally:
-        profiler.end(state.step)
-
-
 @final
-class Profiler:
+class Profiler(BuiltInPart):
     """Profiles a window of steps with torch's profiler, and leaves no trace in the training.
+
+    Use it as a context: what was recorded is written also where the training fails.
 
     Args:
         window: the steps.
-        folder: gets `rank<r>.json`, for chrome://tracing or ui.perfetto.dev; and from rank 0 `rank0.txt`.
-        step, stop: steps of the training so far, and at its end.
-        activities: what is recorded: the host, and the device if it has events of its own.
-        tell: shows lines in the log.
     """
 
-    def __init__(
-        self,
-        window: Window,
-        folder: Path,
-        *,
-        rank: int,
-        step: int,
-        stop: int,
-        activities: Sequence[ProfilerActivity],
-        tell: Callable[[str], None],
-    ) -> None:
-        self.folder, self.rank, self.activities, self.tell = folder, rank, activities, tell
-        self.first = window.first_after(step)
+    def __init__(self, window: Window, run: Run) -> None:
+        from lockstep.core import devices  # which imports torch
+
+        self.state, self.stop, self.tell = run.state, run.stop, run.tell
+        self.folder = run.folder / FOLDER
+        """Gets `rank<r>.json`, for chrome://tracing or ui.perfetto.dev; and from rank 0 `rank0.txt`."""
+        self.activities = devices.of(run.world.device).profiled()
+        """The sources of what is recorded: the host, and the device if it has events of its own."""
+        self.first = window.first_after(run.first_step)
         self.last = self.first + window.steps - 1
-        self.stop = stop
-        self.begun_at = max(self.first, step + 1)
+        self.begun_at = max(self.first, run.first_step + 1)
         self.profile: Any = None
         self.label: Any = None
         self.is_over = False
 
-    def watch(self, batches: Iterator[T], done: Callable[[], int]) -> Iterator[T]:
-        """Pass the batches of the training on. When the next batch is asked for, the step before it is done.
+    def __enter__(self) -> Self:
+        return self
 
-        Args:
-            done: steps of the training so far.
-        """
-        while not self.is_over:
-            self._before(done() + 1)
-            batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
-        yield from batches
+    def __exit__(self, *_: object) -> None:
+        self._write()
 
-    def end(self, step: int) -> None:
+    def start(self, training: Training) -> None:
+        self.after_step(training)
+
+    def after_step(self, training: Training) -> None:
+        assert isinstance(training, Inside)
+        if not self.is_over:
+            self._before(training.step + 1, training.window.excluded)
+
+    def _write(self, apart: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext) -> None:
         """Write what was recorded, if this was not done. A file that cannot be written does not end the training.
 
         Args:
-            step: steps of the training so far.
+            apart: the time inside it is no time of the training.
         """
         if self.is_over:
             return
@@ -144,27 +109,30 @@ class Profiler:
             what = f"steps {self.first} to {self.last} were not trained"
             self.tell(f"warning: nothing was profiled, because {what} in this start")
             return
+        rank = self.state.world.rank
         try:
             self._close_label()
             self.profile.stop_trace()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.profile.export_chrome_trace(str(self.folder / f"rank{self.rank}.json"))
-            if self.rank == 0:
-                self._report(min(step, self.last))
+            with apart():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.profile.export_chrome_trace(str(self.folder / f"rank{rank}.json"))
+                if rank == 0:
+                    self._report(min(self.state.step, self.last))
         except Exception as error:
             self.tell(f"warning: the profile was not written: {type(error).__name__}: {error}")
         self.profile = None
 
-    def _before(self, step: int) -> None:
-        """Before a step, and before its batch is read."""
+    def _before(self, step: int, apart: Callable[[], AbstractContextManager[None]]) -> None:
+        """Get ready for a step, before its batch is read."""
         from torch.profiler import profile, record_function
 
         if step > min(self.last, self.stop):
-            self.end(step - 1)
+            self._write(apart)
             return
         if self.profile is None and step >= self.first - 1:  # a step early: the profiler's own start takes time
-            self.profile = profile(activities=self.activities)
-            self.profile.prepare_trace()
+            with apart():
+                self.profile = profile(activities=self.activities)
+                self.profile.prepare_trace()
         if step >= self.first:
             if self.label is None:
                 self.begun_at = step

@@ -231,12 +231,13 @@ class Trainer:
                 checks = RunChecks(run)
                 at_once = memory_shortage.fitting(self.run_dir, config, world).evaluation
                 training_run.open_evaluations(run, self._evaluated_tasks(task, world), at_once)
-                parts = training_run.join_parts(run, built_in.parts(run), own_parts)
+                profiler = [profiling.Profiler(self.profile, run)] if self.profile else []
+                parts = training_run.join_parts(run, [*built_in.parts(run), *profiler], own_parts)
                 viewers = built_in.viewers(run)
                 training_run.check(run, parts, checks, viewers)
                 run_record.keep(run, git)
                 consensus = StopConsensus(world, flag)  # the clock of this training
-                with profiling.profiled(self.profile, run, batches) as batches:
+                with profiler[0] if profiler else contextlib.nullcontext():
                     self.results = training_run.train(
                         run, batches, parts=parts, checks=checks, viewers=viewers, consensus=consensus
                     )

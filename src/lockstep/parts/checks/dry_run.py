@@ -61,6 +61,7 @@ def look_at_losses(
     loader: Loader,
     plan: StepPlan,
     *,
+    most: int,
     world: World,
     precision: Precision,
     must_run: bool,
@@ -72,6 +73,7 @@ def look_at_losses(
 
     Args:
         forward: a `Forward`. All ranks call this with the same samples, so that they gather shards together.
+        most: samples that evaluations compute at once. Here, there are no more.
         must_run: whether evaluations will call the loss in evaluation mode. If so, its exceptions are raised here.
             Otherwise they are left to the first step, which calls the loss in training mode.
         allow_mean: whether a loss that is a mean is a warning, and no error.
@@ -82,7 +84,7 @@ def look_at_losses(
     Raises:
         UsageError: the ranks have different samples, or the loss is a mean.
     """
-    indices = plan.indices(0)[0][: min(_SAMPLES, max(2, plan.micro_batch_at(0)))].tolist()
+    indices = plan.indices(0)[0][: min(_SAMPLES, max(2, min(most, plan.micro_batch_at(0))))].tolist()
     if len(indices) < 2:
         return []
     half = len(indices) // 2

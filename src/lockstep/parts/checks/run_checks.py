@@ -49,10 +49,13 @@ class RunChecks(Checks):
                 stack.enter_context(untouched_data.watched(loader, indices[0]))
             forward = stack.enter_context(state.strategy.inference())
             stack.enter_context(dry_run.without_trace(forward, state.world, compiled))
+            phase = state.world.heartbeat.phase
+            state.world.heartbeat.enter(Phase.EVALUATING)  # a lack of memory is then that of an evaluation
             run.warnings += dry_run.look_at_losses(
                 forward,
                 run.batches.loader,
                 run.plan,
+                most=min((data.plan.micro_batch for data in evaluated), default=run.plan.micro_batch_at(0)),
                 world=state.world,
                 precision=state.precision,
                 must_run=bool(evaluated),
@@ -61,18 +64,16 @@ class RunChecks(Checks):
             messages: list[str] = []
             names: list[str] = []
             for data in evaluated:
-                phase = state.world.heartbeat.phase
-                state.world.heartbeat.enter(Phase.EVALUATING)  # a lack of memory is then that of an evaluation
                 found = dry_run.look_at_evaluation(
                     data.task, forward, data.loader, plan=data.plan, world=state.world, precision=state.precision
                 )
-                state.world.heartbeat.enter(Phase(phase))
                 messages += [text for text in found.messages if text not in messages]
                 names += [
                     f"eval/{of_set}" for of_set in named_results(data.name, dict.fromkeys(found.names or (), 0.0))
                 ]
                 if found.names is None:  # the metrics need more samples
                     chosen = {}
+            state.world.heartbeat.enter(Phase(phase))
             if evaluated:
                 dry_run.check_results(chosen, names)
             return messages
