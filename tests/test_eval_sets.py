@@ -8,7 +8,7 @@ import torch
 
 from lockstep import LockstepError, Trainer
 from lockstep.cli import application as cli
-from lockstep.core import evaluation_progress
+from lockstep.core import evaluation_progress, evaluation_run
 from lockstep.parts import evaluations_file
 from tests import runs
 from tests.ranks import run_ranks
@@ -116,7 +116,7 @@ def test_a_set_that_cannot_be_opened_is_an_error_before_any_is_evaluated(tmp_pat
     fit(config, tmp_path / "run")
     config["data"]["eval"] = {"near": "0", "far": "-8"}
     began = []
-    monkeypatch.setattr(Trainer, "_evaluate", lambda *_, **__: began.append(1) or {})
+    monkeypatch.setattr(evaluation_run, "evaluate", lambda *_, **__: began.append(1) or {})
     trainer = Trainer(config, run_dir=tmp_path / "run", quiet=True)
     with pytest.raises(RuntimeError, match="must be non-negative"):
         trainer.evaluate()
