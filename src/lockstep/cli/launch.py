@@ -41,7 +41,7 @@ Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="T
 
 
 class Kind(enum.StrEnum):
-    """Which controller reads the manifest."""
+    """The controller that reads the manifest."""
 
     TRAIN_JOB = "TrainJob"
     PYTORCH_JOB = "PyTorchJob"

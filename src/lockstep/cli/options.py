@@ -26,7 +26,7 @@ def _refuse_gpus(count: str | None) -> None:
 
 
 Gpus = Annotated[str | None, typer.Option("--gpus", hidden=True, callback=_refuse_gpus, help="See --nproc.")]
-"""What users of other programs give in place of `--nproc`: an error that names it."""
+"""The option that users of other programs give in place of `--nproc`: an error that names it."""
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.")]
 Cold = Annotated[
     bool,

@@ -218,7 +218,7 @@ def _checked(
 
 
 def _made_up(overrides: Sequence[str], classes: int | None, samples: int | None) -> MadeUp | None:
-    """What is known of data that need not be here. None: the command line names the data.
+    """The facts that are known of data that need not be here. None: the command line names the data.
 
     Raises:
         UsageError: the command line names the data, and also says what is known without them.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OnError(enum.StrEnum):
-    """What happens if an input cannot be read."""
+    """The reaction to an input that cannot be read."""
 
     RAISE = "raise"
     SKIP = "skip"
@@ -56,7 +56,7 @@ def predict(
     top_k: Annotated[int | None, typer.Option("--top-k", help="The config's task.top_k, for this prediction.")] = None,
     on_error: Annotated[
         OnError | None,
-        typer.Option(help="What happens if an input cannot be read. Default: as the run's data.on_error."),
+        typer.Option(help="The reaction to an input that cannot be read. Default: as the run's data.on_error."),
     ] = None,
     checkpoint: Checkpoint = None,
     nproc: Nproc = None,

@@ -1,4 +1,4 @@
-"""What a command says: messages and exit codes of exceptions, and lines that only the first rank writes."""
+"""The words of a command: messages and exit codes of exceptions, and lines that only the first rank writes."""
 
 from __future__ import annotations
 

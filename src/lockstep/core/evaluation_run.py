@@ -23,17 +23,17 @@ _SHOWN = 4  # samples that a report gets
 
 @dataclass(frozen=True)
 class Findings:
-    """What an evaluation of one set of data found, for viewers."""
+    """The findings of an evaluation of one set of data, for viewers."""
 
     evaluated: EvaluationData
     step: int
     """Steps that are done."""
     values: Mapping[str, Any]
-    """What the metrics computed."""
+    """Computed by the metrics."""
     outputs: Mapping[int, Any]
     """By index; also of samples that other viewers asked for."""
     worst: WorstSamples | None
-    """What `Viewer.worst` returned, with the samples of all ranks."""
+    """Returned by `Viewer.worst`, with the samples of all ranks."""
 
 
 class Viewer:

@@ -54,7 +54,7 @@ class OptimConfig(Section):
     clip_norm: PositiveFloat | None = None
     """Largest norm of the gradient. None: no clipping."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the learning rate grows with batch.global / reference_batch."""
+    """Growth of the learning rate with batch.global / reference_batch."""
     reference_batch: PositiveInt = 32
     """Global batch for which `lr` is meant, in samples."""
     fused: Annotated[bool | None, DOES_NOT_DETERMINE] = None

@@ -1,4 +1,4 @@
-"""How a task shows its samples, outputs and results to people. Optional: every method has a default that works."""
+"""Presenters show samples, outputs and results of a task to people. Optional: every method has a default that works."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ class Presenter:
     less than 160 pixels are enlarged, so that a text in them may be hard to read. Others are shown as they are."""
 
     def mistakes(self, output: Any, batch: Any) -> Tensor | None:
-        """How wrong the output of each sample of an evaluation batch is, such as its loss, or the number of missed and
-        invented boxes.
+        """The mistake in the output of each sample of an evaluation batch, such as its loss, or the number of missed
+        and invented boxes.
 
         The log shows the samples of an evaluation with the highest numbers on one sheet, drawn by `picture`. The
         numbers of a sample must not depend on the other samples of its batch. NaN counts as the highest number. Samples
@@ -181,7 +181,7 @@ class Presenter:
         return ()
 
     def epoch_header(self, epoch: int) -> str:
-        """What the log says of the task where an epoch begins, such as `image size 160`. An empty text adds nothing.
+        """The words of the log on the task where an epoch begins, such as `image size 160`. An empty text adds nothing.
 
         Args:
             epoch: counted from 0, as `Task.prepare` gets it.
@@ -193,7 +193,7 @@ class Presenter:
         return []
 
     def program(self, model: nn.Module) -> Program:
-        """What `lockstep export` writes as `model.pt2`, which torch runs without the code of the model. Optional.
+        """The program that `lockstep export` writes as `model.pt2`. torch runs it without the code of the model.
 
         By default, it is `Task.predict` for batches like that of the first samples of the data.
 

@@ -168,7 +168,7 @@ def locked(folder: Path, name: str = ".lock", tell: Callable[[str], None] | None
 
 
 def _patience_s() -> float:
-    """How long to wait for the ranks of an earlier launch, or of a node that was lost, in seconds."""
+    """The time to wait for the ranks of an earlier launch, or of a node that was lost, in seconds."""
     return float(os.environ.get(LOST_NODE, _DYING_S))
 
 

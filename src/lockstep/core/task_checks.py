@@ -132,7 +132,7 @@ def presenter(task: Task) -> Presenter:
 
 
 def row(returned: Any, method: str) -> dict[str, Any]:
-    """What a method of a presenter returned for a sample.
+    """The value that a method of a presenter returned for a sample.
 
     Raises:
         UsageError: it is not a mapping.
@@ -143,7 +143,7 @@ def row(returned: Any, method: str) -> dict[str, Any]:
 
 
 def rows(returned: Any) -> list[dict[str, Any]]:
-    """What `Presenter.rows` returned for a sample.
+    """The rows that `Presenter.rows` returned for a sample.
 
     Raises:
         UsageError: it is not a list of mappings.

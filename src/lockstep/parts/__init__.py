@@ -1,1 +1,1 @@
-"""What joins a training without changing its result: logs, pictures, measurements."""
+"""Guests of a training that do not change its result: logs, pictures, measurements."""

@@ -1,4 +1,4 @@
-"""What a prediction needs besides the model: its samples and their places, and what makes rows and files of outputs."""
+"""The parts of a prediction besides the model: its samples and their places, and the makers of rows and files."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 @dataclass(frozen=True)
 class TaskChanges:
-    """What is changed in a task, so that two runs can be compared."""
+    """The changes in a task, so that two runs can be compared."""
 
     exact: bool = False
     """No dropout, and BatchNorm with fixed statistics."""
@@ -253,7 +253,7 @@ class _Subset(Dataset[Any]):
 
 @dataclass(frozen=True)
 class _PreparedSample:
-    """What a task made of a raw sample."""
+    """The result of a task for a raw sample."""
 
     sample: Any
 

@@ -1,4 +1,4 @@
-"""How far apart two trainings are, and how far apart rounding alone may bring them."""
+"""The distance of two trainings, and the distance to which rounding alone may bring them."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def differing_names(first: SavedState, second: SavedState) -> list[str]:
 
 
 def _plain_values(checkpoint: SavedState) -> dict[str, object]:
-    """What a checkpoint holds besides tensors."""
+    """The values that a checkpoint holds besides tensors."""
     return {key: checkpoint.manifest[key] for key in ("step", "skipped", "loss_scale")} | dict(checkpoint.values)
 
 

@@ -50,7 +50,7 @@ class ConstantBaseline:
         return [name for name in self.values if name in self.higher_is_better]
 
     def chance(self, name: str) -> float:
-        """How much better than a constant output a model that knows nothing may be by chance; 0 where it is not known.
+        """The margin over a constant output that a model without knowledge may have by chance; 0 where it is not known.
 
         A mean of n values between 0 and 1 has a standard error of at most sqrt(p (1 - p) / n), where p is the mean.
         """

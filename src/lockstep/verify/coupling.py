@@ -26,7 +26,7 @@ Batch = tuple[Any, int]
 
 @dataclass
 class Coupling:
-    """What a batch and its halves show about the loss."""
+    """The facts that a batch and its halves show about the loss."""
 
     epsilon: float
     """Relative rounding of the coarsest number format in which the model or the loss computes."""
@@ -43,7 +43,7 @@ class Coupling:
     has_comparison: bool = False
     """True if the loss makes a number for each pair of samples, or sorts them, and outputs do not couple samples."""
     compares_samples: str = ""
-    """How the loss compares the samples of a batch with each other on purpose; empty where it does not."""
+    """The way in which the loss compares the samples of a batch on purpose; empty where it does not."""
 
 
 def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch]) -> Coupling:
@@ -117,7 +117,7 @@ def shrinking_heads(task: Task, model: nn.Module, batches: Sequence[Batch]) -> l
 
 
 class _Record:
-    """What went into a model and came out of it in one pass over a batch, and what the loss made of the outputs."""
+    """The inputs and outputs of a model in one pass over a batch, and the loss of the outputs."""
 
     def __init__(self, samples: int) -> None:
         self.inputs: list[Tensor] = []

@@ -25,7 +25,7 @@ class _Line:
     style: int
     """The number of its colour and dashes."""
     remark: str = ""
-    """What the drawing cannot show."""
+    """Limits of the drawing."""
 
 
 @dataclass(frozen=True)

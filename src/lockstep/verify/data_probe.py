@@ -1,4 +1,4 @@
-"""What in the data makes a metric better than it should be: samples that are in both data sets, labels among inputs."""
+"""Data that make a metric better than it should be: samples that are in both data sets, labels among inputs."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _name(written: type) -> str:
 def wrong_derivative(
     call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any, *, epsilon: float = 2.0**-52
 ) -> str:
-    """How the gradient differs from the derivative of the loss by central differences; empty where it does not.
+    """The difference of the gradient from the derivative of the loss by central differences; empty where it does not.
 
     The directions are that of the gradient, and the same with random signs. For each class of
     `torch.autograd.Function` that somebody wrote, the parameters below it alone are moved as well, also in a random
@@ -138,7 +138,7 @@ class _Probe:
         return self.step * max(1.0, _norm(parameter.detach() for parameter, _ in pairs))
 
     def rounding(self, pairs: Pairs) -> float:
-        """How far rounding of the losses so far may bring a slope."""
+        """The distance to which rounding of the losses so far may bring a slope."""
         return 10 * self.epsilon * self.largest / self._size(pairs)
 
     def slope(self, pairs: Pairs, directions: list[Tensor], share: float = 1.0) -> float:

@@ -87,7 +87,7 @@ class Experiments:
     deterministic: bool | None = None
     """True if trainings that must repeat themselves use deterministic kernels. None: on a GPU they do."""
     not_deterministic: str = ""
-    """Which operation has no deterministic kernel, so that these trainings use none. Empty: none is known."""
+    """The operation that has no deterministic kernel, so that these trainings use none. Empty: none is known."""
     _outcomes: dict[Any, Any] = field(default_factory=dict)
     _longest_learning: int = 1
     _loss_communicates: bool = False
@@ -187,7 +187,7 @@ class Experiments:
         return self.short_config(checkpoint__every_steps=every, checkpoint__keep_last=2, **exact, **changes)
 
     def exact_changes(self, reverse: bool = False) -> TaskChanges:
-        """What is changed in the task where different numbers of ranks are compared.
+        """The changes in the task where different numbers of ranks are compared.
 
         An epoch ends with fewer samples than ranks, so that some ranks get a filler.
         """
@@ -266,7 +266,7 @@ class Experiments:
 
     @_once
     def probe(self) -> TaskProbe:
-        """What a forward and a backward pass show about the task."""
+        """The facts that a forward and a backward pass show about the task."""
         (probe,) = self.run("task-probe", 1, probe_task, self.short_config(), self.train_samples)
         self._loss_communicates = bool(probe.collectives)
         return probe  # type: ignore[no-any-return]
@@ -287,12 +287,12 @@ class Experiments:
 
     @_once
     def data_remarks(self) -> list[str]:
-        """What in the data may make a metric better than it should be."""
+        """The facts about the data that may make a metric better than it should be."""
         return self.run("data-probe", 1, probe_data, self.short_config())[0]  # type: ignore[no-any-return]
 
     @_once
     def dependence_on_hashes(self) -> str:
-        """What another interpreter reads otherwise; see `hash_seed`. Looks at tasks in files: recipes are known."""
+        """Data that another interpreter reads otherwise; see `hash_seed`. Looks at tasks in files alone."""
         config = self.short_config()
         if ".py:" not in str(config["task"].get("kind", "")):
             return ""
@@ -388,7 +388,7 @@ class Experiments:
         return compare.rounding_bound(noise, epsilon=self.probe().epsilon, steps=steps)
 
     def difference_from_one_process(self, name: str, recordings: list[Recording]) -> Difference:
-        """How far the weights and losses of the training `name` are from those of `one_process`."""
+        """The distance of the weights and losses of the training `name` from those of `one_process`."""
         (reference,) = self.one_process()
         checkpoint = newest(self.folder / name)
         reference_checkpoint = newest(self.folder / "one-process")

@@ -53,7 +53,7 @@ class OtherInterpreter:
         self.config = json.dumps(config)
 
     def difference(self, own: list[int]) -> str:
-        """What differs there, as a sentence; empty if nothing does, or if the interpreter could not tell.
+        """The difference there, as a sentence; empty if nothing does, or if the interpreter could not tell.
 
         Args:
             own: what `digests` returned in this process.

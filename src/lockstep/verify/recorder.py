@@ -32,7 +32,7 @@ from lockstep.verify.step_operations import Communication, StepOperations
 
 @dataclass(frozen=True)
 class RecorderOptions:
-    """What is recorded besides samples and losses. Everything here costs time, so it is off by default."""
+    """The records besides samples and losses. Everything here costs time, so it is off by default."""
 
     digest_every: int = 0
     """Digests of the whole state, every so many steps. 0: never."""
@@ -57,7 +57,7 @@ class RecorderOptions:
 
 @dataclass
 class Recording:
-    """What was recorded of a training on one rank."""
+    """The record of a training on one rank."""
 
     entries: list[dict[str, float]] = field(default_factory=list)
     """The entries of the log."""

@@ -1,4 +1,4 @@
-"""What a task gives when it is asked twice: for a model, and for the loss or the output of the same batch."""
+"""The answers of a task that is asked twice: for a model, and for the loss or the output of the same batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REPEATS = 3  # what depends on the clock may be the same once
 
 
 def model_difference(make: Callable[[], nn.Module], first: nn.Module, loss: Callable[[nn.Module], Any]) -> str:
-    """How a second model differs from `first`, which was made under the same seed; empty where it does not.
+    """The difference of a second model from `first`, which was made under the same seed; empty where it does not.
 
     Numbers that modules hold besides tensors may be counters. So they matter only where they change the loss.
 
@@ -74,14 +74,14 @@ def _facts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def differs(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> str:
-    """How what `call` returns for the same batch and the same states of the generators differs; empty if not at all."""
+    """The difference of two results of `call` for the same batch and states of the generators; empty if not at all."""
     numbers = [_numbers(call, model, batch) for _ in range(_REPEATS)]
     other = next((one for one in numbers[1:] if _are_different(numbers[0], one)), None)
     return "" if other is None else _words(numbers[0], other)
 
 
 def depends_on_rank(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> str:
-    """How the losses that `call` returns differ on rank 0 and on rank 1; empty if not at all.
+    """The difference of the losses that `call` returns on rank 0 and on rank 1; empty if not at all.
 
     The environment variable RANK says so, and torch's process group, where torch can pretend to have two ranks. The
     loss must make no collectives.

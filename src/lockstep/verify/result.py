@@ -22,15 +22,15 @@ class CheckResult:
     bound: float | None = None
     """The largest value that passes, if there is a bound."""
     what: str = ""
-    """What `value` measures."""
+    """The quantity that `value` measures."""
     notes: list[str] = field(default_factory=list)
-    """What was switched off, left out or noticed on the way."""
+    """Notes on what was switched off, left out or noticed on the way."""
     curves: dict[str, list[float]] = field(default_factory=dict)
     """Losses by step, drawn together."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     """The rows of a table for people, such as predictions beside the truth."""
     seconds: float = 0.0
-    """How long the check took."""
+    """The time of the check."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class VerifyResult:
     checks: list[CheckResult] = field(default_factory=list)
     """In the order in which they were made."""
     seconds: float = 0.0
-    """How long all checks took."""
+    """The time of all checks."""
 
     @property
     def faults(self) -> list[CheckResult]:

@@ -1,4 +1,4 @@
-"""What in a task makes its training depend on how it is run: dropout, batch statistics, a mean instead of a sum."""
+"""Causes for which a training depends on how it is run: dropout, batch statistics, a mean instead of a sum."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NOT_ADDED_UP = 1e-3  # relative difference from which a weight does not add up
 
 @dataclass
 class TaskProbe:
-    """What a forward and a backward pass over some samples show about a task."""
+    """The facts that a forward and a backward pass over some samples show about a task."""
 
     random: list[str] = field(default_factory=list)
     """Operations that draw random numbers in a training loss."""
@@ -75,17 +75,17 @@ class TaskProbe:
     mean_heads: list[str] = field(default_factory=list)
     """Heads whose loss of a batch is the mean over its halves, instead of the sum."""
     weight_difference: str = ""
-    """How the weight of a batch differs from the sum over its samples."""
+    """The difference of the weight of a batch from the sum over its samples."""
     model_difference: str = ""
-    """How two models that were made under the same seed differ. See `repetition`."""
+    """The difference of two models that were made under the same seed. See `repetition`."""
     loss_difference: str = ""
-    """How the loss of the same batch differs under the same seed: two values."""
+    """The losses of the same batch under the same seed, where they differ: two values."""
     prediction_difference: str = ""
-    """How the output for the same batch in evaluation mode differs under the same seed: two values."""
+    """The outputs for the same batch in evaluation mode under the same seed, where they differ: two values."""
     rank_difference: str = ""
-    """How the loss of the same batch differs on rank 0 and on rank 1."""
+    """The difference of the loss of the same batch on rank 0 and on rank 1."""
     remarks: list[str] = field(default_factory=list)
-    """What may be wrong, and may be meant so, for people."""
+    """Facts that may be wrong, and may be meant so, for people."""
 
     moving_buffers: list[str] = field(default_factory=list)
     """Buffers that a training pass moves, so that a second pass over the same batch has another loss."""
@@ -96,7 +96,7 @@ class TaskProbe:
     has_comparison: bool = False
     """True if the loss makes a number for each pair of samples, or sorts them. Then its weight need not add up."""
     compares_samples: str = ""
-    """How the loss compares the samples of a batch with each other on purpose; empty where it does not."""
+    """The way in which the loss compares the samples of a batch on purpose; empty where it does not."""
     collectives: list[str] = field(default_factory=list)
     """Collectives that the loss makes by itself, where there are several ranks."""
 
@@ -122,7 +122,7 @@ class TaskProbe:
         return f"; the task rounds to {self.coarse}, and the bound counts it" if self.coarse else ""
 
     def notes(self) -> list[str]:
-        """What a comparison of two trainings leaves out, for people."""
+        """The parts that a comparison of two trainings leaves out, for people."""
         notes = []
         if self.random and not self.random_without_dropout:
             notes.append("dropout is off for this comparison: it draws other numbers on another number of ranks")

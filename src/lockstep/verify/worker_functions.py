@@ -45,9 +45,9 @@ class TrainingRun:
     folder: str
     """Its run directory. In the directory of an earlier training, it resumes that training."""
     changes: TaskChanges | None = None
-    """What is changed in the task; None: nothing."""
+    """The changes in the task; None: no changes."""
     record: RecorderOptions | None = None
-    """What is recorded; None: samples and losses alone."""
+    """The records that are kept; None: samples and losses alone."""
     stop_at: int | None = None
     """Stop and save after this step, as after a signal."""
     kill: tuple[int, int] | None = None
@@ -60,10 +60,10 @@ class TrainingRun:
 
 @dataclass
 class Answer:
-    """What a function returned on one rank, or how it failed."""
+    """The answer of a function on one rank, or its failure."""
 
     value: Any = None
-    """What the function returned."""
+    """The value that the function returned."""
     error: str | None = None
     """The text of the error; None where the function returned."""
     known: bool = False

@@ -1,4 +1,4 @@
-"""How many terms a cross-entropy adds up: with outputs that are all zero, n terms of C classes give n log C."""
+"""The number of terms of a cross-entropy: with outputs that are all zero, n terms of C classes give n log C."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SINGLE_SAMPLES = 3
 
 
 def other_units(task: Task, model: nn.Module, samples: Sequence[Any], device: torch.device) -> str:
-    """How `Task.weight` counts other units than a cross-entropy adds up; empty where it does not, or nothing is known.
+    """The difference of the units of `Task.weight` from the terms of a cross-entropy; empty: none is known.
 
     A sum over several labels of each sample is right, so only a ratio that changes from batch to batch is said.
 

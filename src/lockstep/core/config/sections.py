@@ -109,7 +109,7 @@ class TrainConfig(Section):
     """Weights to begin with: a safetensors file, a folder with such a file, a file of torch.save, or the directory of a
     run. A file of torch.save may have a state of the optimizer, which is taken too."""
     init_checkpoint: Annotated[str, BeforeValidator(_checkpoint)] | None = None
-    """Which checkpoint of the run that `init_from` names: newest, best or a step. None: the best where that run keeps
+    """The checkpoint of the run that `init_from` names: newest, best or a step. None: the best where that run keeps
     its best checkpoint, else the newest."""
     init_skip: list[str] = Field(default_factory=list)
     """Patterns of names of tensors that `init_from` may lack."""
@@ -134,7 +134,7 @@ class ComputeConfig(Section):
     """Apply `torch.compile` to each repeated block, or to the model."""
     compile_backend: str = "inductor"
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    """How long inductor searches for fast code. `reduce-overhead` and `max-autotune` use CUDA graphs."""
+    """The effort with which inductor searches for fast code. `reduce-overhead` and `max-autotune` use CUDA graphs."""
     compile_dynamic: bool | None = None
     """True if compiled code takes tensors of any size. None: torch decides when it meets a second size."""
     activation_checkpointing: bool = False
@@ -147,7 +147,7 @@ class ComputeConfig(Section):
     halve_on_oom: bool = True
     """If the memory of a GPU is not sufficient, continue with micro-batches of half the size."""
     matmul_precision: Annotated[Literal["highest", "high", "medium"] | None, DETERMINES_TRAINING] = None
-    """How products of fp32 tensors are computed: `highest` in fp32, `high` in TF32, `medium` in TF32 or bf16. It also
+    """The precision of products of fp32 tensors: `highest` in fp32, `high` in TF32, `medium` in TF32 or bf16. It also
     sets TF32 for convolutions. None: torch's default, which is TF32 for convolutions only."""
     cudnn_benchmark: bool = False
     """cuDNN measures its algorithms for each new size of tensors, and uses the fastest. Two runs may then use different
@@ -197,8 +197,8 @@ class LogConfig(Section):
     """True if entries and the lines of epochs have the task's metrics of the training itself, such as `train/accuracy`,
     where `Task.loss` returns outputs with its losses. They are of the batches as they are trained: augmented."""
     memory: Literal["line", "table"] = "line"
-    """How people are told of the memory of the ranks: in a `line` at the end, or also in a `table` by rank and purpose,
-    after the first entry and at the end. `metrics.jsonl` has all figures."""
+    """The form in which people are told of the memory of the ranks: a `line` at the end, or also a `table` by rank and
+    purpose, after the first entry and at the end. `metrics.jsonl` has all figures."""
     pictures: Annotated[int, Field(ge=0)] = 8
     """Number of evaluation samples that are drawn at every evaluation, and of training samples that are drawn before
     the first step, if the task draws pictures. 0: no pictures, also none of confusion matrices."""

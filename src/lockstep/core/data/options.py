@@ -44,7 +44,7 @@ class DataConfig(Section):
     workers: Annotated[int, Field(ge=0), DOES_NOT_DETERMINE] = 0
     """Loader processes of each rank. 0: the rank loads its data itself."""
     on_error: Literal["raise", "skip"] = "raise"
-    """What happens if a sample cannot be read: `raise` the error, or `skip` the sample."""
+    """Reaction to a sample that cannot be read: `raise` the error, or `skip` the sample."""
     drop_last: bool = False
     """True if the last, partial batch of an epoch is left out."""
     group_by_length: PositiveInt | None = None

@@ -1,4 +1,4 @@
-"""What all ways to several machines share: the training, its nodes, and checks before anything is submitted."""
+"""The parts that all ways to machines share: the training, its nodes, and checks before anything is submitted."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def check_tool(name: str, remedy: str) -> str:
 
 
 def warnings(job: Job, global_batch: int | None, directory: str) -> list[str]:
-    """What is probably wrong with a job, and no error.
+    """Warnings about a job: what is probably wrong, and no error.
 
     Args:
         global_batch: samples of an update, if the config has a number.

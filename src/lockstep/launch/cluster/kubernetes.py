@@ -16,14 +16,14 @@ _PORT = 29400
 _CONTAINER = "node"  # the name that Kubeflow Trainer expects
 _LONGEST_NAME = 50  # a pod's host name has 63 letters at most, and ends with the numbers of the job and of the pod
 _RESTARTABLE = 138
-"""What a PyTorchJob gets in the place of exit code 75. The training operator starts a pod again after codes from 128;
-138 (128 + SIGUSR1) is the code that it leaves to users."""
+"""The code that a PyTorchJob gets in the place of exit code 75. The training operator starts a pod again after codes
+from 128; 138 (128 + SIGUSR1) is the code that it leaves to users."""
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?")
 
 
 @dataclass(frozen=True)
 class Pod:
-    """What the pod of a node has."""
+    """The resources of the pod of a node."""
 
     image: str
     claim: str

@@ -24,7 +24,7 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Allocation:
-    """What SLURM is asked for, besides nodes."""
+    """The resources that SLURM is asked for, besides nodes."""
 
     time: str
     """Time limit, in a form that sbatch reads."""

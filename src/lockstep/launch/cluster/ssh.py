@@ -50,7 +50,7 @@ class Hosts:
 
     @property
     def remote(self) -> str:
-        """What the shell of a host executes."""
+        """The command that the shell of a host executes."""
         return (
             f"cd {shlex.quote(self.directory)} && exec {shlex.quote(self.python)} -m lockstep.launch.cluster.host_agent"
         )
@@ -87,7 +87,7 @@ def address_of(hosts: Hosts) -> str:
 
 
 def orders(job: Job, host: str, rendezvous: str) -> dict[str, object]:
-    """What the remote end on a host gets: the arguments of `lockstep`, and environment variables."""
+    """The message to the remote end on a host: the arguments of `lockstep`, and environment variables."""
     meeting = ["--nnodes", str(job.nodes), "--rendezvous", rendezvous] if job.nodes > 1 else []
     return {"arguments": [*job.train, *meeting], "environment": {"LOCKSTEP_NODE": host, **job.environment}}
 

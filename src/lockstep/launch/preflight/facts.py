@@ -1,4 +1,4 @@
-"""What a rank knows about itself and its node, before data or model are built."""
+"""The facts that a rank knows about itself and its node, before data or model are built."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEAST_FREE = 1 << 30
 
 @dataclass(frozen=True)
 class Subject:
-    """What is about to be trained."""
+    """The training that is about to begin."""
 
     config: Mapping[str, Any]
     """The value of each key of the config, by dotted path."""
@@ -50,16 +50,16 @@ class Subject:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank knows."""
+    """The facts that a rank knows."""
 
     node: str
     """The name of its node."""
     key: str
-    """What it has in common with the ranks of its node alone."""
+    """Its common ground with the ranks of its node alone."""
     process: int
     device: str
     identity: str | None
-    """What tells its device from all others; None where ranks share a device."""
+    """An identity that tells its device from all others; None where ranks share a device."""
     versions: Mapping[str, str]
     config: str
     """Digest of the config."""
@@ -68,7 +68,7 @@ class Facts:
     folder: str
     """The run directory, as an absolute path."""
     data: Mapping[str, str]
-    """What there is under each source of data, such as `a file of 123 bytes`; `nothing`."""
+    """The kind of thing under each source of data, such as `a file of 123 bytes`; `nothing`."""
     clock: float
     """Seconds since 1970, at a moment that is the same for all ranks but for the time that a message takes."""
     memory: tuple[int, int] | None = None
@@ -76,7 +76,7 @@ class Facts:
     users: tuple[str, ...] = ()
     """Other processes that hold memory of its device, where they were asked for."""
     extra: Mapping[str, str] = field(default_factory=dict)
-    """What could not be found out, and why."""
+    """Facts that could not be found out, and why."""
 
 
 def digest(value: object) -> str:
@@ -145,7 +145,7 @@ def _digest_of_package() -> str:
 
 
 def _kind(path: Path) -> str:
-    """What there is at a path."""
+    """The kind of thing at a path."""
     try:
         about = path.expanduser().stat()
     except FileNotFoundError:
@@ -158,7 +158,7 @@ def _kind(path: Path) -> str:
 
 
 def within(call: Callable[[], T], seconds: float) -> tuple[T | None, str]:
-    """What `call` returns, and an empty text; or None and why there is no answer.
+    """The value that `call` returns, and an empty text; or None and why there is no answer.
 
     A file system whose server is gone never answers, and cannot be interrupted. So the call runs in a thread.
     """

@@ -1,4 +1,4 @@
-"""What is wrong before a training: a judgement of the facts of all ranks. Nothing here communicates or reads files."""
+"""Faults before a training: a judgement of the facts of all ranks. Nothing here communicates or reads files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN = 8
 
 
 class Level(enum.StrEnum):
-    """How bad a finding is."""
+    """The weight of a finding."""
 
     OK = "ok"
     SKIPPED = "skipped"

@@ -73,7 +73,7 @@ def raise_faults(findings: Sequence[Finding]) -> None:
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """What the log says of the findings: warnings, and how quick the network is."""
+    """The lines of the log on the findings: warnings, and how quick the network is."""
     return [
         f"warning: {finding.what}. {finding.remedy}" if finding.level == Level.WARNING else f"network: {finding.what}"
         for finding in findings

@@ -19,7 +19,7 @@ _STALE_S = 600.0  # a file of a process that was killed
 
 @dataclass(frozen=True)
 class Access:
-    """What a rank can do in the run directory."""
+    """The actions that a rank can take in the run directory."""
 
     fault: str
     """Why it cannot write there. Empty: it can."""

@@ -27,7 +27,7 @@ _BYTES = 1 << 30
 _CONTAINERS = (list, tuple, deque, dict, set, frozenset)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _ON_FIRST_USE = ("bool", "non-persistent buffer")
-"""What counts as changed from its value before the first step; all else from its value after the first step."""
+"""The values that count as changed from before the first step; all else from its value after the first step."""
 
 
 class OutsideState:

@@ -94,7 +94,7 @@ def _are_calm(means: Sequence[float], first: float) -> bool:
 
 
 def t_of_epochs(means: Sequence[float]) -> float:
-    """How far the later half of the epochs' mean losses lies below the first, in its standard deviations; 0 if not."""
+    """The fall of the epochs' mean losses from the first half to the later, in standard deviations; 0 if none."""
     later = means[len(means) // 2 :]
     if len(means) < _FEWEST_EPOCHS or not all(map(math.isfinite, means)):
         return 0.0

@@ -1,4 +1,4 @@
-"""What plain torch makes of the same training: samples, learning rates, gradients, updates, evaluations, predictions.
+"""The same training by plain torch: samples, learning rates, gradients, updates, evaluations, predictions.
 
 Nothing here imports the engine, the loader or the checkpoints of this package. So a fault in these does not move the
 judge along with the accused. What a task returns, what a config says and what a checkpoint holds is read here anew,

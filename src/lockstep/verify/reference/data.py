@@ -1,4 +1,4 @@
-"""How a plain loop reads samples, and what a task returned: losses by head, units by head."""
+"""The samples of a plain loop, and the values that a task returned: losses by head, units by head."""
 
 from __future__ import annotations
 
