@@ -62,8 +62,9 @@ def serve() -> None:
     for line in sys.stdin:
         ranks, *arguments = json.loads(line)
         answers = workers.run(ranks, train, *arguments)
-        errors = [f"rank {rank}: {getattr(answer, 'error', answer)}" for rank, answer in enumerate(answers)]
-        print(json.dumps([error for error in errors if not error.endswith(": ")]), file=channel, flush=True)
+        errors = [error for answer in answers if (error := getattr(answer, "error", str(answer)))]
+        causes = [error for error in errors if not error.startswith("RankError")]  # the others only name a failed rank
+        print(json.dumps((causes or errors)[:1]), file=channel, flush=True)
     workers.close()
 
 
@@ -92,7 +93,7 @@ class Side:
             self._server.stdin.write(json.dumps(request) + "\n")
             self._server.stdin.flush()
             if errors := self._answer():
-                raise Failed("; ".join(errors))
+                raise Failed(errors[0])
             return
         self.command("train", config, "--run-dir", run, "--nproc", str(ranks))
         found = {"evaluate": json.loads(self.command("evaluate", run))}

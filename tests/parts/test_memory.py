@@ -94,10 +94,23 @@ def test_lines_of_the_log_show_no_more_of_memory_than_the_peak():
     assert entry_line(entry, 10) == "step 5/10  epoch 1.00  peak MB 300"
 
 
-def test_steps_that_do_not_log_measure_nothing(monkeypatch):
-    counted, measured = [], []
-    count, status = MemoryMonitor._count, host_memory._status
-    monkeypatch.setattr(MemoryMonitor, "_count", lambda self: counted.append(self.state.step) or count(self))
+@pytest.fixture
+def counted(monkeypatch):
+    """The steps whose memory was counted by purpose; 0 before the first."""
+    steps, count = [], MemoryMonitor._count
+    monkeypatch.setattr(MemoryMonitor, "_count", lambda self: steps.append(self.state.step) or count(self))
+    return steps
+
+
+@pytest.mark.parametrize("evaluated", [19, 20])
+def test_last_step_is_counted_also_where_an_evaluation_comes_before_it(counted, evaluated):
+    settings = runs.config(train={"steps": 20, "eval_every_steps": evaluated}, log={"every_steps": 19})
+    runs.fit(own_tasks.Plain(eval_length=4), settings)
+    assert counted == [0, 1, 20]
+
+
+def test_steps_that_do_not_log_measure_nothing(monkeypatch, counted):
+    measured, status = [], host_memory._status
     monkeypatch.setattr(host_memory, "_status", lambda name: measured.append(name) or status(name))
     runs.fit(own_tasks.Plain(), runs.config())  # 20 steps, an entry after each 5th
     assert counted == [0, 1, 20]

@@ -49,7 +49,6 @@ class Memory(BuiltInPart):
         if gauge.device.has_own_memory:
             training.log("memory/reserved_mb", max(reserved))
         self._report(training, evaluated=False)
-        self.monitor.count_in_next_step()  # where no step so far had an update
 
     def after_evaluation(self, training: Training) -> None:
         self._report(training, evaluated=True)
@@ -60,6 +59,7 @@ class Memory(BuiltInPart):
         _log(training, figures)
         for line in lines if self.shows_tables else ():
             training.tell(line)
+        self.monitor.count_in_next_step()  # where no step so far had an update, or the next step is the last
 
     def apart(self, what: str) -> AbstractContextManager[None]:
         return self.monitor.apart(what)
