@@ -97,8 +97,9 @@ def _log(run: Path) -> list[dict[str, Any]]:
 
 
 def _messages(run: Path) -> list[str]:
-    text = (run / "train.log").read_text().replace(str(run.parent), "FOLDER")
-    return [re.sub(r"\d[\d.,:e+-]*", "#", line) for line in text.splitlines()]
+    text = re.sub(r"\S*/(before|after)/run", "RUN", (run / "train.log").read_text())
+    lines = [re.sub(r"\d[\d.,:e+-]*", "#", line) for line in text.splitlines()]
+    return [line.replace("# min # s", "# s") for line in lines]
 
 
 def _files_differ(one: Path, other: Path) -> str | None:

@@ -124,3 +124,8 @@ def test_results_of_many_questions_are_in_the_file_and_not_in_the_line():
     line = entry_line(entry, 100)
     assert "eval/auc" not in line
     assert "eval/f1/a 0.25  eval/f1/b 0.25" in line
+
+
+def test_speeds_stand_together_before_counters():
+    speeds = {"train/samples_per_s": 8.0, "train/wait_share": 0.25, "data/bad": 3, "train/tflops_per_s": 0.5}
+    assert "samples/s 8  wait 25%  TFLOP/s 0.5  " in entry_line(ENTRY | speeds, 100)

@@ -170,6 +170,21 @@ def test_epochs_begin_and_end_with_a_line(tmp_path):
     assert epoch_lines(tmp_path / "b") == lines
 
 
+@pytest.mark.parametrize("every", [4, 5])
+def test_end_of_an_epoch_stands_after_the_entry_of_its_last_step(every, tmp_path):
+    settings = settings_of_epochs(every=every, eval_every_epochs=None)
+    Trainer(settings, run_dir=tmp_path, quiet=True).fit(own_tasks.Classes(length=100))  # 5 steps in an epoch
+    lines = [line.split("  ")[1] for line in (tmp_path / "train.log").read_text().splitlines() if line[:2] == "20"]
+    lines = [line.split(":")[0] for line in lines if line.startswith(("step", "epoch"))]
+    numbers = [4, 8, 12, 15] if every == 4 else [5, 10, 15]
+    assert [line for line in lines if line.startswith("step")] == [f"step {number}/15" for number in numbers]
+    ends = [re.sub(r" after .*", "", line) for line in lines if "ends" in line]
+    assert ends == [f"epoch {epoch} of 3 ends" for epoch in (1, 2, 3)]
+    assert lines[-2] == "step 15/15"
+    if every == 5:
+        assert [line.split()[0] for line in lines] == ["epoch", "step", "epoch"] * 3
+
+
 def test_lines_are_the_same_and_once_on_two_ranks(tmp_path):
     Trainer(settings_of_epochs(), run_dir=tmp_path / "one", quiet=True).fit(own_tasks.Classes(length=100))
     run_ranks(2, runs.fit_kind, "Classes", {"length": 100}, settings_of_epochs(), tmp_path / "two")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-_FIRST = ["train/loss", "eval/loss", "train/lr", "train/grad_norm", "train/samples_per_s", "train/wait_share"]
+_FIRST = ["train/loss", "eval/loss", "train/lr", "train/grad_norm"]
+_FIRST += ["train/samples_per_s", "train/wait_share", "train/tflops_per_s"]
 _SHORT = {"train/samples_per_s": "samples/s", "train/tflops_per_s": "TFLOP/s", "memory/peak_mb": "peak MB"}
 _MANY = 6  # results by class or question, up to which the line has them
 _HIDDEN = ("memory/", "health/", "step", "epoch", "time_s", "time/")  # prefixes; names in _SHORT are shown all the same

@@ -45,13 +45,24 @@ class EpochLines(BuiltInPart):
 
     def after_step(self, training: Training) -> None:
         self._before_step(training, training.step - 1)  # the step may have had no update
-        evaluates = self.intervals.due(self.intervals.evaluate, training.step, training.last_step)
-        if training.step == self.ends_at and not evaluates:
-            self._end(training, {})
+        if not self._is_due(training, self.intervals.log):
+            self._end_unevaluated(training)
+
+    def log_entry(self, training: Training) -> None:
+        if self._is_due(training, self.intervals.log):  # else `after_step` has told the end
+            self._end_unevaluated(training)
 
     def after_evaluation(self, training: Training) -> None:
         if training.step % self.plan.steps_per_epoch == 0 or training.step == self.ends_at:
             self._end(training, {name: of for name, of in training.results.items() if name.startswith("eval/")})
+
+    def _is_due(self, training: Training, every: int) -> bool:
+        return self.intervals.due(every, training.step, training.last_step)
+
+    def _end_unevaluated(self, training: Training) -> None:
+        """End the epoch, if this step is its last and no evaluation follows. The line stands after the step's entry."""
+        if training.step == self.ends_at and not self._is_due(training, self.intervals.evaluate):
+            self._end(training, {})
 
     def _before_step(self, training: Training, done: int) -> None:
         """After `done` steps: an epoch, or a phase of other parameters, begins with the next step."""
