@@ -80,15 +80,13 @@ def difference(before: Path, after: Path, *, messages: bool) -> str | None:
         ("checkpoints", *(sorted(path.name for path in (run / "checkpoints").glob("step-*")) for run in runs)),
         ("results", *(torch.load(side / "outcome.pt", weights_only=False) for side in (before, after))),
     ]
-    if messages:
-        pairs.append(("train.log", *(_messages(run) for run in runs)))
     for name, one, other in pairs:
         if found := first_difference(one, other, name):
             return found
     for folder in (*sorted((runs[0] / "checkpoints").glob("step-*")), before / "export"):
         if found := _files_differ(folder, after / folder.relative_to(before)):
             return found
-    return None
+    return first_difference(*(_messages(run) for run in runs), "train.log") if messages else None
 
 
 def _log(run: Path) -> list[dict[str, Any]]:
@@ -97,7 +95,7 @@ def _log(run: Path) -> list[dict[str, Any]]:
 
 
 def _messages(run: Path) -> list[str]:
-    text = re.sub(r"\S*/(before|after)/run", "RUN", (run / "train.log").read_text())
+    text = re.sub(r"\S*/run\b", "RUN", (run / "train.log").read_text())
     lines = [re.sub(r"\d[\d.,:e+-]*", "#", line) for line in text.splitlines()]
     return [line.replace("# min # s", "# s") for line in lines]
 
