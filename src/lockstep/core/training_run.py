@@ -14,7 +14,8 @@ from lockstep.core.checkpoint import choice
 from lockstep.core.checkpoint.saver import Saver
 from lockstep.core.checks import Checks
 from lockstep.core.data.data_check import check_data
-from lockstep.core.data.loader import MicroBatch, print_warning
+from lockstep.core.data.loader import MicroBatch
+from lockstep.core.data.workers import print_warning
 from lockstep.core.errors import CheckpointError, Preempted
 from lockstep.core.evaluation_run import Viewer
 from lockstep.core.joined_parts import JoinedParts

@@ -44,6 +44,9 @@ class DeviceCopies:
         self.stream = self.device.new_stream()
         self.queued: deque[Any] = deque()  # marks of what the device was given when each of the last copies began
 
+        self.changes_nothing = self.stream is None and self.device.has_float64 and not channels_last
+        """True if every batch is on the device as it is."""
+
     def begin(self, batch: Any) -> Copy:
         """Begin to copy a batch to the device."""
         format_of = _as_channels_last if self.channels_last else _unchanged

@@ -7,11 +7,7 @@ import functools
 import itertools
 import math
 import numbers
-import os
-import signal
-import sys
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -19,22 +15,20 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lockstep.core.data import worker_deaths
+from lockstep.core.data import worker_deaths, workers
 from lockstep.core.data.device_copies import Copy, DeviceCopies
-from lockstep.core.data.executed_files import ExecutedFiles
 from lockstep.core.data.order import MicroBatchPlan, StepPlan, derive_seed, derive_seeds
 from lockstep.core.data.randomness import SampleSeeding, restored_generators, seed_all
 from lockstep.core.data.sample_errors import error_of_batch, error_of_sample
 from lockstep.core.data.tensors import pinned
-from lockstep.core.errors import DataError, LockstepError, TrainingError, exit_of_task
+from lockstep.core.data.workers import Plans
+from lockstep.core.errors import DataError, TrainingError, exit_of_task
 
 OnError = Literal["raise", "skip"]
 Weights = dict[str, float] | None
-Plans = Callable[[], Iterable[MicroBatchPlan]]
 Bad = tuple[tuple[int, str], ...]  # index and message of each sample that could not be read
 
 _NONE_BAD: Bad = ()
-_LAST_BATCHES_S = 15.0  # how long a worker stays after SIGTERM
 _COLLATE = 0x0BA7C4  # a word in the seeds of micro-batches, so that no sample has the same seed
 _SUBSTITUTES = 32  # how many samples are tried if no sample of a micro-batch can be read
 
@@ -206,12 +200,13 @@ class MicroBatches(Dataset[MicroBatch]):
 
     def _read_seeded(self, indices: tuple[int, ...], epoch: int) -> list[Any]:
         """The samples, each under its own seed. This runs for every sample, so it calls little else."""
-        data, prepare, training, samples = self.data, self.task.prepare, self.training, []
+        data, prepares, prepare, training, samples = self.data, self.prepares, self.task.prepare, self.training, []
+        seeders = self.seeding.seeders()
         for index, seed in zip(indices, derive_seeds(indices, state=derive_seed(self.seed, epoch)), strict=True):
-            for generator in self.seeding.drawn:
-                generator.seed(seed)
+            for seed_generator in seeders:
+                seed_generator(seed)
             sample = data[index]
-            samples.append(prepare(sample, epoch, training) if self.prepares else sample)
+            samples.append(prepare(sample, epoch, training) if prepares else sample)
         return samples
 
     def sample(self, index: int, epoch: int) -> Any:
@@ -240,48 +235,28 @@ class MicroBatches(Dataset[MicroBatch]):
         return str(where(index)) if where else f"{type(self.data).__name__}[{index}]"
 
 
-@dataclass
-class Failure:
-    """Carries an exception out of a loader worker. torch would rebuild the exception from its text alone."""
-
-    error: Exception
-
-    def pin_memory(self) -> Failure:
-        """Called by torch's DataLoader, as for micro-batches."""
-        return self
-
-
 class Loader:
     """Micro-batches of this rank in the order of a plan, prepared by worker processes, and copied to the device ahead.
 
     Args:
         micro_batches: reads the micro-batches.
-        workers: number of processes that prepare samples; 0: this process does.
+        count: number of worker processes that read samples; 0: this process does.
         device: device of the batches.
         channels_last: give tensors of four dimensions (images) that memory format.
     """
 
     def __init__(
-        self, micro_batches: MicroBatches, workers: int, device: torch.device, *, channels_last: bool = False
+        self, micro_batches: MicroBatches, count: int, device: torch.device, *, channels_last: bool = False
     ) -> None:
-        self.micro_batches, self.workers, self.device, self.order = micro_batches, workers, device, _Order()
+        self.micro_batches, self.workers, self.device, self.order = micro_batches, count, device, workers.Order()
         self.copies = DeviceCopies(device, channels_last=channels_last)
-        self.tell: Callable[[str], None] = print_warning
+        self.tell: Callable[[str], None] = workers.print_warning
         """Shows a warning. By default, it goes to stderr."""
         self.batches = self._new_batches()
 
-    def _new_batches(self) -> DataLoader[MicroBatch]:
-        return DataLoader(
-            _CatchErrors(self.micro_batches),
-            batch_size=None,
-            sampler=self.order,
-            num_workers=self.workers,
-            collate_fn=_identity,
-            pin_memory=self.copies.stream is not None,
-            persistent_workers=self.workers > 0,
-            worker_init_fn=_leave_signals_to_the_rank,
-            generator=torch.Generator(),  # else the DataLoader draws its seed from the training's generator
-        )
+    def _new_batches(self) -> DataLoader[Any]:
+        pins = self.copies.stream is not None
+        return workers.data_loader(workers.CatchErrors(self.micro_batches), self.order, self.workers, pins=pins)
 
     def run(self, plans: Plans) -> Generator[MicroBatch, None, None]:
         """The micro-batches of `plans`, in order.
@@ -293,6 +268,20 @@ class Loader:
             LockstepError: a sample cannot be read, the task failed to prepare it, or a worker was killed again and
                 again without a micro-batch in between.
         """
+        for micro_batch in self._by_workers(plans) if self.workers else self._read_here(plans):
+            micro_batch.copy = None if self.copies.changes_nothing else self.copies.begin
+            yield micro_batch
+            micro_batch.let_go()
+
+    def _read_here(self, plans: Plans) -> Iterator[MicroBatch]:
+        for plan in plans():
+            try:
+                micro_batch = self.micro_batches[plan]
+            except SystemExit as error:
+                raise exit_of_task(error) from None
+            yield micro_batch if self.copies.stream is None else micro_batch.pin_memory()
+
+    def _by_workers(self, plans: Plans) -> Iterator[MicroBatch]:
         done = deaths = 0
         self.order.plans = plans
         batches, processes = worker_deaths.start(self.batches)
@@ -311,18 +300,16 @@ class Loader:
                 self.tell(f"warning: {how}: workers are started again, and go on with the same samples")
                 del batches  # ends the other workers
                 self.batches = self._new_batches()
-                self.order.plans = functools.partial(_after, plans, done)
+                self.order.plans = functools.partial(workers.after, plans, done)
                 batches, processes = worker_deaths.start(self.batches)
                 continue
-            if isinstance(micro_batch, Failure):
+            if isinstance(micro_batch, workers.Failure):
                 raise micro_batch.error
             done, deaths = done + 1, 0
-            micro_batch.copy = self.copies.begin
             yield micro_batch
-            micro_batch.let_go()
 
     def _workers_lost(self, how: str, plans: Plans, done: int) -> DataError:
-        indices = next(iter(_after(plans, done))).indices
+        indices = next(iter(workers.after(plans, done))).indices
         listed = f"{list(indices[:8])}{' ...' if len(indices) > 8 else ''}"
         return worker_deaths.killed_again(how, f"while samples {listed} and later ones were read")
 
@@ -342,17 +329,8 @@ class Loader:
             DataError: the worker was killed again and again.
         """
 
-        def make() -> DataLoader[Any]:
-            return DataLoader(
-                _Pairs(self.micro_batches),
-                batch_size=None,
-                sampler=keys,
-                num_workers=int(self.workers > 0),
-                collate_fn=_identity,
-                worker_init_fn=_leave_signals_to_the_rank,
-                generator=torch.Generator(),
-            )
-
+        pairs_of = workers.Pairs(self.micro_batches)
+        make = functools.partial(workers.data_loader, pairs_of, keys, int(self.workers > 0), stays=False)
         with restored_generators(self.device):
             pairs = dict(zip(keys, worker_deaths.read_all(make, "samples to look at"), strict=True))
         return {key: pair for key, pair in pairs.items() if pair is not None}
@@ -370,7 +348,7 @@ class StepIterator:
         self._steps = _steps(loader, plan, rank, start, stop)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
-        return self
+        return self._steps
 
     def __next__(self) -> list[MicroBatch]:
         return next(self._steps)
@@ -385,80 +363,6 @@ def _steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> 
     with contextlib.closing(loader.run(plans)) as micro_batches:
         for step in range(start, stop):
             yield list(itertools.islice(micro_batches, plan.count(step)))
-
-
-class _Order(torch.utils.data.Sampler[MicroBatchPlan]):
-    """The plans that the DataLoader reads next. A DataLoader keeps its workers while this object gets other plans."""
-
-    plans: Plans = staticmethod(tuple)
-
-    def __init__(self) -> None:
-        pass
-
-    def __iter__(self) -> Iterator[MicroBatchPlan]:
-        return iter(self.plans())
-
-
-class _InWorker(Dataset[Any]):
-    def __init__(self, micro_batches: MicroBatches) -> None:
-        self.files = ExecutedFiles()  # comes before objects of the classes in them
-        self.micro_batches = micro_batches
-
-
-class _CatchErrors(_InWorker):
-    """Returns errors of Lockstep instead of raising them."""
-
-    def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch | Failure:
-        try:
-            return self.micro_batches[plan]
-        except LockstepError as error:
-            return Failure(error)
-        except SystemExit as error:
-            return Failure(exit_of_task(error))
-
-
-class _Pairs(_InWorker):
-    """Raw and prepared sample by index and epoch; None for a sample that cannot be read."""
-
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Any] | None:
-        try:
-            prepared = self.micro_batches.sample(*key)
-            return self.micro_batches.data[key[0]], prepared
-        except Exception:
-            return None
-
-
-def _leave_signals_to_the_rank(_: int) -> None:
-    """Make a loader worker ignore requests to stop. The rank follows them, and needs batches until all ranks agree.
-
-    A terminal or a scheduler signals all processes of a job. On SIGTERM, which may also come from the rank itself, a
-    worker stays long enough for the agreement, and then exits without an error.
-    """
-    signal.set_wakeup_fd(-1)  # a forked worker shares the rank's file
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _leave_soon)
-
-
-def _leave_soon(*_: object) -> None:
-    timer = threading.Timer(_LAST_BATCHES_S, os._exit, (0,))
-    timer.daemon = True  # a worker that is done need not wait for it
-    timer.start()
-
-
-def _after(plans: Plans, done: int) -> Iterable[MicroBatchPlan]:
-    """`plans` without the first `done` of them."""
-    return itertools.islice(plans(), done, None)
-
-
-def print_warning(text: str) -> None:
-    """Print `text` and the rank to stderr."""
-    print(f"[rank {os.environ.get('RANK', 0)}] {text}", file=sys.stderr, flush=True)
-
-
-def _identity(value: Any) -> Any:
-    return value
 
 
 def _as_floats(weights: Any, filler: bool) -> Weights:

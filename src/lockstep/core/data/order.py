@@ -22,6 +22,8 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 
 _MASK = (1 << 64) - 1
+_30, _27, _31, _32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _ROUNDS = 8
 _BLOCK = 8192
 _WINDOW = 128  # micro-batches of a prediction that are cut together, where samples are sorted by length
@@ -43,10 +45,11 @@ def derive_seed(*words: int, state: int = 0) -> int:
 
 def derive_seeds(words: Sequence[int], *, state: int) -> list[int]:
     """`derive_seed(word, state=state)` for each of `words`, which are not negative."""
-    seeds = np.asarray(words, dtype=np.uint64) + np.uint64((state + 0x9E3779B97F4A7C15) & _MASK)
-    seeds = (seeds ^ (seeds >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    seeds = (seeds ^ (seeds >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    hashed: list[int] = (seeds ^ (seeds >> np.uint64(31))).tolist()
+    seeds = np.array(words, np.uint64)
+    seeds += np.uint64((state + 0x9E3779B97F4A7C15) & _MASK)
+    seeds = (seeds ^ (seeds >> _30)) * _FIRST
+    seeds = (seeds ^ (seeds >> _27)) * _SECOND
+    hashed: list[int] = (seeds ^ (seeds >> _31)).tolist()
     return hashed
 
 
@@ -57,9 +60,9 @@ def _shift(half: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64], key: int
     (at most 2**31) by a multiplication, because a 64-bit division takes several times as long.
     """
     state = other ^ np.uint64(key)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    distance = (((state ^ (state >> np.uint64(31))) >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)
+    state = (state ^ (state >> _30)) * _FIRST
+    state = (state ^ (state >> _27)) * _SECOND
+    distance = (((state ^ (state >> _31)) >> _32) * np.uint64(size)) >> _32
     moved = half + distance
     return np.where(moved >= np.uint64(size), moved - np.uint64(size), moved)
 

@@ -28,6 +28,11 @@ def _seed_torch(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` does the same, 100 times slower
 
 
+def _torch_seeder() -> Callable[[int], object]:
+    """`_seed_torch` without a frame of Python. It cannot be pickled."""
+    return torch.default_generator.manual_seed
+
+
 def _seed_numpy(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
@@ -111,6 +116,10 @@ class SampleSeeding:
         """Prepare for reading a sample: seed the generators that samples draw from."""
         for generator in self.drawn:
             generator.seed(seed)
+
+    def seeders(self) -> list[Callable[[int], object]]:
+        """The functions that prepare for reading a sample, as `seed` does: for many samples."""
+        return [_torch_seeder() if one.seed is _seed_torch else one.seed for one in self.drawn]
 
     def found_more(self) -> bool:
         """True if the samples drew from a generator for the first time: then read the micro-batch again."""
