@@ -136,7 +136,12 @@ class JoinedParts:
             TrainingError: a required Part failed; names the Part, the event, the step, the rank, the file and the line.
         """
         for name in self._needs[event]:
-            self._attempt(name, event, self._trainings[name])
+            part, training = self._all[name], self._trainings[name]
+            if isinstance(part, BuiltInPart):
+                training.step = self.state.step
+                getattr(part, event)(training)
+            else:
+                self._attempt(name, event, training)
             if event in _OF_ENTRIES:
                 self._take(self._trainings[name])  # a later Part sees the results of this event
 
@@ -174,8 +179,6 @@ class JoinedParts:
         except LockstepError:  # of a collective, or another that says what to do
             raise
         except (Exception, SystemExit) as error:  # one rank that exits would leave the others waiting
-            if isinstance(part, BuiltInPart):
-                raise
             if part.required and isinstance(error, torch.OutOfMemoryError):  # less samples at once may help
                 raise torch.OutOfMemoryError(f"in {method} of the Part {name}: {error}") from error
             frame = frame_of_task(error)

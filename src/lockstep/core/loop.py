@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -221,26 +221,23 @@ class _Loop:
 
     def after_step(self, micro_batches: list[MicroBatch], due: _Due) -> None:
         """Tell the Parts, and write an entry of the log, if it is due."""
-        with self._with_checkpoints():
+        try:
             self.parts.after_step(micro_batches)
+        except TrainingError as error:
+            _add_to_message(error, self.keeper.kept())
+            raise
         if due.log:
             self.log.window_entry()
         self.log.progress()
 
-    @contextlib.contextmanager
-    def _with_checkpoints(self) -> Generator[None, None, None]:
-        """Where a Part fails inside, the error says what is saved."""
-        try:
-            yield
-        except TrainingError as error:
-            _add_to_message(error, self.keeper.kept())
-            raise
-
     def save(self, results: dict[str, float]) -> None:
         """Save the state, with the results of the evaluation of this step, if there was any."""
         with self.log.window.excluded(saving=True):
-            with self._with_checkpoints():
+            try:
                 self.parts.call("before_save")
+            except TrainingError as error:
+                _add_to_message(error, self.keeper.kept())
+                raise
             with self.parts.apart("saving"):
                 self.keeper.save(results)
         self.saved_at, self.saved_s = self.state.step, self.consensus.elapsed_s

@@ -90,14 +90,16 @@ class Schedule(ScheduleConfig):
             update = min(update, self.total_steps - 1)
         if self.name == "one_cycle":
             return self._one_cycle(update)
-        if update < self.warmup:
-            return self._shape(update) * (update + 1) / self.warmup
-        return self._shape(update)
+        warmup = self.warmup
+        shape = self._shape(update, warmup)
+        return shape * (update + 1) / warmup if update < warmup else shape
 
-    def _shape(self, update: int) -> float:
+    def _shape(self, update: int, warmup: int) -> float:
         if self.name == "step":  # counts epochs from the beginning of training, not from the end of the warm-up
             return float(self.gamma ** math.floor(update / (self.step_epochs * self.steps_per_epoch) + 1e-9))
-        done = min(1.0, max(0, update - self.warmup) / max(1, self.length - self.warmup))
+        if self.name == "constant":
+            return 1.0
+        done = min(1.0, max(0, update - warmup) / max(1, self.length - warmup))
         if self.name == "linear":
             return self.end_factor + (1 - self.end_factor) * (1 - done)
         if self.name == "cosine":

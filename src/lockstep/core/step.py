@@ -103,11 +103,11 @@ class StepResult:
     """Samples in the global batch, over all ranks."""
     totals: dict[str, float]
     """W: units by head over all ranks; under `SAMPLES` for all heads."""
-    indices: list[tuple[int, ...]]
+    indices: list[tuple[int, ...]] = field(default_factory=list)
     """Indices of the samples of each micro-batch."""
-    counted: list[bool]
+    counted: list[bool] = field(default_factory=list)
     """For each micro-batch: true if it counts. A filler does not."""
-    bad: list[str]
+    bad: list[str] = field(default_factory=list)
     """Messages about unreadable samples."""
     losses: list[Losses] = field(default_factory=list)
     """Loss sums by head, of each micro-batch that ran."""
@@ -120,6 +120,12 @@ class StepResult:
     see `Device.mark`."""
     waits: list[tuple[Any, Any]] | None = field(default_factory=list)
     """Marks around the times in between for which it waited for other ranks; see `strategy.Waits`."""
+
+    def add_samples(self, micro_batch: MicroBatch) -> None:
+        """Note which samples a micro-batch has."""
+        self.indices.append(micro_batch.indices)
+        self.counted.append(not micro_batch.filler)
+        self.bad += [message for _, message in micro_batch.bad] if micro_batch.bad else []
 
 
 def train_step(
@@ -139,14 +145,9 @@ def train_step(
     """
     strategy, optimizer, scaler = state.strategy, state.optimizer, state.precision.scaler
     state.unfreeze()
-    result = StepResult(
-        step=state.step,
-        samples=samples,
-        totals=_count_units(state, micro_batches, samples),
-        indices=[micro_batch.indices for micro_batch in micro_batches],
-        counted=[not micro_batch.filler for micro_batch in micro_batches],
-        bad=[message for micro_batch in micro_batches for _, message in micro_batch.bad],
-    )
+    result = StepResult(state.step, samples, totals=_count_units(state, micro_batches, samples))
+    for micro_batch in micro_batches:
+        result.add_samples(micro_batch)
     state.step += 1
     if not any(result.totals.values()):  # no unit on any rank. All ranks know the totals, so all ranks skip
         state.skipped += 1
@@ -159,14 +160,13 @@ def train_step(
         last = number == len(micro_batches) - 1
         rest = forward_backward_step(state, micro_batch, result, number=number, last=last)
 
-    parameters = state.parameters
     if rest != 1.0:
-        scale_grads(parameters, rest)
+        scale_grads(state.parameters, rest)
     scaler.unscale_(optimizer)
     if want_norm or state.clip_norm is not None:
-        result.grad_norm = grad_norm(parameters)
+        result.grad_norm = grad_norm(state.parameters)
         if state.clip_norm is not None:
-            clip_grads(parameters, state.clip_norm, result.grad_norm)
+            clip_grads(state.parameters, state.clip_norm, result.grad_norm)
     set_lr(optimizer, state.schedule(result.step - state.skipped))
     result.applied = state.precision.step(optimizer)
     optimizer.zero_grad(set_to_none=True)
@@ -193,10 +193,11 @@ def forward_backward_step(
     seed_forward(derive_seed(state.seed, result.step, world.rank, number), world.device)
     without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
     with strategy.gradient_sync(last), without_trace:
-        strategy.unwrapped.keeps_output = metrics is not None and metrics.wants_output
+        kept = strategy.unwrapped.kept
+        kept.is_wanted = metrics is not None and metrics.wants_output
         with state.precision.autocast():
             losses: Losses = strategy.forward(micro_batch.batch)
-        output = map_tensors(strategy.unwrapped.take_output(), Tensor.detach)
+        output = map_tensors(kept.take(), Tensor.detach)
         losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
         factors, rest = _factors(state, losses, result.totals, micro_batch)
         scaled = {head: state.precision.scaler.scale(factor) for head, factor in factors.items()}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping
+
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.core.built_in import BuiltInPart, Inside
 from lockstep.core.data.order import StepPlan
@@ -37,20 +40,38 @@ class EpochLines(BuiltInPart):
         self.ends_at = step
         """The step at which the epoch ends: the number of steps that are then done."""
         self.looked_at = -1  # the step before which this Part has looked
-        if step == 0 or step % self.plan.steps_per_epoch:  # else an evaluation may come first
+        self.hook: RemovableHandle | None = None
+        if step == 0 or step % self.plan.steps_per_epoch:
             self._before_step(training, step)
-
-    def before_update(self, training: Training) -> None:
-        self._before_step(training, training.step - 1)
+        else:  # an evaluation may come first
+            self._look_at_next_step(training)
 
     def after_step(self, training: Training) -> None:
-        self._before_step(training, training.step - 1)  # the step may have had no update
-        if not self._is_due(training, self.intervals.log):
+        assert isinstance(training, Inside)
+        step, unfreezing = training.step, training.state.unfreezing
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+            self._before_step(training, step - 1)  # the step may have had no update
+        if step == self.ends_at and not self._is_due(training, self.intervals.log):
             self._end_unevaluated(training)
+        if step >= self.ends_at or (unfreezing is not None and step in unfreezing.steps):
+            self._look_at_next_step(training)
 
     def log_entry(self, training: Training) -> None:
         if self._is_due(training, self.intervals.log):  # else `after_step` has told the end
             self._end_unevaluated(training)
+
+    def _look_at_next_step(self, training: Inside) -> None:
+        """Let the next update begin with `_before_step`. Other updates need not call this Part."""
+        part, view = weakref.ref(self), weakref.ref(training)  # a cycle would be freed late, and the model with it
+
+        def look(*_: object) -> None:
+            own, seen = part(), view()
+            if own is not None and seen is not None:
+                own._before_step(seen, seen.state.step - 1)
+
+        self.hook = training.state.optimizer.register_step_pre_hook(look)
 
     def after_evaluation(self, training: Training) -> None:
         if training.step % self.plan.steps_per_epoch == 0 or training.step == self.ends_at:

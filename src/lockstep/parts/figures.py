@@ -30,7 +30,8 @@ class Memory(BuiltInPart):
         self.monitor.count_in_next_step()
 
     def after_step(self, training: Training) -> None:
-        self.monitor.after_step()
+        if self.monitor.has_counted:
+            self.monitor.stop_counting()
         if training.step + 1 == training.last_step:
             self.monitor.count_in_next_step()
 

@@ -50,7 +50,9 @@ class FlopCount:
 
     def add(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Add a step that was computed. Fillers add nothing."""
-        self.elements += sum(_elements(each) for each in micro_batches if not each.filler)
+        for micro_batch in micro_batches:
+            if not micro_batch.filler:
+                self.elements += _elements(micro_batch)
 
     def count(self, micro_batch: MicroBatch) -> None:
         """Count the operations of a micro-batch, if this was not done for the parameters that are trainable now.
@@ -147,6 +149,7 @@ def _elements(micro_batch: MicroBatch) -> int:
 def _numel(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel()
-    if isinstance(value, Mapping):
-        return sum(map(_numel, value.values()))
-    return sum(map(_numel, value)) if isinstance(value, list | tuple) else 0
+    count = 0
+    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        count += item.numel() if isinstance(item, Tensor) else _numel(item)
+    return count

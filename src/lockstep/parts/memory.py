@@ -112,7 +112,8 @@ class MemoryMonitor:
         self.reported: list[Row] = []
         """The rows of all ranks in the last report."""
         self.hook: RemovableHandle | None = None
-        self.has_counted = False  # since `count_in_next_step`
+        self.has_counted = False
+        """True if a count was made since `count_in_next_step`. Then `stop_counting` is to be called after the step."""
 
     @contextlib.contextmanager
     def apart(self, part: str) -> Generator[None, None, None]:
@@ -148,18 +149,15 @@ class MemoryMonitor:
             self.has_counted = False
             self.hook = self.state.optimizer.register_step_post_hook(lambda *_: self._count_after_update())
 
-    def after_step(self) -> None:
-        """Call it after each step: a count was made once, or is made in a later step that has an update."""
-        if self.has_counted:
-            self._stop_counting()
-
     def _count_after_update(self) -> None:
         self.counted, self.has_counted = self._count(), True
         # On the CPU a process keeps memory that was freed, so `other` stays the figure from before the training.
         if self.gauge.device.has_own_memory:
             self.other = max(0, self.gauge.current() - sum(self.counted.values()))
 
-    def _stop_counting(self) -> None:
+    def stop_counting(self) -> None:
+        """Count in no later step."""
+        self.has_counted = False
         if self.hook is not None:
             self.hook.remove()
             self.hook = None
@@ -184,7 +182,7 @@ class MemoryMonitor:
             figures in MiB by name: the largest of all ranks, and with few ranks also those of each rank; and the lines
             of the table.
         """
-        self._stop_counting()  # where no update was applied, the hook has not run
+        self.stop_counting()  # where no update was applied, the hook has not run
         is_last = self.state.step == self.stop
         if (self.reported and not is_last) or (is_last and self.evaluates and not evaluated):
             return {}, []

@@ -63,14 +63,16 @@ GENERATORS = (
 
 def seed_all(seed: int) -> None:
     """Seed the global generators of torch (on the CPU), NumPy and Python."""
-    for generator in GENERATORS:
-        generator.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
 
 
 def seed_forward(seed: int, device: torch.device) -> None:
     """Seed the generators that a forward pass may draw from, such as for dropout: of the CPU and of `device`."""
     seed_all(seed)
-    devices.of(device).seed(seed)
+    if device.type != "cpu":
+        devices.of(device).seed(seed)
 
 
 @contextlib.contextmanager

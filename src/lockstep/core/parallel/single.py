@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from lockstep.core.parallel.buffers import ModuleBuffers, restored_state
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.strategy import Forward, Losses, Waits
 from lockstep.core.parallel.world import World
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 class Single:
@@ -31,6 +34,7 @@ class Single:
 
     def __init__(self, world: World, find_unused_parameters: bool = False) -> None:
         self.world, self.find_unused_parameters = world, find_unused_parameters
+        self.device = devices.of(world.device)
         self.must_check_used = not find_unused_parameters
         """True if the next step checks that each parameter has a gradient."""
         self.trainable: dict[str, nn.Parameter] = {}
@@ -49,7 +53,7 @@ class Single:
 
     def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
         model = make()
-        if not devices.of(self.world.device).has_float64:
+        if not self.device.has_float64:
             _check_no_float64(model)
         return model.to(self.world.device), []
 
@@ -70,7 +74,7 @@ class Single:
     def begin_step(self, batch: Callable[[], Any], precision: Precision, ignored_heads: Sequence[str]) -> Any:
         self.sync_buffers()
         self._take_waits()  # of an evaluation
-        mark = devices.of(self.world.device).mark() if self.world.size > 1 else None
+        mark = self.device.mark() if self.world.size > 1 else None
         self._warm_up(batch, precision, ignored_heads)
         return mark
 
@@ -90,7 +94,7 @@ class Single:
         # A CUDA graph writes gradients into memory that its next run overwrites, and torch keeps a first one in place.
         new = [p for p in self.trainable.values() if p.grad is None] if self.unwrapped.uses_graphs and not last else []
         if last and self.world.size > 1:
-            waits = Waits(devices.of(self.world.device).mark(), self._take_waits())
+            waits = Waits(self.device.mark(), self._take_waits())
         if roots:
             torch.autograd.backward(roots, gradients)
         for parameter in new:
@@ -137,12 +141,11 @@ class Single:
         Raises:
             TrainingError: code of the task or of the model has frozen or unfrozen parameters; names them.
         """
-        in_pass = self._changed_while_gathered()
-        unfrozen = [name for name, p in self.frozen.items() if p.requires_grad or id(p) in in_pass]
-        if not unfrozen and not in_pass and all(p.requires_grad for p in self.trainable.values()):
+        in_pass, train, frozen = self._changed_while_gathered(), self.trainable.values(), self.frozen.values()
+        if not in_pass and all(map(_requires_grad, train)) and not any(map(_requires_grad, frozen)):
             return
         changed = {
-            "unfrozen": unfrozen,
+            "unfrozen": [name for name, p in self.frozen.items() if p.requires_grad or id(p) in in_pass],
             "frozen": [name for name, p in self.trainable.items() if not p.requires_grad or id(p) in in_pass],
         }
         shown = "; ".join(f"{word} were {listed(names)}" for word, names in changed.items() if names)

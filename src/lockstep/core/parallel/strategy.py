@@ -18,7 +18,7 @@ from lockstep.core.parallel.world import World
 Losses = dict[str, Tensor]
 """Loss sums by head: scalar tensors."""
 
-
+_SUM = "return the SUM of the loss over its units: a scalar tensor, or a dict of scalar tensors by head"
 _TUPLES = (
     "return the loss alone, or the pair (loss, output), where `output` is the result of `predict`: put several outputs "
     "into one tuple or dict. Several losses are a dict of scalar tensors by head"
@@ -35,6 +35,24 @@ class CallsVary(Protocol):
 
     largest_over_ranks: Callable[[int], int]
     """From a number to the largest over all ranks. As the module is made: the number itself."""
+
+
+@dataclass
+class KeptOutput:
+    """The output that `Task.loss` returns with the losses, of one call in training.
+
+    Outputs do not pass through the wrappers: DDP and FSDP prepare a backward pass from all that a module returns. They
+    are no attributes of the module either: to set these takes longer.
+    """
+
+    is_wanted: bool = False
+    """True if the next call keeps its output."""
+    output: Any = None
+
+    def take(self) -> Any:
+        """The output of the last call, if it was to be kept. None: `loss` returned the losses alone."""
+        output, self.output, self.is_wanted = self.output, None, False
+        return output
 
 
 class Forward(nn.Module):
@@ -63,17 +81,7 @@ class Forward(nn.Module):
         self.loss = loss
         self.calls_vary = calls_vary
         self.uses_graphs = uses_graphs
-        self.keeps_output = False
-        """True if the next call in training keeps the output that `loss` returns with the losses; see `take_output`."""
-        self._output: Any = None
-
-    def take_output(self) -> Any:
-        """The output of the last call, if it was to be kept. None: `loss` returned the losses alone.
-
-        Outputs do not pass through the wrappers: DDP and FSDP prepare a backward pass from all that a module returns.
-        """
-        output, self._output, self.keeps_output = self._output, None, False
-        return output
+        self.kept = KeptOutput()
 
     def forward(self, batch: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Any:
         """Loss sums by head; a single loss is the head `loss`. With `call`: the result of `call(model, batch)`."""
@@ -87,8 +95,8 @@ class Forward(nn.Module):
         losses, output = split_output(returned)
         if isinstance(output, Tensor) and output.ndim == 0:  # a second loss, which would not be trained
             raise TrainingError("it returned a tuple of two scalars", where="Task.loss", remedy=_TUPLES)
-        if self.keeps_output and self.model.training:
-            self._output = output
+        if self.kept.is_wanted and self.model.training:
+            self.kept.output = output
         return by_head(losses)
 
 
@@ -232,11 +240,12 @@ def by_head(losses: Any, where: str = "Task.loss") -> Losses:
     """
     if isinstance(losses, tuple):
         raise TrainingError(f"it returned a tuple of {len(losses)}", where=where, remedy=_TUPLES)
-    remedy = "return the SUM of the loss over its units: a scalar tensor, or a dict of scalar tensors by head"
     heads: Mapping[Any, Any] = losses if isinstance(losses, Mapping) else {"loss": losses}
     if not heads:
-        raise TrainingError("it returned an empty dict", where=where, remedy=remedy)
+        raise TrainingError("it returned an empty dict", where=where, remedy=_SUM)
     for head, value in heads.items():
+        if isinstance(head, str) and isinstance(value, Tensor) and not value.ndim and value.is_floating_point():
+            continue
         named = f"head {head!r} is" if isinstance(losses, Mapping) else "it returned"
         if not isinstance(head, str):
             raise TrainingError(
@@ -244,8 +253,7 @@ def by_head(losses: Any, where: str = "Task.loss") -> Losses:
             )
         if not isinstance(value, Tensor):
             shown = "" if value is None or isinstance(value, Mapping | list | tuple | set) else f" ({value!r})"
-            raise TrainingError(f"{named} a {type(value).__name__}{shown}", where=where, remedy=remedy)
-        if value.ndim or not value.is_floating_point():
-            what = f"{named} a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
-            raise TrainingError(what, where=where, remedy=remedy)
+            raise TrainingError(f"{named} a {type(value).__name__}{shown}", where=where, remedy=_SUM)
+        what = f"{named} a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
+        raise TrainingError(what, where=where, remedy=_SUM)
     return {head: heads[head] for head in sorted(heads)}
