@@ -33,7 +33,7 @@ def walk(run_dir):
         while outer is not None and outer.f_code is not loop.fit.__code__:
             depth += Path(outer.f_code.co_filename).is_relative_to(PACKAGE)
             outer = outer.f_back
-        if frame.f_code.co_qualname == "StepIterator.__next__":
+        if frame.f_code.co_qualname == "_steps":
             started.append(True)
         if started and outer is not None:
             path = Path(frame.f_code.co_filename).relative_to(PACKAGE)

@@ -244,8 +244,9 @@ class StepPlan:
         stop = min(start + self.global_batch, self.length)
         size = self._block_size
         first, last = start // size, (stop - 1) // size
-        blocks = [self._block(epoch, number) for number in range(first, last + 1)]
-        order = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        order = self._block(epoch, first)
+        if last > first:
+            order = np.concatenate([order, *(self._block(epoch, number) for number in range(first + 1, last + 1))])
         return order[start - first * size : stop - first * size], epoch
 
     def by_rank(self, step: int) -> list[list[MicroBatchPlan]]:

@@ -113,8 +113,12 @@ class Single:
         Raises:
             TrainingError: see `_zero_roots`.
         """
-        roots = [losses[head] for head in factors if losses[head].requires_grad]
-        gradients = [factor for head, factor in factors.items() if losses[head].requires_grad]
+        roots: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for head, factor in factors.items():
+            if losses[head].requires_grad:
+                roots.append(losses[head])
+                gradients.append(factor)
         if len(roots) < len(factors):  # a head without units may be a constant
             constants = [head for head in factors if not losses[head].requires_grad]
             parameters = self._zero_roots(losses, constants, last)

@@ -180,8 +180,9 @@ class Classification(ImageTask):
 
     def _label(self, sample: Sample) -> int:
         label = int(sample[1])
-        if not -1 <= label < len(self.classes):
-            raise DataError(f"label {label} is out of range", remedy=f"labels are 0 to {len(self.classes) - 1}")
+        classes = len(self.about.classes)
+        if not -1 <= label < classes:
+            raise DataError(f"label {label} is out of range", remedy=f"labels are 0 to {classes - 1}")
         return label
 
     def _image(self, sample: Sample, epoch: int, training: bool) -> Tensor:

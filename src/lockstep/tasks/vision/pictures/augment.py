@@ -108,7 +108,8 @@ def _crop(picture: Picture, size: Size, options: AugmentOptions, mask_fill: int,
     if options.crop == "fit":
         fill, interpolation = options.fill, options.interpolation
         return geometry.letterbox(picture, size, interpolation=interpolation, fill=fill, mask_fill=mask_fill)[0]
-    picture = geometry.resize(picture, size, interpolation=options.interpolation)
+    if picture.image.shape[1:] != size:
+        picture = geometry.resize(picture, size, interpolation=options.interpolation)
     most = options.shift
     if options.crop == "resize" or most == 0:
         return picture

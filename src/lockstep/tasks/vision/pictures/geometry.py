@@ -34,7 +34,8 @@ def crop(picture: Picture, region: Region, *, min_visible: float = MIN_VISIBLE) 
         ValueError: the region is empty or not inside the picture.
     """
     top, left, height, width = region
-    inside = top >= 0 and left >= 0 and top + height <= picture.size[0] and left + width <= picture.size[1]
+    _, all_rows, all_columns = picture.image.shape
+    inside = top >= 0 and left >= 0 and top + height <= all_rows and left + width <= all_columns
     if not inside or min(height, width) < 1:
         raise ValueError(f"region {region} (top, left, height, width) of a picture of {picture.size}")
     boxes = picture.boxes
@@ -44,7 +45,7 @@ def crop(picture: Picture, region: Region, *, min_visible: float = MIN_VISIBLE) 
         mask=None if picture.mask is None else picture.mask[top : top + height, left : left + width],
         boxes=None if boxes is None else boxes - boxes.new_tensor([left, top, left, top]),
     )
-    return _clip_boxes(moved, min_visible)
+    return moved if boxes is None else _clip_boxes(moved, min_visible)
 
 
 def resize(picture: Picture, size: Size, *, interpolation: Interpolation = "bilinear") -> Picture:
@@ -150,11 +151,11 @@ def pad(
         fill: grey level of the borders, 0 to 255.
         mask_fill: value of the mask in the borders.
     """
-    height, width = picture.size
+    _, height, width = picture.image.shape
     inner = (slice(top, top + height), slice(left, left + width))
     size = (top + height + bottom, left + width + right)
     image = picture.image.new_full((*size, len(picture.image)), fill)
-    image[inner] = rows(picture.image)
+    image[inner] = picture.image.permute(1, 2, 0)
     mask, boxes = picture.mask, picture.boxes
     if mask is not None:
         padded = mask.new_full(size, mask_fill)

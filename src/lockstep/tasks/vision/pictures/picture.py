@@ -68,7 +68,7 @@ class Picture:
 def contiguous(picture: Picture) -> Picture:
     """The same picture, without gaps in memory: channels_last for the image."""
     return Picture(
-        image=rows(picture.image).contiguous().permute(2, 0, 1),
+        image=picture.image.permute(1, 2, 0).contiguous().permute(2, 0, 1),
         mask=None if picture.mask is None else picture.mask.contiguous(),
         boxes=picture.boxes,
         box_indices=picture.box_indices,
@@ -89,7 +89,7 @@ def stack_images(images: Sequence[Tensor]) -> Tensor:
     Returns:
         (batch, channels, height, width), channels_last in memory. With one channel, this is the ordinary order too.
     """
-    batch: Tensor = default_collate([rows(image) for image in images])
+    batch: Tensor = default_collate([image.permute(1, 2, 0) for image in images])
     if batch.shape[3] == 1:  # the same memory; convolutions take these strides for those of an ordinary tensor
         return batch.squeeze(3).unsqueeze(1)
     return batch.permute(0, 3, 1, 2)
