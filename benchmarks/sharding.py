@@ -271,7 +271,7 @@ def build_rank(folder, options):
         built = run_model.build_model(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
         peak, copy = (
             megabytes("VmHWM") - began,
-            sum(parameter.numel() for parameter in built.strategy.model.parameters()) * 4 / 2**20,
+            sum(parameter.numel() for parameter in built.strategy.unwrapped.model.parameters()) * 4 / 2**20,
         )
         return {"copy": copy, "peak RSS": peak, "RSS after": megabytes("VmRSS") - began, "peak / copy": peak / copy}
 

@@ -107,14 +107,14 @@ def fit_in_memory(task, settings):
             evaluate=evaluates,
         )
         loop.check_any_update(prepared.state)
-        prepared.state.strategy.sync_buffers()
+        prepared.state.strategy.begin_step()
         return whole_weights(prepared.model), results
 
 
 def evaluate(task, state, data):
     """Results of an evaluation within a training."""
     averages = contextlib.nullcontext() if state.averages is None else state.averages.applied()
-    state.strategy.sync_buffers()
+    state.strategy.begin_step()
     with state.strategy.inference() as forward, averages:
         return evaluation.evaluate(
             task, forward, data.loader, plan=data.plan, world=state.world, precision=state.precision

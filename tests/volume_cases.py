@@ -150,7 +150,7 @@ def reduced_buckets(options, settings):
 
     def counting_wrap(strategy, *arguments):
         wrap(strategy, *arguments)
-        sizes = [p.numel() for p in strategy.model.parameters() if p.requires_grad]
+        sizes = [p.numel() for p in strategy.unwrapped.model.parameters() if p.requires_grad]
 
         def hook(state, bucket):
             reduced.append((bucket.index(), bucket.is_last(), bucket.buffer().numel(), sum(sizes), len(sizes)))

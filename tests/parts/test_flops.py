@@ -257,7 +257,7 @@ def test_peak_of_fp32_is_that_of_tf32_where_it_may_be_used(tmp_path, matmul, pea
 
     class Asking(own_tasks.Plain):
         def loss(self, model, batch):
-            found.append(FlopCount(None, precision).peak("NVIDIA A100-SXM4-40GB"))
+            found.append(FlopCount(None, precision, None).peak("NVIDIA A100-SXM4-40GB"))
             return super().loss(model, batch)
 
     class precision:

@@ -255,15 +255,15 @@ _engine(
 _engine(
     "clipping left out",
     "gradients",
-    (STEP, "clip_grads(parameters, state.clip_norm, result.grad_norm)", "pass"),
+    (STEP, "clip_grads(state.parameters, state.clip_norm, result.grad_norm)", "pass"),
 )
 _engine(
     "clipped by value",
     "gradients",
     (
         STEP,
-        "clip_grads(parameters, state.clip_norm, result.grad_norm)",
-        "torch.nn.utils.clip_grad_value_(parameters, 0.05)",
+        "clip_grads(state.parameters, state.clip_norm, result.grad_norm)",
+        "torch.nn.utils.clip_grad_value_(state.parameters, 0.05)",
     ),
 )
 _engine(
@@ -303,7 +303,7 @@ _engine(
 _config("warm-up that never ends", "gradients", "schedule.warmup_steps=40")
 _task("torch seeded with the same number for every sample", "samples", "SeedsTorch")
 _task("NumPy seeded with the same number for every sample", "samples", "SeedsNumpy")
-_engine("warm-up ignored", "gradients", ("core.schedule:Schedule.__call__", "update < self.warmup", "False"))
+_engine("warm-up ignored", "gradients", ("core.schedule:Schedule.__call__", "update < warmup", "False"))
 _engine(
     "learning rate scaled twice",
     "gradients",
@@ -482,7 +482,7 @@ _engine(
 _engine(
     "only torch's generator seeded for samples",
     "gradients",
-    ("core.data.loader:MicroBatches._read_seeded", "in self.seeding.drawn:", "in self.seeding.drawn[:1]:"),
+    ("core.data.loader:MicroBatches._read_seeded", "in seeders:", "in seeders[:1]:"),
     base="rarely",
 )
 
@@ -553,13 +553,13 @@ _engine(
 _engine(
     "BatchNorm statistics never synchronised",
     "probe",
-    ("core.parallel.single:Single.sync_buffers", "self.world.broadcast_tensors(list(self._buffers))", "pass"),
+    ("core.parallel.single:Single._sync_buffers", "self.world.broadcast_tensors(list(self._buffers))", "pass"),
     base="norm",
 )
 _engine(
     "BatchNorm statistics never synchronised under FSDP",
     "probe",
-    ("core.parallel.single:Single.sync_buffers", "self.world.broadcast_tensors(list(self._buffers))", "pass"),
+    ("core.parallel.single:Single._sync_buffers", "self.world.broadcast_tensors(list(self._buffers))", "pass"),
     base="fsdp-norm",
 )
 
@@ -987,8 +987,8 @@ _engine(
     "resume",
     (
         "core.data.loader:MicroBatches._read_seeded",
-        "generator.seed(seed)",
-        "generator.seed(derive_seed(self.seed, self.__dict__.setdefault('count', []).append(0) or len(self.count)))",
+        "seed_generator(seed)",
+        "seed_generator(derive_seed(self.seed, self.__dict__.setdefault('count', []).append(0) or len(self.count)))",
     ),
 )
 _engine(

@@ -49,7 +49,7 @@ def probe(device, rank):
         broadcast=lambda value: value if rank == 0 else pickle.loads(world._packed(value)),
         gather=lambda value: [value],
     )
-    strategy = SimpleNamespace(sync_buffers=lambda: None, inference=lambda: contextlib.nullcontext(Forward()))
+    strategy = SimpleNamespace(begin_step=lambda: None, inference=lambda: contextlib.nullcontext(Forward()))
     precision = SimpleNamespace(autocast=contextlib.nullcontext)
     state = SimpleNamespace(strategy=strategy, world=ranks, precision=precision, step=1)
     state.forward, state.seed = nn.Module(), 0

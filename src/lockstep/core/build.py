@@ -95,7 +95,7 @@ class Run:
     @property
     def model(self) -> nn.Module:
         """The model that the task made."""
-        return self.state.strategy.model
+        return self.state.strategy.unwrapped.model
 
     @property
     def world(self) -> World:
@@ -138,12 +138,13 @@ def prepare_run(
     fingerprint, warnings = agreed_fingerprint(data, world, in_worker=config.data.workers > 0)
     step = checkpoint.step if checkpoint else 0
     built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step)
-    strategy, model, messages = built.strategy, built.strategy.model, built.messages
+    strategy, model, messages = built.strategy, built.strategy.unwrapped.model, built.messages
     lines, begun_from = load_first_weights(model, train, world) if train.init_from and not checkpoint else ([], None)
     messages += [*lines, *grouping(plan), *remarks]
     precision = Precision(config.precision, world.device, world.size)
     state = TrainState(
         strategy=strategy,
+        world=world,
         optimizer=make_optimizer(
             config,
             model,

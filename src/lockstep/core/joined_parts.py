@@ -100,7 +100,7 @@ class JoinedParts:
         self._needs = {event: [name for name, part in self._all.items() if overrides(part, event)] for event in EVENTS}
         self._figures: dict[str, float] = {}  # that the next entry of the log takes
         seen: dict[str, Any] = {
-            "model": state.strategy.model,
+            "model": state.strategy.unwrapped.model,
             "optimizer": state.optimizer,
             "rank": state.world.rank,
             "ranks": state.world.size,
@@ -111,7 +111,7 @@ class JoinedParts:
             "results": MappingProxyType(self.results),
             "step": state.step,
             "_tell": self.lines,
-            "_gradients": partial(_gradients, state.strategy.model),
+            "_gradients": partial(_gradients, state.strategy.unwrapped.model),
         }
         gather = partial(_gathered, state.world)
         self._inside = [Inside(**seen, _gather=gather, state=state, window=window) for _ in built_in]
@@ -168,7 +168,7 @@ class JoinedParts:
         """The value that a method of a Part returns. None where the Part has failed."""
         if name in self.left_out:
             return None
-        part, model = self._all[name], self.state.strategy.model
+        part, model = self._all[name], self.state.strategy.unwrapped.model
         self._trainings[name].step, was_training = self.state.step, model.training
         try:
             value = getattr(part, method)(*arguments)

@@ -323,7 +323,7 @@ def set_training_mode(strategy: Strategy) -> list[str]:
     Returns:
         a note, where a part of the model was in evaluation mode although the whole was in training mode.
     """
-    modes = {name: module for name, module in strategy.model.named_modules() if not module.training}
+    modes = {name: module for name, module in strategy.unwrapped.model.named_modules() if not module.training}
     strategy.forward.train()
     changed = [name for name, module in modes.items() if module.training]
     if not changed or "" in modes:

@@ -157,7 +157,7 @@ class RunKeeper(Keeper):
         state = self.run.state
         phase = state.world.heartbeat.phase
         state.world.heartbeat.enter(Phase.SAVING)
-        state.strategy.sync_buffers()
+        state.strategy.begin_step()
         self.checks.before_save()
         tensors, values = _captured(self.run)
         manifest = _manifest(self.run, results)

@@ -27,7 +27,7 @@ from lockstep.core.ema import Ema
 from lockstep.core.errors import TrainingError
 from lockstep.core.parallel.gradients import clip_grads, grad_norm, scale_grads
 from lockstep.core.parallel.precision import Precision
-from lockstep.core.parallel.strategy import Losses, Strategy
+from lockstep.core.parallel.strategy import Losses, Strategy, Trial
 from lockstep.core.parallel.world import World
 from lockstep.core.schedule import Schedule, set_lr
 from lockstep.core.train_metrics import TrainMetrics
@@ -43,6 +43,8 @@ class TrainState:
 
     strategy: Strategy
     """The way in which the model is spread over ranks. It holds the module that the step calls."""
+    world: World
+    """The ranks that train."""
     optimizer: torch.optim.Optimizer
     precision: Precision
     schedule: Schedule
@@ -76,9 +78,9 @@ class TrainState:
         return self.strategy.forward
 
     @property
-    def world(self) -> World:
-        """The ranks that train."""
-        return self.strategy.world
+    def has_frozen(self) -> bool:
+        """True if the model has parameters that do not train."""
+        return any(not parameter.requires_grad for parameter in self.strategy.unwrapped.model.parameters())
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -90,7 +92,7 @@ class TrainState:
         if self.unfreezing is not None and self.step in self.unfreezing.steps:
             self.unfreezing.apply(self.step)
             self.agreed = None
-            self.strategy.rewrap()
+            self.strategy.wrap(self.strategy.unwrapped)
 
 
 @dataclass
@@ -154,7 +156,7 @@ def train_step(
         return result
 
     ignored = [head for head, coefficient in state.coefficients.items() if not coefficient]
-    began = strategy.begin_step(lambda: micro_batches[0].batch, state.precision, ignored)
+    began = strategy.begin_step(Trial(lambda: micro_batches[0].batch, state.precision, ignored))
     result.marks += [] if began is None else [began]
     for number, micro_batch in enumerate(one_ahead(micro_batches)):
         last = number == len(micro_batches) - 1
@@ -188,7 +190,7 @@ def forward_backward_step(
     Returns:
         the factor by which gradients must be multiplied after the last backward pass; see `_factors`.
     """
-    strategy, world = state.strategy, state.strategy.world
+    strategy, world = state.strategy, state.world
     metrics = None if micro_batch.filler else state.metrics
     seed_forward(derive_seed(state.seed, result.step, world.rank, number), world.device)
     without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
@@ -260,7 +262,7 @@ def _factors(
     if state.agreed is None:
         heads.check_coefficients(state.coefficients, losses)
         state.agreed = heads.agree_on_losses(
-            losses, with_units=with_units, may_be_frozen=bool(state.strategy.frozen), world=state.world
+            losses, with_units=with_units, may_be_frozen=state.has_frozen, world=state.world
         )
     if tuple(losses) != state.agreed.names:
         heads.agree(state.agreed.names, tuple(losses), method="Task.loss", world=state.world)
@@ -275,7 +277,7 @@ def _factors(
     for head, value in losses.items():
         if not value.requires_grad and (not coefficients[head] or head in state.agreed.frozen):
             continue  # this loss is only logged, or none of its parameters is trainable
-        if not value.requires_grad and head in with_units and not state.strategy.frozen:
+        if not value.requires_grad and head in with_units and not state.has_frozen:
             raise TrainingError(
                 f"the loss of head {head!r} depends on no trainable parameter",
                 where="Task.loss",

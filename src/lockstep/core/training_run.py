@@ -210,7 +210,7 @@ def _evaluate(run: Run, viewers: Sequence[Viewer], consensus: StopConsensus) -> 
     with contextlib.ExitStack() as stack:
         consensus.restart()
         stack.callback(consensus.restart)
-        state.strategy.sync_buffers()
+        state.strategy.begin_step()
         forward = stack.enter_context(state.strategy.inference())
         stack.enter_context(restored_state(forward, "evaluation"))
         if state.averages is not None:

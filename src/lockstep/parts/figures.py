@@ -98,7 +98,7 @@ class Operations(BuiltInPart):
     def start(self, training: Training) -> None:
         assert isinstance(training, Inside)
         state = training.state
-        self.count = FlopCount(state.strategy, state.precision, compiled=self.compiled)
+        self.count = FlopCount(state.strategy, state.precision, state.world, compiled=self.compiled)
         self.has_batch = False
 
     def after_step(self, training: Training) -> None:

@@ -21,6 +21,7 @@ from lockstep.core.data.randomness import restored_generators
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.single import Single
 from lockstep.core.parallel.strategy import Strategy
+from lockstep.core.parallel.world import World
 from lockstep.parts import peaks
 
 
@@ -40,8 +41,8 @@ class FlopCount:
         compiled: whether `torch.compile` was applied to the model. The counted pass runs the code as it is written.
     """
 
-    def __init__(self, strategy: Strategy, precision: Precision, *, compiled: bool = False) -> None:
-        self.strategy, self.precision, self.compiled = strategy, precision, compiled
+    def __init__(self, strategy: Strategy, precision: Precision, world: World, *, compiled: bool = False) -> None:
+        self.strategy, self.precision, self.world, self.compiled = strategy, precision, world, compiled
         self.elements = 0
         """Elements of this rank's batches since `take`."""
         self.per_element: float | None = None
@@ -72,8 +73,8 @@ class FlopCount:
                 if self.compiled:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(operations)
-                alone = Single(strategy.world)  # gradients of DDP do not travel
-                alone.wrap(strategy.unwrapped, ())
+                alone = Single(self.world)  # gradients of DDP do not travel
+                alone.wrap(strategy.unwrapped)
                 alone.pass_of_zeros(micro_batch.batch, self.precision)
         except Exception as error:
             if strategy.is_sharded:  # the other ranks wait for this rank

@@ -133,7 +133,9 @@ class ReplicaProbe(BuiltInPart):
 
     def _buffer_names(self) -> Collection[str]:
         """The names that `tensors_of_state` may give to buffers."""
-        return {f"{kind}.{name}" for name, _ in self.state.strategy.model.named_buffers() for kind in _OF_BUFFERS}
+        return {
+            f"{kind}.{name}" for name, _ in self.state.strategy.unwrapped.model.named_buffers() for kind in _OF_BUFFERS
+        }
 
     def _error(self, what: str, remedy: str) -> TrainingError:
         where = f"step {self.state.step}, train.probe_every={self.every}"
@@ -147,7 +149,7 @@ class _ChangingBuffers:
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self.model = strategy.model
+        self.model = strategy.unwrapped.model
         self.found = {
             name
             for prefix, module in self.model.named_modules()

@@ -26,7 +26,7 @@ _SHOWN = 8  # ranks in an error
 
 def tensors_of_state(state: TrainState) -> dict[str, Tensor]:
     """All tensors that ranks compare, by name: `model.`, `optimizer.`, `ema.`, and buffers of no checkpoint."""
-    model = state.strategy.model
+    model = state.strategy.unwrapped.model
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     values: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
     for parameter, slots in state.optimizer.state.items():
@@ -114,7 +114,7 @@ def losses_of_one_batch(state: TrainState, batch: Any) -> list[RankLosses]:
             lambda tensor: tensor.to(device),
             lambda item: moved(item, device) if moves_itself(item) else NotImplemented,
         )
-    state.strategy.sync_buffers()
+    state.strategy.begin_step()
     compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in state.forward.modules())
     with (
         determinism.same_convolutions(),  # with compute.cudnn_benchmark, each rank measures and chooses for itself

@@ -130,7 +130,7 @@ def _measure(config: RunConfig, run: build.Run, ranks: Ranks) -> Measured:
         device.synchronize()
         seconds.append(time.perf_counter() - begun)
     first = best.micro_batches[0]  # whose samples may be shorter than others
-    flops = FlopCount(state.strategy, state.precision, compiled=config.compute.compile is not None)
+    flops = FlopCount(state.strategy, state.precision, state.world, compiled=config.compute.compile is not None)
     flops.add([first])
     flops.count(first)
     counted = flops.take()

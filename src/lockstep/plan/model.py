@@ -123,7 +123,7 @@ def _wrapped(task: Task, config: RunConfig, model: nn.Module, fake: FakeTensorMo
     try:
         with fake or contextlib.nullcontext():
             built = run_model.build_model(small, task, alone(), steps_per_epoch=1, step=_LAST)
-            make = partial(run_model.make_optimizer, small, built.strategy.model, built.blocks)
+            make = partial(run_model.make_optimizer, small, built.strategy.unwrapped.model, built.blocks)
             optimizer, of_fp16 = make(fuses_adam=gpu), make(fuses_adam=False)
     finally:
         del vars(task)["model"], vars(model)["to"]
@@ -138,7 +138,7 @@ def _wrapped(task: Task, config: RunConfig, model: nn.Module, fake: FakeTensorMo
         notes.append("compute.compile is not modelled: compiled code needs other temporary tensors, mostly fewer")
     if config.compute.channels_last:
         notes.append("compute.channels_last is not modelled: the bytes stay the same, but some kernels copy")
-    model = built.strategy.model
+    model = built.strategy.unwrapped.model
     blocks = {name: model.get_submodule(name) for name in built.blocks}
     return Built(built.strategy.forward, model, blocks, optimizer, of_fp16, notes)
 

@@ -616,7 +616,7 @@ class Trainer:
             config = self.config
 
             def write(checkpoint: Checkpoint, built: SpreadModel) -> None:
-                model, sharded = built.strategy.model, built.strategy.is_sharded
+                model, sharded = built.strategy.unwrapped.model, built.strategy.is_sharded
                 optimizer = run_model.make_optimizer(config, model, built.blocks, sharded=sharded)
                 world.on_rank0(
                     lambda: training_state.write(
@@ -631,10 +631,10 @@ class Trainer:
         """The model with the weights of `self.checkpoint` (their moving average, where there is an average)."""
 
         def load(checkpoint: Checkpoint, built: SpreadModel) -> None:
-            resume.load_trained_weights(checkpoint, built.strategy.model, world)
+            resume.load_trained_weights(checkpoint, built.strategy.unwrapped.model, world)
 
         strategy = self._built(task, world, load).strategy
-        self._model = None if strategy.is_sharded else strategy.model.eval()
+        self._model = None if strategy.is_sharded else strategy.unwrapped.model.eval()
         return strategy
 
     def _built(self, task: Task, world: World, load: Callable[[Checkpoint, SpreadModel], object]) -> SpreadModel:

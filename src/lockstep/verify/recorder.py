@@ -285,7 +285,7 @@ class TrainingRecorder(Recorder):
     def _digest_state(self, run: Run) -> StateDigests:
         """Digests of weights, buffers, optimizer state and averages on this rank."""
         state = run.state
-        state.strategy.sync_buffers()  # as before the next step, an evaluation and a checkpoint
+        state.strategy.begin_step()  # as before the next step, an evaluation and a checkpoint
         tensors = replicas.tensors_of_state(state)
         self.recording.shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         return replicas.digests_of(tensors)

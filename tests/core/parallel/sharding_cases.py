@@ -254,7 +254,7 @@ def spread(options):
     with join_world("cpu") as world:
         for make in (deep, Few):
             strategy, whole = sharded(make, world, options)
-            model = strategy.model
+            model = strategy.unwrapped.model
             for (name, parameter), plain in zip(model.named_parameters(), whole.parameters(), strict=True):
                 rows = sharded_tensor.local_shard(parameter)
                 doubled = sharded_tensor.like(rows.local * 2, parameter)
@@ -276,7 +276,7 @@ def save_sharded(folder, options):
     with join_world("cpu") as world:
         strategy, whole = sharded(deep, world, options)
         strategy_few, whole_few = sharded(Few, world, options, seed=1)
-        model, few = strategy.model, strategy_few.model
+        model, few = strategy.unwrapped.model, strategy_few.unwrapped.model
         saver = Saver(Path(folder), world, CheckpointConfig(), tell=print, in_background=False)
         saver.save(1, model.state_dict() | few.state_dict(), {}, cases.about(1))
         saver.finish()
@@ -290,7 +290,7 @@ def norms_and_clips(options, clips):
         for make in (deep, Few, lambda: nn.Linear(1, 1, bias=False)):
             for dtype in (torch.float64, torch.float32):
                 strategy, whole = sharded(make, world, options, dtype)
-                model = strategy.model
+                model = strategy.unwrapped.model
                 for clip in clips:
                     give_gradients(model, whole)
                     parameters, plain = list(model.parameters()), list(whole.parameters())
@@ -385,7 +385,7 @@ def stay_again(groups_before):
             found.append(
                 {
                     name: sharded_tensor.gather(tensor.detach()).clone()
-                    for name, tensor in made.strategy.model.state_dict().items()
+                    for name, tensor in made.strategy.unwrapped.model.state_dict().items()
                 }
             )
     return found

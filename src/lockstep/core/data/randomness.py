@@ -28,11 +28,6 @@ def _seed_torch(seed: int) -> None:
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` does the same, 100 times slower
 
 
-def _torch_seeder() -> Callable[[int], object]:
-    """`_seed_torch` without a frame of Python. It cannot be pickled."""
-    return torch.default_generator.manual_seed
-
-
 def _seed_numpy(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
@@ -121,7 +116,12 @@ class SampleSeeding:
 
     def seeders(self) -> list[Callable[[int], object]]:
         """The functions that prepare for reading a sample, as `seed` does: for many samples."""
-        return [_torch_seeder() if one.seed is _seed_torch else one.seed for one in self.drawn]
+        functions: list[Callable[[int], object]] = []
+        for generator in self.drawn:
+            # The method of torch's generator takes no frame of Python. It cannot be pickled, so it is not kept.
+            is_torch = generator.seed is _seed_torch
+            functions.append(torch.default_generator.manual_seed if is_torch else generator.seed)
+        return functions
 
     def found_more(self) -> bool:
         """True if the samples drew from a generator for the first time: then read the micro-batch again."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.parallel.options import ParallelConfig
-from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.single import Single, constant_loss_error, unused_error
-from lockstep.core.parallel.strategy import Forward, Losses
+from lockstep.core.parallel.strategy import Forward, Losses, Trial
 from lockstep.core.parallel.world import World
 
 
@@ -28,8 +26,11 @@ class DDP(Single):
         self.options = options
 
     def wrap(self, forward: Forward, blocks: Sequence[nn.Module] = ()) -> None:
+        if hasattr(self, "forward"):
+            del self.forward
+            gc.collect()  # the hooks of the old wrapper go with it, and it is part of reference cycles
         self.unwrapped = forward
-        self._parameters = self._parameters or dict(self.model.named_parameters())  # `rewrap` calls this again
+        self._parameters = self._parameters or dict(forward.model.named_parameters())
         self._note_trainable()
         self.forward = DistributedDataParallel(
             forward,
@@ -47,16 +48,10 @@ class DDP(Single):
         rearranges = self.world.size > 2 and not self.options.find_unused_parameters
         self.must_warm_up = self.options.static_graph or rearranges
 
-    def rewrap(self) -> None:
-        super().rewrap()
-        del self.forward
-        gc.collect()  # the hooks of the old wrapper go with it, and it is part of reference cycles
-        self.wrap(self.unwrapped)
-
-    def _warm_up(self, batch: Callable[[], Any], precision: Precision, ignored_heads: Sequence[str]) -> None:
+    def _warm_up(self, trial: Trial) -> None:
         if self.must_warm_up:
-            check = self._check_all_used if self.must_check_used else None
-            self.pass_of_zeros(batch(), precision, ignored_heads, check)
+            check = self._check_all_used if self._must_check_used else None
+            self.pass_of_zeros(trial.batch(), trial.precision, trial.ignored_heads, check)
             self.must_warm_up = False
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -79,7 +74,7 @@ class DDP(Single):
         try:
             self.forward.reducer._rebuild_buckets()  # private: DDP's next forward pass calls it, and raises from it
         except RuntimeError as error:
-            self.check_kept()
+            self._check_kept()
             match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             names = list(self.trainable)
             unused = [names[int(number)] for number in match[1].split()] if match else ["(DDP does not say which)"]

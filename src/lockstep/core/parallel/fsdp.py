@@ -42,7 +42,12 @@ class FSDP(Single):
         model, self._values, messages = build_on_meta(make, self.world)
         return model, messages
 
-    def wrap(self, forward: Forward, blocks: Sequence[nn.Module]) -> None:
+    def wrap(self, forward: Forward, blocks: Sequence[nn.Module] = ()) -> None:
+        if self._modules:  # it is sharded already
+            self._note_trainable()
+            for parameter, gathered in self._gathered():  # else a block gets its value when it is gathered again
+                gathered.requires_grad_(parameter.requires_grad)
+            return
         _check_parameters(forward, blocks)
         mesh = _mesh(self.world, self.options.shard_ranks)
         self._shard(forward, blocks, mesh)
@@ -103,11 +108,6 @@ class FSDP(Single):
         self.forward.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
 
-    def rewrap(self) -> None:
-        super().rewrap()
-        for parameter, gathered in self._gathered():  # otherwise a block gets its value when it is gathered again
-            gathered.requires_grad_(parameter.requires_grad)
-
     def _changed_while_gathered(self) -> set[int]:
         return {
             id(parameter)
@@ -151,7 +151,7 @@ class FSDP(Single):
     def _replaced(self) -> list[str]:
         # A block is sharded again after its forward pass, and then has FSDP's own objects: `_unused_parameters` finds
         # that the pass has used others.
-        names = {id(module): name for name, module in self.model.named_modules()}
+        names = {id(module): name for name, module in self.unwrapped.model.named_modules()}
         return [
             f"{names.get(id(owner), '')}.{key}".lstrip(".")
             for module in _fsdp_modules(self.forward)
@@ -169,7 +169,7 @@ class FSDP(Single):
             was_sharded = block is not None and any(is_sharded(parameter) for parameter in block.parameters())
             if was_sharded:
                 block.unshard()
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in self.unwrapped.model.named_parameters():
                 if parameter.requires_grad and not is_sharded(parameter):
                     unused.setdefault(name, id(parameter) not in used)
             if was_sharded:

@@ -14,7 +14,7 @@ from lockstep.core import devices
 from lockstep.core.errors import TrainingError, UsageError, listed
 from lockstep.core.parallel.buffers import ModuleBuffers, restored_state
 from lockstep.core.parallel.precision import Precision
-from lockstep.core.parallel.strategy import Forward, Losses, Waits
+from lockstep.core.parallel.strategy import Forward, Losses, Trial, Waits
 from lockstep.core.parallel.world import World
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -35,21 +35,16 @@ class Single:
     def __init__(self, world: World, find_unused_parameters: bool = False) -> None:
         self.world, self.find_unused_parameters = world, find_unused_parameters
         self.device = devices.of(world.device)
-        self.must_check_used = not find_unused_parameters
-        """True if the next step checks that each parameter has a gradient."""
+        self._must_check_used = not find_unused_parameters  # the next step checks that each parameter has a gradient
         self.trainable: dict[str, nn.Parameter] = {}
         """The parameters for which the exchange of gradients was arranged."""
-        self.frozen: dict[str, nn.Parameter] = {}
+        self._frozen: dict[str, nn.Parameter] = {}  # the other parameters
         self._parameters: dict[str, nn.Parameter] = {}  # as `wrap` found them
         self._buffers: ModuleBuffers | None = None
-        self._looks_at_shapes = 4  # how often `sync_buffers` still looks: before the first step, and after it
+        self._looks_for_replaced = 8  # before and after the first step, and after an evaluation before it
+        self._looks_at_shapes = 4  # how often `_sync_buffers` still looks: before the first step, and after it
         self._first_shapes: list[tuple[int, ...]] | None = None
         self._shapes_vary = False
-
-    @property
-    def model(self) -> nn.Module:
-        """The task's model, without `Forward` and wrapper."""
-        return self.unwrapped.model
 
     def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
         model = make()
@@ -57,28 +52,30 @@ class Single:
             _check_no_float64(model)
         return model.to(self.world.device), []
 
-    def wrap(self, forward: Forward, blocks: Sequence[nn.Module]) -> None:
+    def wrap(self, forward: Forward, blocks: Sequence[nn.Module] = ()) -> None:
         self.forward = self.unwrapped = forward
-        self._parameters = dict(self.model.named_parameters())
-        self._note_trainable()
-
-    def rewrap(self) -> None:
-        self.must_check_used = not self.find_unused_parameters
+        self._parameters = self._parameters or dict(forward.model.named_parameters())
         self._note_trainable()
 
     def _note_trainable(self) -> None:
-        by_name = dict(self.model.named_parameters())
+        self._must_check_used = not self.find_unused_parameters
+        by_name = dict(self.unwrapped.model.named_parameters())
         self.trainable = {name: p for name, p in by_name.items() if p.requires_grad}
-        self.frozen = {name: p for name, p in by_name.items() if not p.requires_grad}
+        self._frozen = {name: p for name, p in by_name.items() if not p.requires_grad}
 
-    def begin_step(self, batch: Callable[[], Any], precision: Precision, ignored_heads: Sequence[str]) -> Any:
-        self.sync_buffers()
+    def begin_step(self, trial: Trial | None = None) -> Any:
+        if self._looks_for_replaced:
+            self._looks_for_replaced -= 1
+            self._check_kept()
+        self._sync_buffers()
+        if trial is None:
+            return None
         self._take_waits()  # of an evaluation
         mark = self.device.mark() if self.world.size > 1 else None
-        self._warm_up(batch, precision, ignored_heads)
+        self._warm_up(trial)
         return mark
 
-    def _warm_up(self, batch: Callable[[], Any], precision: Precision, ignored_heads: Sequence[str]) -> None:
+    def _warm_up(self, trial: Trial) -> None:
         """Run what must run once before the first step, and after other parameters became trainable."""
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -88,7 +85,7 @@ class Single:
         waits = None
         if last:
             self._check_trainable()
-            if self.must_check_used:
+            if self._must_check_used:
                 self._check_all_used({head: losses[head] for head in factors})
         roots, gradients = self._roots(losses, factors, last)
         # A CUDA graph writes gradients into memory that its next run overwrites, and torch keeps a first one in place.
@@ -145,11 +142,11 @@ class Single:
         Raises:
             TrainingError: code of the task or of the model has frozen or unfrozen parameters; names them.
         """
-        in_pass, train, frozen = self._changed_while_gathered(), self.trainable.values(), self.frozen.values()
+        in_pass, train, frozen = self._changed_while_gathered(), self.trainable.values(), self._frozen.values()
         if not in_pass and all(map(_requires_grad, train)) and not any(map(_requires_grad, frozen)):
             return
         changed = {
-            "unfrozen": [name for name, p in self.frozen.items() if p.requires_grad or id(p) in in_pass],
+            "unfrozen": [name for name, p in self._frozen.items() if p.requires_grad or id(p) in in_pass],
             "frozen": [name for name, p in self.trainable.items() if not p.requires_grad or id(p) in in_pass],
         }
         shown = "; ".join(f"{word} were {listed(names)}" for word, names in changed.items() if names)
@@ -176,8 +173,8 @@ class Single:
         Raises:
             TrainingError: on every rank; names the parameters and the remedy.
         """
-        self.check_kept()
-        _check_dense(losses, {id(parameter): name for name, parameter in self.model.named_parameters()})
+        self._check_kept()
+        _check_dense(losses, {id(parameter): name for name, parameter in self.unwrapped.model.named_parameters()})
         has_constants = any(not loss.requires_grad for loss in losses.values())  # see `_zero_roots`
         unused = self._unused_parameters(losses)
         unused_on = self.world.all_sum([float(is_unused and not has_constants) for is_unused in unused.values()])
@@ -186,9 +183,9 @@ class Single:
             ranks = int(max(unused_on))
             when = "" if ranks == self.world.size else f" on {ranks} of {self.world.size} ranks"
             raise unused_error(names, "first step", when)
-        self.must_check_used = False
+        self._must_check_used = False
 
-    def check_kept(self) -> None:
+    def _check_kept(self) -> None:
         if names := self._replaced():
             raise TrainingError(
                 "code of the model or the loss puts new objects in the place of parameters. The optimizer does not "
@@ -209,7 +206,7 @@ class Single:
     def inference(self) -> Generator[Forward, None, None]:
         yield self.unwrapped
 
-    def sync_buffers(self) -> None:
+    def _sync_buffers(self) -> None:
         if self.world.size > 1:
             if self._buffers is None:
                 self._buffers = ModuleBuffers(self.unwrapped)
@@ -262,7 +259,7 @@ class Single:
 
     def _replaced(self) -> list[str]:
         """Names of trainable parameters in whose place the model has other objects than the optimizer."""
-        now = dict(self.model.named_parameters(remove_duplicate=False))
+        now = dict(self.unwrapped.model.named_parameters(remove_duplicate=False))
         return [
             name
             for name, parameter in self._parameters.items()
@@ -272,7 +269,7 @@ class Single:
     def _unused_parameters(self, losses: Losses) -> dict[str, bool]:
         """For each trainable parameter: whether no loss depends on it."""
         used = leaves(losses)
-        return {name: id(p) not in used for name, p in self.model.named_parameters() if p.requires_grad}
+        return {name: id(p) not in used for name, p in self.unwrapped.model.named_parameters() if p.requires_grad}
 
 
 def _check_no_float64(model: nn.Module) -> None:

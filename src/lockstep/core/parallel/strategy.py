@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map_only
 
 from lockstep.core.errors import TrainingError
 from lockstep.core.parallel.precision import Precision
-from lockstep.core.parallel.world import World
 
 Losses = dict[str, Tensor]
 """Loss sums by head: scalar tensors."""
@@ -101,6 +100,17 @@ class Forward(nn.Module):
 
 
 @dataclass(frozen=True)
+class Trial:
+    """The arguments of a pass that is no part of the training."""
+
+    batch: Callable[[], Any]
+    """Gives a batch of this rank."""
+    precision: Precision
+    ignored_heads: Sequence[str]
+    """Heads with coefficient 0, whose losses may be constants."""
+
+
+@dataclass(frozen=True)
 class Waits:
     """When a rank waited for other ranks in the forward passes of a step."""
 
@@ -118,24 +128,15 @@ class Strategy(Protocol):
     file of its own; `Single` has a default for each, which is right where ranks share nothing.
     """
 
-    world: World
-    """The ranks over which the model is spread."""
     is_sharded: bool
     """Each rank holds only some rows of each parameter. Every forward pass is then a collective, on all ranks alike."""
 
     trainable: dict[str, nn.Parameter]
-    """The parameters, by name, for which the exchange of gradients was arranged."""
-    frozen: dict[str, nn.Parameter]
-    """The other parameters."""
+    """The parameters, by name, for which the exchange of gradients was arranged. The others are frozen."""
 
     @property
     def forward(self) -> nn.Module:
         """The module that a training step calls with a batch: the `Forward`, inside the wrapper if there is one."""
-        ...
-
-    @property
-    def model(self) -> nn.Module:
-        """The task's model, without `Forward` and wrapper."""
         ...
 
     @property
@@ -151,8 +152,10 @@ class Strategy(Protocol):
         """
         ...
 
-    def wrap(self, forward: Forward, blocks: Sequence[nn.Module]) -> None:
+    def wrap(self, forward: Forward, blocks: Sequence[nn.Module] = ()) -> None:
         """Spread `forward` over the ranks: from now on `self.forward` gives gradients that are the mean over ranks.
+
+        After other parameters became trainable, it is called again with `self.unwrapped`.
 
         Args:
             forward: holds the model that `build_model` returned.
@@ -163,27 +166,21 @@ class Strategy(Protocol):
         """
         ...
 
-    def rewrap(self) -> None:
-        """Arrange the exchange of gradients anew, after other parameters became trainable."""
-        ...
-
-    def sync_buffers(self) -> None:
+    def begin_step(self, trial: Trial | None = None) -> Any:
         """Give every rank the buffers of rank 0 (such as BatchNorm statistics).
 
         Every step of training begins with that. So it changes no result, at whatever step it is also done before
-        evaluating or saving.
-        """
-        ...
-
-    def begin_step(self, batch: Callable[[], Any], precision: Precision, ignored_heads: Sequence[str]) -> Any:
-        """Get ready for the forward passes of a step: buffers are those of rank 0, and what must run once has run.
+        evaluating or saving: then without `trial`. The first calls of a process also look for replaced parameters.
 
         Args:
-            batch: gives a batch of this rank.
-            ignored_heads: heads with coefficient 0, whose losses may be constants.
+            trial: for passes that must be made once before the first step.
 
         Returns:
             a mark of the device, after which only this rank computes; see `Device.mark`. None on one rank.
+
+        Raises:
+            TrainingError: the model has another object in the place of a parameter that was there when it was wrapped.
+                The optimizer has the first object, so the new object would never be trained. Names the parameters.
         """
         ...
 
@@ -203,18 +200,8 @@ class Strategy(Protocol):
             with the last micro-batch, on several ranks: when this rank waited for others. Otherwise None.
 
         Raises:
-            TrainingError: a parameter has no gradient, is another object than before, or changed whether it trains.
+            TrainingError: a parameter has no gradient, or changed whether it trains.
                 Names the parameters.
-        """
-        ...
-
-    def check_kept(self) -> None:
-        """Raise where the model has another object in the place of a parameter that was there when it was wrapped.
-
-        The optimizer has the first object, so the new one would never be trained.
-
-        Raises:
-            TrainingError: names the parameters.
         """
         ...
 

@@ -46,7 +46,7 @@ class FirstSteps:
             self._look()
             if done == 1:
                 self._check_replicas()
-                state.strategy.sync_buffers()
+                state.strategy.begin_step()
                 self.check_loadable()
             else:
                 self._warn()
@@ -91,7 +91,6 @@ class FirstSteps:
             TrainingError: on all ranks; names the tensors, and how they differ.
         """
         world, state = self.run.state.world, self.run.state
-        state.strategy.check_kept()
         found = kinds(self.run.model.state_dict())
         code = zlib.crc32(repr(sorted(found.items())).encode())
         if world.all_max(code) != -world.all_max(-code):

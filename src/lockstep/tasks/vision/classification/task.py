@@ -173,19 +173,13 @@ class Classification(ImageTask):
 
     def prepare(self, sample: Sample, epoch: int, training: bool) -> dict[str, Any]:
         """The image, uint8 (channels, size, size), and its label; in training augmented, and mixed with a partner."""
-        item = {"images": self._image(sample, epoch, training), "labels": self._label(sample)}
+        image, label = self._labelled(sample, epoch, training)
+        item = {"images": image, "labels": label}
         if training and (self.options.mixup_alpha or self.decided.cutmix_alpha):
             self._mix(item, epoch)
         return item
 
-    def _label(self, sample: Sample) -> int:
-        label = int(sample[1])
-        classes = len(self.about.classes)
-        if not -1 <= label < classes:
-            raise DataError(f"label {label} is out of range", remedy=f"labels are 0 to {classes - 1}")
-        return label
-
-    def _image(self, sample: Sample, epoch: int, training: bool) -> Tensor:
+    def _labelled(self, sample: Sample, epoch: int, training: bool) -> tuple[Tensor, int]:
         options, default = self.options, self.about.size
         pixels = sample[0]
         if isinstance(pixels, bytes):
@@ -194,10 +188,15 @@ class Classification(ImageTask):
             pixels = reduced(decode(pixels, channels=options.channels), side)
         picture = Picture(pixels) if isinstance(pixels, Tensor) else Picture.from_pixels(pixels)
         if training:
-            return train_picture(picture, options.size_at(epoch, default), self.decided.augment).image
-        size = options.size_for_evaluation(default)
-        resize, interpolation = options.eval_resize, options.augment.interpolation
-        return eval_picture(picture, size, resize=resize, interpolation=interpolation).image
+            picture = train_picture(picture, options.size_at(epoch, default), self.decided.augment)
+        else:
+            size = options.size_for_evaluation(default)
+            resize, interpolation = options.eval_resize, options.augment.interpolation
+            picture = eval_picture(picture, size, resize=resize, interpolation=interpolation)
+        label, classes = int(sample[1]), len(self.about.classes)
+        if not -1 <= label < classes:
+            raise DataError(f"label {label} is out of range", remedy=f"labels are 0 to {classes - 1}")
+        return picture.image, label
 
     def _mix(self, item: dict[str, Any], epoch: int) -> None:
         """Mix a prepared sample with another training sample, which is drawn, read and augmented here.
@@ -211,7 +210,7 @@ class Classification(ImageTask):
             return
         with self.partner(index, "mixing"):
             partner = data[index]
-            image, label = self._image(partner, epoch, training=True), self._label(partner)
+            image, label = self._labelled(partner, epoch, training=True)
         item["images"], item["label_share"] = mix(
             item["images"], image, mixup_alpha=options.mixup_alpha, cutmix_alpha=self.decided.cutmix_alpha
         )
