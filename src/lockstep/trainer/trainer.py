@@ -575,7 +575,7 @@ class Trainer:
         """
         with self._join() as world:
             task = _given(task) or self.task()
-            model = self._trained(task, world).model
+            model = self._trained(task, world).unwrapped.model
             about = {"lockstep": lockstep.__version__, "run": self.config.name}
             # Every rank gathers one tensor at a time. Rank 0 keeps the tensors in host memory, and writes.
             held = model.state_dict()

@@ -116,12 +116,9 @@ class SampleSeeding:
 
     def seeders(self) -> list[Callable[[int], object]]:
         """The functions that prepare for reading a sample, as `seed` does: for many samples."""
-        functions: list[Callable[[int], object]] = []
-        for generator in self.drawn:
-            # The method of torch's generator takes no frame of Python. It cannot be pickled, so it is not kept.
-            is_torch = generator.seed is _seed_torch
-            functions.append(torch.default_generator.manual_seed if is_torch else generator.seed)
-        return functions
+        # The method of torch's generator takes no frame of Python. It cannot be pickled, so it is not kept.
+        quick = {_seed_torch: torch.default_generator.manual_seed}
+        return [quick.get(generator.seed, generator.seed) for generator in self.drawn]
 
     def found_more(self) -> bool:
         """True if the samples drew from a generator for the first time: then read the micro-batch again."""
