@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.checkpoint.run_weights import DTYPES, RunWeights
+from lockstep.core.checkpoint.run_weights import DTYPES, StoredTensor, in_checkpoint, in_memory
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.checkpoint.torch_file import TorchFile, unwrapped
 from lockstep.core.errors import UsageError, listed
@@ -57,43 +56,26 @@ def load_weights(
     with contextlib.ExitStack() as opened:
         own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
         if checkpoint is not None:
-            stored = _tensors_of(checkpoint)
+            stored = in_checkpoint(checkpoint)
         else:
-            files = (
-                _open_tensors(source, opened) if torch_file is None else dict.fromkeys(torch_file.keys(), torch_file)
-            )
-            stored = {name: _Stored(files[key], key) for name, key in unwrapped(files, own).items()}
+            if torch_file is None:
+                found = {name: _in_file(file, name) for name, file in _open_tensors(source, opened).items()}
+            else:
+                found = {name: in_memory(tensor) for name, tensor in torch_file.weights.items()}
+            stored = {name: found[key] for name, key in unwrapped(found, own).items()}
         loaded = _names_to_load(own, stored, skip, source)
         with torch.no_grad():
             for name in loaded:
                 shard = local_shard(own[name])
-                if is_sharded(own[name]):
-                    end = shard.start + len(shard.local) if shard.shape else None
-                    shard.local.copy_(stored[name].slice()[shard.start : end])
-                else:
-                    shard.local.copy_(stored[name].tensor())
+                is_part = is_sharded(own[name]) and shard.shape
+                rows = slice(shard.start, shard.start + len(shard.local)) if is_part else None
+                shard.local.copy_(stored[name].read(rows))
     filled = {_memory(own[name]) for name in loaded}
     return sorted(name for name in own if _memory(own[name]) not in filled)
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor of an open file, or of what has its methods."""
-
-    file: Any
-    name: str
-    """Its name there."""
-
-    def tensor(self) -> Tensor:
-        whole: Tensor = self.file.get_tensor(self.name)
-        return whole
-
-    def slice(self) -> Any:
-        return self.file.get_slice(self.name)
-
-
 def _names_to_load(
-    own: Mapping[str, Tensor], stored: Mapping[str, _Stored], skip: Sequence[str], source: Path
+    own: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], skip: Sequence[str], source: Path
 ) -> list[str]:
     """The names of the tensors to load, after it is sure that all of them can be loaded.
 
@@ -133,9 +115,12 @@ def _names_to_load(
     return both
 
 
-def _tensors_of(checkpoint: Checkpoint) -> dict[str, _Stored]:
-    weights = RunWeights(checkpoint)
-    return {name: _Stored(weights, name) for name in weights.keys()}  # noqa: SIM118
+def _in_file(file: Any, name: str) -> StoredTensor:
+    """A tensor of an open safetensors file."""
+    part = file.get_slice(name)
+    return StoredTensor(
+        part.get_shape(), part.get_dtype(), lambda rows: file.get_tensor(name) if rows is None else part[rows]
+    )
 
 
 def _open_tensors(source: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
@@ -188,14 +173,13 @@ def _open(path: Path, opened: contextlib.ExitStack) -> Any:
         raise UsageError(what, where="train.init_from", remedy=remedy) from error
 
 
-def _difference(name: str, first: str, own: Mapping[str, Tensor], stored: Mapping[str, _Stored]) -> str | None:
+def _difference(name: str, first: str, own: Mapping[str, Tensor], stored: Mapping[str, StoredTensor]) -> str | None:
     """The reason why a tensor cannot be loaded; None if it can.
 
     Args:
         first: the first loaded name of the same tensor of the model; `name` itself unless tensors are tied.
     """
-    tensor, stored_slice = own[name], stored[name].slice()
-    shape, dtype = stored_slice.get_shape(), stored_slice.get_dtype()
+    tensor, shape, dtype = own[name], stored[name].shape, stored[name].dtype
     if shape != list(tensor.shape):
         return f"{name} (file {shape}, model {list(tensor.shape)})"
     if dtype not in _DTYPES or (_DTYPES[dtype].is_floating_point, _DTYPES[dtype].is_complex) != (
@@ -203,7 +187,7 @@ def _difference(name: str, first: str, own: Mapping[str, Tensor], stored: Mappin
         tensor.is_complex(),
     ):
         return f"{name} (file {dtype}, model {tensor.dtype})"
-    if first != name and not torch.equal(*(stored[key].tensor().to(tensor.dtype) for key in (name, first))):
+    if first != name and not torch.equal(*(stored[key].read(None).to(tensor.dtype) for key in (name, first))):
         return f"{name} (in the model the same tensor as {first}, in the file another)"
     return None
 

@@ -1,8 +1,11 @@
-"""The weights in a checkpoint, read as if they were in a safetensors file."""
+"""Weights that are stored in files of any kind, and those in a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import KeysView
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -28,53 +31,37 @@ DTYPES = {
 """The names of types in safetensors files, by their names in torch."""
 
 
-class RunWeights:
-    """The weights of a checkpoint: their moving average, where the run kept an average. Reads a tensor when asked.
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file."""
 
-    It has the methods of an open safetensors file.
-    """
+    shape: list[int]
+    dtype: str
+    """The name of the type in safetensors files; torch's name for types that these files do not have."""
+    read: Callable[[slice | None], Tensor]
+    """Reads rows of the tensor to the CPU. None: all."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.folder, self.index = checkpoint.path, checkpoint.index
-        self.stored = {name.removeprefix("model."): name for name in self.index if name.startswith("model.")}
-        self.stored |= {name.removeprefix("ema."): name for name in self.index if name.startswith("ema.")}
 
-    def keys(self) -> KeysView[str]:
-        """The names that the tensors have in the model."""
-        return self.stored.keys()
+def in_memory(tensor: Tensor) -> StoredTensor:
+    """A tensor of a file of `torch.save`, whose bytes are read when they are used."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return StoredTensor(
+        list(tensor.shape), DTYPES.get(dtype, dtype), lambda rows: tensor if rows is None else tensor[rows]
+    )
 
-    def get_tensor(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU."""
-        return self.rows(name, None)
 
-    def get_slice(self, name: str) -> RunSlice:
-        """A tensor of which single rows can be read."""
-        return RunSlice(self, name)
+def in_checkpoint(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """The weights of a checkpoint by their names in the model: their moving average, where the run kept an average."""
+    index = checkpoint.index
+    stored = {name.removeprefix(kind): name for kind in ("model.", "ema.") for name in index if name.startswith(kind)}
 
-    def rows(self, name: str, wanted: tuple[int, int] | None) -> Tensor:
-        """The rows from the first number to the second (exclusive) of a tensor; None: all."""
-        ((_, tensor),) = files.read(self.folder, self.index, {self.stored[name]: wanted})
+    def read(name: str, entry: dict[str, Any], rows: slice | None) -> Tensor:
+        begin, end, _ = rows.indices(entry["shape"][0]) if rows is not None else (0, 0, 1)
+        ((_, tensor),) = files.read(checkpoint.path, index, {name: None if rows is None else (begin, end)})
         return tensor
 
-
-class RunSlice:
-    """A tensor of a checkpoint, of which single rows can be read."""
-
-    def __init__(self, weights: RunWeights, name: str) -> None:
-        self.weights, self.name = weights, name
-        self.entry = weights.index[weights.stored[name]]
-
-    def get_shape(self) -> list[int]:
-        """The shape of the whole tensor."""
-        return list(self.entry["shape"])
-
-    def get_dtype(self) -> str:
-        """The name of the type in safetensors files; torch's name for types that these files do not have."""
-        name = str(self.entry["dtype"])
-        return DTYPES.get(name, name)
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        if rows.start is None and rows.stop is None:
-            return self.weights.get_tensor(self.name)
-        begin, end, _ = rows.indices(self.entry["shape"][0])
-        return self.weights.rows(self.name, (begin, end))
+    found = {}
+    for name, of in stored.items():
+        dtype = str(index[of]["dtype"])
+        found[name] = StoredTensor(list(index[of]["shape"]), DTYPES.get(dtype, dtype), partial(read, of, index[of]))
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
-from collections.abc import Container, Iterable, KeysView, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.core.checkpoint.run_weights import DTYPES
 from lockstep.core.errors import UsageError, listed
 
 WHERE = "train.init_from"
@@ -36,7 +35,7 @@ _UNSAFE = re.compile(r"GLOBAL ([\w.]+)")  # in torch's message: what the pickle 
 
 @dataclass(frozen=True)
 class TorchFile:
-    """The content of a file of `torch.save`. It has the methods of an open safetensors file, for its weights."""
+    """The content of a file of `torch.save`."""
 
     path: Path
     weights: Mapping[str, Tensor]
@@ -51,37 +50,6 @@ class TorchFile:
     """The state of a `GradScaler`; None: there is none."""
     others: tuple[str, ...] = ()
     """The rest of the file, in words."""
-
-    def keys(self) -> KeysView[str]:
-        """The names of the weights."""
-        return self.weights.keys()
-
-    def get_tensor(self, name: str) -> Tensor:
-        """A whole tensor, on the CPU."""
-        return self.weights[name]
-
-    def get_slice(self, name: str) -> TorchSlice:
-        """A tensor of which single rows can be read."""
-        return TorchSlice(self.weights[name])
-
-
-@dataclass(frozen=True)
-class TorchSlice:
-    """A tensor of a file of `torch.save`, of which single rows can be read."""
-
-    tensor: Tensor
-
-    def get_shape(self) -> list[int]:
-        """The shape of the tensor."""
-        return list(self.tensor.shape)
-
-    def get_dtype(self) -> str:
-        """The name of the type in safetensors files; torch's name for types that these files do not have."""
-        name = str(self.tensor.dtype).removeprefix("torch.")
-        return DTYPES.get(name, name)
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        return self.tensor[rows]
 
 
 def is_torch_file(path: Path) -> bool:

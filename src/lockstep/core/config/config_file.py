@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -355,42 +354,29 @@ def _place(model: type[BaseModel], raw: Any, loc: Sequence[str | int]) -> tuple[
     If a value may have several types, `loc` also names the type that pydantic tried. Such names are not keys.
     """
     keys: list[str] = []
-    kinds, section, value = [model], model, raw
+    sections, section, value = [model], model, raw
     for part in loc:
-        inner = [inside for kind in kinds for inside in _inside(kind, part)]
         held = part in value if isinstance(value, Mapping) else isinstance(value, list) and isinstance(part, int)
-        if not held and not any(part in _keys(kind) for kind in kinds):
+        if not held and not any(part in _keys(one) for one in sections):
             continue
         keys.append(str(part))
         is_missing = isinstance(value, list) and isinstance(part, int) and part >= len(value)
         value = value[part] if held and not is_missing else None
-        kinds = inner
-        section = next((kind for kind in kinds if _keys(kind)), section)
+        if not isinstance(part, int):  # the items of a list are of the list's section
+            fields = {field.alias or name: field for one in sections for name, field in one.model_fields.items()}
+            sections = list(_sections(fields[part].annotation)) if part in fields else []
+        section = next(iter(sections), section)
     return keys, section
 
 
-def _inside(kind: Any, part: str | int) -> list[Any]:
-    """The types that the item `part` of a value of type `kind` may have."""
-    if _keys(kind):
-        fields = {field.alias or name: field for name, field in kind.model_fields.items()}
-        return _kinds(fields[part].annotation) if part in fields else []
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is dict:
-        return _kinds(arguments[1])
-    return _kinds(arguments[0]) if origin is list and isinstance(part, int) else []
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a value of this type may be, or may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections(inner)
 
 
-def _kinds(annotation: Any) -> list[Any]:
-    """The members of a union, also of nested unions. Otherwise the annotation itself."""
-    if get_origin(annotation) is Annotated:
-        return _kinds(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return [kind for member in get_args(annotation) for kind in _kinds(member)]
-    return [annotation]
-
-
-def _keys(kind: Any) -> list[str]:
-    """The keys of a section. Empty if `kind` is not a section."""
-    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-        return []
-    return [field.alias or name for name, field in kind.model_fields.items()]
+def _keys(section: type[BaseModel] | None) -> list[str]:
+    """The keys of a section. Empty if there is none."""
+    return [field.alias or name for name, field in section.model_fields.items()] if section else []
