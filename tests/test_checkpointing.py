@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import lockstep.core.training_run
+import lockstep.trainer.trainer
 from lockstep import LockstepError, Trainer
 from lockstep.core.checkpoint import files, store
 from lockstep.core.config import config_file
@@ -214,11 +214,11 @@ class Ticking(signals.StopConsensus):
 
 def fit_ticking(kind, settings, folder):
     """Steps that are kept in the end."""
-    kept, lockstep.core.training_run.StopConsensus = lockstep.core.training_run.StopConsensus, Ticking
+    kept, lockstep.trainer.trainer.StopConsensus = lockstep.trainer.trainer.StopConsensus, Ticking
     try:
         runs.fit_kind(kind, {}, settings, folder)
     finally:
-        lockstep.core.training_run.StopConsensus = kept
+        lockstep.trainer.trainer.StopConsensus = kept
     return [one.step for one in store.listed(folder / "checkpoints")]
 
 

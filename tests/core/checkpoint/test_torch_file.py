@@ -157,7 +157,7 @@ def test_names_of_wrappers_and_of_keys_do_not_matter(tmp_path, prefix, key):
     state = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
     torch.save({key: state, "epoch": 3} if key else state, tmp_path / "a.pt")
     file = torch_file.read(tmp_path / "a.pt")
-    found = torch_file.unwrapped(file.keys(), model.state_dict())
+    found = torch_file.unwrapped(file.weights, model.state_dict())
     assert list(found) == list(model.state_dict())
     assert file.others == (("epoch=3",) if key else ())
     if key is None:
