@@ -117,7 +117,7 @@ class SampleSeeding:
     def seeders(self) -> list[Callable[[int], object]]:
         """The functions that prepare for reading a sample, as `seed` does: for many samples."""
         # The method of torch's generator takes no frame of Python. It cannot be pickled, so it is not kept.
-        quick = {_seed_torch: torch.default_generator.manual_seed}
+        quick: dict[object, Callable[[int], object]] = {_seed_torch: torch.default_generator.manual_seed}
         return [quick.get(generator.seed, generator.seed) for generator in self.drawn]
 
     def found_more(self) -> bool:
