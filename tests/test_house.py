@@ -134,7 +134,7 @@ def test_folders_stand_on_few_floors():
     assert max(floors.values()) <= 9
 
 
-CODE_LINES = {"core": 10_530, "": 41_600}
+CODE_LINES = {"core": 10_560, "": 41_655}
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings."""
 
 
