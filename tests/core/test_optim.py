@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.core import optimizer_class
 from lockstep.core.errors import UsageError
-from lockstep.core.optim import Group, OptimConfig, build_optimizer, check_updates
+from lockstep.core.optim import Group, OptimConfig, build_optimizer
 from lockstep.core.schedule import Schedule, set_lr
 from lockstep.parts.model_summary import model_summary
 from tests import own_tasks, runs
@@ -384,8 +385,9 @@ def test_a_bad_value_of_an_argument_is_refused(name, args):
     ],
 )
 def test_an_option_that_torch_refuses_only_in_an_update_is_refused_before(name, dtype, options, where):
+    model = nn.Linear(3, 2, dtype=dtype)
     with pytest.raises(UsageError) as caught:
-        check_updates(build(nn.Linear(3, 2, dtype=dtype), name, 0.1, **options))
+        optimizer_class.prepare(build(model, name, 0.1, **options), model)
     assert where in str(caught.value)
     assert caught.value.remedy
 
@@ -401,7 +403,7 @@ def test_options_that_work_pass_and_the_trial_leaves_no_trace(args):
     model = make_model()
     optimizer = build(model, "Adam", 0.1, args=args)
     before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    check_updates(optimizer)
+    optimizer_class.prepare(optimizer, model)
     assert not optimizer.state
     assert all(torch.equal(before[0][name], value) for name, value in model.state_dict().items())
     assert torch.equal(before[1], torch.get_rng_state())

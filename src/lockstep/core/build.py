@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.core import devices, task_checks
+from lockstep.core import devices, optimizer_class, task_checks
 from lockstep.core.checkpoint import finite
 from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.form import Form, check_complete
@@ -23,7 +23,6 @@ from lockstep.core.data.loader import StepIterator
 from lockstep.core.data.order import StepPlan
 from lockstep.core.ema import Ema
 from lockstep.core.loop import Intervals
-from lockstep.core.optim import check_updates
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
 from lockstep.core.run_data import EvaluationData, agreed_fingerprint, grouping, make_loader, step_plan
@@ -147,6 +146,7 @@ def prepare_run(
         world=world,
         optimizer=make_optimizer(
             config,
+            task,
             model,
             built.blocks,
             sharded=strategy.is_sharded,
@@ -166,7 +166,8 @@ def prepare_run(
     )
     if begun_from is not None:
         messages.append(load_first_state(begun_from, model, train, state.optimizer, precision))
-    check_updates(state.optimizer)
+    optimizer_class.prepare(state.optimizer, model)
+    optimizer_class.seed_updates(state.optimizer, config.seed, lambda: state.step, world.device)
     checkpoint_state.capture(model, state.optimizer)  # raises now, not at the end, if the state cannot be saved
     # Weights that `train.init_from` gave, or that train later, are the task's no more.
     check_complete(model, also_frozen=bool(train.init_from or train.unfreeze))

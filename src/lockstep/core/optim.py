@@ -10,24 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
-from lockstep.core.errors import UsageError, did_you_mean
+from lockstep.core.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from lockstep.core.optimizer_class import Make
+
 _FUSED = ("Adam", "AdamW")  # fused without being asked; for the other optimizers, torch calls its kernels new
-_REFUSED = {
-    "LBFGS": "it computes the loss several times in an update, by a closure, and a step of Lockstep computes it once",
-    "SparseAdam": "it takes sparse gradients only, and gradients are dense here",
-}
-"""Classes of torch.optim, and why they cannot train."""
-_WAYS = (
-    "differentiable",
-    "capturable",
-    "fused",
-    "foreach",
-)  # how an update is made; torch refuses some when it is made
 
 
 class Group(Section):
@@ -37,17 +28,33 @@ class Group(Section):
     """Name of the group in the log."""
     match: Annotated[list[str], Field(min_length=1)]
     """Patterns of parameter names, with `*` and `?`. A parameter belongs to the first group that matches it."""
+    ndim: PositiveInt | None = None
+    """Only parameters with so many dimensions: 2 for matrices. None: any."""
     lr: PositiveFloat | None = None
     """None: `optim.lr`."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """None: `optim.weight_decay`."""
+    optimizer: str | None = None
+    """The class that trains this group, as in `optim.name`. None: the class of `optim.name`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of `optimizer`."""
+
+    @model_validator(mode="after")
+    def _args_have_an_optimizer(self) -> Group:
+        if self.args and self.optimizer is None:
+            raise ValueError("args are for a group with an `optimizer` of its own; without it, `optim.args` count")
+        return self
+
+    def takes(self, name: str, parameter: Any) -> bool:
+        """True if a parameter belongs to this group, unless an earlier group takes it."""
+        return self.ndim in (None, parameter.ndim) and any(fnmatchcase(name, pattern) for pattern in self.match)
 
 
 class OptimConfig(Section):
     """The optimizer."""
 
     name: str = "AdamW"
-    """A class of torch.optim."""
+    """A class of torch.optim, `package.module:Class` or `FILE.py:Class`."""
     lr: PositiveFloat = 1e-3
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """None: the default of the optimizer."""
@@ -74,13 +81,20 @@ class OptimConfig(Section):
 
 
 def build_optimizer(
-    model: nn.Module, optim: OptimConfig, *, scale: float = 1.0, fuses_adam: bool = False, blocks: Sequence[str] = ()
+    model: nn.Module,
+    optim: OptimConfig,
+    *,
+    scale: float = 1.0,
+    fuses_adam: bool = False,
+    blocks: Sequence[str] = (),
+    make: Make | None = None,
 ) -> torch.optim.Optimizer:
-    """An optimizer of `torch.optim` over all parameters of `model`.
+    """An optimizer over all parameters of `model`.
 
     The first group that matches a parameter takes it. The other parameters form the group `default`. Frozen parameters
     are in their group from the start, so that no group changes when they begin to train: an optimizer skips parameters
-    without a gradient. Each group keeps its `name` and its `base_lr`, which schedules multiply.
+    without a gradient. Each group keeps its `name` and its `base_lr`, which schedules multiply. Groups with optimizers
+    of their own are trained by these: the result is then an `Optimizers`.
 
     `optim.layer_decay` divides groups without a learning rate of their own by depth. Parameters n levels below the top
     learn at lr * layer_decay**n (Howard and Ruder 2018, arXiv:1801.06146, section 3.1; as in Clark et al. 2020,
@@ -92,86 +106,106 @@ def build_optimizer(
         fuses_adam: Adam and AdamW use their fused kernel, where it can update all parameters and the config leaves the
             choice.
         blocks: names of the model's repeated blocks, in the model's order; for `optim.layer_decay`.
+        make: `Task.optimizer`. It may make the optimizer of the groups, instead of the config.
 
     Raises:
         UsageError: an unknown optimizer or argument, or a group that matches no parameter; names the known values.
     """
-    optimizer_class, args, fused = _optimizer_class(optim.name), optim.args, optim.fused
+    from lockstep.core import optimizer_class
+
+    groups = _param_groups(model, optim, scale=scale, blocks=blocks)
+    own = optimizer_class.given(make, [group for _, of_group in groups for group in of_group]) if make else None
+    if own is not None:
+        others = ["optim.name"] * ("name" in optim.model_fields_set) + ["optim.args"] * bool(optim.args)
+        others += [f"optim.groups, group {group.name!r}: optimizer" for group in optim.groups if group.optimizer]
+        if others:
+            what = f"Task.optimizer makes the optimizer, and the config has {others[0]}, too"
+            raise UsageError(what, where=others[0], remedy="leave the key out, or Task.optimizer")
+        return own
+    made, rest = [], [one for group, of_group in groups if group.optimizer is None for one in of_group]
+    if rest:
+        made.append(_default_optimizer(model, optim, rest, scale=scale, fuses_adam=fuses_adam))
+    for group, of_group in groups:
+        if group.optimizer is not None:
+            where = f"optim.groups, group {group.name!r}"
+            kind = optimizer_class.find(group.optimizer, f"{where}: optimizer")
+            decays = any("weight_decay" in one for one in of_group)
+            made.append(_made(kind, of_group, of_group[0]["base_lr"], group.args, decays=decays, where=where))
+    return made[0] if len(made) == 1 else optimizer_class.Optimizers(made)
+
+
+def _param_groups(
+    model: nn.Module, optim: OptimConfig, *, scale: float, blocks: Sequence[str]
+) -> list[tuple[Group, list[dict[str, Any]]]]:
+    """For each group of the config, and for `default`, its groups for an optimizer: one, or one for each level."""
     depths = _depths(model, blocks) if optim.layer_decay is not None else {}
-    param_groups: list[dict[str, Any]] = []
+    found = []
     for group, members in _members(model, optim.groups):
         decay = group.weight_decay if group.weight_decay is not None else optim.weight_decay
         options = {} if decay is None else {"weight_decay": decay}
         levels: dict[int | None, list[nn.Parameter]] = {}
         for parameter_name, parameter in members:
             levels.setdefault(depths.get(parameter_name) if group.lr is None else None, []).append(parameter)
+        of_group: list[dict[str, Any]] = []
         for level, parameters in levels.items():
             rate, group_name = (group.lr if group.lr is not None else optim.lr) * scale, group.name
             if level is not None and optim.layer_decay is not None:
                 rate *= optim.layer_decay ** (max(depths.values()) - level)
                 group_name = f"{group.name}/level-{level}"
-            param_groups.append({"params": parameters, "name": group_name, "lr": rate, "base_lr": rate, **options})
-    _check_arguments(optimizer_class, args, decays=any("weight_decay" in options for options in param_groups))
-    if fused and "fused" not in inspect.signature(optimizer_class).parameters:
-        with_kernel = (n for n, c in _optimizer_classes().items() if "fused" in inspect.signature(c).parameters)
-        remedy = f"leave it out, or use one of {', '.join(sorted(with_kernel))}"
+            of_group.append({"params": parameters, "name": group_name, "lr": rate, "base_lr": rate, **options})
+        found.append((group, of_group))
+    return found
+
+
+def _default_optimizer(
+    model: nn.Module, optim: OptimConfig, groups: list[dict[str, Any]], *, scale: float, fuses_adam: bool
+) -> torch.optim.Optimizer:
+    """The optimizer of `optim.name` over `groups`."""
+    from lockstep.core import optimizer_class
+
+    kind, args, fused = optimizer_class.find(optim.name), optim.args, optim.fused
+    if fused and "fused" not in inspect.signature(kind).parameters:
+        remedy = f"leave it out, or use one of {', '.join(optimizer_class.with_fused_kernel())}"
         raise UsageError(f"{optim.name} has no fused kernel", where="optim.fused", remedy=remedy)
     if fused is not None and args.get("fused", fused) != fused:
         both = f"optim.fused={str(fused).lower()} and optim.args.fused={str(args['fused']).lower()} disagree"
         raise UsageError(both, where="optim.args.fused", remedy="leave it out: optim.fused decides")
     if fused is None:
-        fused = fuses_adam and _can_fuse(optim.name, model, args)
+        fused = fuses_adam and _can_fuse(kind, model, args)
+    decays = any("weight_decay" in group for group in groups)
+    return _made(kind, groups, optim.lr * scale, {**({"fused": True} if fused else {}), **args}, decays=decays)
+
+
+def _made(
+    kind: type[torch.optim.Optimizer],
+    groups: list[dict[str, Any]],
+    lr: float,
+    args: Mapping[str, Any],
+    *,
+    decays: bool,
+    where: str = "optim",
+) -> torch.optim.Optimizer:
+    from lockstep.core import optimizer_class
+
+    optimizer_class.check_arguments(kind, args, decays=decays, where=where)
+    make: Any = kind
     try:
-        return optimizer_class(param_groups, **{"lr": optim.lr * scale, **({"fused": True} if fused else {}), **args})
+        made: torch.optim.Optimizer = make(groups, **{"lr": lr, **args})
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
-        remedy = "see the documentation of this torch.optim class"
-        raise UsageError(str(error), where=f"optim.args of {optim.name}", remedy=remedy) from error
+        remedy = "see the documentation of this class"
+        raise UsageError(str(error), where=f"{where}.args of {kind.__name__}", remedy=remedy) from error
+    return made
 
 
-def check_updates(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer of the same class and options update a small parameter of each kind that `optimizer` has.
-
-    torch checks some options only in an update: which device can do it, which dtype.
-
-    Raises:
-        UsageError: it cannot; names the option.
-    """
-    import torch
-
-    kinds = {(p.device, p.dtype) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    taken = inspect.signature(type(optimizer)).parameters
-    options = {name: value for name, value in optimizer.defaults.items() if name in taken}
-    for device, dtype in sorted(kinds, key=str):
-
-        def fault(given: Mapping[str, Any], device: torch.device = device, dtype: torch.dtype = dtype) -> str | None:
-            parameter = torch.nn.Parameter(torch.zeros(4, 4, device=device, dtype=dtype))
-            parameter.grad = torch.zeros_like(parameter)
-            try:
-                type(optimizer)([parameter], **given).step(lambda: 0.0)
-            except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-                return f"{type(error).__name__}: {error}"
-            return None
-
-        if (what := fault(options)) is None:
-            continue
-        chosen = [name for name in _WAYS if options.get(name)]
-        cause = next(
-            (name for name in chosen if fault(options | {name: None if name == "foreach" else False}) is None), None
-        )
-        where = "optim" if cause is None else "optim.fused=true" if cause == "fused" else f"optim.args.{cause}=true"
-        remedy = "leave it out" if cause else "use other values in optim.args, or another optimizer"
-        raise UsageError(
-            f"{type(optimizer).__name__} cannot update parameters of {str(dtype).removeprefix('torch.')} on "
-            f"{device.type} so: {what}",
-            where=where,
-            remedy=remedy,
-        )
-
-
-def _can_fuse(name: str, model: nn.Module, args: Mapping[str, Any]) -> bool:
+def _can_fuse(kind: type, model: nn.Module, args: Mapping[str, Any]) -> bool:
     """True if the fused kernel of Adam or AdamW can update all parameters, and `args` choose no other kernel."""
     chosen = {"foreach", "fused", "differentiable"} & args.keys()
-    return name in _FUSED and not chosen and all(p.is_floating_point() for p in model.parameters())
+    return (
+        kind.__module__.startswith("torch.")
+        and kind.__name__ in _FUSED
+        and not chosen
+        and all(p.is_floating_point() for p in model.parameters())
+    )
 
 
 def _members(model: nn.Module, groups: Sequence[Group]) -> list[tuple[Group, list[tuple[str, nn.Parameter]]]]:
@@ -182,14 +216,14 @@ def _members(model: nn.Module, groups: Sequence[Group]) -> list[tuple[Group, lis
     """
     members: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in [*(g.name for g in groups), "default"]}
     for name, parameter in model.named_parameters():
-        owner = next((g.name for g in groups if any(fnmatchcase(name, pattern) for pattern in g.match)), "default")
+        owner = next((group.name for group in groups if group.takes(name, parameter)), "default")
         members[owner].append((name, parameter))
     by_name = {group.name: group for group in groups}
     for group in by_name.values():
         if not members[group.name]:
             names = ", ".join(name for name, _ in list(model.named_parameters())[:8])
             raise UsageError(
-                f"no parameter matches {list(group.match)}",
+                f"no parameter matches {list(group.match)}" + f" with {group.ndim} dimensions" * bool(group.ndim),
                 where=f"optim.groups, group {group.name!r}",
                 remedy=f"use patterns over the model's parameter names, such as: {names}",
             )
@@ -214,45 +248,3 @@ def _depths(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
         begun = begun or index is not None
         depths[name] = index + 1 if index is not None else len(blocks) + 1 if begun else 0
     return depths
-
-
-def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    known = _optimizer_classes()
-    if name in known:
-        return known[name]
-    if name in _REFUSED:
-        remedy = f"use another optimizer: {', '.join(sorted(known))}"
-        raise UsageError(f"{name} cannot train here: {_REFUSED[name]}", where="optim.name", remedy=remedy)
-    remedy = f"{did_you_mean(name, known)}There are: {', '.join(sorted(known))}"
-    raise UsageError(f"torch.optim has no {name!r}", where="optim.name", remedy=remedy)
-
-
-def _optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    import torch
-
-    known = {n: k for n, k in vars(torch.optim).items() if inspect.isclass(k) and issubclass(k, torch.optim.Optimizer)}
-    for name in ("Optimizer", *_REFUSED):
-        known.pop(name, None)
-    return known
-
-
-def _check_arguments(optimizer_class: type, args: Mapping[str, Any], *, decays: bool) -> None:
-    """Raises UsageError where the class does not take an argument.
-
-    Args:
-        decays: whether a weight decay is given.
-    """
-    parameters, class_name = inspect.signature(optimizer_class).parameters, optimizer_class.__name__
-    allowed = [name for name in parameters if name not in ("params", "lr", "weight_decay")]
-    for name in args:
-        if name in ("lr", "weight_decay"):
-            raise UsageError(f"{name} has a key of its own", where=f"optim.args.{name}", remedy=f"set optim.{name}")
-        if name not in allowed:
-            remedy = f"{did_you_mean(name, allowed)}It takes: {', '.join(allowed)}"
-            raise UsageError(f"{class_name} takes no argument {name!r}", where=f"optim.args.{name}", remedy=remedy)
-    if decays and "weight_decay" not in parameters:
-        raise UsageError(
-            f"{class_name} takes no argument 'weight_decay'",
-            where="optim.weight_decay",
-            remedy="leave it out, also in optim.groups",
-        )

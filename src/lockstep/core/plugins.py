@@ -156,7 +156,7 @@ def named_class(
     word = base.__name__.lower()
     path, is_file, class_name = name.rpartition(".py:")
     if is_file:
-        return _class_in_file(Path(f"{path}.py"), class_name, base, key)
+        return class_in_file(Path(f"{path}.py"), class_name, base, key)
     if built_in is not None and name in known:
         return built_in(name)
     entries = entry_points(group)
@@ -176,7 +176,7 @@ def named_class(
     return found
 
 
-def _class_in_file(path: Path, name: str, base: type[T], key: str) -> type[T]:
+def class_in_file(path: Path, name: str, base: type[T], key: str) -> type[T]:
     word, where = base.__name__.lower(), f"{key}: {path}"
     if not path.is_file():
         raise UsageError("no such file", where=where, remedy=f"give the path as FILE.py:My{base.__name__}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from lockstep.core import optimizer_class
 from lockstep.core.build import Run
 from lockstep.core.checkpoint import files, finite, store
 from lockstep.core.checkpoint import state as checkpoint_state
@@ -50,9 +51,9 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
     has_averages = any(name.startswith("ema.") for name in checkpoint.index)
     averages = state.averages.tensors if state.averages and has_averages else None
     messages += checkpoint_state.check_fits(checkpoint.index, model, averages, checkpoint.values)
-    optimizer = state.optimizer if manifest["optimizer"] == _kind_of_optimizer(config) else None
+    optimizer = state.optimizer if manifest["optimizer"] == _kind_of_optimizer(config, state.optimizer) else None
     if optimizer is None:
-        messages.append(f"the state of {manifest['optimizer'][0]} is left out: the config has another optimizer now")
+        messages.append(f"the state of {manifest['optimizer'][0]} is left out: the run has another optimizer now")
     needed = checkpoint_state.wanted(checkpoint.index, model, optimizer, averages)
     tensors = files.read(checkpoint.path, checkpoint.index, needed, node)
     checkpoint_state.restore(tensors, checkpoint.values, model, optimizer, averages, state.world.device)
@@ -186,7 +187,7 @@ def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
         "loss_scale": state.precision.state(),
         "metrics": evaluated,
         "data": run.fingerprint,
-        "optimizer": _kind_of_optimizer(run.config),
+        "optimizer": _kind_of_optimizer(run.config, state.optimizer),
         "config": config_digest(run.config),
         "versions": {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": state.world.size},
         "schedule_steps": state.schedule.length,
@@ -197,9 +198,11 @@ def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def _kind_of_optimizer(config: RunConfig) -> list[Any]:
-    """The facts that decide the form of the optimizer's state: the class and its arguments."""
-    return [config.optim.name, json.loads(json.dumps(config.optim.args, sort_keys=True))]
+def _kind_of_optimizer(config: RunConfig, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The facts that decide the form of the optimizer's state: its classes and their arguments."""
+    own = [[group.name, group.optimizer, group.args] for group in config.optim.groups if group.optimizer]
+    kind = [optimizer_class.classes(optimizer), config.optim.args, *([own] if own else [])]
+    return list(json.loads(json.dumps(kind, sort_keys=True)))
 
 
 def load_trained_weights(checkpoint: Checkpoint, model: nn.Module, world: World) -> None:

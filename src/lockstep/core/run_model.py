@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.core import batch_norm, task_checks
+from lockstep.core import batch_norm, optimizer_class, task_checks
 from lockstep.core.blocks import compile_modules, find_blocks, recompute_activations
 from lockstep.core.checkpoint import choice, torch_file, torch_optimizer
 from lockstep.core.checkpoint.first_weights import load_weights
@@ -28,11 +28,6 @@ from lockstep.core.parallel.world import World
 from lockstep.core.schedule import scaled_lr
 from lockstep.core.task import Task
 from lockstep.core.unfreeze import Unfreezing
-
-# Found by training with every class of torch.optim (tests/core/parallel/test_sharding.py). Muon would silently train
-# another model.
-_NEED_WHOLE_MATRICES = ("Muon", "Adafactor", "Rprop")
-_NO_SHARDED_KERNEL = ("SGD", "Adagrad")
 
 
 class SpreadModel(NamedTuple):
@@ -227,13 +222,14 @@ def _unfreezing(
 
 def make_optimizer(
     config: RunConfig,
+    task: Task,
     model: nn.Module,
     blocks: Sequence[str] = (),
     *,
     sharded: bool = False,
     fuses_adam: bool = False,
 ) -> torch.optim.Optimizer:
-    """The config's optimizer, with learning rates scaled by the global batch.
+    """The task's or the config's optimizer, with learning rates scaled by the global batch.
 
     Args:
         blocks: names of the model's repeated blocks, in the model's order.
@@ -244,22 +240,10 @@ def make_optimizer(
         UsageError: the optimizer cannot train shards: it needs whole matrices, or torch has no kernel for shards.
     """
     optim = config.optim
-    fused = bool(optim.fused if optim.fused is not None else optim.args.get("fused"))
-    if sharded:
-        check_shardable(optim.name, fused=fused)
     scale = scaled_lr(
         1.0, optim.lr_scaling, global_batch=config.batch.global_ or 1, reference_batch=optim.reference_batch
     )
-    return build_optimizer(model, optim, scale=scale, fuses_adam=fuses_adam, blocks=blocks)
-
-
-def check_shardable(optimizer: str, *, fused: bool) -> None:
-    """Check that an optimizer can train shards.
-
-    Raises:
-        UsageError: it needs whole matrices, or torch has no kernel for shards.
-    """
-    if optimizer in _NEED_WHOLE_MATRICES or (fused and optimizer in _NO_SHARDED_KERNEL):
-        remedy = "use AdamW, SGD or another optimizer that updates each element by itself, or parallel.strategy=ddp"
-        what = f"{'fused ' if optimizer in _NO_SHARDED_KERNEL else ''}{optimizer} cannot train sharded parameters"
-        raise UsageError(what, where="optim.name", remedy=remedy)
+    made = build_optimizer(model, optim, scale=scale, fuses_adam=fuses_adam, blocks=blocks, make=task.optimizer)
+    for member in optimizer_class.members(made) if sharded else ():
+        optimizer_class.check_shardable(member)
+    return made

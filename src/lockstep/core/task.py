@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
 
 from lockstep.core import devices
@@ -150,6 +151,21 @@ class Task(abc.ABC):
 
         It is computed from the labels alone. A task with several heads returns a dict with a number for each head.
         None, the default, means that the unit is the sample.
+        """
+        return None
+
+    # ---- how the parameters learn
+
+    def optimizer(self, groups: list[dict[str, Any]]) -> Optimizer | None:
+        """An optimizer of the task's own: any `torch.optim.Optimizer`. None, the default: the config's `optim.name`.
+
+        Args:
+            groups: all parameters of the model, in the groups of `optim.groups`: each a dict with `params`, `name`,
+                `lr` and, where the config sets it, `weight_decay`. The optimizer gets all of them, in these groups or
+                in others.
+
+        The schedule multiplies the learning rates. `step` takes no closure. A checkpoint holds the optimizer's `state`
+        by parameter (tensors, numbers, texts), and what it changes in its groups.
         """
         return None
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep.core import run_data, run_model, shortages, task_checks
+from lockstep.core import optimizer_class, run_data, run_model, shortages, task_checks
 from lockstep.core.blocks import recompute_activations
 from lockstep.core.data.order import MicroBatchPlan, StepPlan
 from lockstep.core.data.tensors import map_tensors
@@ -286,12 +286,15 @@ def _parameter_facts(built: Built, of_block: dict[int, int]) -> Iterator[Paramet
 
 
 def _optimizer_facts(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> OptimizerFacts:
-    name, whole = type(optimizer).__name__, False
-    try:
-        run_model.check_shardable(name, fused=bool(optimizer.param_groups[0].get("fused")))
-    except UsageError:
-        whole = True
-    return OptimizerFacts(name, *temporaries_of(optimizer, dtype), needs_whole_matrices=whole)
+    whole, temporaries = False, []
+    for member in optimizer_class.members(optimizer):
+        temporaries.append(temporaries_of(member, dtype))
+        try:
+            optimizer_class.check_shardable(member)
+        except UsageError:
+            whole = True
+    of_all, of_largest = (max(figures) for figures in zip(*temporaries, strict=True))
+    return OptimizerFacts(optimizer_class.classes(optimizer), of_all, of_largest, needs_whole_matrices=whole)
 
 
 def states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[float, int]:
@@ -300,7 +303,12 @@ def states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tupl
     Returns:
         bytes for each element, of tensors that have the shape of the parameter; and bytes of other tensors.
     """
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    group, optimizer = next(
+        (group, member)
+        for member in optimizer_class.members(optimizer)
+        for group in member.param_groups
+        if any(own is parameter for own in group["params"])
+    )
     sides = _SIDES[: parameter.ndim] + (2,) * max(0, parameter.ndim - len(_SIDES))
     small = nn.Parameter(torch.ones(sides, dtype=parameter.dtype))
     trial = _trial(optimizer, [small], group)
@@ -344,7 +352,11 @@ def _trial(
     """An optimizer like `optimizer` over `parameters`, after its first update."""
     options = {key: value for key, value in group.items() if key not in ("params", "name", "base_lr", "initial_lr")}
     make: Any = type(optimizer)
-    trial: torch.optim.Optimizer = make([{"params": parameters, **options}], lr=optimizer.defaults["lr"])
+    try:
+        trial: torch.optim.Optimizer = make([{"params": parameters, **options}], lr=options["lr"])
+    except (TypeError, ValueError) as error:
+        what = f"no other {type(optimizer).__name__} can be made of its options, to measure its state: {error}"
+        raise UsageError(what, where="optim", remedy="measure a run: log.memory=table") from error
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     trial.step()

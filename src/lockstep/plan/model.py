@@ -123,7 +123,7 @@ def _wrapped(task: Task, config: RunConfig, model: nn.Module, fake: FakeTensorMo
     try:
         with fake or contextlib.nullcontext():
             built = run_model.build_model(small, task, alone(), steps_per_epoch=1, step=_LAST)
-            make = partial(run_model.make_optimizer, small, built.strategy.unwrapped.model, built.blocks)
+            make = partial(run_model.make_optimizer, small, task, built.strategy.unwrapped.model, built.blocks)
             optimizer, of_fp16 = make(fuses_adam=gpu), make(fuses_adam=False)
     finally:
         del vars(task)["model"], vars(model)["to"]

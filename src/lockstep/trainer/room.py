@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 from torch import Tensor, nn
 
+from lockstep.core import optimizer_class
 from lockstep.core.build import Run
 
 _SIDE = 4
@@ -32,12 +31,15 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _share_of_state(optimizer: torch.optim.Optimizer) -> float:
-    """Bytes of the optimizer's state by the bytes of its parameter."""
-    parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE))
-    parameter.grad = torch.zeros_like(parameter)
-    taken = inspect.signature(type(optimizer)).parameters
-    given = {name: value for name, value in optimizer.defaults.items() if name in taken and name not in _IN_ONE_PIECE}
-    trial = type(optimizer)([parameter], **given)
-    trial.step(lambda: 0.0)
-    slots = [slot for slot in trial.state[parameter].values() if isinstance(slot, Tensor)]
-    return sum(_bytes(slot) for slot in slots if slot.shape == parameter.shape) / _bytes(parameter)
+    """Bytes of the optimizer's state by the bytes of its parameter. The largest share, of several optimizers."""
+    shares = [0.0]
+    for member in optimizer_class.members(optimizer):
+        parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE))
+        parameter.grad = torch.zeros_like(parameter)
+        given = {key: value for key, value in optimizer_class.options(member).items() if key not in _IN_ONE_PIECE}
+        trial = optimizer_class.like(member, [parameter], given)
+        if trial is not None:
+            trial.step(lambda: 0.0)
+            slots = [slot for slot in trial.state[parameter].values() if isinstance(slot, Tensor)]
+            shares.append(sum(_bytes(slot) for slot in slots if slot.shape == parameter.shape) / _bytes(parameter))
+    return max(shares)

@@ -617,7 +617,7 @@ class Trainer:
 
             def write(checkpoint: Checkpoint, built: SpreadModel) -> None:
                 model, sharded = built.strategy.unwrapped.model, built.strategy.is_sharded
-                optimizer = run_model.make_optimizer(config, model, built.blocks, sharded=sharded)
+                optimizer = run_model.make_optimizer(config, task, model, built.blocks, sharded=sharded)
                 world.on_rank0(
                     lambda: training_state.write(
                         training_state.as_torch(checkpoint, model, optimizer, config), Path(file)

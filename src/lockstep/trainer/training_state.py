@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.core import atomic
+from lockstep.core import atomic, optimizer_class
 from lockstep.core.checkpoint import files, nested
 from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.store import Checkpoint
@@ -33,8 +33,9 @@ def as_torch(
 
     Returns:
         - model: the weights with which the training goes on; `model.load_state_dict` takes it
-        - optimizer: `load_state_dict` of the optimizer takes it. Learning rates are those of the next update
-        - optimizer_class: a class of torch.optim
+        - optimizer: `load_state_dict` of the optimizer takes it. Learning rates are those of the next update. A list,
+          where groups have optimizers of their own
+        - optimizer_class: the name of its class; a list, where there are several
         - model_ema: averaged weights by name, where the run keeps an average
         - scaler: the state of a GradScaler, with fp16
         - step, epoch: steps and whole epochs that are done
@@ -49,7 +50,7 @@ def as_torch(
         name: nested.decode(saved, torch.device("cpu")) for name, saved in checkpoint.values.items()
     }
     found |= files.read(checkpoint.path, checkpoint.index)
-    of_kind: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "ema": {}}
+    of_kind: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "group": {}, "ema": {}}
     for name, value in found.items():
         kind, _, rest = name.partition(".")
         of_kind[kind][rest] = value
@@ -62,13 +63,18 @@ def as_torch(
         per_epoch = max(1, manifest["data"]["samples"] // (config.batch.global_ or 1))
     curve = config.schedule.model_dump() | {"total_steps": manifest["schedule_steps"]}
     set_lr(optimizer, Schedule(steps_per_epoch=per_epoch, **curve)(manifest["step"] - manifest["skipped"]))
+    for place, value in of_kind["group"].items():
+        checkpoint_state.set_setting(optimizer, place, value)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    members = optimizer_class.members(optimizer)
+    states = [_as_state_dict(slots, member.param_groups, names) for member in members]
+    kinds = [type(member).__name__ for member in members]
     integers = ("growth_interval", "_growth_tracker")
     scale = {key: int(value) if key in integers else value for key, value in manifest["loss_scale"].items()}
     return {
         "model": {name: of_kind["model"][name] for name in model.state_dict() if name in of_kind["model"]},
-        "optimizer": _as_state_dict(slots, optimizer.param_groups, names),
-        OPTIMIZER_CLASS: manifest["optimizer"][0],
+        "optimizer": states[0] if len(states) == 1 else states,
+        OPTIMIZER_CLASS: kinds[0] if len(kinds) == 1 else kinds,
         **({"model_ema": of_kind["ema"]} if of_kind["ema"] else {}),
         **({"scaler": scale} if scale else {}),
         "step": manifest["step"],
@@ -94,7 +100,8 @@ def _as_state_dict(slots: Slots, groups: Sequence[Mapping[str, Any]], names: Map
         indices = list(range(number, number + len(members)))
         packed.append({**settings, "initial_lr": group["base_lr"], "params": indices, "param_names": members})
         number += len(members)
-    return {"state": {numbers[name]: dict(own) for name, own in slots.items()}, "param_groups": packed}
+    state = {numbers[name]: dict(own) for name, own in slots.items() if name in numbers}
+    return {"state": state, "param_groups": packed}
 
 
 def write(content: Mapping[str, Any], path: Path) -> Path:

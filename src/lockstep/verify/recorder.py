@@ -167,6 +167,7 @@ class TrainingRecorder(Recorder):
                 steps_per_epoch=run.plan.steps_per_epoch,
                 blocks=run.blocks,
                 state=state.optimizer.state,
+                make=self.task.optimizer,
             )
             recording.reference_differences = self._reference_optimizer.differences
             recording.wrongly_trainable = self._reference_optimizer.wrongly_trainable

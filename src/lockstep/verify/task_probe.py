@@ -214,7 +214,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
     read = partial(_samples, train_samples=train_samples, seed=trainer.config.seed, skip=skip)
     with join_world(trainer.config.device) as world:
         built = build_model(trainer.config, task, world, steps_per_epoch=1)
-        make_optimizer(trainer.config, built.strategy.unwrapped.model, built.blocks)
+        make_optimizer(trainer.config, task, built.strategy.unwrapped.model, built.blocks)
         seed_everything(trainer.config)
         probe = TaskProbe()
 

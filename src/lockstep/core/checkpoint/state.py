@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ _NOTHING = torch.empty(0)
 def capture(
     model: nn.Module, optimizer: torch.optim.Optimizer, averages: Mapping[str, Tensor] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of a run by name: `model.NAME`, `optimizer.PARAMETER.SLOT`, `ema.PARAMETER`.
+    """The state of a run by name: `model.NAME`, `optimizer.PARAMETER.SLOT`, `group.NAME.SETTING`, `ema.PARAMETER`.
 
     Learning rates are not part of it: the schedule computes them from the step.
 
@@ -37,6 +37,8 @@ def capture(
     state: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
     for parameter, slots in optimizer.state.items():
         state |= {f"optimizer.{names[id(parameter)]}.{slot}": value for slot, value in slots.items()}
+    for group, settings in changed_settings(optimizer):
+        state |= {f"group.{group['name']}.{key}": value for key, value in settings.items()}
     state |= {f"ema.{name}": value for name, value in (averages or {}).items()}
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
     plain = {name: value for name, value in state.items() if name not in tensors}
@@ -133,6 +135,8 @@ def wanted(
             target = averages[rest]
         elif kind == "optimizer" and optimizer is not None:
             target = _slot(name, rest, parameters)[0]
+        elif kind == "group" and optimizer is not None:
+            target = _NOTHING
         else:
             continue
         # A slot that has not the shape of its parameter (a counter) is whole on every rank.
@@ -187,6 +191,8 @@ def restore(
                 value = tensor if on_host else _placed(tensor, parameter)
                 sharded = is_sharded(parameter) and tensor.shape == local(parameter).shape and tensor.ndim
                 optimizer.state[parameter][slot] = like(value, parameter) if sharded else value
+            elif kind == "group" and optimizer is not None:
+                set_setting(optimizer, rest, tensor)
     device = device or next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
     extra = {name: decode(saved, device) for name, saved in _without_prefix("model.", plain).items()}
     if extra or has_model_tensors:  # tensors are in place already; values of get_extra_state are not
@@ -195,6 +201,44 @@ def restore(
         if name.startswith("optimizer.") and optimizer is not None:
             parameter, slot = _slot(name, name.removeprefix("optimizer."), parameters)
             optimizer.state[parameter][slot] = setting
+        elif name.startswith("group.") and optimizer is not None:
+            set_setting(optimizer, name.removeprefix("group."), setting)
+
+
+def changed_settings(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """For each group of an optimizer: the settings that the optimizer itself has changed since it was made.
+
+    The optimizers of torch change none. Others keep a counter there, or an estimate of the learning rate.
+    """
+    began = getattr(optimizer, SETTINGS, ())
+    for group, first in zip(optimizer.param_groups, began, strict=False):
+        yield (
+            group,
+            {
+                key: value
+                for key, value in group.items()
+                if key not in ("params", "name", "lr", "base_lr") and not _same(value, first.get(key, _NOTHING))
+            },
+        )
+
+
+SETTINGS = "lockstep_settings"
+"""The attribute of an optimizer that holds a copy of the settings with which each of its groups was made."""
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
+        return both and torch.equal(one, other)  # type: ignore[arg-type]
+    return one == other
+
+
+def set_setting(optimizer: torch.optim.Optimizer, place: str, value: Any) -> None:
+    """Set `GROUP.SETTING` of an optimizer."""
+    name, _, key = place.rpartition(".")
+    for group in optimizer.param_groups:
+        if group["name"] == name:
+            group[key] = value
 
 
 def _placed(tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.core.checkpoint import finite, state
 from lockstep.core.checkpoint.torch_file import unwrapped
+from lockstep.core.optimizer_class import Optimizers
 
 Slots = dict[str, dict[str, Any]]  # by name of the parameter, then by name of the slot
 
@@ -36,6 +37,8 @@ def load(saved: Any, model: nn.Module, optimizer: torch.optim.Optimizer, *, save
     Raises:
         NotTaken: it is the state of another class, or of other parameters. Nothing was loaded.
     """
+    if isinstance(optimizer, Optimizers):
+        raise NotTaken("the config has several optimizers")
     groups = _groups(saved)
     _check_class(groups, optimizer, saved_class)
     names = _names(groups, model, optimizer)

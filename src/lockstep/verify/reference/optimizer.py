@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.data.randomness import restored_generators
+from lockstep.core.optimizer_class import Make, find
 from lockstep.verify.reference import schedule
 from lockstep.verify.reference.data import numbers
 
@@ -24,6 +26,7 @@ class ReferenceOptimizer:
         steps_per_epoch: steps of an epoch.
         blocks: names of the model's repeated blocks, for `optim.layer_decay`.
         state: the optimizer's state with which the training begins, by parameter.
+        make: `Task.optimizer`.
     """
 
     def __init__(
@@ -34,22 +37,24 @@ class ReferenceOptimizer:
         steps_per_epoch: int,
         blocks: Sequence[str] = (),
         state: Mapping[Tensor, Mapping[str, Any]] | None = None,
+        make: Make | None = None,
     ) -> None:
         self.model, self.config, self.steps_per_epoch = model, config, steps_per_epoch
         self.copies = {
             name: parameter.detach().clone().requires_grad_() for name, parameter in self.model.named_parameters()
         }
-        self.optimizer = self._make_optimizer(blocks)
+        self.optimizers = self._make_optimizers(blocks, make)
         for name, parameter in self.model.named_parameters():
             slots = (state or {}).get(parameter, {})
             if slots:
-                self.optimizer.state[self.copies[name]] = {
+                self._holder(self.copies[name]).state[self.copies[name]] = {
                     slot: value.detach().clone() if isinstance(value, Tensor) else value
                     for slot, value in slots.items()
                 }
         decay = config["train"]["ema_decay"]
         self.averages = {name: copy.detach().clone() for name, copy in self.copies.items()} if decay else {}
         self.decay = decay or 0.0
+        self.learning_rates = [group["lr"] for group in self._groups()]
         self.updates = 0
         self.differences = {"weights": 0.0, **({"averages": 0.0} if decay else {})}
         """Of weights and averages: the largest difference so far, as the 2-norm of the tensor that differs most."""
@@ -57,23 +62,40 @@ class ReferenceOptimizer:
         """Complaints about parameters that train and should be frozen, or are frozen and should train."""
         self._first_steps = self._first_trained_steps()
 
-    def _make_optimizer(self, blocks: Sequence[str]) -> torch.optim.Optimizer:
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def _holder(self, copy: Tensor) -> torch.optim.Optimizer:
+        """The optimizer that has this copy."""
+        holds = (
+            one for one in self.optimizers if any(own is copy for group in one.param_groups for own in group["params"])
+        )
+        return next(holds)
+
+    def _make_optimizers(self, blocks: Sequence[str], make: Make | None) -> list[torch.optim.Optimizer]:
         optim = self.config["optim"]
         scale = schedule.scaled_lr(optim, int(self.config["batch"]["global"]))
         levels = _levels(list(self.copies), blocks) if optim["layer_decay"] is not None else {}
-        groups = []
+        groups: dict[str, list[dict[str, Any]]] = {}  # by the name of the group that has an optimizer of its own
         for name, copy in self.copies.items():
-            own: Mapping[str, Any] = next((group for group in optim["groups"] if _matches(name, group["match"])), {})
+            own: Mapping[str, Any] = next((group for group in optim["groups"] if _takes(group, name, copy)), {})
             rate = own.get("lr")
             if not rate:
                 below_top = max(levels.values()) - levels[name] if levels else 0
                 rate = optim["lr"] * (optim["layer_decay"] or 1.0) ** below_top
             decay = own.get("weight_decay")
             decay = optim["weight_decay"] if decay is None else decay
-            groups.append({"params": [copy], "lr": rate * scale} | ({} if decay is None else {"weight_decay": decay}))
-        self.learning_rates = [group["lr"] for group in groups]
-        optimizer: torch.optim.Optimizer = getattr(torch.optim, optim["name"])(groups, **optim["args"])
-        return optimizer
+            options = {} if decay is None else {"weight_decay": decay}
+            by_itself = own["name"] if own.get("optimizer") else ""
+            group_name = own.get("name", "default")
+            made = {"params": [copy], "lr": rate * scale, "name": group_name, **options}
+            groups.setdefault(by_itself, []).append(made)
+        theirs = make([group for some in groups.values() for group in some]) if make else None
+        if theirs is not None:
+            return [theirs]
+        settings = {"": (optim["name"], optim["args"])}
+        settings |= {group["name"]: (group["optimizer"], group["args"]) for group in optim["groups"]}
+        return [find(settings[key][0])(some, **settings[key][1]) for key, some in groups.items()]  # type: ignore[call-arg]
 
     def before_update(self, step: int) -> None:
         """Make the update that the training's optimizer is about to make in `step` (counted from 0)."""
@@ -89,9 +111,11 @@ class ReferenceOptimizer:
             total=self.config["train"]["steps"],
             steps_per_epoch=self.steps_per_epoch,
         )
-        for group, rate in zip(self.optimizer.param_groups, self.learning_rates, strict=True):
+        for group, rate in zip(self._groups(), self.learning_rates, strict=True):
             group["lr"] = rate * factor
-        self.optimizer.step()
+        with restored_generators(torch.device("cpu")):  # an optimizer may draw, and the training's draws the same next
+            for optimizer in self.optimizers:
+                optimizer.step()
         self.updates += 1
         share = max(1 - self.decay, 9 / (10 + self.updates))  # of the new weights in the averages: docs/checkpoints.md
         with torch.no_grad():
@@ -121,6 +145,10 @@ class ReferenceOptimizer:
                 if _matches(name, stage["match"]):
                     steps[name] = min(start, steps.get(name, start))
         return steps
+
+
+def _takes(group: Mapping[str, Any], name: str, copy: Tensor) -> bool:
+    return group["ndim"] in (None, copy.ndim) and _matches(name, group["match"])
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

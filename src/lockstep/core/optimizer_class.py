@@ -1,0 +1,354 @@
+"""Classes of optimizers: found by name, tried on a small parameter, and several optimizers as one."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.core import plugins
+from lockstep.core.checkpoint.nested import Plain
+from lockstep.core.checkpoint.state import SETTINGS
+from lockstep.core.data.order import derive_seed
+from lockstep.core.data.randomness import seed_forward
+from lockstep.core.errors import UsageError, did_you_mean
+
+_REFUSED = {
+    "LBFGS": "it computes the loss several times in an update, by a closure, and a step of Lockstep computes it once",
+    "SparseAdam": "it takes sparse gradients only, and gradients are dense here",
+}
+"""Classes of torch.optim, and why they cannot train."""
+# Found by training with every class of torch.optim (tests/core/parallel/test_sharding.py). Muon would silently train
+# another model.
+_NEED_WHOLE_MATRICES = ("Muon", "Adafactor", "Rprop")
+_NO_SHARDED_KERNEL = ("SGD", "Adagrad")
+_UPDATE = 2**32  # a word of seeds that no rank is
+# Rows of a matrix of 66 columns, and of its two parts. A part has less than 4096 elements: some classes treat it apart.
+_ROWS = (130, 33, 97)
+_WAYS = (
+    "differentiable",
+    "capturable",
+    "fused",
+    "foreach",
+)  # how an update is made; torch refuses some when it is made
+
+
+class Optimizers(torch.optim.Optimizer):
+    """Several optimizers, each of its own parameters, which step as one.
+
+    `param_groups` and `state` are those of all members: the same objects, not copies.
+    """
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        self.members = list(members)
+        super().__init__([group for member in members for group in member.param_groups], {})
+        for member in self.members:
+            self.state.update(member.state)
+        self._share()
+
+    def step(self, closure: Any = None) -> Any:
+        """Let each member update its parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for member in self.members:
+            member.step()
+        return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for member in self.members:
+            member.param_groups = [next(groups) for _ in member.param_groups]
+            member.state = self.state
+
+
+def members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that `optimizer` consists of."""
+    return optimizer.members if isinstance(optimizer, Optimizers) else [optimizer]
+
+
+def classes(optimizer: torch.optim.Optimizer) -> str:
+    """The names of the classes that `optimizer` consists of, for people."""
+    return " and ".join(dict.fromkeys(type(member).__name__ for member in members(optimizer)))
+
+
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """True if all classes are of `torch.optim`."""
+    known = _of_torch().values()
+    return all(type(member) in known for member in members(optimizer))
+
+
+# ---- by name
+
+
+def find(name: str, where: str = "optim.name") -> type[torch.optim.Optimizer]:
+    """The class of a name: `AdamW`, `torch.optim.AdamW`, `package.module:Class` or `FILE.py:Class`.
+
+    Args:
+        where: the key of the config, for errors.
+
+    Raises:
+        UsageError: there is no such class, or it cannot train here; names the classes that there are.
+    """
+    known, short = _of_torch(), name.removeprefix("torch.optim.").removeprefix("torch.optim:")
+    if short in known:
+        return known[short]
+    if short in _REFUSED:
+        remedy = f"use another optimizer: {', '.join(sorted(known))}"
+        raise UsageError(f"{short} cannot train here: {_REFUSED[short]}", where=where, remedy=remedy)
+    path, is_file, class_name = name.rpartition(".py:")
+    if is_file:
+        return plugins.class_in_file(Path(f"{path}.py"), class_name, torch.optim.Optimizer, where)
+    module, _, class_name = name.replace(":", ".").rpartition(".")
+    if not module or module == "torch.optim":
+        remedy = f"{did_you_mean(short, known)}There are: {', '.join(sorted(known))}; and package.module:Class"
+        raise UsageError(f"torch.optim has no {short!r}", where=where, remedy=remedy)
+    try:
+        found: object = getattr(importlib.import_module(module), class_name, None)
+    except ImportError as error:
+        remedy = "install its distribution, or correct the name: package.module:Class"
+        raise UsageError(f"{module} cannot be imported: {error}", where=f"{where}={name}", remedy=remedy) from error
+    if not plugins.is_subclass(found, torch.optim.Optimizer):
+        what = f"{module} has no class {class_name!r} that is a torch.optim.Optimizer"
+        raise UsageError(what, where=f"{where}={name}", remedy="write it as package.module:Class")
+    return found
+
+
+def _of_torch() -> dict[str, type[torch.optim.Optimizer]]:
+    found = {n: k for n, k in vars(torch.optim).items() if plugins.is_subclass(k, torch.optim.Optimizer)}
+    return {name: kind for name, kind in found.items() if name not in _REFUSED}
+
+
+def with_fused_kernel() -> list[str]:
+    """The classes of torch.optim that have a fused kernel."""
+    return sorted(name for name, kind in _of_torch().items() if "fused" in inspect.signature(kind).parameters)
+
+
+def check_arguments(kind: type, args: Mapping[str, Any], *, decays: bool, where: str = "optim") -> None:
+    """Check that a class takes these arguments.
+
+    Args:
+        decays: whether a weight decay is given.
+
+    Raises:
+        UsageError: it does not take them; names the arguments that it takes.
+    """
+    parameters, class_name = inspect.signature(kind).parameters, kind.__name__
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    allowed = [name for name in parameters if name not in ("params", "lr", "weight_decay")]
+    for name in args:
+        if name in ("lr", "weight_decay"):
+            raise UsageError(f"{name} has a key of its own", where=f"{where}.args.{name}", remedy=f"set {where}.{name}")
+        if name not in allowed and not takes_all:
+            remedy = f"{did_you_mean(name, allowed)}It takes: {', '.join(allowed)}"
+            raise UsageError(f"{class_name} takes no argument {name!r}", where=f"{where}.args.{name}", remedy=remedy)
+    if decays and "weight_decay" not in parameters and not takes_all:
+        raise UsageError(
+            f"{class_name} takes no argument 'weight_decay'",
+            where=f"{where}.weight_decay",
+            remedy="leave it out, also in optim.groups",
+        )
+
+
+# ---- tried before the first step
+
+
+def prepare(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Check that an optimizer has the parameters of a model, and that it can train them here; note its settings.
+
+    torch checks some options only in an update: which device can do it, which dtype. So an optimizer of the same class
+    and options updates a small parameter of each kind that `optimizer` has.
+
+    Raises:
+        UsageError: a parameter is missing; an update fails; the optimizer needs a closure, or evaluates other weights
+            than it trains; its state cannot be saved.
+    """
+    _check_parameters(optimizer, model)
+    for member in members(optimizer):
+        _check_interface(member)
+        small = _small_updates(member)
+        if type(member) not in _of_torch().values():
+            _check_state(member, small)
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    setattr(optimizer, SETTINGS, copy.deepcopy(settings))
+
+
+def seed_updates(optimizer: torch.optim.Optimizer, seed: int, step: Callable[[], int], device: torch.device) -> None:
+    """Let an update that draws random numbers draw the same on all ranks, and again in a resumed training.
+
+    The optimizers of torch draw none; for these nothing is done.
+
+    Args:
+        seed: of the run.
+        step: gives the number of steps so far.
+    """
+    if not is_of_torch(optimizer):
+        optimizer.register_step_pre_hook(lambda *_: seed_forward(derive_seed(seed, step(), _UPDATE), device))
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    remedy = "give it the groups that Task.optimizer gets, with all their parameters"
+    if missing := [name for key, name in named.items() if key not in held]:
+        shown = f"{missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else missing[0]
+        raise UsageError(f"the optimizer lacks parameters of the model: {shown}", where="Task.optimizer", remedy=remedy)
+    if set(held) != named.keys() or len(held) != len(named):
+        what = "the optimizer has a parameter twice, or a parameter that the model does not have"
+        raise UsageError(what, where="Task.optimizer", remedy=remedy)
+
+
+def _check_interface(optimizer: torch.optim.Optimizer) -> None:
+    kind, name = type(optimizer), type(optimizer).__name__
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        what = f"{name} needs a closure, which computes the loss again. A step of Lockstep computes it once"
+        raise UsageError(what, where="optim.name", remedy="use another optimizer")
+    if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
+        what = f"{name} has the methods train and eval: it evaluates other weights than it trains"
+        remedy = "use another optimizer; train.ema_decay evaluates averages of the weights"
+        raise UsageError(what, where="optim.name", remedy=remedy)
+
+
+def _small_updates(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state after an update of a small parameter. Empty where no other optimizer of this class can be made."""
+    kinds = {(p.device, p.dtype) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    given_options, state = options(optimizer), {}
+
+    def fault(device: torch.device, dtype: torch.dtype, given: Mapping[str, Any]) -> str | None:
+        parameter = nn.Parameter(torch.zeros(4, 4, device=device, dtype=dtype))
+        parameter.grad = torch.zeros_like(parameter)
+        try:
+            made = like(optimizer, [parameter], given)
+            if made is not None:
+                made.step(lambda: 0.0)
+                state.update(made.state[parameter])
+        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    for device, dtype in sorted(kinds, key=str):
+        if (what := fault(device, dtype, given_options)) is None:
+            continue
+        chosen = [name for name in _WAYS if given_options.get(name)]
+        without = {name: given_options | {name: None if name == "foreach" else False} for name in chosen}
+        cause = next((name for name in chosen if fault(device, dtype, without[name]) is None), None)
+        where = "optim" if cause is None else "optim.fused=true" if cause == "fused" else f"optim.args.{cause}=true"
+        raise UsageError(
+            f"{type(optimizer).__name__} cannot update parameters of {str(dtype).removeprefix('torch.')} on "
+            f"{device.type} so: {what}",
+            where=where,
+            remedy="leave it out" if cause else "use other values in optim.args, or another optimizer",
+        )
+    return state
+
+
+def options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The arguments with which another optimizer of this class is made."""
+    taken = inspect.signature(type(optimizer)).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in taken}
+
+
+def like(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], given: Mapping[str, Any]
+) -> torch.optim.Optimizer | None:
+    """An optimizer of the same class. None where a class that is not torch's takes other arguments than its options."""
+    make: Any = type(optimizer)
+    try:
+        made: torch.optim.Optimizer = make(parameters, **given)
+    except (TypeError, ValueError):
+        if type(optimizer) in _of_torch().values():
+            raise
+        return None
+    return made
+
+
+def _check_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    wrong = [name for name, value in state.items() if not isinstance(value, torch.Tensor | Plain)]
+    if wrong:
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps {wrong[0]!r} as a {type(state[wrong[0]]).__name__}; a checkpoint holds "
+            "tensors, numbers and texts",
+            where="optim.name",
+            remedy="use another optimizer, or keep these values as separate tensors in its state",
+        )
+
+
+def check_shardable(optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer can train shards of parameters.
+
+    The classes of torch.optim are known. Another class gets a matrix, and then its two parts, with the same gradients:
+    the updates must be equal.
+
+    Raises:
+        UsageError: it needs whole matrices, or torch has no kernel for shards.
+    """
+    kind = type(optimizer)
+    remedy = "use AdamW, SGD or another optimizer that updates each element by itself, or parallel.strategy=ddp"
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if kind in _of_torch().values():
+        by_kernel = fused and kind.__name__ in _NO_SHARDED_KERNEL
+        if kind.__name__ in _NEED_WHOLE_MATRICES or by_kernel:
+            what = f"{'fused ' * by_kernel}{kind.__name__} cannot train sharded parameters"
+            raise UsageError(what, where="optim.name", remedy=remedy)
+        return
+    whole, parts = (_updated(optimizer, cuts) for cuts in (_ROWS[:1], _ROWS[1:]))
+    if whole is None:
+        what = f"{kind.__name__} may need whole matrices: its options do not say how to make another to try it"
+        raise UsageError(what, where="optim.name", remedy=remedy)
+    if parts is None or not torch.equal(whole, parts):
+        what = f"{kind.__name__} cannot train sharded parameters: it updates two parts of a matrix in another way"
+        raise UsageError(f"{what} than the whole", where="optim.name", remedy=remedy)
+
+
+def _updated(optimizer: torch.optim.Optimizer, cuts: Sequence[int]) -> torch.Tensor | None:
+    """A matrix after three updates, in pieces of `cuts` rows."""
+    device = optimizer.param_groups[0]["params"][0].device
+    values, *gradients = torch.randn(4, _ROWS[0], 66, generator=torch.Generator().manual_seed(0)).to(device)
+    pieces = [nn.Parameter(piece.clone()) for piece in values.split(list(cuts))]
+    made = like(optimizer, pieces, options(optimizer))
+    if made is None:
+        return None
+    for gradient in gradients:
+        for piece, own in zip(pieces, gradient.split(list(cuts)), strict=True):
+            piece.grad = own.clone()
+        made.step()
+    return torch.cat([piece.detach() for piece in pieces])
+
+
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer | None]
+"""`Task.optimizer`: from groups of parameters to an optimizer."""
+
+
+def given(make: Make, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+    """The optimizer that a task makes of `groups`. None: it leaves the choice to the config.
+
+    Each of its groups gets a `name` and a `base_lr`, which schedules multiply.
+
+    Raises:
+        UsageError: it returned something else, or a group has no learning rate.
+    """
+    made = make([dict(group) for group in groups])
+    if made is None:
+        return None
+    if not isinstance(made, torch.optim.Optimizer):
+        what = f"it returned a {type(made).__name__}, and not a torch.optim.Optimizer"
+        raise UsageError(what, where="Task.optimizer", remedy="return one optimizer over all groups")
+    for number, group in enumerate(made.param_groups):
+        if "lr" not in group:
+            what = f"group {number} of {type(made).__name__} has no 'lr', which the schedule multiplies"
+            raise UsageError(what, where="Task.optimizer", remedy="give each group a learning rate")
+        group.setdefault("name", f"group-{number}")
+        group["base_lr"] = float(group["lr"])
+    return made

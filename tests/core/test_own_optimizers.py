@@ -1,0 +1,222 @@
+"""Optimizers that the user brings: equal to a plain loop on any number of ranks, and after a resume."""
+
+import copy
+
+import pytest
+import torch
+
+from lockstep import Trainer
+from lockstep.core.errors import LockstepError
+from lockstep.core.optimizer_class import Optimizers
+from tests import optimizer_cases, own_tasks, runs
+from tests.optimizer_cases import OwnOptimizer
+from tests.ranks import run_ranks
+
+FILE = optimizer_cases.__file__
+EXACT = 1e-10
+
+
+def options(**optim):
+    return runs.config(optim={"lr": 0.01, "weight_decay": None, **optim})
+
+
+def fit(task_options, settings, run_dir=None):
+    return runs.fit(OwnOptimizer(**task_options), settings, run_dir)[0]
+
+
+def refusal(task, settings):
+    with pytest.raises(LockstepError) as caught:
+        runs.fit(task, settings)
+    assert caught.value.remedy
+    return str(caught.value)
+
+
+# ---- a class of the user's
+
+
+@pytest.mark.parametrize("name", ["tests.optimizer_cases:Sign", "tests.optimizer_cases.Sign", f"{FILE}:Sign"])
+def test_a_class_that_the_config_names_trains_as_in_a_plain_loop(name):
+    weights, _ = runs.fit(own_tasks.Masked(), options(name=name, args={"beta": 0.8}))
+    expected, _ = runs.by_hand(
+        own_tasks.Masked(), optimizer=lambda model: optimizer_cases.Sign(model.parameters(), 0.01, 0.8)
+    )
+    assert runs.difference(weights, expected) < EXACT
+
+
+def test_a_class_of_torch_may_be_named_with_its_package():
+    short, _ = runs.fit(own_tasks.Masked(), options(name="SGD"))
+    whole, _ = runs.fit(own_tasks.Masked(), options(name="torch.optim.SGD"))
+    assert all(torch.equal(short[name], whole[name]) for name in short)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_optimizer_of_the_task_trains_as_in_a_plain_loop_on_any_number_of_ranks(ranks):
+    settings = runs.config(optim={"name": "AdamW", "lr": 0.01}, batch={"global": 24, "micro": 3})
+    del settings["optim"]["name"], settings["optim"]["weight_decay"]
+    found = run_ranks(ranks, fit, {}, settings)
+    expected, _ = runs.by_hand(
+        own_tasks.Masked(), optimizer=lambda model: optimizer_cases.Sign(model.parameters(), 0.01)
+    )
+    for weights in found:
+        assert runs.difference(weights, expected) < EXACT
+
+
+def plain_keys(**train):
+    settings = runs.config(train=train, checkpoint={"every_steps": 4})
+    del settings["optim"]["name"], settings["optim"]["weight_decay"]
+    return settings
+
+
+@pytest.mark.parametrize("kind", ["Sign", "Noisy"])
+def test_a_resumed_training_is_bit_identical_with_groups_that_change_and_updates_that_draw(tmp_path, kind):
+    whole = fit({"kind": kind}, plain_keys(steps=12), tmp_path / "whole")
+    fit({"kind": kind}, plain_keys(steps=8), tmp_path / "cut")
+    cut = fit({"kind": kind}, plain_keys(steps=12), tmp_path / "cut")
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_updates_that_draw_keep_replicas_equal():
+    settings = plain_keys(steps=6)
+    one, two = run_ranks(2, fit, {"kind": "Noisy"}, settings)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert runs.difference(one, fit({"kind": "Noisy"}, settings)) < EXACT
+
+
+def shard(kind, settings):
+    try:
+        return fit({"kind": kind}, settings)
+    except LockstepError as error:
+        return str(error)
+
+
+def test_shards_are_trained_by_a_class_that_updates_each_element_by_itself_and_refused_by_another():
+    settings = plain_keys(steps=6) | {"parallel": {"strategy": "fsdp"}}
+    weights = run_ranks(2, shard, "Sign", settings)[0]
+    assert not isinstance(weights, str), weights
+    assert runs.difference(weights, fit({}, plain_keys(steps=6))) < EXACT
+    assert "ByMatrix cannot train sharded parameters" in run_ranks(2, shard, "ByMatrix", settings)[0]
+
+
+# ---- refused before the first step
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("WithClosure", "WithClosure needs a closure"),
+        ("WithModes", "evaluates other weights than it trains"),
+        ("WithList", "WithList keeps 'history' as a list"),
+        ("leaves out", "the optimizer lacks parameters of the model: 0.weight"),
+        ("nothing", "it returned a str"),
+    ],
+)
+def test_an_optimizer_that_cannot_train_here_is_refused(kind, words):
+    assert words in refusal(OwnOptimizer(kind), plain_keys(steps=4))
+
+
+def test_two_places_that_choose_the_optimizer_are_refused():
+    assert "Task.optimizer makes the optimizer, and the config has optim.name" in refusal(
+        OwnOptimizer(), options(name="SGD")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no_such_package:Sign", "no_such_package cannot be imported"),
+        ("tests.optimizer_cases:Sine", "has no class 'Sine'"),
+        ("tests.optimizer_cases:halves", "has no class 'halves'"),
+        ("no_file.py:Sign", "no such file"),
+        ("AdmaW", "torch.optim has no 'AdmaW'"),
+    ],
+)
+def test_a_class_that_is_not_there_is_refused(name, words):
+    assert words in refusal(own_tasks.Masked(), options(name=name))
+
+
+# ---- several optimizers, one loss
+
+
+def several(**keys):
+    groups = [
+        {"name": "matrices", "match": ["*"], "ndim": 2, "optimizer": "Muon", "lr": 0.02, "args": {"nesterov": False}}
+    ]
+    return runs.config(optim={"name": "SGD", "lr": 0.05, "weight_decay": 0.0, "groups": groups, **keys})
+
+
+class Both:
+    """Muon for matrices and SGD for the rest, as a plain loop has them."""
+
+    def __init__(self, model):
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        rest = [p for p in model.parameters() if p.ndim != 2]
+        self.all = [
+            torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0, nesterov=False),
+            torch.optim.SGD(rest, lr=0.05),
+        ]
+
+    def zero_grad(self):
+        for one in self.all:
+            one.zero_grad()
+
+    def step(self):
+        for one in self.all:
+            one.step()
+
+
+def fit_masked(settings, run_dir=None):
+    return runs.fit(own_tasks.Masked(), settings, run_dir)[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_two_optimizers_train_as_in_a_plain_loop(ranks):
+    settings = several(clip_norm=0.5) | {"batch": {"global": 24, "micro": 3}}
+    found = run_ranks(ranks, fit_masked, settings)
+    expected, _ = runs.by_hand(own_tasks.Masked(), optimizer=Both, clip_norm=0.5)
+    for weights in found:
+        assert runs.difference(weights, expected) < 1e-3  # Muon iterates in bf16
+    assert all(torch.equal(found[0][name], weights[name]) for weights in found for name in weights)
+
+
+def test_two_optimizers_resume_bit_identically(tmp_path):
+    settings = several() | {"checkpoint": {"every_steps": 4}}
+    whole = fit_masked(settings | {"train": {"steps": 12}}, tmp_path / "whole")
+    fit_masked(settings | {"train": {"steps": 8}}, tmp_path / "cut")
+    cut = fit_masked(settings | {"train": {"steps": 12}}, tmp_path / "cut")
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    file = Trainer(settings | {"train": {"steps": 12}}, run_dir=tmp_path / "cut", quiet=True).export_training_state(
+        tmp_path / "state.pt", own_tasks.Masked()
+    )
+    state = torch.load(file, weights_only=True)
+    assert state["optimizer_class"] == ["SGD", "Muon"]
+    assert [len(one["param_groups"][0]["params"]) for one in state["optimizer"]] == [2, 2]
+    assert all("momentum_buffer" in slots for slots in state["optimizer"][1]["state"].values())
+
+
+def test_another_optimizer_in_a_group_starts_its_state_anew_and_says_so(tmp_path, capsys):
+    settings = several() | {"checkpoint": {"every_steps": 4}, "train": {"steps": 4}}
+    fit_masked(settings, tmp_path / "run")
+    settings["optim"]["groups"][0] |= {"optimizer": "AdamW", "args": {}}
+    settings["train"]["steps"] = 8
+    runs.fit(own_tasks.Masked(), settings, tmp_path / "run", allow_change=["optim", "train.steps"])
+    assert "the state of SGD and Muon is left out" in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_arguments_without_an_optimizer_of_the_group_are_refused():
+    settings = runs.config(optim={"groups": [{"name": "a", "match": ["*"], "args": {"momentum": 0.9}}]})
+    with pytest.raises(LockstepError, match="args are for a group with an `optimizer`"):
+        runs.fit(own_tasks.Masked(), settings)
+
+
+def test_state_dict_of_several_optimizers_is_loaded_into_their_members():
+    model = own_tasks.Masked().model()
+    both = [torch.optim.SGD([model[0].weight], lr=0.1, momentum=0.9), torch.optim.AdamW(model[2].parameters(), lr=0.1)]
+    joined = Optimizers(both)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    joined.step()
+    saved = copy.deepcopy(joined.state_dict())
+    joined.step()
+    joined.load_state_dict(saved)
+    assert float(both[1].state[model[2].weight]["step"]) == 1
+    assert both[0].param_groups[0] is joined.param_groups[0]
