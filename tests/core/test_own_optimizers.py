@@ -1,6 +1,7 @@
 """Optimizers that the user brings: equal to a plain loop on any number of ranks, and after a resume."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from lockstep import Trainer
 from lockstep.core.errors import LockstepError
 from lockstep.core.optimizer_class import Optimizers
+from lockstep.core.schedule import Plateau
 from tests import optimizer_cases, own_tasks, runs
 from tests.optimizer_cases import OwnOptimizer
 from tests.ranks import run_ranks
@@ -220,3 +222,112 @@ def test_state_dict_of_several_optimizers_is_loaded_into_their_members():
     joined.load_state_dict(saved)
     assert float(both[1].state[model[2].weight]["step"]) == 1
     assert both[0].param_groups[0] is joined.param_groups[0]
+
+
+# ---- schedules
+
+
+class Halving:
+    """AdamW with torch's own LambdaLR, as a plain loop has them."""
+
+    def __init__(self, model):
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, optimizer_cases.halves)
+        self.zero_grad = self.optimizer.zero_grad
+
+    def step(self):
+        self.optimizer.step()
+        self.schedule.step()
+
+
+@pytest.mark.parametrize("name", [f"{FILE}:halves", "tests.optimizer_cases:halves", None])
+def test_a_schedule_of_the_users_gives_the_rates_of_a_plain_loop(name):
+    task = own_tasks.Masked() if name else optimizer_cases.OwnSchedule()
+    weights, _ = runs.fit(task, runs.config(schedule={"name": name} if name else {}))
+    expected, _ = runs.by_hand(own_tasks.Masked(), optimizer=Halving)
+    assert runs.difference(weights, expected) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ({"name": f"{FILE}:wrong"}, "it returned nan for update 1"),
+        ({"name": f"{FILE}:whole"}, "no function 'whole'"),
+        ({"name": "no_such_package:halves"}, "cannot be imported"),
+        ({"name": "no_file.py:halves"}, "no such file"),
+    ],
+)
+def test_a_schedule_that_gives_no_factor_is_refused(schedule, words):
+    assert words in refusal(own_tasks.Masked(), runs.config(schedule=schedule))
+
+
+def test_a_schedule_of_the_task_beside_one_of_the_config_is_refused():
+    assert "Task.schedule is the schedule" in refusal(
+        optimizer_cases.OwnSchedule(), runs.config(schedule={"name": "cosine"})
+    )
+
+
+@pytest.mark.parametrize("schedule", [{"name": "plateu"}, {"name": "plateau"}, {"plateau": {"metric": "eval/loss"}}])
+def test_a_schedule_that_is_not_complete_is_refused(schedule):
+    with pytest.raises(LockstepError, match="schedule"):
+        runs.fit(own_tasks.Masked(), runs.config(schedule=schedule))
+
+
+def test_a_function_that_changed_is_noticed_when_the_run_goes_on(tmp_path):
+    source = "def rate(update):\n    return {} ** update\n"
+    file = tmp_path / "rates.py"
+    file.write_text(source.format(0.9))
+    settings = runs.config(schedule={"name": f"{file}:rate"}, checkpoint={"every_steps": 4}, train={"steps": 4})
+    runs.fit(own_tasks.Masked(), settings, tmp_path / "run")
+    file.write_text(source.format(0.8))
+    settings["train"]["steps"] = 8
+    with pytest.raises(LockstepError, match=r"the schedule's function has changed: its factor for update 3 was 0\.729"):
+        runs.fit(own_tasks.Masked(), settings, tmp_path / "run")
+    runs.fit(own_tasks.Masked(), settings, tmp_path / "run", allow_change=["schedule"])
+
+
+PLATEAU = {"metric": "eval/loss", "mode": "min", "patience": 1, "factor": 0.5, "min_delta": 0.3, "min_factor": 0.1}
+
+
+def test_plateau_has_the_factors_of_torchs_scheduler():
+    results = [5.0, 4.0, 3.9, 3.8, float("nan"), 3.0, 2.9, 2.85, 2.8, 2.7, 2.65, 2.64, 2.63]
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=1, threshold=0.3, threshold_mode="abs", min_lr=0.1, eps=0
+    )
+    for place, result in enumerate(results, 1):
+        theirs.step(result)
+        assert Plateau(**PLATEAU).factor_after(results[:place]) == optimizer.param_groups[0]["lr"]
+
+
+def rates(folder):
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {entry["step"]: entry["train/lr"] for entry in entries if "train/lr" in entry}
+
+
+def fit_plateau(folder, steps, ranks_folder=None):
+    train = {"steps": steps, "eval_every_steps": 2}
+    settings = runs.config(
+        train=train,
+        schedule={"name": "plateau", "plateau": PLATEAU},
+        checkpoint={"every_steps": 2},
+        log={"writers": ["json_lines"], "every_steps": 1, "flops": False},
+    )
+    return runs.fit(own_tasks.Masked(eval_length=50), settings, folder)[0]
+
+
+def test_a_training_that_follows_a_plateau_goes_on_with_the_same_rates(tmp_path):
+    whole = fit_plateau(tmp_path / "whole", 16)
+    for steps in (6, 10, 16):
+        cut = fit_plateau(tmp_path / "cut", steps)
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    found = rates(tmp_path / "whole")
+    assert found == rates(tmp_path / "cut")
+    assert len(set(found.values())) > 2
+
+
+def test_a_plateau_without_evaluations_is_refused(tmp_path):
+    settings = runs.config(schedule={"name": "plateau", "plateau": PLATEAU})
+    with pytest.raises(LockstepError, match="nothing is evaluated"):
+        runs.fit(own_tasks.Masked(), settings, tmp_path / "run")

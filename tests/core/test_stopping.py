@@ -62,7 +62,7 @@ def test_an_evaluation_that_is_made_again_counts_once():
     stopping = Stopping(StopRule(metric="eval/loss", mode="min", patience=2))
     for step, loss in [(1, 3.0), (2, 4.0), (3, 5.0), (2, 4.0)]:
         stopping.add(step, {"eval/loss": loss})
-    assert stopping.results == [(1, 3.0), (2, 4.0)]
+    assert stopping.history.results == [(1, 3.0), (2, 4.0)]
 
 
 # ---- whole trainings

@@ -33,7 +33,7 @@ from lockstep.core.run_model import (
     make_optimizer,
     seed_everything,
 )
-from lockstep.core.schedule import Schedule
+from lockstep.core.schedule import make_schedule
 from lockstep.core.step import TrainState
 from lockstep.core.stopping import Stopping
 from lockstep.core.task import Task
@@ -155,7 +155,9 @@ def prepare_run(
             and config.precision != "fp16",  # it counts a skipped update by itself, after hooks have seen the update
         ),
         precision=precision,
-        schedule=Schedule(total=stop, steps_per_epoch=plan.steps_per_epoch, **config.schedule.model_dump()),
+        schedule=make_schedule(
+            config.schedule, total=stop, steps_per_epoch=plan.steps_per_epoch, of_task=task_checks.schedule(task)
+        ),
         seed=config.seed,
         clip_norm=config.optim.clip_norm,
         coefficients=task_checks.coefficients(task),

@@ -256,6 +256,7 @@ class _Loop:
         if due.save:
             self.keeper.add_metrics(results)
         self.stopping.add(self.state.step, results)
+        self.state.schedule.add(self.state.step, results)
         if (self.stopping.reason() or is_ended) and self.state.step < self.stop:
             self.ends_early = True
             if not due.log:

@@ -190,6 +190,39 @@ def class_in_file(path: Path, name: str, base: type[T], key: str) -> type[T]:
     return class_of(module, name, base, where=where)
 
 
+def function(name: str, *, key: str) -> Callable[..., Any]:
+    """The function that a key of the config names.
+
+    Args:
+        name: FILE.py:function or package.module:function.
+        key: of the config, for errors.
+
+    Raises:
+        UsageError: there is no such function, or it cannot be imported.
+    """
+    path, is_file, word = name.rpartition(".py:")
+    remedy = "write it as FILE.py:function or package.module:function"
+    try:
+        if is_file:
+            file = Path(f"{path}.py")
+            if not file.is_file():
+                raise UsageError("no such file", where=f"{key}: {file}", remedy=remedy)
+            module = import_file(file.resolve(), prefix="lockstep_function_", where=f"{key}: {file}")
+        else:
+            package, _, word = name.partition(":")
+            module = importlib.import_module(package)
+    except UsageError:
+        raise
+    except Exception as error:
+        what = f"cannot be imported: {type(error).__name__}: {error}"
+        raise UsageError(what, where=f"{key}={name}", remedy=remedy) from error
+    found = getattr(module, word, None)
+    if not callable(found):
+        known = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
+        raise UsageError(f"no function {word!r}", where=f"{key}={name}", remedy=f"there are: {known or 'none'}")
+    return found  # type: ignore[no-any-return]
+
+
 # ---- entry points
 
 

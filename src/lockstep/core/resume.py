@@ -63,10 +63,16 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
     state.precision.load(manifest["loss_scale"])
     state.step, state.skipped = checkpoint.step, manifest["skipped"]
     stopping = run.stopping
-    messages += stopping.restore(manifest["evaluations"], manifest["evaluations_of"])
+    if stopping.history is not None:
+        of = manifest["evaluations_of"]
+        messages += stopping.history.restore(manifest["evaluations"], of, "train.stop_when")
+    if state.schedule.history is not None and "plateau" in manifest:
+        metric, results = manifest["plateau"]
+        messages += state.schedule.history.restore(results, metric, "schedule.plateau")
     stopping.earlier_s = manifest["trained_s"]
     if checkpoint.metrics:
         stopping.add(state.step, checkpoint.metrics)
+        state.schedule.add(state.step, checkpoint.metrics)
     if state.step > state.skipped:  # the rate of the last update, which is logged where no other update follows
         set_lr(state.optimizer, state.schedule(state.step - state.skipped - 1))
     return messages
@@ -103,6 +109,13 @@ def _check_schedule(
     kept = {"total_steps": manifest["schedule_steps"], "warmup_share": share, "kept_warmup": warmup}
     then = state.schedule.model_copy(update=kept)
     done = manifest["step"] - manifest["skipped"]
+    factor = manifest.get("schedule_own")
+    if factor is not None and state.schedule.own is not None and factor != state.schedule(done - 1):
+        changed = f"its factor for update {done - 1} was {factor:g}, and is {state.schedule(done - 1):g} now"
+        if "schedule" in allow_change:
+            return [f"warning: the schedule's function has changed: {changed}"]
+        remedy = "restore the function, --allow-change schedule to go on with this function, or --fresh to start anew"
+        raise UsageError(f"the schedule's function has changed: {changed}", where="schedule", remedy=remedy)
     now = state.schedule = state.schedule.with_warmup_of(then)
     if now.same_until(then, done):
         return []
@@ -180,7 +193,8 @@ class RunKeeper(Keeper):
 
 
 def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
-    state = run.state
+    state, schedule = run.state, run.state.schedule
+    updates = state.step - state.skipped
     return {
         "step": state.step,
         "skipped": state.skipped,
@@ -192,8 +206,10 @@ def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
         "versions": {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": state.world.size},
         "schedule_steps": state.schedule.length,
         "schedule_warmup": [state.schedule.warmup_share, state.schedule.warmup],
+        **({"schedule_own": schedule(updates - 1)} if schedule.own is not None and updates else {}),
+        **({"plateau": [schedule.history.metric, schedule.history.results]} if schedule.history else {}),
         "warnings": run.warnings,
-        "evaluations": run.stopping.results,
+        "evaluations": run.stopping.history.results if run.stopping.history else [],
         "evaluations_of": run.stopping.rule.metric if run.stopping.rule else None,
     }
 

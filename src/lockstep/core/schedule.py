@@ -3,16 +3,59 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from lockstep.core import plugins
 from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
+from lockstep.core.errors import UsageError
+from lockstep.core.history import History, result_name
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+_NAMES = ("constant", "linear", "cosine", "step", "one_cycle", "polynomial", "plateau")
 _WITH_LENGTH = ("linear", "cosine", "one_cycle", "polynomial")
+
+
+def _known(name: str) -> str:
+    if name not in _NAMES and ":" not in name:
+        raise ValueError(f"{name!r} is none of {', '.join(_NAMES)}, and no FILE.py:function")
+    return name
+
+
+class Plateau(Section):
+    """The learning rate falls when a result of the evaluations improves no more, as with torch's ReduceLROnPlateau.
+
+    The factor follows from the results of all evaluations, which checkpoints hold. So a resumed run has the same rates.
+    """
+
+    metric: Annotated[str, AfterValidator(result_name)]
+    """Name of the result in the log, such as `eval/loss`."""
+    mode: Literal["min", "max"]
+    """True if lower or higher results are better."""
+    patience: Annotated[int, Field(ge=0)] = 10
+    """Evaluations without an improvement that are tolerated. The rate falls after the next."""
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """By which the learning rate is multiplied each time."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """An evaluation is an improvement only if it is better than the best so far by more than this number."""
+    min_factor: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The least factor on the learning rate."""
+
+    def factor_after(self, results: Sequence[float]) -> float:
+        """The factor on the learning rate after evaluations with these results. NaN is no improvement."""
+        sign, best, since, factor = -1.0 if self.mode == "min" else 1.0, -math.inf, 0, 1.0
+        for result in results:
+            if sign * result > best + (self.min_delta if math.isfinite(best) else 0.0):
+                best, since = sign * result, 0
+            else:
+                since += 1
+            if since > self.patience:
+                factor, since = max(factor * self.factor, self.min_factor), 0
+        return factor
 
 
 class ScheduleConfig(Section):
@@ -24,8 +67,9 @@ class ScheduleConfig(Section):
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("warmup_steps", "warmup_share"),)
 
-    name: Literal["constant", "linear", "cosine", "step", "one_cycle", "polynomial"] = "constant"
-    """Shape of the curve after the warm-up."""
+    name: Annotated[str, AfterValidator(_known)] = "constant"
+    """Shape of the curve after the warm-up: constant, linear, cosine, step, one_cycle, polynomial or plateau; or a
+    function of the updates that returns a factor, as `FILE.py:function` or `package.module:function`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Length of the warm-up in updates."""
     warmup_share: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -38,14 +82,22 @@ class ScheduleConfig(Section):
     """For step: the factor of each decrease."""
     power: PositiveFloat = 1.0
     """For polynomial: the exponent."""
+    plateau: Plateau | None = None
+    """For plateau: the result of the evaluations that the learning rate follows."""
     total_steps: Annotated[PositiveInt | None, DOES_NOT_DETERMINE] = None
     """Length of the curve in updates. None: the length of the run."""
+
+    @model_validator(mode="after")
+    def _plateau_has_a_metric(self) -> Self:
+        if (self.name == "plateau") != (self.plateau is not None):
+            raise ValueError("name=plateau needs the section plateau: metric and mode; and no other name has it")
+        return self
 
 
 class Schedule(ScheduleConfig):
     """The factor on every group's learning rate. Call it with the number of updates applied so far."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
     total: int = 1
     """Updates of the whole training."""
@@ -53,6 +105,10 @@ class Schedule(ScheduleConfig):
     """Updates of an epoch; for `step`."""
     kept_warmup: int | None = None
     """Updates of the warm-up with which the training began, where its share is of another length now."""
+    own: Callable[[int], float] | None = None
+    """The user's function of the updates, in the place of `name`."""
+    history: History | None = None
+    """The results that `plateau` follows. They grow with each evaluation."""
 
     @property
     def length(self) -> int:
@@ -67,6 +123,11 @@ class Schedule(ScheduleConfig):
         if self.kept_warmup is not None:
             return self.kept_warmup
         return math.ceil(self.warmup_share * self.length - 1e-9)  # 0.1 * 30 is a little above 3
+
+    def add(self, step: int, results: Mapping[str, float]) -> None:
+        """Add the results of an evaluation, which `plateau` follows."""
+        if self.history is not None:
+            self.history.add(step, results)
 
     def same_until(self, other: Schedule, updates: int) -> bool:
         """True if the first `updates` updates have the same factors with `other`.
@@ -95,6 +156,10 @@ class Schedule(ScheduleConfig):
         return shape * (update + 1) / warmup if update < warmup else shape
 
     def _shape(self, update: int, warmup: int) -> float:
+        if self.own is not None:
+            return self._own(self.own, update)
+        if self.plateau is not None and self.history is not None:
+            return self.plateau.factor_after(self.history.values)
         if self.name == "step":  # counts epochs from the beginning of training, not from the end of the warm-up
             return float(self.gamma ** math.floor(update / (self.step_epochs * self.steps_per_epoch) + 1e-9))
         if self.name == "constant":
@@ -107,6 +172,16 @@ class Schedule(ScheduleConfig):
         if self.name == "polynomial":
             return float(self.end_factor + (1 - self.end_factor) * (1 - done) ** self.power)
         return 1.0
+
+    def _own(self, function: Callable[[int], float], update: int) -> float:
+        factor = function(update)
+        if not isinstance(factor, int | float) or not math.isfinite(factor) or factor < 0:
+            raise UsageError(
+                f"it returned {factor!r} for update {update}",
+                where=f"schedule.name={self.name}" if ":" in self.name else "Task.schedule",
+                remedy="return a factor on the learning rate: a finite number, 0 or more",
+            )
+        return float(factor)
 
     def _one_cycle(self, update: int) -> float:
         """The 1cycle policy (Smith and Topin 2018, arXiv:1708.07120) with the factors of torch's OneCycleLR.
@@ -121,6 +196,42 @@ class Schedule(ScheduleConfig):
         else:
             low, done = end, 1 - min(1.0, (update - peak) / max(self.length - 1 - peak, 1e-9))
         return low + (1 - low) * (1 - math.cos(math.pi * done)) / 2
+
+
+def make_schedule(
+    config: ScheduleConfig, *, total: int, steps_per_epoch: int, of_task: Callable[[int], float] | None = None
+) -> Schedule:
+    """The schedule of a training.
+
+    Args:
+        total: updates of the whole training.
+        steps_per_epoch: updates of an epoch.
+        of_task: `Task.schedule`, where the task has this method.
+
+    Raises:
+        UsageError: the config's function cannot be found or returns no factor, or there are two schedules.
+    """
+    own = of_task
+    if of_task is not None and "name" in config.model_fields_set:
+        what = f"Task.schedule is the schedule, and the config has schedule.name={config.name}"
+        raise UsageError(what, where="schedule.name", remedy="leave the key out, or Task.schedule")
+    if ":" in config.name:
+        own = plugins.function(config.name, key="schedule.name")
+    history = History(config.plateau.metric) if config.plateau is not None else None
+    made = Schedule(
+        total=total,
+        steps_per_epoch=steps_per_epoch,
+        own=own,
+        history=history,
+        **config.model_dump(exclude={"plateau"}),
+        plateau=config.plateau,
+    )
+    for update in (0, 1, total - 1) if own is not None else ():
+        if made(update) != made(update):
+            what = f"it returned two factors for update {update}"
+            where = "schedule.name" if of_task is None else "Task.schedule"
+            raise UsageError(what, where=where, remedy="compute the factor from the number of the update alone")
+    return made
 
 
 def scaled_lr(

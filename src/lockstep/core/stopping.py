@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from lockstep.core.config.config_section import Section
-
-
-def _result(name: str) -> str:
-    if not re.fullmatch(r"eval/\S+", name):
-        raise ValueError(f"{name!r} is no result of an evaluation; write `eval/NAME`, such as `eval/loss`")
-    return name
+from lockstep.core.history import History, result_name
 
 
 class StopRule(Section):
     """A training ends before its last step when the results of its evaluations say so."""
 
-    metric: Annotated[str, AfterValidator(_result)]
+    metric: Annotated[str, AfterValidator(result_name)]
     """Name of the result in the log, such as `eval/loss`."""
     mode: Literal["min", "max"]
     """True if lower or higher results are better."""
@@ -75,38 +69,23 @@ class Stopping:
     rule: StopRule | None = None
     max_time_s: float | None = None
     """Seconds of training, over all its starts. None: any time."""
-    results: list[tuple[int, float]] = field(default_factory=list)
-    """Step and result of each evaluation since the run began, in their order."""
+    history: History | None = None
+    """The results that `rule` decides by."""
     earlier_s: float = 0.0
     """Seconds that earlier starts trained until the checkpoint from which this start went on."""
 
-    def add(self, step: int, results: dict[str, float]) -> None:
-        """Add the results of an evaluation. An evaluation that is made again after a restart counts once."""
-        if self.rule is None:
-            return
-        self.results = [one for one in self.results if one[0] < step]
-        self.results.append((step, float(results.get(self.rule.metric, math.nan))))
+    def __post_init__(self) -> None:
+        if self.rule is not None:
+            self.history = History(self.rule.metric)
 
-    def restore(self, results: Sequence[tuple[int, float]], metric: str | None) -> list[str]:
-        """Take the results that a checkpoint holds, if they are of the metric that decides now.
-
-        Args:
-            results: step and result of each evaluation.
-            metric: of which the results are. None: there are none.
-
-        Returns:
-            messages for the log.
-        """
-        if self.rule is None or not results:
-            return []
-        if metric != self.rule.metric:
-            return [f"train.stop_when counts from here on: the earlier evaluations were of {metric}"]
-        self.results = [(step, value) for step, value in results]
-        return []
+    def add(self, step: int, results: Mapping[str, float]) -> None:
+        """Add the results of an evaluation."""
+        if self.history is not None:
+            self.history.add(step, results)
 
     def reason(self) -> str:
         """The reason why the training ends at its last evaluation, as a sentence; empty if it goes on."""
-        return self.rule.reason([result for _, result in self.results]) if self.rule is not None else ""
+        return self.rule.reason(self.history.values) if self.rule is not None and self.history is not None else ""
 
     def time_is_up(self, elapsed_s: float) -> bool:
         """True if the training has used up its time, `elapsed_s` seconds after it was started."""

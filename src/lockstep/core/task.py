@@ -169,6 +169,11 @@ class Task(abc.ABC):
         """
         return None
 
+    def schedule(self, update: int) -> float:
+        """The factor on all learning rates, as a pure function of the updates so far. By default, the config's
+        `schedule.name` decides."""
+        raise NotImplementedError  # a task without this method
+
     # ---- from a batch to a loss and an output
 
     @abc.abstractmethod

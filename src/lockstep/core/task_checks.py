@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -197,3 +197,8 @@ def _describe(found: Any) -> str:
         )
     name = type(found).__name__
     return f"returned {'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+
+def schedule(task: Task) -> Callable[[int], float] | None:
+    """`Task.schedule`, where the task has this method."""
+    return None if getattr(task.schedule, "__func__", None) is Task.schedule else task.schedule

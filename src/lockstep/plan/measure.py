@@ -103,7 +103,10 @@ def _short(config: RunConfig) -> RunConfig:
     train = config.train.model_copy(update=dict.fromkeys(never) | steps)
     log = config.log.model_copy(update={"flops": False, "pictures": 0, "writers": [], "model_summary": False})
     device = devices.rather_than_mps(config.device)  # a plan is for CUDA; the CPU is measured as its stand-in
-    return config.model_copy(update={"train": train, "log": log, "device": device})
+    schedule = config.schedule
+    if schedule.plateau is not None:
+        schedule = schedule.model_copy(update={"name": "constant", "plateau": None})
+    return config.model_copy(update={"train": train, "log": log, "device": device, "schedule": schedule})
 
 
 def _measure(config: RunConfig, run: build.Run, ranks: Ranks) -> Measured:

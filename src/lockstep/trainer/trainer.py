@@ -620,7 +620,8 @@ class Trainer:
                 optimizer = run_model.make_optimizer(config, task, model, built.blocks, sharded=sharded)
                 world.on_rank0(
                     lambda: training_state.write(
-                        training_state.as_torch(checkpoint, model, optimizer, config), Path(file)
+                        training_state.as_torch(checkpoint, model, optimizer, config, task_checks.schedule(task)),
+                        Path(file),
                     )
                 )
 

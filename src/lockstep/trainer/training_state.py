@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,23 @@ from lockstep.core.checkpoint.torch_file import OPTIMIZER_CLASS
 from lockstep.core.checkpoint.torch_optimizer import Slots
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import CheckpointError, UsageError
-from lockstep.core.schedule import Schedule, set_lr
+from lockstep.core.schedule import make_schedule, set_lr
 
 _OWN_KEYS = ("name", "base_lr", "params")  # of our groups
 
 
 def as_torch(
-    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: RunConfig,
+    of_task: Callable[[int], float] | None = None,
 ) -> dict[str, Any]:
     """A checkpoint in the formats of plain torch, with whole tensors on the CPU, whichever strategy has saved it.
 
     Args:
         model, optimizer: of the run. Only names, order and settings of their parameters are read.
+        of_task: `Task.schedule`, where the task has this method.
 
     Returns:
         - model: the weights with which the training goes on; `model.load_state_dict` takes it
@@ -61,8 +66,11 @@ def as_torch(
     per_epoch = -(-manifest["data"]["samples"] // (config.batch.global_ or 1))
     if config.data.drop_last:
         per_epoch = max(1, manifest["data"]["samples"] // (config.batch.global_ or 1))
-    curve = config.schedule.model_dump() | {"total_steps": manifest["schedule_steps"]}
-    set_lr(optimizer, Schedule(steps_per_epoch=per_epoch, **curve)(manifest["step"] - manifest["skipped"]))
+    curve = config.schedule.model_copy(update={"total_steps": manifest["schedule_steps"]})
+    schedule = make_schedule(curve, total=1, steps_per_epoch=per_epoch, of_task=of_task)
+    if schedule.history is not None:
+        schedule.history.restore(manifest["plateau"][1], manifest["plateau"][0], "schedule.plateau")
+    set_lr(optimizer, schedule(manifest["step"] - manifest["skipped"]))
     for place, value in of_kind["group"].items():
         checkpoint_state.set_setting(optimizer, place, value)
     names = {id(parameter): name for name, parameter in model.named_parameters()}

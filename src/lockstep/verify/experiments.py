@@ -163,6 +163,8 @@ class Experiments:
             "checkpoint__keep_every_steps": None,
             "checkpoint__keep_last": 1,
         }
+        if config["schedule"]["plateau"] is not None:  # without evaluations, its factor is 1
+            short |= {"schedule__name": "constant", "schedule__plateau": None}
         if self._loss_communicates:
             # Ranks that make such collectives unequally often wait for each other.
             short["parallel__timeout_s"] = min(config["parallel"]["timeout_s"], _TIMEOUT_OF_COLLECTIVES_S)

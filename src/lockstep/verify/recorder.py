@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.core import devices
+from lockstep.core import devices, optimizer_class
 from lockstep.core.build import Run
 from lockstep.core.data.loader import MicroBatch
+from lockstep.core.data.randomness import restored_generators
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.gradients import grad_norm
 from lockstep.core.task import Task
@@ -79,6 +80,8 @@ class Recording:
     """By step counted from 0."""
     grad_norms: list[tuple[int, float]] = field(default_factory=list)
     """(step counted from 0, norm of the gradient as the optimizer got it)."""
+    own_rates: bool = False
+    """True if the task or a function of the user's chooses the learning rates: no formula says them."""
     learning_rates: list[tuple[int, float, float]] = field(default_factory=list)
     """(updates before, learning rate, base learning rate) of each update."""
     reference_differences: dict[str, float] = field(default_factory=dict)
@@ -167,7 +170,9 @@ class TrainingRecorder(Recorder):
                 steps_per_epoch=run.plan.steps_per_epoch,
                 blocks=run.blocks,
                 state=state.optimizer.state,
+                find=optimizer_class.find,
                 make=self.task.optimizer,
+                factor=state.schedule.own,
             )
             recording.reference_differences = self._reference_optimizer.differences
             recording.wrongly_trainable = self._reference_optimizer.wrongly_trainable
@@ -206,6 +211,9 @@ class TrainingRecorder(Recorder):
             for name, p in model.named_parameters()
             if p.requires_grad
         }
+        recording.own_rates = (
+            state.schedule.own is not None or getattr(self.task.optimizer, "__func__", None) is not Task.optimizer
+        )
         recording.base_lr = float(state.optimizer.param_groups[-1]["base_lr"])
 
     def _before_step(self, run: Run, micro_batches: list[MicroBatch]) -> None:
@@ -258,7 +266,8 @@ class TrainingRecorder(Recorder):
         if not model.training:
             recording.steps_in_eval_mode.append(step)
         if self._reference_optimizer is not None:
-            self._reference_optimizer.before_update(step)
+            with restored_generators(state.world.device):  # an update may draw, and the training's must draw the same
+                self._reference_optimizer.before_update(step)
         recording.grad_norms.append((step, float(grad_norm(state.parameters))))
         group = optimizer.param_groups[-1]
         recording.learning_rates.append((self._updates, float(group["lr"]), float(group["base_lr"])))

@@ -91,5 +91,7 @@ class RunChecks(Checks):
     def _chosen_results(self) -> dict[str, str]:
         """The results of evaluations that keys of the config name, by key."""
         best, stop_when = self.run.config.checkpoint.keep_best, self.run.config.train.stop_when
+        plateau = self.run.config.schedule.plateau
         chosen = {"checkpoint.keep_best": best.split()[1]} if best else {}
-        return chosen | ({"train.stop_when.metric": stop_when.metric} if stop_when else {})
+        chosen |= {"train.stop_when.metric": stop_when.metric} if stop_when else {}
+        return chosen | ({"schedule.plateau.metric": plateau.metric} if plateau else {})

@@ -106,12 +106,13 @@ def _wrong_learning_rates(recording: Recording, experiments: Experiments) -> lis
     base = optim["lr"] * schedule.scaled_lr(optim, batch)
     # The last parameter group, of which the rates are recorded, may be a group with a rate of its own.
     has_own_rates = any(group.get("lr") for group in optim["groups"])
+    has_own_rates = has_own_rates or recording.own_rates
     if not has_own_rates and not math.isclose(recording.base_lr, base, rel_tol=1e-9):
         return [
             f"the base learning rate is {recording.base_lr:.6g}; lr {optim['lr']:g} scaled to a global batch "
             f"of {batch} is {base:.6g}"
         ]
-    for place, (updates, rate, base_lr) in enumerate(recording.learning_rates):
+    for place, (updates, rate, base_lr) in enumerate(() if recording.own_rates else recording.learning_rates):
         factor = schedule.factor(config["schedule"], place, total=total, steps_per_epoch=steps_per_epoch)
         if updates != place or not math.isclose(rate, base_lr * factor, rel_tol=1e-9, abs_tol=1e-15):
             return [

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.data.randomness import restored_generators
-from lockstep.core.optimizer_class import Make, find
 from lockstep.verify.reference import schedule
 from lockstep.verify.reference.data import numbers
 
@@ -26,7 +25,9 @@ class ReferenceOptimizer:
         steps_per_epoch: steps of an epoch.
         blocks: names of the model's repeated blocks, for `optim.layer_decay`.
         state: the optimizer's state with which the training begins, by parameter.
+        find: gives the class of a name. None: the name is of a class of `torch.optim`.
         make: `Task.optimizer`.
+        factor: the user's schedule, instead of the config's.
     """
 
     def __init__(
@@ -37,12 +38,16 @@ class ReferenceOptimizer:
         steps_per_epoch: int,
         blocks: Sequence[str] = (),
         state: Mapping[Tensor, Mapping[str, Any]] | None = None,
-        make: Make | None = None,
+        find: Callable[[str], type[torch.optim.Optimizer]] | None = None,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer | None] | None = None,
+        factor: Callable[[int], float] | None = None,
     ) -> None:
         self.model, self.config, self.steps_per_epoch = model, config, steps_per_epoch
         self.copies = {
             name: parameter.detach().clone().requires_grad_() for name, parameter in self.model.named_parameters()
         }
+        self._find = find or partial(getattr, torch.optim)
+        self._factor = factor
         self.optimizers = self._make_optimizers(blocks, make)
         for name, parameter in self.model.named_parameters():
             slots = (state or {}).get(parameter, {})
@@ -72,7 +77,9 @@ class ReferenceOptimizer:
         )
         return next(holds)
 
-    def _make_optimizers(self, blocks: Sequence[str], make: Make | None) -> list[torch.optim.Optimizer]:
+    def _make_optimizers(
+        self, blocks: Sequence[str], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer | None] | None
+    ) -> list[torch.optim.Optimizer]:
         optim = self.config["optim"]
         scale = schedule.scaled_lr(optim, int(self.config["batch"]["global"]))
         levels = _levels(list(self.copies), blocks) if optim["layer_decay"] is not None else {}
@@ -95,7 +102,7 @@ class ReferenceOptimizer:
             return [theirs]
         settings = {"": (optim["name"], optim["args"])}
         settings |= {group["name"]: (group["optimizer"], group["args"]) for group in optim["groups"]}
-        return [find(settings[key][0])(some, **settings[key][1]) for key, some in groups.items()]  # type: ignore[call-arg]
+        return [self._find(settings[key][0])(some, **settings[key][1]) for key, some in groups.items()]  # type: ignore[call-arg]
 
     def before_update(self, step: int) -> None:
         """Make the update that the training's optimizer is about to make in `step` (counted from 0)."""
@@ -110,12 +117,12 @@ class ReferenceOptimizer:
             self.updates,
             total=self.config["train"]["steps"],
             steps_per_epoch=self.steps_per_epoch,
+            own=self._factor,
         )
         for group, rate in zip(self._groups(), self.learning_rates, strict=True):
             group["lr"] = rate * factor
-        with restored_generators(torch.device("cpu")):  # an optimizer may draw, and the training's draws the same next
-            for optimizer in self.optimizers:
-                optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.updates += 1
         share = max(1 - self.decay, 9 / (10 + self.updates))  # of the new weights in the averages: docs/checkpoints.md
         with torch.no_grad():

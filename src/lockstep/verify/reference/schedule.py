@@ -6,7 +6,7 @@ Tests compare each curve with the scheduler of `torch.optim.lr_scheduler` that h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +17,14 @@ def scaled_lr(optim: Mapping[str, Any], global_batch: int) -> float:
     return float((global_batch / optim["reference_batch"]) ** exponents[optim["lr_scaling"]])
 
 
-def factor(schedule: Mapping[str, Any], updates: int, *, total: int, steps_per_epoch: int) -> float:
+def factor(
+    schedule: Mapping[str, Any],
+    updates: int,
+    *,
+    total: int,
+    steps_per_epoch: int,
+    own: Callable[[int], float] | None = None,
+) -> float:
     """The factor on the learning rate of the next update.
 
     Args:
@@ -25,6 +32,7 @@ def factor(schedule: Mapping[str, Any], updates: int, *, total: int, steps_per_e
         updates: updates made so far.
         total: updates of the whole training.
         steps_per_epoch: updates of an epoch.
+        own: the user's function of the updates, instead of `schedule.name`.
     """
     name, end = schedule["name"], float(schedule["end_factor"])
     length = int(schedule["total_steps"] or total)
@@ -35,7 +43,9 @@ def factor(schedule: Mapping[str, Any], updates: int, *, total: int, steps_per_e
         return _one_cycle(updates, warmup or Fraction(3, 10) * length, length)
     rising = Fraction(updates + 1, warmup) if updates < warmup else Fraction(1)
     left = 1 - Fraction(max(updates - warmup, 0), max(length - warmup, 1))  # the share of the curve that is to come
-    if name == "step":
+    if own is not None:
+        shape = float(own(updates))
+    elif name == "step":
         passed = updates // (Fraction(str(schedule["step_epochs"])) * steps_per_epoch)
         shape = float(schedule["gamma"]) ** passed
     elif name == "linear":
