@@ -102,7 +102,7 @@ class ReferenceOptimizer:
             return [theirs]
         settings = {"": (optim["name"], optim["args"])}
         settings |= {group["name"]: (group["optimizer"], group["args"]) for group in optim["groups"]}
-        return [self._find(settings[key][0])(some, **settings[key][1]) for key, some in groups.items()]  # type: ignore[call-arg]
+        return [self._find(settings[key][0])(some, **settings[key][1]) for key, some in groups.items()]
 
     def before_update(self, step: int) -> None:
         """Make the update that the training's optimizer is about to make in `step` (counted from 0)."""
