@@ -116,7 +116,7 @@ def build_optimizer(
     groups = _param_groups(model, optim, scale=scale, blocks=blocks)
     own = optimizer_class.given(make, [group for _, of_group in groups for group in of_group]) if make else None
     if own is not None:
-        others = ["optim.name"] * ("name" in optim.model_fields_set) + ["optim.args"] * bool(optim.args)
+        others = ["optim.name"] * (optim.name != OptimConfig().name) + ["optim.args"] * bool(optim.args)
         others += [f"optim.groups, group {group.name!r}: optimizer" for group in optim.groups if group.optimizer]
         if others:
             what = f"Task.optimizer makes the optimizer, and the config has {others[0]}, too"

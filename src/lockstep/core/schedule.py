@@ -212,7 +212,7 @@ def make_schedule(
         UsageError: the config's function cannot be found or returns no factor, or there are two schedules.
     """
     own = of_task
-    if of_task is not None and "name" in config.model_fields_set:
+    if of_task is not None and config.name != ScheduleConfig().name:
         what = f"Task.schedule is the schedule, and the config has schedule.name={config.name}"
         raise UsageError(what, where="schedule.name", remedy="leave the key out, or Task.schedule")
     if ":" in config.name:
