@@ -51,6 +51,19 @@ def test_a_class_of_torch_may_be_named_with_its_package():
     assert all(torch.equal(short[name], whole[name]) for name in short)
 
 
+def test_the_rate_of_the_task_counts_unless_the_config_sets_a_rate(tmp_path):
+    def base_rates(**optim):
+        settings = runs.config(train={"steps": 1}) | {"optim": optim}
+        recorder = runs.FinalWeights()
+        Trainer(settings, quiet=True, run_dir=tmp_path, fresh=True).fit(OwnOptimizer(), recorder)
+        return {group["base_lr"] for group in recorder.prepared.state.optimizer.param_groups}
+
+    assert base_rates() == {0.01}
+    assert base_rates(lr=0.05) == {0.05}
+    assert base_rates(lr_scaling="linear", reference_batch=12) == {0.02}
+    assert base_rates(groups=[{"name": "biases", "match": ["*.bias"], "lr": 0.03}]) == {0.01, 0.03}
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_an_optimizer_of_the_task_trains_as_in_a_plain_loop_on_any_number_of_ranks(ranks):
     settings = runs.config(optim={"name": "AdamW", "lr": 0.01}, batch={"global": 24, "micro": 3})

@@ -114,7 +114,18 @@ def build_optimizer(
     from lockstep.core import optimizer_class
 
     groups = _param_groups(model, optim, scale=scale, blocks=blocks)
-    own = optimizer_class.given(make, [group for _, of_group in groups for group in of_group]) if make else None
+    own = None
+    if make is not None:
+        chosen = optim.lr != OptimConfig().lr or optim.layer_decay is not None
+        own = optimizer_class.given(
+            make,
+            [
+                {key: value for key, value in one.items() if chosen or group.lr or key not in ("lr", "base_lr")}
+                for group, of_group in groups
+                for one in of_group
+            ],
+            scale=scale,
+        )
     if own is not None:
         others = ["optim.name"] * (optim.name != OptimConfig().name) + ["optim.args"] * bool(optim.args)
         others += [f"optim.groups, group {group.name!r}: optimizer" for group in optim.groups if group.optimizer]

@@ -331,10 +331,13 @@ Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer | None]
 """`Task.optimizer`: from groups of parameters to an optimizer."""
 
 
-def given(make: Make, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+def given(make: Make, groups: list[dict[str, Any]], *, scale: float) -> torch.optim.Optimizer | None:
     """The optimizer that a task makes of `groups`. None: it leaves the choice to the config.
 
     Each of its groups gets a `name` and a `base_lr`, which schedules multiply.
+
+    Args:
+        scale: factor on learning rates that the task chooses. Those in `groups` have it already.
 
     Raises:
         UsageError: it returned something else, or a group has no learning rate.
@@ -350,5 +353,5 @@ def given(make: Make, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | N
             what = f"group {number} of {type(made).__name__} has no 'lr', which the schedule multiplies"
             raise UsageError(what, where="Task.optimizer", remedy="give each group a learning rate")
         group.setdefault("name", f"group-{number}")
-        group["base_lr"] = float(group["lr"])
+        group["base_lr"] = float(group["lr"]) * (1.0 if "base_lr" in group else scale)
     return made

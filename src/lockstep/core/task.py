@@ -160,8 +160,8 @@ class Task(abc.ABC):
         """An optimizer of the task's own: any `torch.optim.Optimizer`. None, the default: the config's `optim.name`.
 
         Args:
-            groups: all parameters of the model, in the groups of `optim.groups`: each a dict with `params`, `name`,
-                `lr` and, where the config sets it, `weight_decay`. The optimizer gets all of them, in these groups or
+            groups: all parameters of the model, in the groups of `optim.groups`: each a dict with `params`, `name` and,
+                where the config sets them, `lr` and `weight_decay`. The optimizer gets all of them, in these groups or
                 in others.
 
         The schedule multiplies the learning rates. `step` takes no closure. A checkpoint holds the optimizer's `state`

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from lockstep.verify.reference import schedule
 from lockstep.verify.reference.data import numbers
 
+_DEFAULT_RATE = 1e-3  # of docs/config.md
+
 
 class ReferenceOptimizer:
     """Repeats each update of a training on one process with an optimizer of its own, and compares the results.
@@ -97,8 +99,17 @@ class ReferenceOptimizer:
             group_name = own.get("name", "default")
             made = {"params": [copy], "lr": rate * scale, "name": group_name, **options}
             groups.setdefault(by_itself, []).append(made)
-        theirs = make([group for some in groups.values() for group in some]) if make else None
+        all_groups = [dict(group) for some in groups.values() for group in some]
+        own_rates = {group["name"] for group in optim["groups"] if group["lr"]}
+        if optim["lr"] == _DEFAULT_RATE and optim["layer_decay"] is None:  # then the task chooses
+            for group in all_groups:
+                if group["name"] not in own_rates:
+                    del group["lr"]
+        given = {id(group["params"][0]) for group in all_groups if "lr" in group}
+        theirs = make(all_groups) if make else None
         if theirs is not None:
+            for group in theirs.param_groups:
+                group["lr"] *= 1.0 if id(group["params"][0]) in given else scale
             return [theirs]
         settings = {"": (optim["name"], optim["args"])}
         settings |= {group["name"]: (group["optimizer"], group["args"]) for group in optim["groups"]}
