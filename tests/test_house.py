@@ -32,7 +32,7 @@ ALLOWED = {
     "__main__": {"cli"},
     # Stricter than the folder that they lie in.
     "core.data.order": set(),
-    "core.schedule": {"core.config.config_section"},
+    "core.schedule": {"core.config.config_section", "core.errors", "core.history"},
     "core.part": set(),
     "verify.reference": {"core.task", "verify.reference"},  # shares nothing with what it judges
 }
@@ -134,7 +134,11 @@ def test_folders_stand_on_few_floors():
     assert max(floors.values()) <= 9
 
 
+<<<<<<< HEAD
 CODE_LINES = {"core": 10_560, "": 41_655}
+=======
+CODE_LINES = {"core": 10_900, "": 42_170}
+>>>>>>> 3cf5f24c (The core looks at an optimizer's parts only; checks before the first step try it; Muon beats AdamW at equal steps, measured)
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings."""
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.core import optimizer_class
 from lockstep.core.errors import UsageError
 from lockstep.core.optim import Group, OptimConfig, build_optimizer
 from lockstep.core.schedule import Schedule, set_lr
+from lockstep.parts.checks import optimizer_check
 from lockstep.parts.model_summary import model_summary
 from tests import own_tasks, runs
 
@@ -387,15 +387,15 @@ def test_a_bad_value_of_an_argument_is_refused(name, args):
 def test_an_option_that_torch_refuses_only_in_an_update_is_refused_before(name, dtype, options, where):
     model = nn.Linear(3, 2, dtype=dtype)
     with pytest.raises(UsageError) as caught:
-        optimizer_class.prepare(build(model, name, 0.1, **options), model)
+        optimizer_check.check(build(model, name, 0.1, **options), model)
     assert where in str(caught.value)
     assert caught.value.remedy
 
 
-def test_a_training_with_such_an_option_ends_before_its_first_step():
+def test_a_training_with_such_an_option_ends_before_its_first_step(tmp_path):
     settings = runs.config(optim={"args": {"capturable": True}})
     with pytest.raises(UsageError, match=r"optim\.args\.capturable=true"):
-        runs.fit(own_tasks.Plain(), settings)
+        runs.fit(own_tasks.Plain(), settings, tmp_path / "run")
 
 
 @pytest.mark.parametrize("args", [{"foreach": True}, {"maximize": True}, {"fused": True}, {"amsgrad": True}])
@@ -403,7 +403,7 @@ def test_options_that_work_pass_and_the_trial_leaves_no_trace(args):
     model = make_model()
     optimizer = build(model, "Adam", 0.1, args=args)
     before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    optimizer_class.prepare(optimizer, model)
+    optimizer_check.check(optimizer, model)
     assert not optimizer.state
     assert all(torch.equal(before[0][name], value) for name, value in model.state_dict().items())
     assert torch.equal(before[1], torch.get_rng_state())

@@ -26,9 +26,9 @@ def fit(task_options, settings, run_dir=None):
     return runs.fit(OwnOptimizer(**task_options), settings, run_dir)[0]
 
 
-def refusal(task, settings):
+def refusal(task, settings, run_dir=None):
     with pytest.raises(LockstepError) as caught:
-        runs.fit(task, settings)
+        runs.fit(task, settings, run_dir)
     assert caught.value.remedy
     return str(caught.value)
 
@@ -125,8 +125,8 @@ def test_shards_are_trained_by_a_class_that_updates_each_element_by_itself_and_r
         ("nothing", "it returned a str"),
     ],
 )
-def test_an_optimizer_that_cannot_train_here_is_refused(kind, words):
-    assert words in refusal(OwnOptimizer(kind), plain_keys(steps=4))
+def test_an_optimizer_that_cannot_train_here_is_refused(tmp_path, kind, words):
+    assert words in refusal(OwnOptimizer(kind), plain_keys(steps=4), tmp_path / "run")
 
 
 def test_two_places_that_choose_the_optimizer_are_refused():

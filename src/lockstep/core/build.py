@@ -31,9 +31,9 @@ from lockstep.core.run_model import (
     load_first_state,
     load_first_weights,
     make_optimizer,
+    make_schedule,
     seed_everything,
 )
-from lockstep.core.schedule import make_schedule
 from lockstep.core.step import TrainState
 from lockstep.core.stopping import Stopping
 from lockstep.core.task import Task
@@ -168,7 +168,7 @@ def prepare_run(
     )
     if begun_from is not None:
         messages.append(load_first_state(begun_from, model, train, state.optimizer, precision))
-    optimizer_class.prepare(state.optimizer, model)
+    optimizer_class.note_settings(state.optimizer)
     optimizer_class.seed_updates(state.optimizer, config.seed, lambda: state.step, world.device)
     checkpoint_state.capture(model, state.optimizer)  # raises now, not at the end, if the state cannot be saved
     # Weights that `train.init_from` gave, or that train later, are the task's no more.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.core import batch_norm, optimizer_class, task_checks
+from lockstep.core import batch_norm, optimizer_class, plugins, task_checks
 from lockstep.core.blocks import compile_modules, find_blocks, recompute_activations
 from lockstep.core.checkpoint import choice, torch_file, torch_optimizer
 from lockstep.core.checkpoint.first_weights import load_weights
@@ -19,13 +19,14 @@ from lockstep.core.checkpoint.torch_file import TorchFile
 from lockstep.core.config import config_file
 from lockstep.core.config.sections import RunConfig, TrainConfig
 from lockstep.core.errors import TrainingError, UsageError, listed
+from lockstep.core.history import History
 from lockstep.core.optim import build_optimizer
 from lockstep.core.parallel import held_parameters
 from lockstep.core.parallel.factory import make_strategy
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.strategy import Forward, Strategy
 from lockstep.core.parallel.world import World
-from lockstep.core.schedule import scaled_lr
+from lockstep.core.schedule import Schedule, ScheduleConfig, scaled_lr
 from lockstep.core.task import Task
 from lockstep.core.unfreeze import Unfreezing
 
@@ -246,4 +247,40 @@ def make_optimizer(
     made = build_optimizer(model, optim, scale=scale, fuses_adam=fuses_adam, blocks=blocks, make=task.optimizer)
     for member in optimizer_class.members(made) if sharded else ():
         optimizer_class.check_shardable(member)
+    return made
+
+
+def make_schedule(
+    config: ScheduleConfig, *, total: int, steps_per_epoch: int, of_task: Callable[[int], float] | None = None
+) -> Schedule:
+    """The schedule of a training.
+
+    Args:
+        total: updates of the whole training.
+        steps_per_epoch: updates of an epoch.
+        of_task: `Task.schedule`, where the task has this method.
+
+    Raises:
+        UsageError: the config's function cannot be found or returns no factor, or there are two schedules.
+    """
+    own = of_task
+    if of_task is not None and config.name != ScheduleConfig().name:
+        what = f"Task.schedule is the schedule, and the config has schedule.name={config.name}"
+        raise UsageError(what, where="schedule.name", remedy="leave the key out, or Task.schedule")
+    if ":" in config.name:
+        own = plugins.function(config.name, key="schedule.name")
+    history = History(config.plateau.metric) if config.plateau is not None else None
+    made = Schedule(
+        total=total,
+        steps_per_epoch=steps_per_epoch,
+        own=own,
+        history=history,
+        **config.model_dump(exclude={"plateau"}),
+        plateau=config.plateau,
+    )
+    for update in (0, 1, total - 1) if own is not None else ():
+        if made(update) != made(update):
+            what = f"it returned two factors for update {update}"
+            where = "schedule.name" if of_task is None else "Task.schedule"
+            raise UsageError(what, where=where, remedy="compute the factor from the number of the update alone")
     return made

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from lockstep.core import plugins
 from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
 from lockstep.core.errors import UsageError
 from lockstep.core.history import History, result_name
@@ -196,42 +195,6 @@ class Schedule(ScheduleConfig):
         else:
             low, done = end, 1 - min(1.0, (update - peak) / max(self.length - 1 - peak, 1e-9))
         return low + (1 - low) * (1 - math.cos(math.pi * done)) / 2
-
-
-def make_schedule(
-    config: ScheduleConfig, *, total: int, steps_per_epoch: int, of_task: Callable[[int], float] | None = None
-) -> Schedule:
-    """The schedule of a training.
-
-    Args:
-        total: updates of the whole training.
-        steps_per_epoch: updates of an epoch.
-        of_task: `Task.schedule`, where the task has this method.
-
-    Raises:
-        UsageError: the config's function cannot be found or returns no factor, or there are two schedules.
-    """
-    own = of_task
-    if of_task is not None and config.name != ScheduleConfig().name:
-        what = f"Task.schedule is the schedule, and the config has schedule.name={config.name}"
-        raise UsageError(what, where="schedule.name", remedy="leave the key out, or Task.schedule")
-    if ":" in config.name:
-        own = plugins.function(config.name, key="schedule.name")
-    history = History(config.plateau.metric) if config.plateau is not None else None
-    made = Schedule(
-        total=total,
-        steps_per_epoch=steps_per_epoch,
-        own=own,
-        history=history,
-        **config.model_dump(exclude={"plateau"}),
-        plateau=config.plateau,
-    )
-    for update in (0, 1, total - 1) if own is not None else ():
-        if made(update) != made(update):
-            what = f"it returned two factors for update {update}"
-            where = "schedule.name" if of_task is None else "Task.schedule"
-            raise UsageError(what, where=where, remedy="compute the factor from the number of the update alone")
-    return made
 
 
 def scaled_lr(

@@ -18,7 +18,8 @@ from lockstep.core.checkpoint.torch_file import OPTIMIZER_CLASS
 from lockstep.core.checkpoint.torch_optimizer import Slots
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import CheckpointError, UsageError
-from lockstep.core.schedule import make_schedule, set_lr
+from lockstep.core.run_model import make_schedule
+from lockstep.core.schedule import set_lr
 
 _OWN_KEYS = ("name", "base_lr", "params")  # of our groups
 

@@ -12,7 +12,7 @@ from lockstep.core.data.loader import MicroBatch
 from lockstep.core.evaluation_run import named_results
 from lockstep.core.parallel.heartbeat import Phase
 from lockstep.core.run_data import EvaluationData
-from lockstep.parts.checks import dry_run, untouched_data
+from lockstep.parts.checks import dry_run, optimizer_check, untouched_data
 from lockstep.parts.checks.first_steps import FirstSteps
 
 
@@ -34,6 +34,7 @@ class RunChecks(Checks):
         """
         run, state, chosen = self.run, self.run.state, self._chosen_results
         dry_run.check_is_evaluated(chosen, bool(evaluated))
+        optimizer_check.check(state.optimizer, state.strategy.unwrapped.model)
         if state.step:  # a restart must be quick
             dry_run.check_results_of_saved(chosen, run.folder / "checkpoints", state.world)
             return []

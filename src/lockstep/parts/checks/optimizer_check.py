@@ -1,0 +1,107 @@
+"""The optimizer, tried on a small parameter before the first step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.core.checkpoint.nested import Plain
+from lockstep.core.errors import UsageError
+from lockstep.core.optimizer_class import is_of_torch, like, members, options
+
+_WAYS = (
+    "differentiable",
+    "capturable",
+    "fused",
+    "foreach",
+)  # how an update is made; torch refuses some when it is made
+
+
+def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Check that an optimizer has the parameters of a model, and that it can train them here.
+
+    torch checks some options only in an update: which device can do it, which dtype. So an optimizer of the same class
+    and options updates a small parameter of each kind that `optimizer` has.
+
+    Raises:
+        UsageError: a parameter is missing; an update fails; the optimizer needs a closure, or evaluates other weights
+            than it trains; its state cannot be saved.
+    """
+    _check_parameters(optimizer, model)
+    for member in members(optimizer):
+        _check_interface(member)
+        small = _small_updates(member)
+        if not is_of_torch(member):
+            _check_state(member, small)
+
+
+def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    remedy = "give it the groups that Task.optimizer gets, with all their parameters"
+    if missing := [name for key, name in named.items() if key not in held]:
+        shown = f"{missing[0]} and {len(missing) - 1} more" if len(missing) > 1 else missing[0]
+        raise UsageError(f"the optimizer lacks parameters of the model: {shown}", where="Task.optimizer", remedy=remedy)
+    if set(held) != named.keys() or len(held) != len(named):
+        what = "the optimizer has a parameter twice, or a parameter that the model does not have"
+        raise UsageError(what, where="Task.optimizer", remedy=remedy)
+
+
+def _check_interface(optimizer: torch.optim.Optimizer) -> None:
+    kind, name = type(optimizer), type(optimizer).__name__
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        what = f"{name} needs a closure, which computes the loss again. A step of Lockstep computes it once"
+        raise UsageError(what, where="optim.name", remedy="use another optimizer")
+    if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
+        what = f"{name} has the methods train and eval: it evaluates other weights than it trains"
+        remedy = "use another optimizer; train.ema_decay evaluates averages of the weights"
+        raise UsageError(what, where="optim.name", remedy=remedy)
+
+
+def _small_updates(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state after an update of a small parameter. Empty where no other optimizer of this class can be made."""
+    kinds = {(p.device, p.dtype) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    given_options, state = options(optimizer), {}
+
+    def fault(device: torch.device, dtype: torch.dtype, given: Mapping[str, Any]) -> str | None:
+        parameter = nn.Parameter(torch.zeros(4, 4, device=device, dtype=dtype))
+        parameter.grad = torch.zeros_like(parameter)
+        try:
+            made = like(optimizer, [parameter], given)
+            if made is not None:
+                made.step(lambda: 0.0)
+                state.update(made.state[parameter])
+        except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    for device, dtype in sorted(kinds, key=str):
+        if (what := fault(device, dtype, given_options)) is None:
+            continue
+        chosen = [name for name in _WAYS if given_options.get(name)]
+        without = {name: given_options | {name: None if name == "foreach" else False} for name in chosen}
+        cause = next((name for name in chosen if fault(device, dtype, without[name]) is None), None)
+        where = "optim" if cause is None else "optim.fused=true" if cause == "fused" else f"optim.args.{cause}=true"
+        raise UsageError(
+            f"{type(optimizer).__name__} cannot update parameters of {str(dtype).removeprefix('torch.')} on "
+            f"{device.type} so: {what}",
+            where=where,
+            remedy="leave it out" if cause else "use other values in optim.args, or another optimizer",
+        )
+    return state
+
+
+def _check_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    wrong = [name for name, value in state.items() if not isinstance(value, torch.Tensor | Plain)]
+    if wrong:
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps {wrong[0]!r} as a {type(state[wrong[0]]).__name__}; a checkpoint holds "
+            "tensors, numbers and texts",
+            where="optim.name",
+            remedy="use another optimizer, or keep these values as separate tensors in its state",
+        )
