@@ -739,7 +739,7 @@ def test_the_keys_that_determine_a_training_are_these():
         *(f"optim.{key}" for key in ("name", "lr", "weight_decay", "clip_norm", "lr_scaling", "reference_batch")),
         *(f"optim.{key}" for key in ("layer_decay", "groups")),
         *(f"schedule.{key}" for key in ("name", "warmup_steps", "warmup_share", "end_factor")),
-        *(f"schedule.{key}" for key in ("step_epochs", "gamma", "power")),
+        *(f"schedule.{key}" for key in ("step_epochs", "gamma", "power", "plateau")),
         *(f"parallel.{key}" for key in ("param_dtype", "reduce_dtype")),
         "compute.matmul_precision",
     }

@@ -321,7 +321,7 @@ _engine(
 _engine(
     "schedule for half the steps",
     "gradients",
-    ("core.build:prepare_run", "Schedule(total=stop,", "Schedule(total=stop // 2,"),
+    ("core.build:prepare_run", "config.schedule, total=stop,", "config.schedule, total=stop // 2,"),
 )
 _engine(
     "model left in evaluation mode by an evaluation",
@@ -357,18 +357,18 @@ _task("model put into evaluation mode by the loss", "gradients", "EvaluationMode
 _engine(
     "weight decay applied twice",
     "gradients",
-    ("core.optim:build_optimizer", "else optim.weight_decay", "else 30 * (optim.weight_decay or 0)"),
+    ("core.optim:_param_groups", "else optim.weight_decay", "else 30 * (optim.weight_decay or 0)"),
 )
 _engine(
     "optimizer arguments ignored",
     "gradients",
-    ("core.optim:build_optimizer", "optim.args, optim.fused", "{}, optim.fused"),
+    ("core.optim:_default_optimizer", "optim.args, optim.fused", "{}, optim.fused"),
     base="momentum",
 )
 _engine(
     "parameter groups ignored",
     "gradients",
-    ("core.optim:build_optimizer", "_members(model, optim.groups)", "_members(model, [])"),
+    ("core.optim:_param_groups", "_members(model, optim.groups)", "_members(model, [])"),
     base="groups",
 )
 _engine(
@@ -1016,8 +1016,8 @@ _engine(
     "elastic",
     (
         "core.resume:restore",
-        "== _kind_of_optimizer(config) else None",
-        "== _kind_of_optimizer(config) and manifest['versions']['world'] == state.world.size else None",
+        "== _kind_of_optimizer(config, state.optimizer) else None",
+        "== _kind_of_optimizer(config, state.optimizer) and manifest['versions']['world'] == state.world.size else None",
     ),
 )
 _engine(

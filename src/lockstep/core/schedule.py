@@ -21,7 +21,7 @@ _WITH_LENGTH = ("linear", "cosine", "one_cycle", "polynomial")
 
 def _known(name: str) -> str:
     if name not in _NAMES and ":" not in name:
-        raise ValueError(f"{name!r} is none of {', '.join(_NAMES)}, and no FILE.py:function")
+        raise ValueError(f"{name!r} is none of {', '.join(map(repr, _NAMES))}, and no FILE.py:function")
     return name
 
 
