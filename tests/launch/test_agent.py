@@ -8,6 +8,7 @@ from lockstep.core.errors import RankError
 from lockstep.core.parallel import launched
 from lockstep.launch import agent, decision, launcher, start, warm_process
 from tests.launch import abort_cases
+from tests.processes import is_running
 
 
 def agent_of(exit_codes):
@@ -49,3 +50,14 @@ def test_exit_code_0_before_the_end_of_the_main_function_is_a_failure_that_names
     assert second.error.exit_code == 1
     new = decision.decide(decision.Ending(failures), decision.History(), 3)
     assert new.action is decision.Action.FAIL
+
+
+def test_a_process_that_a_killed_rank_has_left_behind_is_gone_before_the_next_start(tmp_path):
+    """It would hold the memory of the rank's device."""
+    arguments = (str(tmp_path),)
+    begun = start.on_one_node(2)
+    ended = agent.run_ranks(
+        abort_cases.leave_a_process_behind_on_rank_1, arguments, nproc=2, folder=tmp_path, start=begun
+    )
+    assert ended[1].exitcode == -9
+    assert not is_running(int((tmp_path / "left").read_text()))

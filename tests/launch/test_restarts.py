@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.core.errors import Preempted, RankError
-from lockstep.core.parallel import heartbeat
+from lockstep.core.parallel import heartbeat, launched
 from lockstep.launch import agent, launcher
 
 
@@ -30,15 +30,21 @@ def failed(code, retryable=True, retries_differently=False):
     return SimpleNamespace(failures={0: failure})
 
 
+interrupted = []
+"""What each start of a test knows about the start before."""
+
+
 @pytest.fixture
 def starts(monkeypatch):
     """Runs `launcher.launch` over (step, failure) per start; gives how often it started, and what it raised."""
 
     def run(outcomes, max_restarts):
         steps = []
+        interrupted.clear()
 
         def once(main, arguments, *, nproc, folder, start):
             step, failure = outcomes[min(len(steps), len(outcomes) - 1)]
+            interrupted.append(os.environ.get(launched.INTERRUPTED))
             steps.append(step)
             one = heartbeat.Heartbeat(pid=0, step=step)
             (folder / "rank-0").write_bytes(ctypes.string_at(ctypes.addressof(one), ctypes.sizeof(one)))
@@ -121,3 +127,9 @@ def test_error_that_would_come_again_and_a_request_to_stop_are_not_tried_again(s
     count, error = starts([(3, failed(75))], 3)
     assert count == 1
     assert isinstance(error, Preempted)
+
+
+def test_ranks_know_whether_the_start_before_was_interrupted_or_short_of_memory(starts):
+    killed, short = failed(-signal.SIGKILL), failed(1, retries_differently=True)
+    assert starts([(3, killed), (4, short), (4, short), (6, killed), (9, None)], 3) == (5, None)
+    assert interrupted == [None, "1", "0", "0", "1"]

@@ -8,6 +8,8 @@ import torch
 from lockstep.cli import train as command
 from lockstep.core.checkpoint import files, store
 from lockstep.core.errors import LockstepError, MemoryShortage
+from lockstep.core.parallel.heartbeat import Phase
+from lockstep.core.parallel.launched import INTERRUPTED
 from lockstep.core.parallel.world import World
 from lockstep.trainer import memory_shortage
 from tests import own_tasks, rank_cases, runs
@@ -200,3 +202,19 @@ def test_a_rank_leaves_the_new_start_to_its_launcher(monkeypatch):
 
     with pytest.raises(MemoryShortage):
         command._fit(Trainer())
+
+
+def test_a_shortage_in_the_first_step_after_an_interruption_is_not_remembered(tmp_path, monkeypatch):
+    """Processes of the start before may have held the memory. A second shortage in the first step is remembered."""
+    world, settings = World(0, 1, 0, torch.device("cpu")), runs.config(batch={"global": 32, "micro": 8})
+    world.heartbeat.phase = Phase.FIRST_STEP
+    monkeypatch.setenv(INTERRUPTED, "1")
+    first = shortage(tmp_path, settings, world)
+    assert isinstance(first, MemoryShortage)
+    assert "the next start takes the same sizes" in str(first)
+    assert not (tmp_path / "micro.json").exists()
+    monkeypatch.setenv(INTERRUPTED, "0")  # as the launcher sets it after a shortage
+    assert "the next start takes micro-batches of 4" in str(shortage(tmp_path, settings, world))
+    monkeypatch.setenv(INTERRUPTED, "1")
+    world.heartbeat.phase = Phase.TRAINING
+    assert "the next start takes micro-batches of 2" in str(shortage(tmp_path, settings, world))

@@ -26,14 +26,14 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from lockstep.core.parallel import heartbeat
 from lockstep.core.parallel.launched import write_report
-from lockstep.launch import warm_process
+from lockstep.launch import left_behind, warm_process
 from lockstep.launch.rank_output import RankOutput, call_with_stderr
 from lockstep.launch.start import Start
 
 _LOOK_EVERY_S = 0.5  # the longest time between two turns of the base class's loop
 _REPORT_S = 0.1  # for ranks that another rank's error ends; they may know more about its cause
 _LOOK_AGAIN_S = 0.01
-_ENDS_S = 30.0  # from the moment when a process closes its files to the moment when its parent can ask how it ended
+_ENDS_S = 30.0  # from a kill, or from the moment when a process closes its files, to its end
 _UNKNOWN = 255  # the exit code in `multiprocessing` of a process whose fork server is gone
 _END_S = 2.0  # after ranks of another node have failed
 _SAVE_S = 30  # between SIGTERM and SIGKILL
@@ -251,13 +251,18 @@ class RankAgent(SimpleElasticAgent):
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _SAVE_S) -> None:
-        """Send `death_sig` to the ranks that run, and SIGKILL to those that still run after `timeout` seconds."""
+        """Send `death_sig` to the ranks that run, and SIGKILL to those that still run after `timeout` seconds.
+
+        Where a rank has failed, also end the processes that ranks have left behind.
+        """
         for number in (death_sig, signal.SIGKILL):
             for process in self.processes.values():
                 if process.exitcode is None and process.pid:
                     with contextlib.suppress(ProcessLookupError):  # it has ended by now
                         os.kill(process.pid, number)
             self._wait_for_all(timeout)
+        if any(process.exitcode for process in self.processes.values()):  # others may start in their place
+            left_behind.end_sessions({process.pid for process in self.processes.values() if process.pid}, _ENDS_S)
 
 
 def run_ranks(

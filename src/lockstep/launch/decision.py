@@ -95,6 +95,8 @@ class Decision:
     """For RESTART the line that tells of it; for STOP the message of `Preempted`."""
     error: LockstepError | None = None
     """For FAIL."""
+    differs: bool = False
+    """For RESTART: True if the next start does something else, because memory did not suffice."""
 
 
 def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
@@ -130,7 +132,7 @@ def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
         return Decision(Action.STOP, history, text)
     when = f"at step {ending.step}" if ending.step >= 0 else "before training began"
     if retryable and retries_differently and not ending.asked and not ending.lost:
-        return Decision(Action.RESTART, history, f"{cause.what}\nfailed {when}: all ranks start again")
+        return Decision(Action.RESTART, history, f"{cause.what}\nfailed {when}: all ranks start again", differs=True)
     if not retryable or ending.asked or (history.restarts == max_restarts and not ending.lost):
         return Decision(Action.FAIL, history, error=cause)
     in_a_row = history.in_a_row + 1 if ending.step == history.crashed_at else 1

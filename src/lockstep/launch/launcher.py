@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from lockstep.core import debugging
 from lockstep.core.errors import Preempted
 from lockstep.core.parallel import heartbeat
-from lockstep.core.parallel.launched import FOLDER, LAUNCHED, RESTARTS, STOP_FILE, tell, write
+from lockstep.core.parallel.launched import FOLDER, INTERRUPTED, LAUNCHED, RESTARTS, STOP_FILE, tell, write
 from lockstep.core.parallel.signals import ASKING, STOPPED_AT_ONCE, is_another, not_ignored
 from lockstep.launch import warm_process
 from lockstep.launch.decision import NOT_BEGUN, Action, Decision, Ending, History, RankFailure, decide
@@ -153,6 +153,7 @@ def start_until_done(
             raise Preempted(decision.text)
         if decision.error is not None:
             raise decision.error
+        os.environ[INTERRUPTED] = str(int(not decision.differs))
         print(decision.text, file=sys.stderr, flush=True)
 
 
@@ -161,12 +162,13 @@ def _run_once(
 ) -> Ending:
     """Start the ranks of this node, and wait for their end."""
     with folder_of(nproc) as stop.folder:
-        from lockstep.launch import agent  # imports torch; a signal finds the folder
+        from lockstep.launch import agent, left_behind  # import torch; a signal finds the folder
 
         _quiet_torch()
         os.environ[FOLDER] = str(stop.folder)
         failures = agent.run_ranks(main, (list(arguments),), nproc=nproc, folder=stop.folder, start=start)
         step = max((rank.step for rank in heartbeat.all_in(stop.folder)), default=-1)
+        left_behind.keep_notes(stop.folder)
     gone = warm_process.how_it_ended() if failures else None
     return Ending(rank_failures(failures), step, asked=stop.asked, warm_process=gone or "")
 

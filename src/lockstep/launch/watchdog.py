@@ -29,7 +29,7 @@ from lockstep.core.parallel.heartbeat import Phase, is_orphan
 from lockstep.core.parallel.launched import LAUNCHED, report_failure
 from lockstep.core.parallel.torch_internals import MainThread
 from lockstep.core.parallel.world import World
-from lockstep.launch import flight_recorder
+from lockstep.launch import flight_recorder, left_behind
 
 _PROGRESS, _HANG, _STACK, _REPORT, _READ = "progress", "hang", "stack/", "hang-report", "hang-read"
 _COLLECTIVES = "collectives/"
@@ -38,6 +38,12 @@ _ANSWER_S = 10.0  # a report waits so long for the stacks of all ranks
 _RECORDER_S = 5.0  # a rank waits so long for its flight recorder
 _BUSY = 0.03  # share of a core at which the main thread counts as working; other processes may leave it little
 _LENIENCE = 6  # timeouts for which a rank may compute without a beat, while it starts or evaluates
+
+
+def watch(world: World, store: Store | None, *, timeout_s: float, folder: Path) -> Watchdog:
+    """Wait until the memory of earlier processes is free, and begin to watch. For the arguments, see `Watchdog`."""
+    left_behind.wait_for_memory(world)
+    return Watchdog(world, store, timeout_s=timeout_s, folder=folder)
 
 
 class Watchdog:

@@ -2,12 +2,16 @@
 
 The rank that lacks memory says so, and all ranks end. The run directory keeps half the micro-batch, with the reason,
 and the next start takes it. A launcher starts the ranks again at once, from the newest checkpoint.
+
+The first step after an interruption, such as a kill, is an exception: processes that are about to end may hold the
+memory. The next start then takes the same micro-batch, and only a shortage in its first step is noted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import traceback
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -19,6 +23,7 @@ from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.order import StepPlan
 from lockstep.core.errors import MemoryShortage, TrainingError
 from lockstep.core.parallel.heartbeat import Phase
+from lockstep.core.parallel.launched import INTERRUPTED
 from lockstep.core.parallel.world import World
 
 
@@ -61,6 +66,12 @@ def noted(
         step = max(0, world.heartbeat.step)  # steps that are done
         size = evaluated_at_once if plan is None or is_evaluating else plan.micro_batch_at(step)
         where = f"rank {world.rank}" if is_evaluating else f"step {step + 1}, rank {world.rank}"
+        if os.environ.get(INTERRUPTED) == "1" and world.heartbeat.phase <= Phase.FIRST_STEP and begins_again:
+            raise MemoryShortage(
+                f"out of memory in the first step after a restart: {reason}",
+                where=where,
+                remedy="processes of the start before may have held memory, so the next start takes the same sizes",
+            ) from None
         explained = _explained(reason, where, folder, config, world, size=size, is_evaluating=is_evaluating)
         explained.retryable = explained.retryable and begins_again
         raise explained from None

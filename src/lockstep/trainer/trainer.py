@@ -51,11 +51,11 @@ from lockstep.core.run_data import EvaluationData
 from lockstep.core.run_model import SpreadModel
 from lockstep.core.task import Samples, Task, methods_not_called
 from lockstep.core.writer import Writer
+from lockstep.launch import watchdog
 from lockstep.launch.preflight import run as preflight
 from lockstep.launch.preflight import variables
 from lockstep.launch.preflight.facts import Subject, spans_machines
 from lockstep.launch.preflight.judgement import Finding
-from lockstep.launch.watchdog import Watchdog
 from lockstep.parts import built_in, ending
 from lockstep.parts import profile as profiling
 from lockstep.parts.checks.run_checks import RunChecks
@@ -690,7 +690,7 @@ class Trainer:
             determinism.prepare()
         with contextlib.ExitStack() as stack:
             timeout_s = config.parallel.timeout_s
-            watch = functools.partial(Watchdog, timeout_s=timeout_s, folder=self.run_dir)
+            watch = functools.partial(watchdog.watch, timeout_s=timeout_s, folder=self.run_dir)
             world = stack.enter_context(join_world(config.device, timeout_s, watch))
             stack.enter_context(exits_are_failures())
             stack.enter_context(_deterministic(compute.deterministic))

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import random
@@ -23,7 +24,7 @@ from lockstep.core.data.loader import Loader, MicroBatch, MicroBatches, StepIter
 from lockstep.core.data.order import MicroBatchPlan, StepPlan
 from lockstep.core.errors import DataError, TrainingError
 from tests import own_tasks, runs
-from tests.processes import launched
+from tests.processes import is_running, launched, wait_for
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -420,3 +421,34 @@ def test_workers_keep_the_memory_format_of_a_batch():
     (micro_batch,) = loader.run(lambda: [MicroBatchPlan((0, 1, 2), 0, False)])
     assert micro_batch.batch.is_contiguous(memory_format=torch.channels_last)
     assert micro_batch.batch[:, 0, 0, 0].tolist() == [0, 1, 2]
+
+
+class Endless(own_tasks.FromFiles):
+    """Samples that take for ever. The worker writes its process id."""
+
+    def __init__(self, file):
+        super().__init__(24)
+        self.file = file
+
+    def prepare(self, sample, epoch, training):
+        self.file.write_text(str(os.getpid()))
+        while True:
+            signal.pause()
+
+
+def read_for_ever(file):
+    task = Endless(file)
+    loader = Loader(MicroBatches(task.train_data(), task, 0, training=True), 1, CPU)
+    next(StepIterator(loader, StepPlan(24, 8, 8, 1), rank=0, start=0, stop=1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_workers_end_with_a_rank_that_is_killed_also_within_a_sample(tmp_path):
+    """They have the rank's files open, and with them the memory of its GPU."""
+    file = tmp_path / "worker"
+    rank = multiprocessing.get_context("fork").Process(target=read_for_ever, args=(file,))
+    rank.start()
+    wait_for(lambda: file.exists() and file.read_text())
+    rank.kill()
+    rank.join()
+    wait_for(lambda: not is_running(int(file.read_text())))

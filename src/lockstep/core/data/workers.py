@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import signal
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from lockstep.core.data.loader import MicroBatch, MicroBatches
 
 Plans = Callable[[], Iterable[MicroBatchPlan]]
+_PR_SET_PDEATHSIG = 1
 _LAST_BATCHES_S = 15.0  # how long a worker stays after SIGTERM
 
 
@@ -103,13 +105,16 @@ def _leave_signals_to_the_rank(_: int) -> None:
     """Make a loader worker ignore requests to stop. The rank follows them, and needs batches until all ranks agree.
 
     A terminal or a scheduler signals all processes of a job. On SIGTERM, which may also come from the rank itself, a
-    worker stays long enough for the agreement, and then exits without an error.
+    worker stays long enough for the agreement, and then exits without an error. When the rank is killed, the system
+    kills its workers.
     """
     signal.set_wakeup_fd(-1)  # a forked worker shares the rank's file
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave_soon)
+    if sys.platform == "linux":  # a worker has the rank's files open, and with them the memory of its GPU
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _leave_soon(*_: object) -> None:
