@@ -366,7 +366,9 @@ def test_the_last_collectives_of_each_backend_of_a_group_are_kept(monkeypatch):
     about |= {"state": "scheduled", "retired": False}
     made = [about | {"profiling_name": "gloo:all_reduce", "collective_seq_id": 7}]
     made += [about | {"profiling_name": "nccl:all_reduce", "collective_seq_id": number} for number in range(9)]
+    made += [about | {"profiling_name": "gloo:recv 0<-3", "p2p_seq_id": 5, "is_p2p": True}]  # of a sum in pairs
     monkeypatch.setattr(torch_internals, "recorded_collectives", lambda: made)
     told = flight_recorder.describe({0: flight_recorder.of_this_rank()})
     assert "gloo:all_reduce 7 [1] Double NOT DONE" in told
+    assert "recv" not in told
     assert told.count("nccl:all_reduce") == 3

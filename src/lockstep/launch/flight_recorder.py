@@ -26,6 +26,8 @@ def of_this_rank() -> str:
     """The last collectives of this rank by group, as text for `describe`. Of each backend of a group, the last few."""
     by_group: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for entry in torch_internals.recorded_collectives():
+        if entry["is_p2p"] and _backend(entry["profiling_name"]) == "gloo":  # of `tree`: each rank has others
+            continue
         name, description = entry["process_group"]
         key = f"{description} ({name})" if description else str(name)
         by_group.setdefault(key, {}).setdefault(_backend(entry["profiling_name"]), []).append(
