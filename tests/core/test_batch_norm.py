@@ -8,7 +8,9 @@ from torch import nn
 from lockstep import LockstepError, Trainer
 from lockstep.core import batch_norm
 from lockstep.core.data.order import StepPlan
+from lockstep.core.parallel.world import World
 from tests import own_tasks, rank_cases, runs
+from tests.gpu import cases
 from tests.ranks import run_ranks
 
 
@@ -161,3 +163,47 @@ def test_log_says_it_once_and_verify_agrees(frozen, tmp_path):
     assert log.count("1 BatchNorm module normalises each micro-batch by its own statistics") == (0 if frozen else 1)
     assert len(batch_norm.by_batch(Kept(48).model().train())) == (0 if frozen else 1)
     assert bool(weights["1.num_batches_tracked"]) != frozen
+
+
+# ---- what the ranks exchange
+
+
+class Mixed(own_tasks.Normed):
+    """BatchNorm that trains, BatchNorm that is frozen, and a buffer of the model's own."""
+
+    def model(self):
+        model = super().model()
+        model.register_buffer("own", torch.zeros(3))
+        model.append(nn.BatchNorm1d(5).double().eval().requires_grad_(False))
+        model[-1].train = lambda mode=True: model[-1]
+        return model
+
+
+def sent_in_steps(steps):
+    """The numbers that broadcasts of each step carry, and those of the synchronisation before an evaluation; the
+    statistics before and after it."""
+    sent = []
+
+    def broadcast(world, tensors):
+        sent.append(sum(tensor.numel() for tensor in tensors))
+        real(world, tensors)
+
+    real, World.broadcast_tensors = World.broadcast_tensors, broadcast
+    try:
+        with cases.prepared(Mixed(), runs.config(batch={"global": 24}, train={"steps": steps})) as run:
+            run.state.forward.train()
+            cases.take_steps(run, steps)
+            before = run.built.model[1].running_mean.clone()
+            run.state.strategy.sync_buffers()
+            return sent, before.tolist(), run.built.model[1].running_mean.tolist()
+    finally:
+        World.broadcast_tensors = real
+
+
+def test_running_statistics_travel_before_an_evaluation_and_not_in_steps():
+    """A training pass does not read them. Those of frozen modules are read."""
+    (sent, own, shared), (sent_too, other, shared_too) = run_ranks(2, sent_in_steps, 3)
+    frozen, norm, buffer = 2 * 5 + 1, 2 * 8 + 1, 3
+    assert sent == sent_too == [frozen + buffer] * 3 + [frozen + buffer + norm]
+    assert own != other
+    assert shared == shared_too == own

@@ -1,9 +1,11 @@
 """Repeated blocks: which modules they are. Recomputing or compiling them changes only memory and speed."""
 
+import copy
 import weakref
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from lockstep.core import devices
@@ -63,6 +65,16 @@ def test_members_of_one_class_are_blocks_in_their_order(kind):
 )
 def test_other_lists_are_none(members):
     assert find_blocks(bag(layers=nn.ModuleList(members), head=nn.Linear(3, 3))) == {}
+
+
+def test_single_layers_of_transformers_are_no_blocks():
+    """A ResNet names its 53 convolutions, each of which would be gathered and compiled by itself."""
+    stages = [bag(first=Layer(nn.Linear(3, 3)), second=Layer(nn.Linear(3, 3))) for _ in range(3)]
+    model = bag(stem=Layer(nn.Linear(3, 3)), stages=nn.ModuleList(stages))
+    model._no_split_modules = ["Layer"]
+    assert list(find_blocks(model)) == [f"stages.{number}" for number in range(3)]
+    resnet = transformers.ResNetModel(transformers.ResNetConfig(depths=[1, 2, 2, 1], hidden_sizes=[8, 8, 8, 8]))
+    assert list(find_blocks(resnet)) == [f"encoder.stages.{number}" for number in range(4)]
 
 
 def test_a_sequence_of_one_class_at_the_top_has_blocks_too():
@@ -359,6 +371,31 @@ def test_compiling_changes_no_name_and_no_result(what):
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
     assert compiled == (blocks if what == "blocks" else [model])
+
+
+def normed_blocks():
+    torch.manual_seed(0)
+    block = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.3)]
+    return nn.Sequential(*[nn.Sequential(*map(copy.deepcopy, block)) for _ in range(2)])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
+def test_compiled_blocks_with_buffers_are_recomputed():
+    def trained(compute):
+        model = normed_blocks()
+        if compute is not None:
+            recompute_activations(list(model), CPU)
+            compile_modules(model, list(model), compute)
+        for _ in range(2):
+            model(torch.randn(8, 4)).square().sum().backward()
+        return [tensor.tolist() for tensor in (*(p.grad for p in model.parameters()), *model.buffers())]
+
+    assert trained(ComputeConfig(compile="blocks", compile_backend="aot_eager")) == trained(None)
+    model = normed_blocks()
+    recompute_activations(list(model), CPU)
+    with pytest.raises(UsageError, match="recomputation of blocks with buffers") as caught:
+        compile_modules(model, list(model), ComputeConfig(compile="model", compile_backend="aot_eager"))
+    assert "activation_checkpointing" in str(caught.value.where)
 
 
 def test_an_unknown_backend_is_an_error_that_names_the_known_ones():

@@ -21,9 +21,9 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict
     """The outermost repeated blocks by name, in the model's order.
 
     The blocks are the modules that `patterns` match, where patterns are given. Without patterns they are modules of the
-    classes that a Hugging Face model must not split (`_no_split_modules`). Without these they are the members of every
-    `nn.ModuleList` or `nn.Sequential` of two or more modules of one class. A module that shares a parameter with the
-    rest of the model is left out: both must use the same tensor.
+    classes that a Hugging Face model must not split (`_no_split_modules`). Without these, or where each of these is a
+    single layer, they are the members of every `nn.ModuleList` or `nn.Sequential` of two or more modules of one class.
+    A module that shares a parameter with the rest of the model is left out: both must use the same tensor.
 
     Args:
         patterns: shell patterns (`*` and `?`) over names of modules.
@@ -41,6 +41,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict
     else:
         classes = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
         blocks = {name: module for name, module in candidates.items() if type(module).__name__ in classes}
+        blocks = blocks if any(map(_has_layers, blocks.values())) else {}  # those of a ResNet are single convolutions
         repeated = _repeated(model)
         blocks = blocks or {name: module for name, module in candidates.items() if name in repeated}
     outermost: dict[str, nn.Module] = {}
@@ -53,6 +54,11 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict
 def _has_forward(module: nn.Module) -> bool:
     """True if a module has a forward pass. Lists of modules have none."""
     return type(module).forward is not nn.Module.forward
+
+
+def _has_layers(module: nn.Module) -> bool:
+    """True if a module has two layers or more, counted by their matrices."""
+    return sum(parameter.ndim > 1 for parameter in module.parameters()) > 1
 
 
 def _matching(modules: dict[str, nn.Module], patterns: Sequence[str]) -> dict[str, nn.Module]:
@@ -111,6 +117,10 @@ def recompute_activations(blocks: Sequence[nn.Module], device: torch.device) -> 
         block.forward = partial(_recomputed, block.forward, block if has_buffers else None, device)
 
 
+def _is_recomputed(block: nn.Module) -> bool:
+    return isinstance(block.forward, partial) and block.forward.func is _recomputed
+
+
 def _recomputed(
     forward: Callable[..., Any], block: nn.Module | None, device: torch.device, /, *args: Any, **options: Any
 ) -> Any:
@@ -161,7 +171,7 @@ def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], compute: Comp
     """Compile the model or its blocks with `torch.compile`, in place: the names of parameters stay.
 
     Raises:
-        UsageError: the backend is unknown, or the model has no blocks to compile.
+        UsageError: the backend is unknown, the model has no blocks to compile, or torch cannot compile it as a whole.
     """
     what, backend = compute.compile, compute.compile_backend
     if backend not in torch.compiler.list_backends(exclude_tags=()):
@@ -174,6 +184,18 @@ def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], compute: Comp
             where="compute.compile=blocks",
             remedy="name them in parallel.shard_modules, or use model",
         )
+    with_buffers = [block for block in blocks if _is_recomputed(block) and any(True for _ in block.buffers())]
+    if what == "model" and with_buffers:
+        raise UsageError(
+            f"torch cannot compile the recomputation of blocks with buffers ({type(with_buffers[0]).__name__})",
+            where="compute.compile=model, compute.activation_checkpointing=true",
+            remedy="use compute.compile=blocks, or leave out one of the two",
+        )
     mode = None if compute.compile_mode == "default" else compute.compile_mode
+    options: dict[str, Any] = {"backend": backend, "mode": mode, "dynamic": compute.compile_dynamic}
     for module in blocks if what == "blocks" else [model]:
-        module.compile(backend=backend, mode=mode, dynamic=compute.compile_dynamic)
+        if module in with_buffers:  # compiled code runs inside the recomputation, which is as it was
+            recomputed: Any = module.forward
+            module.forward = partial(_recomputed, torch.compile(recomputed.args[0], **options), *recomputed.args[1:])
+        else:
+            module.compile(**options)

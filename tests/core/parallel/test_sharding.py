@@ -302,3 +302,12 @@ def test_buffers_that_modules_share_are_copied_once(monkeypatch):
     assert len(clones) == 1
     assert all(layer.mask is shared for layer in model)
     assert shared.tolist() == [0, 0, 0]
+
+
+def test_cuda_graphs_are_refused_with_shards():
+    """A graph reads the addresses of its first run, and a block is gathered into other memory each time."""
+    strategy = FSDP(World(0, 1, 0, torch.device("cpu")), ParallelConfig())
+    forward = Forward(nn.Linear(2, 2), lambda model, batch: model(batch).sum(), uses_graphs=True)
+    with pytest.raises(UsageError, match=r"compute\.compile_mode, parallel\.strategy=fsdp: CUDA graphs") as caught:
+        strategy.wrap(forward)
+    assert "max-autotune-no-cudagraphs" in str(caught.value.remedy)

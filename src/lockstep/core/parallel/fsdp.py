@@ -228,8 +228,14 @@ def _fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def _check_parameters(forward: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Raise where FSDP cannot shard a parameter, with its name."""
+    """Raise where FSDP cannot shard a parameter, with its name, or cannot be used with CUDA graphs."""
     of_block = {id(parameter): number for number, block in enumerate(blocks) for parameter in block.parameters()}
+    if forward.uses_graphs:
+        raise UsageError(
+            "CUDA graphs write into memory of their own, and sharded parameters are gathered into other memory each time",
+            where="compute.compile_mode, parallel.strategy=fsdp",
+            remedy="use compute.compile_mode=max-autotune-no-cudagraphs or default, or parallel.strategy=ddp",
+        )
     groups: dict[int, dict[torch.dtype, str]] = {}  # by block (-1: the root): the name of a parameter of each dtype
     for name, parameter in forward.named_parameters():
         name = name.removeprefix("model.")

@@ -155,10 +155,8 @@ class World:
             packed = flat[0] if len(flat) == 1 else torch.cat(flat)
             dist.broadcast(packed.view(torch.uint8), 0, group=self.group)  # gloo does not know every dtype
             if self.rank and (len(alike) > 1 or not alike[0].is_contiguous()):
-                for tensor, values in zip(
-                    alike, torch.split(packed, [tensor.numel() for tensor in alike]), strict=True
-                ):
-                    tensor.copy_(values.view(tensor.shape))
+                parts = zip(alike, torch.split(packed, [tensor.numel() for tensor in alike]), strict=True)
+                torch._foreach_copy_(alike, [values.view(tensor.shape) for tensor, values in parts])
 
     def in_background(self) -> World:
         """The same ranks with another gloo group, for a background thread: threads that share a group deadlock."""
