@@ -2,9 +2,11 @@
 
 import gc
 import json
+import traceback
 
 import pytest
 
+from lockstep.core.errors import MemoryShortage
 from tests import runs
 from tests.gpu import cases
 
@@ -53,8 +55,18 @@ def test_log_says_how_much_the_states_take(place, tmp_path):
     assert {name: results[f"memory/{name}_mb"] for name in expected} == pytest.approx(expected, rel=SHARE)
 
 
+def started_again(task, settings, folder):
+    """Final weights of a training that begins again where memory did not suffice, as a launcher does."""
+    for _ in range(5):
+        try:
+            return cases.weights(task, settings, folder)
+        except MemoryShortage as error:
+            traceback.clear_frames(error.__traceback__)
+    raise AssertionError("it never fits")
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_step_that_does_not_fit_is_done_again_in_smaller_pieces(precision, gpu, tmp_path):
+def test_training_that_does_not_fit_begins_again_with_smaller_pieces(precision, gpu, tmp_path):
     task = cases.Hungry(2**20 if gpu.kind == "cuda" else 2**14)
     settings = gpu.settings(precision=precision, batch={"global": 16}, train={"steps": 4}, optim={"name": "SGD"})
     expected = cases.weights(task, settings, tmp_path / "whole")
@@ -66,9 +78,10 @@ def test_step_that_does_not_fit_is_done_again_in_smaller_pieces(precision, gpu, 
     needed = gpu.adapter.peak() - held
     del run
     with gpu.memory_limit(int(0.7 * needed)):
-        found = cases.weights(task, settings, tmp_path / "limited")
-    assert json.loads((tmp_path / "limited" / "micro.json").read_text())["micro"] < 16
-    assert "out of memory at step" in (tmp_path / "limited" / "train.log").read_text()
+        found = started_again(task, settings, tmp_path / "limited")
+    note = json.loads((tmp_path / "limited" / "micro.json").read_text())
+    assert note["micro"] < 16
+    assert "out of memory" in note["why"]
     assert runs.difference(found, expected) < (1e-4 if precision == "fp32" else 1e-2)
 
 
@@ -76,7 +89,7 @@ def test_one_sample_that_does_not_fit_ends_the_training_with_a_remedy(gpu, tmp_p
     task = cases.Hungry(2**24 if gpu.kind == "cuda" else 2**16)
     bytes_of_a_sample = (2**24 if gpu.kind == "cuda" else 2**16) * FLOAT
     with gpu.memory_limit(bytes_of_a_sample), pytest.raises(Exception, match="memory") as error:
-        cases.weights(task, gpu.settings(batch={"global": 4}, train={"steps": 2}), tmp_path / "run")
+        started_again(task, gpu.settings(batch={"global": 4}, train={"steps": 2}), tmp_path / "run")
     assert "activation_checkpointing" in str(error.value)
     gpu.free()
     assert gpu.adapter.allocated() < 2**26, "the error holds what did not fit"

@@ -35,7 +35,7 @@ def test_batches_are_copied_from_pinned_memory_on_a_queue_of_their_own(gpu, tmp_
         if gpu.python:
             gpu.python.log.clear()
             cases.take_steps(run, 2)
-            streams = {one.stream for one in gpu.python.log if "copy_" in one.name and "loader" in one.where}
+            streams = {one.stream for one in gpu.python.log if "copy_" in one.name and "device_copies" in one.where}
             assert streams
             assert 0 not in streams
             return

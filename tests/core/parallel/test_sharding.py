@@ -309,5 +309,5 @@ def test_cuda_graphs_are_refused_with_shards():
     strategy = FSDP(World(0, 1, 0, torch.device("cpu")), ParallelConfig())
     forward = Forward(nn.Linear(2, 2), lambda model, batch: model(batch).sum(), uses_graphs=True)
     with pytest.raises(UsageError, match=r"compute\.compile_mode, parallel\.strategy=fsdp: CUDA graphs") as caught:
-        strategy.wrap(forward)
+        strategy.wrap(forward, [])
     assert "max-autotune-no-cudagraphs" in str(caught.value.remedy)

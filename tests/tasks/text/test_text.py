@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from lockstep import LockstepError, Task, Trainer
@@ -444,6 +445,38 @@ def test_batches_are_padded_to_their_longest_text(few):
     assert torch.equal(batch["input_ids"], wanted["input_ids"])
     assert torch.equal(batch["attention_mask"], wanted["attention_mask"])
     assert list(data.lengths) == [len(data[index].ids) for index in range(6)]
+    assert batch["has_padding"] == (not wanted["attention_mask"].all())
+
+
+@pytest.mark.parametrize("kind", hugging_face._SEES_ALL)
+def test_a_mask_that_needs_no_read_of_the_device_gives_the_bits_of_transformers_own(kind, monkeypatch):
+    config = transformers.AutoConfig.for_model(kind, **small_sizes(kind))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    assert config._attn_implementation == "sdpa"
+    tokens, full = torch.randint(5, 50, (3, 7)), torch.ones(3, 7, dtype=torch.int64)
+    padded = full.clone()
+    padded[1, 4:] = 0
+    for mask in (full, padded):
+        expected = model(input_ids=tokens, attention_mask=mask).logits
+        has_padding = not mask.all()
+        with monkeypatch.context() as changed:
+            changed.setattr(torch.Tensor, "all", None)  # nobody asks for padding
+            found = model(input_ids=tokens, attention_mask=hugging_face.mask_for(model, mask, has_padding)).logits
+        assert torch.equal(found, expected)
+    model.config.is_decoder = True
+    assert hugging_face.mask_for(model, padded, True) is padded
+
+
+def small_sizes(kind):
+    if kind == "distilbert":
+        return {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "vocab_size": 60}
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    return (
+        sizes | {"vocab_size": 60, "embedding_size": 16}
+        if kind in ("albert", "electra")
+        else sizes | {"vocab_size": 60}
+    )
 
 
 def test_tokens_of_another_process_are_found_again_whatever_was_tokenised_before(few):

@@ -232,7 +232,7 @@ def _check_parameters(forward: nn.Module, blocks: Sequence[nn.Module]) -> None:
     of_block = {id(parameter): number for number, block in enumerate(blocks) for parameter in block.parameters()}
     if forward.uses_graphs:
         raise UsageError(
-            "CUDA graphs write into memory of their own, and sharded parameters are gathered into other memory each time",
+            "CUDA graphs read the same memory each time, and sharded parameters are gathered into other memory",
             where="compute.compile_mode, parallel.strategy=fsdp",
             remedy="use compute.compile_mode=max-autotune-no-cudagraphs or default, or parallel.strategy=ddp",
         )

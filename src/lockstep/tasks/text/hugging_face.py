@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.core.errors import UsageError
 from lockstep.tasks import hugging_face
@@ -19,6 +19,8 @@ from lockstep.tasks.text.options import EMBEDDING_BAG, TextOptions
 # The special tokens of a tokenizer that is trained here, by role. They have the names of BERT's tokens.
 _SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 _WHAT = "sequence classification"
+_SEES_ALL = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
+"""Types of models in which each token sees all tokens that are no padding. A test compares each."""
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -38,6 +40,19 @@ def load_tokenizer(name: str | Path) -> Any:
             raise UsageError(what, where="task.model", remedy="give it a pad_token and save it")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def mask_for(model: nn.Module, mask: Tensor, has_padding: bool) -> Tensor | None:
+    """The mask to give to a model, from a mask of 0 and 1 by text and token.
+
+    From such a mask, transformers asks in every forward pass whether there is padding, and waits for the device. Here
+    it is known already, and the mask has the form that transformers would make of it: None without padding.
+    """
+    config = getattr(model, "config", None)
+    kind, attention = getattr(config, "model_type", ""), getattr(config, "_attn_implementation", "")
+    if kind not in _SEES_ALL or attention != "sdpa" or getattr(config, "is_decoder", False):
+        return mask
+    return mask.bool()[:, None, None].expand(-1, -1, mask.shape[1], -1) if has_padding else None
 
 
 def train_tokenizer(texts: Iterable[str], *, digest: str, vocab_size: int, lowercase: bool) -> Any:

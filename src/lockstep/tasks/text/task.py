@@ -27,7 +27,7 @@ from lockstep.tasks.text.presenter import TextPresenter
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
 
 
 @final
@@ -188,7 +188,7 @@ class Text(Task):
 
         Returns:
             `input_ids`, `attention_mask` and, for pairs, `token_type_ids`: (samples, tokens). `labels`: (samples,), or
-            with several labels per text (samples, classes).
+            with several labels per text (samples, classes). `has_padding`: true or false.
         """
         ids, types, labels = map(list, zip(*samples, strict=True))
         masks = [torch.ones_like(tokens) if len(tokens) else tokens.new_zeros(1) for tokens in ids]
@@ -197,6 +197,7 @@ class Text(Task):
         pad = {"batch_first": True, "padding_side": self.tokenizer.padding_side}
         batch = {"input_ids": pad_sequence(ids, padding_value=float(padding), **pad)}
         batch["attention_mask"] = pad_sequence(masks, **pad)
+        batch["has_padding"] = not bool(batch["attention_mask"].all())  # known here, and not read from the device
         if types[0] is not None:
             types = [segments if len(segments) else segments.new_zeros(1) for segments in types]
             batch["token_type_ids"] = pad_sequence(types, padding_value=float(self.tokenizer.pad_token_type_id), **pad)
@@ -229,7 +230,9 @@ class Text(Task):
         return loss, self._probabilities(logits.detach())
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits: Tensor = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+        inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "has_padding")}
+        inputs["attention_mask"] = hugging_face.mask_for(model, batch["attention_mask"], batch.get("has_padding", True))
+        logits: Tensor = model(**inputs).logits
         return logits
 
     def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
