@@ -73,9 +73,9 @@ def counted_run(task, config, folder, counted):
     seen = {}
     passes = FlopCount.count
 
-    def count(self, micro_batch):
+    def count(self, *arguments):
         before = self.counted_for
-        passes(self, micro_batch)
+        passes(self, *arguments)
         seen["count"] = self
         if self.counted_for != before:
             counted.append(self.steps)
@@ -126,6 +126,39 @@ def operations_per_element(changes):
         patch.setattr("lockstep.parts.figures.FlopCount", Counting)
         runs.fit(Sequences(), settings(**changes))
     return found["per element"]
+
+
+class Sizes(Sequences):
+    """Notes the samples of each training pass."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def loss(self, model, batch):
+        if model.training:
+            self.sizes.append(len(batch[0]))
+        return super().loss(model, batch)
+
+
+def sizes_of_passes(changes):
+    task = Sizes()
+    runs.fit(task, settings(**changes))
+    return task.sizes
+
+
+def test_a_sharded_model_is_counted_on_two_samples():
+    """The pass of a count must not need more memory than a step. Of a compiled model, it is not compiled."""
+    changes = {"batch": {"global": 24}, "parallel": {"strategy": "fsdp"}}
+    for sizes in run_ranks(2, sizes_of_passes, changes):
+        assert [number for number, size in enumerate(sizes) if size == 2] == [3], "after three steps"
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
+def test_a_compiled_model_is_counted_on_two_samples_and_not_compiled_for_them(tmp_path):
+    task, changes = Sizes(), {"compute": {"compile": "model", "compile_backend": "eager"}}
+    found = counted_run(task, settings(**changes), tmp_path, [])
+    assert [number for number, size in enumerate(task.sizes) if size == 2] == [3]
+    assert found.per_element * 24 * (5 * 8 + 1) == by_torch(Sequences(), 24)
 
 
 def test_every_strategy_counts_the_same_operations():

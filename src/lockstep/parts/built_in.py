@@ -21,7 +21,8 @@ from lockstep.parts.write_guard import WriteGuard
 def parts(run: Run) -> list[BuiltInPart]:
     """The Parts, in the order in which they are called."""
     config, state, plan, log = run.config, run.state, run.plan, run.config.log
-    found: list[BuiltInPart] = [Operations(compiled=config.compute.compile is not None)] if log.flops else []
+    compiled, loader = config.compute.compile is not None, run.batches.loader
+    found: list[BuiltInPart] = [Operations(compiled=compiled, loader=loader)] if log.flops else []
     found.append(Memory(evaluates=run.intervals.evaluate > 0, shows_tables=log.memory == "table"))
     if state.world.size > 1:
         found.append(RankTimes())

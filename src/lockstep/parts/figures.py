@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from lockstep.core.built_in import BuiltInPart, Inside
+from lockstep.core.data.loader import Loader, MicroBatch
+from lockstep.core.data.order import MicroBatchPlan
 from lockstep.core.part import Training
 from lockstep.parts import health
 from lockstep.parts.flops import FlopCount
@@ -90,10 +92,12 @@ class Operations(BuiltInPart):
 
     Args:
         compiled: whether `torch.compile` was applied to the model.
+        loader: reads a few samples again, where the model is compiled or sharded: a counted pass runs the code as it is
+            written, and could need more memory than a step.
     """
 
-    def __init__(self, *, compiled: bool) -> None:
-        self.compiled = compiled
+    def __init__(self, *, compiled: bool, loader: Loader) -> None:
+        self.compiled, self.loader = compiled, loader
 
     def start(self, training: Training) -> None:
         assert isinstance(training, Inside)
@@ -112,7 +116,8 @@ class Operations(BuiltInPart):
         state, total_s = training.state, training.window.last.total
         if self.has_batch:
             with training.window.excluded():
-                self.count.count(training.micro_batches[0])
+                few = self.compiled or state.strategy.is_sharded
+                self.count.count(training.micro_batches[0], self._few if few else None)
         own = self.count.take()
         operations, unknown = state.world.all_sum([own or 0.0, float(own is None)])
         if unknown:
@@ -122,6 +127,13 @@ class Operations(BuiltInPart):
         peak = self.count.peak(training.window.device.name())
         if peak is not None:
             training.log("train/mfu", float(f"{rate / peak:.4g}"))
+
+    def _few(self, micro_batch: MicroBatch) -> MicroBatch:
+        """The first samples of a micro-batch: two, because BatchNorm cannot take one."""
+        plan = MicroBatchPlan(micro_batch.indices[:2], micro_batch.epoch, micro_batch.filler)
+        few = self.loader.micro_batches[plan]
+        few.copy = self.loader.copies.begin
+        return few
 
 
 def _log(training: Training, figures: dict[str, float]) -> None:

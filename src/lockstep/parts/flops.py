@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,10 +55,13 @@ class FlopCount:
             if not micro_batch.filler:
                 self.elements += _elements(micro_batch)
 
-    def count(self, micro_batch: MicroBatch) -> None:
+    def count(self, micro_batch: MicroBatch, few: Callable[[MicroBatch], MicroBatch] | None = None) -> None:
         """Count the operations of a micro-batch, if this was not done for the parameters that are trainable now.
 
         All ranks call it after the same step. Where the pass fails, such as for lack of memory, there is no count.
+
+        Args:
+            few: gives a part of the micro-batch, which is counted instead.
         """
         trainable = sum(parameter.requires_grad for parameter in self.strategy.forward.parameters())
         if trainable == self.counted_for:
@@ -68,6 +71,7 @@ class FlopCount:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(restored_generators(self.precision.device))
+                micro_batch = micro_batch if few is None else few(micro_batch)
                 if micro_batch.filler:
                     stack.enter_context(batch_norm.without_trace(strategy.forward))
                 if self.compiled:

@@ -195,7 +195,7 @@ class Text(Task):
         padding = self.tokenizer.pad_token_id
         ids = [tokens if len(tokens) else tokens.new_full((1,), padding) for tokens in ids]  # a text may have no token
         pad = {"batch_first": True, "padding_side": self.tokenizer.padding_side}
-        batch = {"input_ids": pad_sequence(ids, padding_value=float(padding), **pad)}
+        batch: Batch = {"input_ids": pad_sequence(ids, padding_value=float(padding), **pad)}
         batch["attention_mask"] = pad_sequence(masks, **pad)
         batch["has_padding"] = not bool(batch["attention_mask"].all())  # known here, and not read from the device
         if types[0] is not None:
@@ -220,9 +220,9 @@ class Text(Task):
         weights, labels = self._weights.tensor, batch["labels"]
         if weights is None:
             return None
-        if self.options.multi_label:
-            return (labels * weights + (1 - labels)).mean(dim=1).sum()
-        return weights[labels].sum()
+        multi = self.options.multi_label
+        by_sample: Tensor = (labels * weights + (1 - labels)).mean(dim=1) if multi else weights[labels]
+        return by_sample.sum()
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self._logits(model, batch)
