@@ -373,6 +373,52 @@ def test_compiling_changes_no_name_and_no_result(what):
     assert compiled == (blocks if what == "blocks" else [model])
 
 
+class OwnClass(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, hidden):
+        return self.layers(hidden)
+
+
+class OwnSequence(nn.Sequential):
+    """A class with torch's `forward`."""
+
+
+BLOCKS = {
+    "own class": OwnClass,
+    "sequence": lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+    "own sequence": lambda: OwnSequence(nn.Linear(8, 8), nn.Tanh()),
+    "torch's layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_of_each_class_are_compiled_also_where_there_are_many(kind, recomputes, monkeypatch):
+    """`Module.compile` compiles nothing of torch's own classes, and torch compiles a code for eight modules at most."""
+    compiled = []
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, backend, **_: real(call, backend=count))
+
+    def count(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    blocks = nn.ModuleList(BLOCKS[kind]() for _ in range(10))
+    if recomputes:
+        recompute_activations(list(blocks), CPU)
+    compile_modules(blocks, list(blocks), ComputeConfig(compile="blocks", compile_backend="eager"))
+    hidden = torch.ones(2, 3, 8, requires_grad=True)
+    for block in blocks:
+        hidden = block(hidden)
+    assert len(compiled) >= (1 if kind == "own class" else 10)  # blocks of an own class may share their code
+    torch._dynamo.reset()
+
+
 def normed_blocks():
     torch.manual_seed(0)
     block = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.3)]

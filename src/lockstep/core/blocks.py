@@ -167,6 +167,22 @@ def _buffers_kept(block: nn.Module) -> Generator[None, None, None]:
                 buffer.copy_(old)
 
 
+def _call_of(module: nn.Module) -> Callable[..., Any]:
+    """The call of a module with its hooks, as a function that torch compiles whatever the class of the module is.
+
+    `Module.compile` compiles nothing where the class is torch's own, such as `nn.Sequential` (torch 2.13).
+    """
+    if not type(module).forward.__module__.startswith("torch."):
+        return module._call_impl
+    inside = module._call_impl
+
+    def call(*args: Any, **options: Any) -> Any:
+        return inside(*args, **options)
+
+    call.__code__ = call.__code__.replace()  # with a cache of its own: torch compiles a code for few modules only
+    return call
+
+
 def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], compute: ComputeConfig) -> None:
     """Compile the model or its blocks with `torch.compile`, in place: the names of parameters stay.
 
@@ -198,4 +214,4 @@ def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], compute: Comp
             recomputed: Any = module.forward
             module.forward = partial(_recomputed, torch.compile(recomputed.args[0], **options), *recomputed.args[1:])
         else:
-            module.compile(**options)
+            module._compiled_call_impl = torch.compile(_call_of(module), **options)

@@ -166,7 +166,7 @@ def test_sync_batch_norm_stays_on_a_gpu(tmp_path):
 
 def test_mode_and_dynamic_shapes_reach_torch_compile(monkeypatch):
     given = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: given.append(options))
+    monkeypatch.setattr(torch, "compile", lambda call, **options: given.append(options))
     compute = ComputeConfig(compile="model", compile_mode="reduce-overhead", compile_dynamic=False)
     compile_modules(nn.Linear(1, 1), [], compute)
     compile_modules(nn.Linear(1, 1), [], ComputeConfig(compile="model"))
