@@ -193,9 +193,9 @@ def sent_in_steps(steps):
         with cases.prepared(Mixed(), runs.config(batch={"global": 24}, train={"steps": steps})) as run:
             run.state.forward.train()
             cases.take_steps(run, steps)
-            before = run.built.model[1].running_mean.clone()
-            run.state.strategy.sync_buffers()
-            return sent, before.tolist(), run.built.model[1].running_mean.tolist()
+            before = run.model[1].running_mean.clone()
+            run.state.strategy.begin_step()
+            return sent, before.tolist(), run.model[1].running_mean.tolist()
     finally:
         World.broadcast_tensors = real
 

@@ -174,7 +174,7 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
     """
     if not type(module).forward.__module__.startswith("torch."):
         return module._call_impl
-    inside = module._call_impl
+    inside: Any = module._call_impl
 
     def call(*args: Any, **options: Any) -> Any:
         return inside(*args, **options)
