@@ -1017,7 +1017,8 @@ _engine(
     (
         "core.resume:restore",
         "== _kind_of_optimizer(config, state.optimizer) else None",
-        "== _kind_of_optimizer(config, state.optimizer) and manifest['versions']['world'] == state.world.size else None",
+        "== _kind_of_optimizer(config, state.optimizer) "
+        "and manifest['versions']['world'] == state.world.size else None",
     ),
 )
 _engine(
