@@ -270,7 +270,7 @@ class Counted(TorchDispatchMode):
 def test_a_comparison_reads_each_tensor_once_and_waits_once():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("mask", torch.ones(2), persistent=False)
-    strategy = types.SimpleNamespace(model=model, unwrapped=model, is_sharded=False)
+    strategy = types.SimpleNamespace(unwrapped=types.SimpleNamespace(model=model), is_sharded=False)
     world = types.SimpleNamespace(gather=lambda value: [value], broadcast=lambda value: value)
     state = types.SimpleNamespace(
         strategy=strategy, world=world, optimizer=torch.optim.SGD(model.parameters()), averages=None, step=0

@@ -98,7 +98,8 @@ class World:
         """The largest of `value` over all ranks."""
         if self.size == 1:
             return value
-        return int(self._combined(torch.tensor([value]), dist.ReduceOp.MAX, torch.maximum))
+        found: list[int] = self._combined(torch.tensor([value]), dist.ReduceOp.MAX, torch.maximum).tolist()
+        return found[0]
 
     def _combined(self, values: torch.Tensor, op: Any, combine: Callable[..., torch.Tensor]) -> torch.Tensor:
         if self.size > _MOST_IN_RING:
