@@ -94,10 +94,14 @@ def test_all_that_was_ever_a_run_is_accepted(tmp_path):
     (folder / "config.yaml").unlink()
     claimed(folder)  # config.yaml is lost
 
+    # An earlier version wrote config.yaml first, and was killed before it wrote environment.json.
     shutil.rmtree(folder)
     write(folder, "source/x.py")
     (folder / "config.yaml").write_text(config_file.to_yaml(config_file.parse(runs.config(), needs_task=False)))
     assert not run_folder.is_run(folder)  # somebody may have copied the file
+    (folder / ".lock").write_text("process 12 on host\n")
+    assert run_folder.is_run(folder)
+    (folder / ".lock").unlink()
     commit(folder / "checkpoints", 1)
     assert run_folder.is_run(folder)  # a copy of the checkpoints and the config
 

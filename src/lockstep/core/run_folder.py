@@ -18,6 +18,7 @@ from lockstep.core.errors import UsageError
 MARKER = "environment.json"
 """The file that marks a run directory. It is the first file of a run, and the last that is deleted."""
 _KEYS_OF_MARKER = {"lockstep", "torch", "world"}
+_LOCK = ".lock"
 _KEYS_OF_CONFIG = {
     "name",
     "seed",
@@ -80,7 +81,8 @@ def recorded(folder: Path) -> dict[str, Any]:
 def is_run(folder: Path) -> bool:
     """Tell a run directory from any other folder.
 
-    It has Lockstep's environment.json. A copy without it has a whole config.yaml beside a checkpoint.
+    It has Lockstep's environment.json. Runs of earlier versions that were killed before they had written this file,
+    and copies without it, have a whole config.yaml beside Lockstep's lock or a checkpoint.
     """
     if recorded(folder).keys() >= _KEYS_OF_MARKER:
         return True
@@ -90,6 +92,9 @@ def is_run(folder: Path) -> bool:
         return False
     if not isinstance(config, dict) or not config.keys() >= _KEYS_OF_CONFIG:
         return False
+    with contextlib.suppress(OSError, ValueError):
+        if re.match(r"process \d+ on ", (folder / _LOCK).read_text()):
+            return True
     return bool(manifest.listed(folder / "checkpoints"))
 
 
