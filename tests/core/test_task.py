@@ -21,10 +21,12 @@ METHODS = {
     "loss",
     "predict",
     "metrics",
+    "optimizer",
+    "schedule",
 }
 
 
-def test_a_task_has_ten_methods_and_four_attributes():
+def test_a_task_has_twelve_methods_and_four_attributes():
     names = {name for name in vars(Task) if not name.startswith("_")}
     assert {name for name in names if callable(vars(Task)[name]) and name != "presenter"} == METHODS
     assert names - METHODS == {"calls_vary", "coefficients", "frozen_epochs", "presenter"}

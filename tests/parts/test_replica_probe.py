@@ -15,6 +15,7 @@ from lockstep.core.checkpoint import store
 from lockstep.core.devices import determinism
 from lockstep.core.errors import LockstepError
 from lockstep.core.parallel.sharded_tensor import local
+from lockstep.core.parallel.strategy import Forward
 from lockstep.parts import replicas
 from lockstep.parts.replica_probe import ReplicaProbe
 from lockstep.parts.replicas import differing, other_losses, who_differs
@@ -270,7 +271,7 @@ class Counted(TorchDispatchMode):
 def test_a_comparison_reads_each_tensor_once_and_waits_once():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("mask", torch.ones(2), persistent=False)
-    strategy = types.SimpleNamespace(unwrapped=types.SimpleNamespace(model=model), is_sharded=False)
+    strategy = types.SimpleNamespace(unwrapped=Forward(model, lambda model, batch: None), is_sharded=False)
     world = types.SimpleNamespace(gather=lambda value: [value], broadcast=lambda value: value)
     state = types.SimpleNamespace(
         strategy=strategy, world=world, optimizer=torch.optim.SGD(model.parameters()), averages=None, step=0
