@@ -134,7 +134,7 @@ def test_folders_stand_on_few_floors():
     assert max(floors.values()) <= 9
 
 
-CODE_LINES = {"core": 10_965, "": 42_330}
+CODE_LINES = {"core": 10_975, "": 42_330}
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings."""
 
 
