@@ -19,8 +19,8 @@ import time
 
 def as_rank(recipe, overrides, rounds):
     from lockstep.core import run_data
-    from lockstep.core.config import config_file
     from lockstep.core.parallel.world import join_world
+    from lockstep.recipes import config_file
     from lockstep.trainer.trainer import Trainer
 
     config = config_file.load(recipe, overrides)

@@ -58,7 +58,7 @@ def train(data: Path, epochs: int, seed: int, keep: Path | None) -> None:
 
 def fit(data: Path, epochs: int, seed: int) -> dict[str, float]:
     """Train by the recipe in this process, without moving average."""
-    from lockstep.core.config.config_file import load
+    from lockstep.recipes.config_file import load
     from lockstep.trainer.trainer import Trainer
 
     own = [f"train.epochs={epochs}", f"train.eval_every_epochs={epochs}", "train.ema_decay=null", "data.workers=0"]
@@ -73,9 +73,9 @@ def plain(data: Path, epochs: int, seed: int) -> dict[str, float]:
     """The same model and the same number of samples in a loop of plain PyTorch."""
     import torch
 
-    from lockstep.core.config.config_file import load
-    from lockstep.core.config.registry import build_task
     from lockstep.core.data.loader import map_tensors
+    from lockstep.recipes.config_file import load
+    from lockstep.recipes.registry import build_task
 
     torch.manual_seed(seed)
     config = load("detection", [f"data.train={data}", *OPTIONS])

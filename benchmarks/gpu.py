@@ -187,7 +187,7 @@ class Ours:
 
     def __init__(self, task, world, options, folder):
         from lockstep.core import build, loop
-        from lockstep.core.config import config_file
+        from lockstep.recipes import config_file
         from lockstep.trainer import logs
 
         config = {

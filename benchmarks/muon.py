@@ -14,7 +14,7 @@ import statistics
 import tempfile
 
 from lockstep import Trainer
-from lockstep.core.config import config_file
+from lockstep.recipes import config_file
 
 # Muon is for hidden matrices: embeddings and the head stay with AdamW.
 KEPT = ["*embeddings*", "*classifier*", "*pooler*"]

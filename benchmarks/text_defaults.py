@@ -126,7 +126,7 @@ def tfidf(train, test):
 
 def lockstep(train, test, overrides, folder):
     from lockstep import Trainer
-    from lockstep.core.config import config_file
+    from lockstep.recipes import config_file
 
     for name, rows in (("train", train), ("test", test)):
         with Path(folder, f"{name}.csv").open("w", newline="") as file:

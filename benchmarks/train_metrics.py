@@ -50,8 +50,8 @@ def main():
 
     import torch
 
-    from lockstep.core.config import config_file
     from lockstep.core.parallel.world import join_world
+    from lockstep.recipes import config_file
     from lockstep.trainer.trainer import Trainer
 
     torch.set_num_threads(1)

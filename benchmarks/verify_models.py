@@ -19,8 +19,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lockstep.core.config import config_file
 from lockstep.core.errors import LockstepError
+from lockstep.recipes import config_file
 from lockstep.verify import command
 from lockstep.verify.result import CheckResult
 from lockstep.verify.workers import Workers

@@ -23,7 +23,7 @@ TOPICS = {
     "The step: losses, gradients, optimizers, schedules": ["engine"],
     "Runs, checkpoints and going on": [
         "checkpoint",
-        "core/run_directory.py",
+        "trainer/run_directory.py",
         "trainer/run_record.py",
         "core/run_folder.py",
         "core/resume.py",

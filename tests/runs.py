@@ -15,7 +15,6 @@ import torch
 from lockstep import Trainer
 from lockstep.core import build, loop, run_data
 from lockstep.core import evaluate as evaluation
-from lockstep.core.config import config_file
 from lockstep.core.data.order import permute
 from lockstep.core.errors import exits_are_failures
 from lockstep.core.parallel.sharded_tensor import gather
@@ -23,6 +22,7 @@ from lockstep.core.parallel.signals import StopConsensus, StopFlag
 from lockstep.core.parallel.world import join_world
 from lockstep.core.training_run import join_parts
 from lockstep.parts import built_in
+from lockstep.recipes import config_file
 from lockstep.trainer.trainer import Recorder
 
 

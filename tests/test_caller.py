@@ -7,8 +7,8 @@ import pytest
 
 from lockstep import RunConfig, Trainer
 from lockstep.core import caller
-from lockstep.core.config import config_file
 from lockstep.core.errors import LockstepError, UsageError
+from lockstep.recipes import config_file
 from tests import own_tasks, runs
 
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 import lockstep.trainer.trainer
 from lockstep import LockstepError, Trainer
 from lockstep.core.checkpoint import files, store
-from lockstep.core.config import config_file
 from lockstep.core.errors import DataError
 from lockstep.core.parallel import signals
+from lockstep.recipes import config_file
 from lockstep.trainer import run_record
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from lockstep import LockstepError, Trainer
 from lockstep.cli.application import app
 from lockstep.cli.init import Library, page
-from lockstep.core.config import config_file
+from lockstep.recipes import config_file
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ["device=cpu", "log.writers=[json_lines]", "log.pictures=0", "log.model_summary=false"]

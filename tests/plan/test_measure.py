@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from lockstep import Task
 from lockstep.cli.application import app
-from lockstep.core.config import config_file
 from lockstep.core.errors import TrainingError
 from lockstep.core.step import train_step
 from lockstep.parts.flops import FlopCount
 from lockstep.plan.inputs import Affine, Setting
 from lockstep.plan.measure import Difference, Measured, _kept, compare, measure, setting_of, text
+from lockstep.recipes import config_file
 from tests.plan.cases import world, written_facts
 from tests.ranks import run_ranks
 

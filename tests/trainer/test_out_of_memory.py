@@ -151,7 +151,7 @@ def shortage(folder, settings, world, **options):
 
 
 def config(settings):
-    from lockstep.core.config import config_file
+    from lockstep.recipes import config_file
 
     return config_file.parse(settings, needs_task=False)
 

@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from lockstep.core.config.registry import build_task
+from lockstep.recipes.registry import build_task
 from lockstep.trainer import source_code
 from tests import own_tasks
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lockstep.core.config import config_file
+from lockstep.recipes import config_file
 from lockstep.verify import worker_functions
 from lockstep.verify.experiments import Experiments
 from lockstep.verify.recorder import Recording

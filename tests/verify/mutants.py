@@ -1642,7 +1642,7 @@ def _places(source: str, text: str) -> list[tuple[int, int]]:
 
 def config_of(base: str, task: str | None = None, overrides: Sequence[str] = (), nproc: int = 2) -> dict[str, Any]:
     """The config of a base, as `command.verify` takes it."""
-    from lockstep.core.config import config_file
+    from lockstep.recipes import config_file
 
     file, *keys = arguments(Mutant(base, "", base, task=task, overrides=tuple(overrides)))
     settings = config_file.load(file, keys)

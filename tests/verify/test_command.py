@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 from lockstep.cli.application import app
 from lockstep.cli.reporting import check_replaceable
-from lockstep.core import locks, run_directory
-from lockstep.core.config import config_file
+from lockstep.core import locks
 from lockstep.core.errors import LockstepError, UsageError
+from lockstep.recipes import config_file
+from lockstep.trainer import run_directory
 from lockstep.verify import command
 from lockstep.verify.checks import CHECKS
 from lockstep.verify.experiments import ExperimentFailed

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.config import config_file
+from lockstep.recipes import config_file
 from lockstep.verify import command
 from tests import ranks
 from tests.selection import mainly

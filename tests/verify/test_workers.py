@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core.checkpoint import files
-from lockstep.core.config import config_file
 from lockstep.core.errors import LockstepError
+from lockstep.recipes import config_file
 from lockstep.verify import command, worker_functions
 from lockstep.verify import workers as module
 from lockstep.verify.worker_functions import Answer

@@ -13,9 +13,9 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.config import config_file, config_layers
 from lockstep.core.config.sections import RunConfig, all_keys
 from lockstep.core.errors import UsageError, did_you_mean
+from lockstep.recipes import config_file, config_layers
 
 _NPROC = "nproc"
 _EXCEPTION = "precision"

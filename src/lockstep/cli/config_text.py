@@ -14,10 +14,10 @@ import yaml
 from pydantic import BaseModel
 
 from lockstep.cli import config_preset
-from lockstep.core.config import config_file, registry
-from lockstep.core.config.config_layers import read_target
 from lockstep.core.config.config_section import Section
 from lockstep.core.config.sections import RunConfig
+from lockstep.recipes import config_file, registry
+from lockstep.recipes.config_layers import read_target
 
 _WIDTH = 118
 _VALUES_UP_TO = 40  # columns from which comments on short values begin

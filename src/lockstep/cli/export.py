@@ -32,7 +32,7 @@ def export(
     and what its pipelines read; the labels and the preparation of inputs; of a task in FILE.py its source.
     """
     with reporting(debug):
-        from lockstep.core.config import config_file
+        from lockstep.recipes import config_file
 
         settings = config_file.with_kept_task(config_file.read_run(run_dir), run_dir, tell_first)
         from lockstep.trainer.trainer import Trainer

@@ -152,8 +152,8 @@ def plan(
         target = _checked(target, measure=measure, nproc=nproc, chart=chart, of_plan=of_plan)
         for path in (chart, _json_path(json_file)):
             _check_folder(path)
-        from lockstep.core.config import config_file
         from lockstep.plan import inputs, show
+        from lockstep.recipes import config_file
 
         config = config_file.load(target, overrides or [])
         if measure:

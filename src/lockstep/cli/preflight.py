@@ -45,8 +45,8 @@ def preflight(
 ) -> None:
     """Check the machines before a training, and train nothing. Exit code 3: a fault."""
     with reporting(debug):
-        from lockstep.core.config import config_file
         from lockstep.launch import node_address
+        from lockstep.recipes import config_file
 
         settings = config_file.load(target, overrides or [])
         settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [])

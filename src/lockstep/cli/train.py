@@ -118,8 +118,8 @@ def train(
         from lockstep.core.parallel import signals
 
         with signals.listening():  # before anything that takes time: the config 0.3 s, torch 3 s
-            from lockstep.core.config import config_file
             from lockstep.launch import node_address
+            from lockstep.recipes import config_file
 
             if profile is not None:
                 from lockstep.parts import profile as profiling
@@ -218,7 +218,7 @@ def _invite_to_verify(trainer: Trainer, target: str, overrides: Sequence[str], o
     Args:
         options: those of the command line that `verify` takes, so that it writes into the same folder.
     """
-    from lockstep.core import run_directory
+    from lockstep.trainer import run_directory
 
     if not is_first() or run_directory.is_verified(trainer.run_dir, trainer.config):
         return

@@ -36,7 +36,7 @@ def verify(
 ) -> None:
     """Check that a training is right, on its own model and data. Exit code 3: a fault; 1: nothing could be shown."""
     with reporting(debug):
-        from lockstep.core.config import config_file
+        from lockstep.recipes import config_file
 
         settings = config_file.load(target, overrides or [])
         if "RANK" in os.environ:
@@ -55,7 +55,7 @@ def verify(
             # Otherwise libraries start threads while they are imported, and ranks slow each other down.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             warm_process.start(local_ranks.modules_of(settings))
-        from lockstep.core import run_directory
+        from lockstep.trainer import run_directory
         from lockstep.verify import command, report
 
         names = [name.strip() for name in checks.split(",") if name.strip()]

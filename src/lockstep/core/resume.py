@@ -25,9 +25,11 @@ from lockstep.core.loop import Keeper
 from lockstep.core.parallel.heartbeat import Phase
 from lockstep.core.parallel.signals import StopConsensus
 from lockstep.core.parallel.world import World
-from lockstep.core.run_directory import SCHEDULE_LENGTH_KEYS
 from lockstep.core.schedule import set_lr
 from lockstep.core.step import TrainState
+
+SCHEDULE_LENGTH_KEYS = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")
+"""Keys that change the length of the schedule's curve."""
 
 
 def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ import yaml
 
 from lockstep.core import atomic
 from lockstep.core.checkpoint import manifest
+from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.errors import UsageError
 
 MARKER = "environment.json"
@@ -38,6 +39,8 @@ MICRO_BATCH = "micro.json"
 METRIC_ARRAYS, EVALUATIONS, MODEL_TABLE = "metric_arrays.jsonl", "evaluations.jsonl", "model.txt"
 TASK_BEFORE = ".task-before"
 """The folder `task` as it was before a start whose config has changed. See `run_directory.claim`."""
+DESCRIBING = ("config.yaml", MARKER, "task", "source", MODEL_TABLE, "train.log", "metrics.jsonl")
+"""Files and folders that describe a run. With a checkpoint they are a run directory that can be evaluated."""
 OURS: Mapping[str, str] = {
     "checkpoints": r"step-\d{8,}|\.staging-.+",
     "samples": r"augmented\.png|(worst-)?step-\d{8,}\.png",
@@ -68,6 +71,21 @@ _FILES_THAT_MAY = re.compile(
 )
 _HANG_REPORT = re.compile(r"hang-\d{8}-\d{6}\.txt")
 _SHOWN = 8  # names in an error
+
+
+def retention_of(folder: Path) -> CheckpointConfig:
+    """The section `checkpoint` of the config that a run directory records.
+
+    Raises:
+        UsageError: there is no config of a run.
+    """
+    path = folder / "config.yaml"
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return CheckpointConfig.model_validate(config.get("checkpoint", {}))
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        what = f"holds no config of a run: {type(error).__name__}: {error}"
+        raise UsageError(what, where=str(path), remedy="give the directory of a run, such as runs/digits") from error
 
 
 def recorded(folder: Path) -> dict[str, Any]:

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.core import batch_norm, optimizer_class, plugins, task_checks
+from lockstep.core import batch_norm, optimizer_class, plugins, run_folder, task_checks
 from lockstep.core.blocks import compile_modules, find_blocks, recompute_activations
 from lockstep.core.checkpoint import choice, torch_file, torch_optimizer
 from lockstep.core.checkpoint.first_weights import load_weights
 from lockstep.core.checkpoint.torch_file import TorchFile
-from lockstep.core.config import config_file
 from lockstep.core.config.sections import RunConfig, TrainConfig
 from lockstep.core.errors import TrainingError, UsageError, listed
 from lockstep.core.history import History
@@ -126,7 +125,7 @@ def load_first_weights(model: nn.Module, train: TrainConfig, world: World) -> tu
         place = f"the weights are from {file.place}" if file is not None else ""
         stay = f"these stay as Task.model made them: {', '.join(left)}" if left else ""
         return [f"train.init_from={train.init_from}: {text}" for text in (place, stay) if text], file
-    retention = config_file.read_run(source).checkpoint
+    retention = run_folder.retention_of(source)
     lines = choice.read(
         folder,
         world,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from lockstep.core import batch_norm, caller, devices, evaluation_run, loop, run_data, run_directory
+from lockstep.core import batch_norm, caller, devices, evaluation_run, loop, run_data, run_folder
 from lockstep.core.build import Run
 from lockstep.core.built_in import BuiltInPart
 from lockstep.core.checkpoint import choice
@@ -268,7 +268,7 @@ def _give_artifacts(run: Run) -> None:
     except CheckpointError as error:
         run.tell(f"warning: no files are given to the writers: {error}")
         return
-    paths = [path for path in map(run.folder.joinpath, run_directory.DESCRIBING) if path.exists()]
+    paths = [path for path in map(run.folder.joinpath, run_folder.DESCRIBING) if path.exists()]
     for writer in run.writers:
         writer.artifacts([*paths, checkpoint.path])
 

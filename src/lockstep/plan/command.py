@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from lockstep.core import shortages
-from lockstep.core.config import registry
 from lockstep.core.errors import DataError, UsageError
 from lockstep.plan.facts import facts_of
 from lockstep.plan.inputs import ModelFacts, PrecisionName, World
 from lockstep.plan.search import Plan, save_interval, search
+from lockstep.recipes import registry
 
 if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig

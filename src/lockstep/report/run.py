@@ -14,9 +14,9 @@ from lockstep.core import locks
 from lockstep.core.checkpoint import manifest
 from lockstep.core.checkpoint.manifest import Checkpoint
 from lockstep.core.checkpoint.retention import CheckpointConfig
-from lockstep.core.config import config_layers
 from lockstep.core.errors import UsageError
 from lockstep.parts import evaluations_file
+from lockstep.recipes import config_layers
 from lockstep.report import metrics_file, train_log
 from lockstep.report.metrics_file import Metrics
 from lockstep.report.train_log import TrainLog

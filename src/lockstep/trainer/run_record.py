@@ -8,13 +8,13 @@ from typing import Any
 
 from lockstep.core import atomic, run_folder
 from lockstep.core.build import Run
-from lockstep.core.config import config_file
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.world import World
-from lockstep.core.run_directory import has_checkpoints, unwritable, write_environment
 from lockstep.core.task import Task
+from lockstep.recipes import config_file
 from lockstep.trainer import source_code
+from lockstep.trainer.run_directory import has_checkpoints, unwritable, write_environment
 
 
 def git_commit(config: RunConfig, world: World) -> dict[str, Any] | None:

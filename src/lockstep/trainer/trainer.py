@@ -25,7 +25,6 @@ from lockstep.core import (
     joined_parts,
     resume,
     run_data,
-    run_directory,
     run_model,
     task_checks,
     training_run,
@@ -34,7 +33,6 @@ from lockstep.core import evaluate as evaluation
 from lockstep.core.build import Run
 from lockstep.core.checkpoint import choice, store
 from lockstep.core.checkpoint.store import Checkpoint
-from lockstep.core.config import config_file, registry
 from lockstep.core.config.sections import RunConfig, all_values
 from lockstep.core.config.task_options import TaskOptions
 from lockstep.core.data.loader import MicroBatch
@@ -60,6 +58,7 @@ from lockstep.parts import built_in, ending
 from lockstep.parts import profile as profiling
 from lockstep.parts.checks.run_checks import RunChecks
 from lockstep.parts.writer_kinds import files_of_writers
+from lockstep.recipes import config_file, registry
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.trainer import (
     local_ranks,
@@ -67,6 +66,7 @@ from lockstep.trainer import (
     memory_shortage,
     prediction_run,
     room,
+    run_directory,
     run_export,
     run_parts,
     run_record,

@@ -12,10 +12,10 @@ from torch import nn
 
 from lockstep import Trainer
 from lockstep.core.checkpoint import store, torch_file, torch_optimizer
-from lockstep.core.config import config_file
 from lockstep.core.data.order import permute
 from lockstep.core.errors import UsageError
 from lockstep.core.schedule import Schedule
+from lockstep.recipes import config_file
 from lockstep.verify.reference.optimizer import ReferenceOptimizer
 from tests import own_tasks, runs
 from tests.core.checkpoint.cases import read

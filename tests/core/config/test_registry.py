@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from lockstep import Task
-from lockstep.core.config import config_file, registry
 from lockstep.core.errors import UsageError
+from lockstep.recipes import config_file, registry
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 
 OPTIONS = """

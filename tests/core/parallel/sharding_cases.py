@@ -12,13 +12,13 @@ from lockstep.core import run_model
 from lockstep.core.blocks import find_blocks
 from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.checkpoint.saver import Saver
-from lockstep.core.config import config_file
 from lockstep.core.parallel import meta_init, sharded_tensor
 from lockstep.core.parallel.fsdp import FSDP
 from lockstep.core.parallel.gradients import clip_grads, grad_norm
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.strategy import Forward
 from lockstep.core.parallel.world import join_world
+from lockstep.recipes import config_file
 from tests import own_tasks, runs
 from tests.core.checkpoint import cases
 

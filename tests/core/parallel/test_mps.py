@@ -6,7 +6,6 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 
 from lockstep.core import devices, metric_sync
-from lockstep.core.config import config_file
 from lockstep.core.data.device_copies import DeviceCopies
 from lockstep.core.data.randomness import seed_forward
 from lockstep.core.errors import UsageError
@@ -15,6 +14,7 @@ from lockstep.core.parallel.precision import Precision, check_supported
 from lockstep.core.parallel.single import Single
 from lockstep.core.parallel.world import World, join_world, pick_device
 from lockstep.plan import measure
+from lockstep.recipes import config_file
 from lockstep.verify import command
 
 MPS = torch.device("mps", 0)

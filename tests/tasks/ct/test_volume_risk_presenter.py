@@ -10,8 +10,8 @@ import torch
 
 from lockstep import Trainer
 from lockstep.core import metric_sync
-from lockstep.core.config import config_file
 from lockstep.core.errors import DataError, UsageError
+from lockstep.recipes import config_file
 from lockstep.tasks.ct import drawings, use_volumes
 from lockstep.tasks.ct.metrics import RiskMetrics
 from lockstep.tasks.ct.options import VolumeRiskOptions

@@ -332,7 +332,7 @@ def test_macro_f1_and_accuracy_are_those_of_the_confusion_matrix(trained):
 
 
 def config_of(folder):
-    from lockstep.core.config import config_file
+    from lockstep.recipes import config_file
 
     return config_file.read_run(folder)
 

@@ -11,7 +11,7 @@ from PIL import Image
 from torch.nn import functional
 
 from lockstep import LockstepError, Trainer
-from lockstep.core.config import config_file
+from lockstep.recipes import config_file
 from lockstep.recipes.digits import Digits
 from lockstep.tasks.vision.classification.options import ClassificationOptions
 from lockstep.tasks.vision.classification.task import Classification

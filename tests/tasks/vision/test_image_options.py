@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import LockstepError
-from lockstep.core.config import config_file
+from lockstep.recipes import config_file
 from lockstep.tasks.vision.image_options import ImageOptions, size_at
 
 

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from lockstep import LockstepError
-from lockstep.core.config import config_file
+from lockstep.recipes import config_file
 from lockstep.tasks.vision.classification.models import median_side, size_for
 from lockstep.tasks.vision.classification.options import ClassificationOptions
 from lockstep.tasks.vision.classification.resnet9 import ConvNet4, ResNet9, StandardizedConv2d

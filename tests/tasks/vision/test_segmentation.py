@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from lockstep import LockstepError, Trainer
 from lockstep.cli import application as cli
-from lockstep.core.config import config_file
 from lockstep.drawing import drawing
+from lockstep.recipes import config_file
 from lockstep.tasks.vision.readers import coco_masks, masked_images
 from lockstep.tasks.vision.segmentation import counts
 from lockstep.tasks.vision.segmentation.options import SegmentationOptions

@@ -12,7 +12,7 @@ from lockstep.core.config.config_section import Section
 class TaskOptions(Section):
     """Base of the options of a task.
 
-    A subclass is declared by name: a shipped one in `core.config.registry`, another in the entry point group
+    A subclass is declared by name: a shipped one in `recipes.registry`, another in the entry point group
     `lockstep.tasks`. Unknown keys and values of another type are errors.
     """
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 from PIL import Image
 
-from lockstep.core.config import config_file
 from lockstep.core.errors import DataError, UsageError
+from lockstep.recipes import config_file
 from lockstep.tasks.vision.classification.options import ClassificationOptions
 from lockstep.tasks.vision.pictures import cache as cache_module
 from lockstep.tasks.vision.pictures import cache_slabs

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from lockstep.core.config import registry
 from lockstep.core.config.config_section import Section
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError, did_you_mean
+from lockstep.recipes import registry
 
 
 def read_numbers_as_today(side: Any) -> None:

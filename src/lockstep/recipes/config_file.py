@@ -14,8 +14,11 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lockstep.core.config import registry
-from lockstep.core.config.config_layers import (
+from lockstep.core.config.sections import RunConfig
+from lockstep.core.config.sections import training_keys as training_keys
+from lockstep.core.errors import UsageError, did_you_mean
+from lockstep.recipes import registry
+from lockstep.recipes.config_layers import (
     Layers,
     YamlLoader,
     alternatives,
@@ -23,9 +26,6 @@ from lockstep.core.config.config_layers import (
     read_target,
     read_yaml,
 )
-from lockstep.core.config.sections import RunConfig
-from lockstep.core.config.sections import training_keys as training_keys
-from lockstep.core.errors import UsageError, did_you_mean
 
 Origin = Callable[[str], str]  # from a key's dotted path to the place where it was set: the command line, or a file
 

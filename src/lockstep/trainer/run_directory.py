@@ -18,16 +18,13 @@ import torch
 import lockstep
 from lockstep.core import atomic, devices, locks, run_folder
 from lockstep.core.checkpoint import store
-from lockstep.core.config import config_file
 from lockstep.core.config.sections import RunConfig, training_keys
 from lockstep.core.errors import LockstepError, UsageError, did_you_mean
 from lockstep.core.parallel.launched import LOST_NODE, RESTARTS
 from lockstep.core.parallel.world import World
+from lockstep.core.resume import SCHEDULE_LENGTH_KEYS
+from lockstep.recipes import config_file
 
-DESCRIBING = ("config.yaml", run_folder.MARKER, "task", "source", run_folder.MODEL_TABLE, "train.log", "metrics.jsonl")
-"""Files and folders that describe a run. With a checkpoint they are a run directory that can be evaluated."""
-# Keys that change the length of the schedule's curve.
-SCHEDULE_LENGTH_KEYS = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")
 # Environment variables that change how ranks communicate, which GPUs they see, and how memory is allocated.
 _VARIABLES = re.compile(r"(TORCH_)?NCCL_|CUDA_|CUBLAS_|HIP_|ROCR_|PYTORCH_.*ALLOC_CONF$|OMP_NUM_THREADS$")
 _DYING_S = 20.0  # how long the ranks of an earlier launch may take to end
