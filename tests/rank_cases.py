@@ -235,7 +235,7 @@ def fit_quietly(kind, options, settings, run_dir):
 
 def fit_from_file(settings):
     """Weights after training, and how many rows of each tensor this rank has read from the file."""
-    from lockstep.core.checkpoint import first_weights
+    from lockstep.weights import first_weights
 
     opened, read = first_weights._open, {}
 

@@ -24,6 +24,7 @@ from lockstep.core.training_run import join_parts
 from lockstep.parts import built_in
 from lockstep.recipes import config_file
 from lockstep.trainer.trainer import Recorder
+from lockstep.weights.init_from import InitFrom
 
 
 def config(**sections):
@@ -89,7 +90,8 @@ def fit_in_memory(task, settings):
     with join_world(config.device, config.parallel.timeout_s) as world, exits_are_failures():
         config = config.model_copy(update={"batch": config.batch.resolve(world.size)})
         micro_batch = max(size for _, size in run_data.asked_micro_batches(config, world))
-        prepared = build.prepare_run(config, task, world, micro_batch=micro_batch, checkpoint=None)
+        beginning = InitFrom(config.train) if config.train.init_from else None
+        prepared = build.prepare_run(config, task, world, micro_batch=micro_batch, checkpoint=None, beginning=beginning)
         evaluates = dict
         if prepared.intervals.evaluate:
             data = run_data.evaluation_data(config, task, world, micro_batch=run_data.evaluated_at_once(config))

@@ -22,9 +22,10 @@ ALLOWED = {
     "drawing": {"core"},
     "parts": {"core", "drawing"},
     "launch": {"core"},
+    "weights": {"core"},
     "recipes": {"core"},
     "tasks": {"core", "drawing", "recipes"},
-    "trainer": {"core", "parts", "launch", "tasks", "recipes"},
+    "trainer": {"core", "parts", "launch", "tasks", "recipes", "weights"},
     "report": {"core", "parts", "recipes"},
     "plan": {"core", "parts", "tasks", "trainer", "report", "recipes"},
     "verify": {"core", "parts", "launch", "tasks", "trainer", "report", "recipes"},
@@ -134,7 +135,7 @@ def test_folders_stand_on_few_floors():
     assert max(floors.values()) <= 9
 
 
-CODE_LINES = {"core": 10_975, "": 42_330}
+CODE_LINES = {"core": 9_850, "": 42_370}
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings."""
 
 

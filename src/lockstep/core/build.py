@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.core import devices, optimizer_class, task_checks
@@ -28,8 +29,6 @@ from lockstep.core.parallel.world import World
 from lockstep.core.run_data import EvaluationData, agreed_fingerprint, grouping, make_loader, step_plan
 from lockstep.core.run_model import (
     build_model,
-    load_first_state,
-    load_first_weights,
     make_optimizer,
     make_schedule,
     seed_everything,
@@ -106,6 +105,18 @@ class Run:
         tell(self.writers, text)
 
 
+class Beginning:
+    """The weights with which a new training begins. This class leaves those that the task made."""
+
+    def load_weights(self, model: nn.Module, world: World) -> list[str]:
+        """Load weights into a model, of which a rank may hold shards. Returns lines for the log."""
+        return []
+
+    def load_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision) -> list[str]:
+        """Load a state of the optimizer, and a loss scale, where there are such. Returns lines for the log."""
+        return []
+
+
 def prepare_run(
     config: RunConfig,
     task: Task,
@@ -114,6 +125,7 @@ def prepare_run(
     micro_batch: int,
     checkpoint: Checkpoint | None,
     folder: Path = Path(),
+    beginning: Beginning | None = None,
 ) -> Run:
     """Make everything that a run needs. `resume.restore` then loads `checkpoint` into the result.
 
@@ -121,6 +133,7 @@ def prepare_run(
         micro_batch: largest number of samples in a forward pass.
         checkpoint: the checkpoint from which the run goes on. None: a new run.
         folder: the run directory.
+        beginning: loads the weights with which a new run begins. None: they are the task's.
 
     Raises:
         DataError: the training data cannot be used.
@@ -138,8 +151,8 @@ def prepare_run(
     step = checkpoint.step if checkpoint else 0
     built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step)
     strategy, model, messages = built.strategy, built.strategy.unwrapped.model, built.messages
-    lines, begun_from = load_first_weights(model, train, world) if train.init_from and not checkpoint else ([], None)
-    messages += [*lines, *grouping(plan), *remarks]
+    beginning = beginning if beginning is not None and checkpoint is None else Beginning()
+    messages += [*beginning.load_weights(model, world), *grouping(plan), *remarks]
     precision = Precision(config.precision, world.device, world.size)
     state = TrainState(
         strategy=strategy,
@@ -166,8 +179,7 @@ def prepare_run(
         averages=Ema(model, train.ema_decay) if train.ema_decay else None,
         unfreezing=built.unfreezing,
     )
-    if begun_from is not None:
-        messages.append(load_first_state(begun_from, model, train, state.optimizer, precision))
+    messages += beginning.load_state(model, state.optimizer, precision)
     optimizer_class.note_settings(state.optimizer)
     optimizer_class.seed_updates(state.optimizer, config.seed, lambda: state.step, world.device)
     checkpoint_state.capture(model, state.optimizer)  # raises now, not at the end, if the state cannot be saved

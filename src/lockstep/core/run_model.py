@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from lockstep.core import batch_norm, optimizer_class, plugins, run_folder, task_checks
+from lockstep.core import batch_norm, optimizer_class, plugins, task_checks
 from lockstep.core.blocks import compile_modules, find_blocks, recompute_activations
-from lockstep.core.checkpoint import choice, torch_file, torch_optimizer
-from lockstep.core.checkpoint.first_weights import load_weights
-from lockstep.core.checkpoint.torch_file import TorchFile
-from lockstep.core.config.sections import RunConfig, TrainConfig
+from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import TrainingError, UsageError, listed
 from lockstep.core.history import History
 from lockstep.core.optim import build_optimizer
 from lockstep.core.parallel import held_parameters
 from lockstep.core.parallel.factory import make_strategy
-from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.strategy import Forward, Strategy
 from lockstep.core.parallel.world import World
 from lockstep.core.schedule import Schedule, ScheduleConfig, scaled_lr
@@ -102,67 +97,6 @@ def build_model(
     forward = Forward(model, task.loss, calls_vary=task.calls_vary, uses_graphs=compute.uses_cuda_graphs)
     strategy.wrap(forward, list(blocks.values()))
     return SpreadModel(strategy, list(blocks), unfreezing, list(messages))
-
-
-def load_first_weights(model: nn.Module, train: TrainConfig, world: World) -> tuple[list[str], TorchFile | None]:
-    """Load the weights of `train.init_from`.
-
-    Returns:
-        lines for the log that say which weights these are; and the file of `torch.save` from which they are, if it is
-        one. It may have a state of the optimizer, too.
-    """
-    source = Path(train.init_from or "").expanduser()
-    folder = source / "checkpoints"
-    if not folder.is_dir():
-        if train.init_checkpoint is not None:
-            raise UsageError(
-                f"{source} is not the directory of a run",
-                where="train.init_checkpoint",
-                remedy="leave it out, or let train.init_from name a run directory",
-            )
-        file = torch_file.read(source) if torch_file.is_torch_file(source) else None
-        left = load_weights(model, source, train.init_skip, torch_file=file)
-        place = f"the weights are from {file.place}" if file is not None else ""
-        stay = f"these stay as Task.model made them: {', '.join(left)}" if left else ""
-        return [f"train.init_from={train.init_from}: {text}" for text in (place, stay) if text], file
-    retention = run_folder.retention_of(source)
-    lines = choice.read(
-        folder,
-        world,
-        retention,
-        train.init_checkpoint,
-        load=lambda checkpoint: load_weights(model, source, train.init_skip, checkpoint),
-        where="train.init_checkpoint",
-    )
-    return [f"train.init_from={train.init_from}: {line}" for line in lines], None
-
-
-def load_first_state(
-    file: TorchFile, model: nn.Module, train: TrainConfig, optimizer: torch.optim.Optimizer, precision: Precision
-) -> str:
-    """Load what the file of `train.init_from` has besides weights: a state of the optimizer, and a loss scale.
-
-    Returns:
-        a line that says what was taken and what was not.
-    """
-    kind, texts = type(optimizer).__name__, []
-    if file.optimizer is not None:
-        try:
-            if train.init_skip:
-                raise torch_optimizer.NotTaken("train.init_skip leaves out some of its weights")
-            count = torch_optimizer.load(file.optimizer, model, optimizer, saved_class=file.optimizer_class)
-            texts.append(f"the state of {kind} is taken, of {count} parameters; its settings are the config's")
-        except torch_optimizer.NotTaken as error:
-            texts.append(f"the optimizer's state is not taken: {error}")
-    if file.scaler is not None:
-        taken = precision.load_foreign(file.scaler)
-        texts.append(
-            f"the loss scale is {'' if taken else 'not '}taken" + f" (precision={precision.name})" * (not taken)
-        )
-    texts.append("a new training begins at step 0")
-    if file.others:
-        texts.append(f"not taken: {', '.join(file.others)}")
-    return f"train.init_from={train.init_from}: {'; '.join(texts)}"
 
 
 def _check_parameters(model: nn.Module) -> nn.Module:

@@ -74,6 +74,7 @@ from lockstep.trainer import (
     training_state,
 )
 from lockstep.trainer.export import export_weights
+from lockstep.weights.init_from import InitFrom
 
 _PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
 
@@ -366,8 +367,15 @@ class Trainer:
         checkpoint, complaints = store.newest(self._checkpoints, world)
         self._set_up(task, world, trained=checkpoint is not None)
         micro_batch = memory_shortage.fitting(self.run_dir, self.config, world).training
+        beginning = InitFrom(self.config.train) if self.config.train.init_from else None
         run = build.prepare_run(
-            self.config, task, world, micro_batch=micro_batch, checkpoint=checkpoint, folder=self.run_dir
+            self.config,
+            task,
+            world,
+            micro_batch=micro_batch,
+            checkpoint=checkpoint,
+            folder=self.run_dir,
+            beginning=beginning,
         )
         if checkpoint is not None:
             run.messages += resume.restore(checkpoint, run, self.allow_change)

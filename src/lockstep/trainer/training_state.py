@@ -14,12 +14,12 @@ from lockstep.core import atomic, optimizer_class
 from lockstep.core.checkpoint import files, nested
 from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.store import Checkpoint
-from lockstep.core.checkpoint.torch_file import OPTIMIZER_CLASS
-from lockstep.core.checkpoint.torch_optimizer import Slots
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import CheckpointError, UsageError
 from lockstep.core.run_model import make_schedule
 from lockstep.core.schedule import set_lr
+from lockstep.weights.torch_file import OPTIMIZER_CLASS
+from lockstep.weights.torch_optimizer import Slots
 
 _OWN_KEYS = ("name", "base_lr", "params")  # of our groups
 

@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lockstep.core.checkpoint.first_weights import load_weights
 from lockstep.core.errors import CheckpointError, UsageError
 from lockstep.trainer.export import export_weights
+from lockstep.weights.first_weights import load_weights
 
 
 class Tied(nn.Module):

@@ -11,12 +11,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lockstep import Trainer
-from lockstep.core.checkpoint import store, torch_file, torch_optimizer
+from lockstep.core.checkpoint import store
 from lockstep.core.data.order import permute
 from lockstep.core.errors import UsageError
 from lockstep.core.schedule import Schedule
 from lockstep.recipes import config_file
 from lockstep.verify.reference.optimizer import ReferenceOptimizer
+from lockstep.weights import torch_file, torch_optimizer
 from tests import own_tasks, runs
 from tests.core.checkpoint.cases import read
 from tests.core.test_strategies import STRATEGIES, settings_for
@@ -162,7 +163,7 @@ def test_names_of_wrappers_and_of_keys_do_not_matter(tmp_path, prefix, key):
     assert file.others == (("epoch=3",) if key else ())
     if key is None:
         save_file(state, tmp_path / "a.safetensors")
-        from lockstep.core.checkpoint.first_weights import load_weights
+        from lockstep.weights.first_weights import load_weights
 
         other = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
         load_weights(other, tmp_path / "a.safetensors")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.checkpoint import finite, state
-from lockstep.core.checkpoint.torch_file import unwrapped
 from lockstep.core.optimizer_class import Optimizers
+from lockstep.weights.torch_file import unwrapped
 
 Slots = dict[str, dict[str, Any]]  # by name of the parameter, then by name of the slot
 

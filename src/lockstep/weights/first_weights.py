@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.checkpoint.run_weights import DTYPES, StoredTensor, in_checkpoint, in_memory
 from lockstep.core.checkpoint.store import Checkpoint
-from lockstep.core.checkpoint.torch_file import TorchFile, unwrapped
 from lockstep.core.errors import UsageError, listed
 from lockstep.core.parallel.sharded_tensor import is_sharded, local_shard
+from lockstep.weights.run_weights import DTYPES, StoredTensor, in_checkpoint, in_memory
+from lockstep.weights.torch_file import TorchFile, unwrapped
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # of weights in several files, as Hugging Face writes them

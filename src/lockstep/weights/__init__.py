@@ -1,0 +1,1 @@
+"""Weights from elsewhere, with which a training begins: files of safetensors and `torch.save`, and other runs."""
