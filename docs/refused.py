@@ -20,9 +20,20 @@ TOPICS = {
         "core/run_model.py",
     ],
     "Strategies: DDP, FSDP, ranks": ["core/parallel", "launch/*.py", "trainer/local_ranks.py", "core/debugging.py"],
-    "The step: losses, gradients, optimizers, schedules": ["engine"],
+    "The step: losses, gradients, optimizers, schedules": [
+        *(
+            f"core/{name}.py"
+            for name in ("step", "loop", "batch_norm", "blocks", "optim", "optimizer_class", "schedule")
+        ),
+        *(
+            f"core/{name}.py"
+            for name in ("unfreeze", "log_window", "joined_parts", "evaluate", "metric_sync", "plugins")
+        ),
+        "parts/checks/optimizer_check.py",
+    ],
     "Runs, checkpoints and going on": [
-        "checkpoint",
+        "core/checkpoint",
+        "weights",
         "trainer/run_directory.py",
         "trainer/run_record.py",
         "core/run_folder.py",
@@ -89,6 +100,7 @@ def page() -> str:
         rows = []
         for place in places:
             files = sorted(SOURCE.glob(place if place.endswith(".py") else f"{place}/**/*.py"))
+            assert files, f"{place}: no such files"
             for path in files:
                 if path not in done:
                     done.add(path)

@@ -219,8 +219,11 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
         what = f"{kind.__name__} may need whole matrices: its options do not say how to make another to try it"
         raise UsageError(what, where="optim.name", remedy=remedy)
     if parts is None or not torch.equal(whole, parts):
-        what = f"{kind.__name__} cannot train sharded parameters: it updates two parts of a matrix in another way"
-        raise UsageError(f"{what} than the whole", where="optim.name", remedy=remedy)
+        what = (
+            f"{kind.__name__} cannot train sharded parameters: it updates two parts of a matrix in another way than the "
+            "whole"
+        )
+        raise UsageError(what, where="optim.name", remedy=remedy)
 
 
 def _updated(optimizer: torch.optim.Optimizer, cuts: Sequence[int]) -> torch.Tensor | None:

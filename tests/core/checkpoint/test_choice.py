@@ -7,10 +7,10 @@ import torch
 
 from lockstep import Trainer
 from lockstep.cli import inventory
-from lockstep.core import run_model
 from lockstep.core.checkpoint import choice, store
 from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.errors import CheckpointError, UsageError
+from lockstep.weights import first_weights
 from tests import own_tasks, runs
 from tests.core.checkpoint import cases
 from tests.core.checkpoint.cases import ALONE, commit, read
@@ -136,7 +136,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_replaced_by_another_on
             shutil.rmtree(copy)
 
     # The weights with which another run begins, and the list of checkpoints.
-    load = run_model.load_weights
+    load = first_weights.load_weights
 
     def load_while_pruned(model, source, skip, checkpoint):
         if checkpoint.step == 6:
@@ -144,7 +144,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_replaced_by_another_on
         return load(model, source, skip, checkpoint)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_model, "load_weights", load_while_pruned)
+        patch.setattr(first_weights, "load_weights", load_while_pruned)
         train = {"steps": 1, "init_from": str(run)}
         runs.fit(own_tasks.Classes(), runs.config(train=train, optim={"lr": 1e-30}), tmp_path / "second")
     (second,) = store.listed(tmp_path / "second/checkpoints")
