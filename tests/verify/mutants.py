@@ -173,6 +173,7 @@ _engine(
     "optimizer over a copy of the model",
     "loss",
     ("core.run_model:make_optimizer", "build_optimizer(model,", "build_optimizer(__import__('copy').deepcopy(model),"),
+    ("parts.checks.optimizer_check:check", "_check_parameters(optimizer, model)", "None"),  # it would end the run
 )
 _config(
     "learning rate far too high",
