@@ -294,6 +294,21 @@ def test_a_part_that_leaves_the_model_in_evaluation_mode_is_named(tmp_path, requ
     assert log_of(tmp_path).count(what) == 1
 
 
+def test_a_part_that_fails_in_evaluation_mode_leaves_the_model_in_training_mode(tmp_path):
+    class Evaluates(Part):
+        required = False
+
+        def after_step(self, training):
+            training.model.eval()
+            raise ValueError
+
+    trainer = Trainer(runs.config(), run_dir=tmp_path, quiet=True, parts=[Evaluates()])
+    assert (
+        trainer.fit(own_tasks.Dropout())["train/loss"] == runs.fit(own_tasks.Dropout(), runs.config())[1]["train/loss"]
+    )
+    assert log_of(tmp_path).count("the Part Evaluates failed in after_step: ValueError") == 1
+
+
 def test_an_evaluation_that_ends_the_training_between_entries_knows_the_norm_of_the_gradient(tmp_path):
     stop_when = {"metric": "eval/loss", "mode": "min", "target": 1e9}
     settings = runs.config(train={"steps": 20, "eval_every_steps": 3, "stop_when": stop_when}, log={"every_steps": 50})

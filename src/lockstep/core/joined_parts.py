@@ -171,9 +171,13 @@ class JoinedParts:
         part, model = self._all[name], self.state.strategy.unwrapped.model
         self._trainings[name].step, was_training = self.state.step, model.training
         try:
-            value = getattr(part, method)(*arguments)
-            if model.training != was_training:
-                model.train(was_training)
+            try:
+                value = getattr(part, method)(*arguments)
+            finally:
+                has_changed = model.training != was_training
+                if has_changed:
+                    model.train(was_training)
+            if has_changed:
                 raise RuntimeError("it left the model in another mode; call training.model.train() at its end")
             return value
         except LockstepError:  # of a collective, or another that says what to do
