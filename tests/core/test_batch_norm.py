@@ -1,16 +1,18 @@
 """Fillers leave no trace, and micro-batches of one sample are known before the first step."""
 
+import itertools
+import os
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from lockstep import LockstepError, Trainer
 from lockstep.core import batch_norm
 from lockstep.core.data.order import StepPlan
-from lockstep.core.parallel.world import World
 from tests import own_tasks, rank_cases, runs
-from tests.gpu import cases
 from tests.ranks import run_ranks
 
 
@@ -165,45 +167,47 @@ def test_log_says_it_once_and_verify_agrees(frozen, tmp_path):
     assert bool(weights["1.num_batches_tracked"]) != frozen
 
 
-# ---- what the ranks exchange
+# ---- statistics that a step reads
 
 
-class Mixed(own_tasks.Normed):
-    """BatchNorm that trains, BatchNorm that is frozen, and a buffer of the model's own."""
+class ReadsStatistics(own_tasks.Normed):
+    """The loss takes its targets from a pass in evaluation mode, within the step."""
 
+    def loss(self, model, batch):
+        model.eval()
+        with torch.no_grad():
+            target = model(batch[0]).softmax(1)
+        model.train()
+        return super().loss(model, batch) + functional.cross_entropy(model(batch[0]), target, reduction="sum")
+
+
+class ModeOfRank(own_tasks.Normed):
     def model(self):
-        model = super().model()
-        model.register_buffer("own", torch.zeros(3))
-        model.append(nn.BatchNorm1d(5).double().eval().requires_grad_(False))
-        model[-1].train = lambda mode=True: model[-1]
+        model, calls = super().model(), itertools.count()
+
+        def choose(norm, _):
+            norm.training = model.training and not (os.environ.get("RANK") == "1" and next(calls) % 2)
+
+        model[1].register_forward_pre_hook(choose)
         return model
 
 
-def sent_in_steps(steps):
-    """The numbers that broadcasts of each step carry, and those of the synchronisation before an evaluation; the
-    statistics before and after it."""
-    sent = []
-
-    def broadcast(world, tensors):
-        sent.append(sum(tensor.numel() for tensor in tensors))
-        real(world, tensors)
-
-    real, World.broadcast_tensors = World.broadcast_tensors, broadcast
-    try:
-        with cases.prepared(Mixed(), runs.config(batch={"global": 24}, train={"steps": steps})) as run:
-            run.state.forward.train()
-            cases.take_steps(run, steps)
-            before = run.model[1].running_mean.clone()
-            run.state.strategy.begin_step()
-            return sent, before.tolist(), run.model[1].running_mean.tolist()
-    finally:
-        World.broadcast_tensors = real
+def trained(kind, settings, folder):
+    return runs.fit(globals()[kind](), settings, folder)[0]
 
 
-def test_running_statistics_travel_before_an_evaluation_and_not_in_steps():
-    """A training pass does not read them. Those of frozen modules are read."""
-    (sent, own, shared), (sent_too, other, shared_too) = run_ranks(2, sent_in_steps, 3)
-    frozen, norm, buffer = 2 * 5 + 1, 2 * 8 + 1, 3
-    assert sent == sent_too == [frozen + buffer] * 3 + [frozen + buffer + norm]
-    assert own != other
-    assert shared == shared_too == own
+def test_a_step_that_reads_statistics_does_not_depend_on_when_is_saved(tmp_path):
+    """A save gives all ranks the statistics of rank 0. So they have them in every step."""
+    found = []
+    for every in (3, 100):
+        settings = runs.config(train={"steps": 8}, checkpoint={"every_steps": every})
+        found += run_ranks(2, trained, "ReadsStatistics", settings, tmp_path / str(every))
+    for weights in found[1:]:
+        assert all(torch.equal(weights[name], value) for name, value in found[0].items())
+
+
+def test_ranks_may_have_batch_norm_in_different_modes(tmp_path):
+    """They exchange the same buffers nevertheless."""
+    settings = runs.config(train={"steps": 6})
+    first, second = run_ranks(2, trained, "ModeOfRank", settings, tmp_path, timeout_s=60)
+    assert all(torch.equal(second[name], value) for name, value in first.items())

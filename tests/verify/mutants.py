@@ -554,13 +554,13 @@ _engine(
 _engine(
     "BatchNorm statistics never synchronised",
     "probe",
-    ("core.parallel.single:Single._sync_buffers", "self.world.broadcast_tensors([", "list(["),
+    ("core.parallel.single:Single._sync_buffers", "self.world.broadcast_tensors(list(self._buffers))", "pass"),
     base="norm",
 )
 _engine(
     "BatchNorm statistics never synchronised under FSDP",
     "probe",
-    ("core.parallel.single:Single._sync_buffers", "self.world.broadcast_tensors([", "list(["),
+    ("core.parallel.single:Single._sync_buffers", "self.world.broadcast_tensors(list(self._buffers))", "pass"),
     base="fsdp-norm",
 )
 

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 from lockstep.core import devices
 from lockstep.core.parallel.sharded_tensor import is_sharded, local
 
-_NORMALISE = (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
 _Places = list[tuple[dict[str, Tensor | None], str, Tensor | None]]  # where each buffer is, its name, the buffer
 
 
@@ -31,19 +30,11 @@ class ModuleBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self.by_owner = [owner._buffers for owner in module.modules()]
-        self.norms = [owner for owner in module.modules() if type(owner).forward in _NORMALISE]
 
     def __iter__(self) -> Iterator[Tensor]:
         """The buffers in the order of `Module.buffers`, each of them once."""
         found = {id(b): b for buffers in self.by_owner if buffers for b in buffers.values() if b is not None}
         return iter(found.values())
-
-    def only_written(self) -> set[int]:
-        """`id` of the buffers that a training pass writes and does not read: the running statistics of BatchNorm.
-
-        Those of modules in evaluation mode are read.
-        """
-        return {id(buffer) for norm in self.norms if norm.training for buffer in norm._buffers.values()}
 
     def places(self) -> _Places:
         """Where each buffer is."""

@@ -67,7 +67,7 @@ class Single:
         if self._looks_for_replaced:
             self._looks_for_replaced -= 1
             self._check_kept()
-        self._sync_buffers(in_step=trial is not None)
+        self._sync_buffers()
         if trial is None:
             return None
         self._take_waits()  # of an evaluation
@@ -206,14 +206,13 @@ class Single:
     def inference(self) -> Generator[Forward, None, None]:
         yield self.unwrapped
 
-    def _sync_buffers(self, *, in_step: bool) -> None:
+    def _sync_buffers(self) -> None:
         if self.world.size > 1:
             if self._buffers is None:
                 self._buffers = ModuleBuffers(self.unwrapped)
             if self._looks_at_shapes or self._shapes_vary:
                 self._agree_on_shapes(list(self._buffers))
-            unread = self._buffers.only_written() if in_step else ()
-            self.world.broadcast_tensors([buffer for buffer in self._buffers if id(buffer) not in unread])
+            self.world.broadcast_tensors(list(self._buffers))
 
     def _agree_on_shapes(self, buffers: list[Tensor]) -> None:
         """Give buffers the shapes that they have on rank 0, where the first steps of a process change shapes."""

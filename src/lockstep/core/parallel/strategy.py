@@ -170,8 +170,7 @@ class Strategy(Protocol):
         """Give every rank the buffers of rank 0 (such as BatchNorm statistics).
 
         Every step of training begins with that. So it changes no result, at whatever step it is also done before
-        evaluating or saving: then without `trial`. In a step, the running statistics of BatchNorm in training mode are
-        left out: a training pass does not read them. The first calls of a process also look for replaced parameters.
+        evaluating or saving: then without `trial`. The first calls of a process also look for replaced parameters.
 
         Args:
             trial: for passes that must be made once before the first step.
