@@ -24,6 +24,14 @@ class Sign(torch.optim.Optimizer):
                 parameter.add_(average.sign(), alpha=-group["lr"] / (1 + 0.1 * group["updates"]))
 
 
+class Slowing(Sign):
+    """Its first group counts from another number."""
+
+    def step(self, closure=None):
+        self.param_groups[0].setdefault("updates", 50)
+        super().step()
+
+
 class Noisy(torch.optim.SGD):
     """Stochastic gradient Langevin dynamics: an update draws random numbers."""
 
@@ -81,6 +89,9 @@ class OwnOptimizer(own_tasks.Masked):
             return torch.optim.SGD(groups[0]["params"][1:], lr=0.1)
         if self.kind == "nothing":
             return "AdamW"
+        if self.kind == "Slowing":  # two parts of a group, which have its name
+            parameters = groups[0]["params"]
+            groups = [{**groups[0], "params": part} for part in (parameters[:1], parameters[1:])]
         return globals()[self.kind](groups, lr=0.01)
 
 

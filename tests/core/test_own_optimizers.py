@@ -82,7 +82,7 @@ def plain_keys(**train):
     return settings
 
 
-@pytest.mark.parametrize("kind", ["Sign", "Noisy"])
+@pytest.mark.parametrize("kind", ["Sign", "Slowing", "Noisy"])
 def test_a_resumed_training_is_bit_identical_with_groups_that_change_and_updates_that_draw(tmp_path, kind):
     whole = fit({"kind": kind}, plain_keys(steps=12), tmp_path / "whole")
     fit({"kind": kind}, plain_keys(steps=8), tmp_path / "cut")

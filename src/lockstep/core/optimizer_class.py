@@ -262,10 +262,13 @@ def given(make: Make, groups: list[dict[str, Any]], *, scale: float) -> torch.op
     if not isinstance(made, torch.optim.Optimizer):
         what = f"it returned a {type(made).__name__}, and not a torch.optim.Optimizer"
         raise UsageError(what, where="Task.optimizer", remedy="return one optimizer over all groups")
+    names: set[str] = set()
     for number, group in enumerate(made.param_groups):
         if "lr" not in group:
             what = f"group {number} of {type(made).__name__} has no 'lr', which the schedule multiplies"
             raise UsageError(what, where="Task.optimizer", remedy="give each group a learning rate")
-        group.setdefault("name", f"group-{number}")
+        name = group.get("name", f"group-{number}")
+        group["name"] = f"{name}-{number}" if name in names else name  # parts of a group: checkpoints tell them apart
+        names.add(group["name"])
         group["base_lr"] = float(group["lr"]) * (1.0 if "base_lr" in group else scale)
     return made
