@@ -86,7 +86,7 @@ class OwnOptimizer(own_tasks.Masked):
 
     def optimizer(self, groups):
         if self.kind == "leaves out":
-            return torch.optim.SGD(groups[0]["params"][1:], lr=0.1)
+            return torch.optim.SGD([{**groups[0], "params": groups[0]["params"][1:]}], lr=0.1)
         if self.kind == "nothing":
             return "AdamW"
         if self.kind == "Slowing":  # two parts of a group, which have its name
@@ -107,3 +107,36 @@ def halves(update):
 
 def wrong(update):
     return float("nan") if update else 1.0
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Holds another optimizer, whose state it does not share."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+        self.inner = torch.optim.AdamW(self.param_groups, lr=lr)
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+class Unmade(torch.optim.Optimizer):
+    """Its constructor does not call that of its base."""
+
+    def __init__(self, params, lr=1e-3):
+        self.param_groups, self.state, self.defaults = list(params), {}, {"lr": lr}
+
+    def step(self, closure=None):
+        pass
+
+
+class Asserting(torch.optim.SGD):
+    def step(self, closure=None):
+        assert closure is not None, "it needs a closure"
+
+
+class Flat(torch.optim.SGD):
+    """Forms groups of its own, and leaves out what it does not know of those that it gets."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__([{"params": [p for group in params for p in group["params"]]}], lr=lr)

@@ -123,6 +123,9 @@ def test_shards_are_trained_by_a_class_that_updates_each_element_by_itself_and_r
         ("WithList", "WithList keeps 'history' as a list"),
         ("leaves out", "the optimizer lacks parameters of the model: 0.weight"),
         ("nothing", "it returned a str"),
+        ("Lookahead", "holds a AdamW with a state of its own"),
+        ("Unmade", "without torch.optim.Optimizer.__init__"),
+        ("Asserting", "it needs a closure"),
     ],
 )
 def test_an_optimizer_that_cannot_train_here_is_refused(tmp_path, kind, words):
@@ -147,6 +150,16 @@ def test_two_places_that_choose_the_optimizer_are_refused():
 )
 def test_a_class_that_is_not_there_is_refused(name, words):
     assert words in refusal(own_tasks.Masked(), options(name=name))
+
+
+def test_a_class_that_forms_its_own_groups_trains_at_the_rate_of_the_config():
+    weights, _ = runs.fit(own_tasks.Masked(), options(name="tests.optimizer_cases:Flat", lr=0.05))
+    expected, _ = runs.by_hand(own_tasks.Masked(), optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
+    assert runs.difference(weights, expected) < EXACT
+
+
+def test_rates_of_the_config_that_the_task_leaves_out_are_refused():
+    assert "does not have them" in refusal(OwnOptimizer("Flat"), runs.config() | {"optim": {"lr": 0.05}})
 
 
 # ---- several optimizers, one loss

@@ -205,6 +205,7 @@ def _made(
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
         remedy = "see the documentation of this class"
         raise UsageError(str(error), where=f"{where}.args of {kind.__name__}", remedy=remedy) from error
+    optimizer_class.complete(made, scale=1.0, where=where)
     return made
 
 

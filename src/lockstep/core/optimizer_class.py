@@ -172,6 +172,9 @@ def seed_updates(optimizer: torch.optim.Optimizer, seed: int, step: Callable[[],
         seed: of the run.
         step: gives the number of steps so far.
     """
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        what = f"{type(optimizer).__name__} was made without torch.optim.Optimizer.__init__"
+        raise UsageError(what, where="optim.name", remedy="call super().__init__(groups, defaults) in its constructor")
     if not is_of_torch(optimizer):
         optimizer.register_step_pre_hook(lambda *_: seed_forward(derive_seed(seed, step(), _UPDATE), device))
 
@@ -262,13 +265,30 @@ def given(make: Make, groups: list[dict[str, Any]], *, scale: float) -> torch.op
     if not isinstance(made, torch.optim.Optimizer):
         what = f"it returned a {type(made).__name__}, and not a torch.optim.Optimizer"
         raise UsageError(what, where="Task.optimizer", remedy="return one optimizer over all groups")
+    if any("lr" in group for group in groups) and not any("base_lr" in group for group in made.param_groups):
+        what = "the config sets learning rates, and the optimizer does not have them"
+        remedy = "give the optimizer the groups that Task.optimizer gets, with all their keys; or leave out optim.lr"
+        raise UsageError(what, where="Task.optimizer", remedy=remedy)
+    complete(made, scale=scale, where="Task.optimizer")
+    return made
+
+
+def complete(made: torch.optim.Optimizer, *, scale: float, where: str) -> None:
+    """Give each group of an optimizer a `name` of its own and a `base_lr`, where its class has formed other groups.
+
+    Args:
+        scale: factor on the learning rates of groups without a `base_lr`.
+        where: for errors.
+
+    Raises:
+        UsageError: a group has no learning rate.
+    """
     names: set[str] = set()
     for number, group in enumerate(made.param_groups):
         if "lr" not in group:
             what = f"group {number} of {type(made).__name__} has no 'lr', which the schedule multiplies"
-            raise UsageError(what, where="Task.optimizer", remedy="give each group a learning rate")
+            raise UsageError(what, where=where, remedy="give each group a learning rate")
         name = group.get("name", f"group-{number}")
         group["name"] = f"{name}-{number}" if name in names else name  # parts of a group: checkpoints tell them apart
         names.add(group["name"])
         group["base_lr"] = float(group["lr"]) * (1.0 if "base_lr" in group else scale)
-    return made

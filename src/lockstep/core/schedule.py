@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
@@ -174,11 +175,11 @@ class Schedule(ScheduleConfig):
 
     def _own(self, function: Callable[[int], float], update: int) -> float:
         factor = function(update)
-        if not isinstance(factor, int | float) or not math.isfinite(factor) or factor < 0:
+        if not isinstance(factor, numbers.Real) or not math.isfinite(factor) or factor < 0:
             raise UsageError(
-                f"it returned {factor!r} for update {update}",
+                f"it returned {factor!r} for update {update}, a {type(factor).__name__}",
                 where=f"schedule.name={self.name}" if ":" in self.name else "Task.schedule",
-                remedy="return a factor on the learning rate: a finite number, 0 or more",
+                remedy="return a factor on the learning rate: a finite number, 0 or more, such as float(value)",
             )
         return float(factor)
 

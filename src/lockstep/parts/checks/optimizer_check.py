@@ -57,6 +57,10 @@ def _check_interface(optimizer: torch.optim.Optimizer) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         what = f"{name} needs a closure, which computes the loss again. A step of Lockstep computes it once"
         raise UsageError(what, where="optim.name", remedy="use another optimizer")
+    inner = [value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)]
+    if any(one.state is not optimizer.state for one in inner):
+        what = f"{name} holds a {type(inner[0]).__name__} with a state of its own, which no checkpoint would have"
+        raise UsageError(what, where="optim.name", remedy="let both have one state: self.state = inner.state")
     if callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None)):
         what = f"{name} has the methods train and eval: it evaluates other weights than it trains"
         remedy = "use another optimizer; train.ema_decay evaluates averages of the weights"
@@ -74,7 +78,7 @@ def _small_updates(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         try:
             made = like(optimizer, [parameter], given)
             if made is not None:
-                made.step(lambda: 0.0)
+                made.step()
                 state.update(made.state[parameter])
         except (TypeError, ValueError, AssertionError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
