@@ -135,7 +135,7 @@ def test_folders_stand_on_few_floors():
     assert max(floors.values()) <= 9
 
 
-CODE_LINES = {"core": 9_865, "": 42_385}
+CODE_LINES = {"core": 9_885, "": 42_405}
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings."""
 
 

@@ -312,6 +312,19 @@ def test_a_function_that_changed_is_noticed_when_the_run_goes_on(tmp_path):
     runs.fit(own_tasks.Masked(), settings, tmp_path / "run", allow_change=["schedule"])
 
 
+def test_a_class_that_changed_is_noticed_when_the_run_goes_on(tmp_path):
+    source = "import torch\n\n\nclass Own(torch.optim.SGD):\n    factor = {}\n"
+    file = tmp_path / "own.py"
+    file.write_text(source.format(1))
+    settings = options(name=f"{file}:Own") | {"checkpoint": {"every_steps": 4}, "train": {"steps": 4}}
+    runs.fit(own_tasks.Masked(), settings, tmp_path / "run")
+    settings["train"]["steps"] = 8
+    file.write_text(source.format(100))
+    with pytest.raises(LockstepError, match="the source of Own has changed since the run began"):
+        runs.fit(own_tasks.Masked(), settings, tmp_path / "run")
+    runs.fit(own_tasks.Masked(), settings, tmp_path / "run", allow_change=["optim"])
+
+
 PLATEAU = {"metric": "eval/loss", "mode": "min", "patience": 1, "factor": 0.5, "min_delta": 0.3, "min_factor": 0.1}
 
 

@@ -176,12 +176,17 @@ def named_class(
     return found
 
 
+def prefix_of(base: type) -> str:
+    """The first part of the names of modules that are files with subclasses of `base`."""
+    return f"lockstep_{base.__name__.lower()}_"
+
+
 def class_in_file(path: Path, name: str, base: type[T], key: str) -> type[T]:
     word, where = base.__name__.lower(), f"{key}: {path}"
     if not path.is_file():
         raise UsageError("no such file", where=where, remedy=f"give the path as FILE.py:My{base.__name__}")
     try:
-        module = import_file(path.resolve(), prefix=f"lockstep_{word}_", where=where)
+        module = import_file(path.resolve(), prefix=prefix_of(base), where=where)
     except UsageError:
         raise
     except Exception as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.core import optimizer_class
+from lockstep.core import optimizer_class, plugins
 from lockstep.core.build import Run
 from lockstep.core.checkpoint import files, finite, store
 from lockstep.core.checkpoint import state as checkpoint_state
@@ -53,6 +55,7 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
     has_averages = any(name.startswith("ema.") for name in checkpoint.index)
     averages = state.averages.tensors if state.averages and has_averages else None
     messages += checkpoint_state.check_fits(checkpoint.index, model, averages, checkpoint.values)
+    _check_code(manifest, state.optimizer, allow_change)
     optimizer = state.optimizer if manifest["optimizer"] == _kind_of_optimizer(config, state.optimizer) else None
     if optimizer is None:
         messages.append(f"the state of {manifest['optimizer'][0]} is left out: the run has another optimizer now")
@@ -204,6 +207,7 @@ def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
         "metrics": evaluated,
         "data": run.fingerprint,
         "optimizer": _kind_of_optimizer(run.config, state.optimizer),
+        **({"optimizer_code": code} if (code := _code_of(state.optimizer)) else {}),
         "config": config_digest(run.config),
         "versions": {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": state.world.size},
         "schedule_steps": state.schedule.length,
@@ -214,6 +218,25 @@ def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
         "evaluations": run.stopping.history.results if run.stopping.history else [],
         "evaluations_of": run.stopping.rule.metric if run.stopping.rule else None,
     }
+
+
+def _code_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """SHA-256 of the source of each class of an optimizer that lies in a file which the config names."""
+    kinds = [type(member) for member in optimizer_class.members(optimizer)]
+    own = [kind for kind in kinds if kind.__module__.startswith(plugins.prefix_of(torch.optim.Optimizer))]
+    return {kind.__name__: hashlib.sha256(inspect.getsource(kind).encode()).hexdigest() for kind in own}
+
+
+def _check_code(manifest: Mapping[str, Any], optimizer: torch.optim.Optimizer, allow_change: Sequence[str]) -> None:
+    """Raises UsageError where the class of an optimizer has another source than when the checkpoint was saved."""
+    then, now = manifest.get("optimizer_code", {}), _code_of(optimizer)
+    changed = [name for name in then.keys() & now.keys() if then[name] != now[name]]
+    if changed and not any(key.partition(".")[0] == "optim" for key in allow_change):
+        raise UsageError(
+            f"the source of {min(changed)} has changed since the run began",
+            where="optim.name",
+            remedy="restore the file, --allow-change optim to go on with this class, or --fresh to start anew",
+        )
 
 
 def _kind_of_optimizer(config: RunConfig, optimizer: torch.optim.Optimizer) -> list[Any]:
