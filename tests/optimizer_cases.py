@@ -77,6 +77,15 @@ class WithList(torch.optim.SGD):
                 self.state[parameter]["history"] = [1.0]
 
 
+class WithSetting(torch.optim.SGD):
+    """Changes a setting of its groups into a value that no checkpoint holds."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["history"] = (*group.get("history", ()), 1.0)
+
+
 class OwnOptimizer(own_tasks.Masked):
     """A task that makes its optimizer: two classes of groups in a class of the task's own."""
 

@@ -126,6 +126,7 @@ def test_shards_are_trained_by_a_class_that_updates_each_element_by_itself_and_r
         ("Lookahead", "holds a AdamW with a state of its own"),
         ("Unmade", "without torch.optim.Optimizer.__init__"),
         ("Asserting", "it needs a closure"),
+        ("WithSetting", "WithSetting keeps 'history' as a tuple"),
     ],
 )
 def test_an_optimizer_that_cannot_train_here_is_refused(tmp_path, kind, words):
@@ -323,6 +324,20 @@ def test_a_class_that_changed_is_noticed_when_the_run_goes_on(tmp_path):
     with pytest.raises(LockstepError, match="the source of Own has changed since the run began"):
         runs.fit(own_tasks.Masked(), settings, tmp_path / "run")
     runs.fit(own_tasks.Masked(), settings, tmp_path / "run", allow_change=["optim"])
+
+
+def test_a_file_that_is_edited_while_the_training_runs_disturbs_no_save(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("import torch\n\n\nclass Own(torch.optim.SGD):\n    pass\n")
+
+    class Edits(own_tasks.Masked):
+        def loss(self, model, batch):
+            file.write_text("# half of a file\n")
+            return super().loss(model, batch)
+
+    settings = options(name=f"{file}:Own") | {"checkpoint": {"every_steps": 2}, "train": {"steps": 4}}
+    runs.fit(Edits(), settings, tmp_path / "run")
+    assert len(list((tmp_path / "run" / "checkpoints").glob("*"))) >= 1
 
 
 PLATEAU = {"metric": "eval/loss", "mode": "min", "patience": 1, "factor": 0.5, "min_delta": 0.3, "min_factor": 0.1}

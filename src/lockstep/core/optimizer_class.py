@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import functools
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,14 +46,9 @@ class Optimizers(torch.optim.Optimizer):
         self._share()
 
     def step(self, closure: Any = None) -> Any:
-        """Let each member update its parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Let each member update its parameters. There is no closure: a step computes its loss once."""
         for member in self.members:
             member.step()
-        return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -100,21 +95,14 @@ def find(name: str, where: str = "optim.name") -> type[torch.optim.Optimizer]:
     if short in _REFUSED:
         remedy = f"use another optimizer: {', '.join(sorted(known))}"
         raise UsageError(f"{short} cannot train here: {_REFUSED[short]}", where=where, remedy=remedy)
-    path, is_file, class_name = name.rpartition(".py:")
-    if is_file:
-        return plugins.class_in_file(Path(f"{path}.py"), class_name, torch.optim.Optimizer, where)
-    module, _, class_name = name.replace(":", ".").rpartition(".")
-    if not module or module == "torch.optim":
+    module, _, class_name = (name if ":" in name else ":".join(name.rsplit(".", 1))).rpartition(":")
+    if module in ("", "torch.optim"):
         remedy = f"{did_you_mean(short, known)}There are: {', '.join(sorted(known))}; and package.module:Class"
         raise UsageError(f"torch.optim has no {short!r}", where=where, remedy=remedy)
-    try:
-        found: object = getattr(importlib.import_module(module), class_name, None)
-    except ImportError as error:
-        remedy = "install its distribution, or correct the name: package.module:Class"
-        raise UsageError(f"{module} cannot be imported: {error}", where=f"{where}={name}", remedy=remedy) from error
+    found = plugins.named(f"{module}:{class_name}", key=where)
     if not plugins.is_subclass(found, torch.optim.Optimizer):
         what = f"{module} has no class {class_name!r} that is a torch.optim.Optimizer"
-        raise UsageError(what, where=f"{where}={name}", remedy="write it as package.module:Class")
+        raise UsageError(what, where=f"{where}={name}", remedy="write it as FILE.py:Class or package.module:Class")
     return found
 
 
@@ -157,8 +145,24 @@ def check_arguments(kind: type, args: Mapping[str, Any], *, decays: bool, where:
 # ---- what a training asks of an optimizer
 
 
+@functools.cache
+def _digest_of(kind: Any) -> str:
+    """SHA-256 of the source of a class. It is read once: the user may edit the file while the training runs."""
+    return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
+
+
+def code_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """SHA-256 of the source of each class of an optimizer that lies in a file which the config names."""
+    kinds: list[Any] = [type(member) for member in members(optimizer)]
+    return {kind.__name__: _digest_of(kind) for kind in kinds if kind.__module__.startswith(plugins.NAMED_PREFIX)}
+
+
 def note_settings(optimizer: torch.optim.Optimizer) -> None:
-    """Note the settings of each group: checkpoints hold what the optimizer itself changes of them."""
+    """Note the settings of each group: checkpoints hold what the optimizer itself changes of them.
+
+    Also note the source of its classes, for `code_of`.
+    """
+    code_of(optimizer)
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     setattr(optimizer, SETTINGS, copy.deepcopy(settings))
 

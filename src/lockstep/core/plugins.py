@@ -156,7 +156,7 @@ def named_class(
     word = base.__name__.lower()
     path, is_file, class_name = name.rpartition(".py:")
     if is_file:
-        return class_in_file(Path(f"{path}.py"), class_name, base, key)
+        return _class_in_file(Path(f"{path}.py"), class_name, base, key)
     if built_in is not None and name in known:
         return built_in(name)
     entries = entry_points(group)
@@ -176,17 +176,12 @@ def named_class(
     return found
 
 
-def prefix_of(base: type) -> str:
-    """The first part of the names of modules that are files with subclasses of `base`."""
-    return f"lockstep_{base.__name__.lower()}_"
-
-
-def class_in_file(path: Path, name: str, base: type[T], key: str) -> type[T]:
+def _class_in_file(path: Path, name: str, base: type[T], key: str) -> type[T]:
     word, where = base.__name__.lower(), f"{key}: {path}"
     if not path.is_file():
         raise UsageError("no such file", where=where, remedy=f"give the path as FILE.py:My{base.__name__}")
     try:
-        module = import_file(path.resolve(), prefix=prefix_of(base), where=where)
+        module = import_file(path.resolve(), prefix=f"lockstep_{word}_", where=where)
     except UsageError:
         raise
     except Exception as error:
@@ -195,37 +190,33 @@ def class_in_file(path: Path, name: str, base: type[T], key: str) -> type[T]:
     return class_of(module, name, base, where=where)
 
 
-def function(name: str, *, key: str) -> Callable[..., Any]:
-    """The function that a key of the config names.
+NAMED_PREFIX = "lockstep_named_"
+"""Begins the names of modules that are files of the user, for `named`."""
+
+
+def named(name: str, *, key: str) -> Any:
+    """The object that a key of the config names. None where the module has no such object.
 
     Args:
-        name: FILE.py:function or package.module:function.
+        name: FILE.py:NAME or package.module:NAME.
         key: of the config, for errors.
 
     Raises:
-        UsageError: there is no such function, or it cannot be imported.
+        UsageError: there is no such file, or it cannot be imported.
     """
-    path, is_file, word = name.rpartition(".py:")
-    remedy = "write it as FILE.py:function or package.module:function"
+    module, _, word = name.rpartition(":")
+    remedy = "write it as FILE.py:NAME or package.module:NAME, and install its distribution"
     try:
-        if is_file:
-            file = Path(f"{path}.py")
-            if not file.is_file():
-                raise UsageError("no such file", where=f"{key}: {file}", remedy=remedy)
-            module = import_file(file.resolve(), prefix="lockstep_function_", where=f"{key}: {file}")
-        else:
-            package, _, word = name.partition(":")
-            module = importlib.import_module(package)
+        if not module.endswith(".py"):
+            return getattr(importlib.import_module(module), word, None)
+        if not Path(module).is_file():
+            raise UsageError("no such file", where=f"{key}: {module}", remedy=remedy)
+        return getattr(import_file(Path(module).resolve(), prefix=NAMED_PREFIX, where=f"{key}: {module}"), word, None)
     except UsageError:
         raise
     except Exception as error:
-        what = f"cannot be imported: {type(error).__name__}: {error}"
+        what = f"{module} cannot be imported: {type(error).__name__}: {error}"
         raise UsageError(what, where=f"{key}={name}", remedy=remedy) from error
-    found = getattr(module, word, None)
-    if not callable(found):
-        known = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
-        raise UsageError(f"no function {word!r}", where=f"{key}={name}", remedy=f"there are: {known or 'none'}")
-    return found  # type: ignore[no-any-return]
 
 
 # ---- entry points

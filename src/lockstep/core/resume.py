@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.core import optimizer_class, plugins
+from lockstep.core import optimizer_class
 from lockstep.core.build import Run
 from lockstep.core.checkpoint import files, finite, store
 from lockstep.core.checkpoint import state as checkpoint_state
@@ -207,7 +205,7 @@ def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
         "metrics": evaluated,
         "data": run.fingerprint,
         "optimizer": _kind_of_optimizer(run.config, state.optimizer),
-        **({"optimizer_code": code} if (code := _code_of(state.optimizer)) else {}),
+        **({"optimizer_code": code} if (code := optimizer_class.code_of(state.optimizer)) else {}),
         "config": config_digest(run.config),
         "versions": {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": state.world.size},
         "schedule_steps": state.schedule.length,
@@ -220,16 +218,9 @@ def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
     }
 
 
-def _code_of(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """SHA-256 of the source of each class of an optimizer that lies in a file which the config names."""
-    kinds = [type(member) for member in optimizer_class.members(optimizer)]
-    own = [kind for kind in kinds if kind.__module__.startswith(plugins.prefix_of(torch.optim.Optimizer))]
-    return {kind.__name__: hashlib.sha256(inspect.getsource(kind).encode()).hexdigest() for kind in own}
-
-
 def _check_code(manifest: Mapping[str, Any], optimizer: torch.optim.Optimizer, allow_change: Sequence[str]) -> None:
     """Raises UsageError where the class of an optimizer has another source than when the checkpoint was saved."""
-    then, now = manifest.get("optimizer_code", {}), _code_of(optimizer)
+    then, now = manifest.get("optimizer_code", {}), optimizer_class.code_of(optimizer)
     changed = [name for name in then.keys() & now.keys() if then[name] != now[name]]
     if changed and not any(key.partition(".")[0] == "optim" for key in allow_change):
         raise UsageError(

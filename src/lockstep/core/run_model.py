@@ -201,7 +201,10 @@ def make_schedule(
         what = f"Task.schedule is the schedule, and the config has schedule.name={config.name}"
         raise UsageError(what, where="schedule.name", remedy="leave the key out, or Task.schedule")
     if ":" in config.name:
-        own = plugins.function(config.name, key="schedule.name")
+        own = plugins.named(config.name, key="schedule.name")
+        if not callable(own):
+            what = f"there is no function {config.name.rpartition(':')[2]!r}"
+            raise UsageError(what, where=f"schedule.name={config.name}", remedy="correct the name")
     history = History(config.plateau.metric) if config.plateau is not None else None
     made = Schedule(
         total=total,

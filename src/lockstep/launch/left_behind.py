@@ -1,4 +1,4 @@
-"""What ranks leave behind when they end: processes that hold memory of a device, and the memory that is not free yet.
+"""Things that ranks leave behind when they end: processes with memory of a device, and memory that is not free yet.
 
 A rank is the leader of a session. Its loader workers, and other processes that it forks, inherit the open files of its
 device. The driver frees the memory when the last of them has ended.

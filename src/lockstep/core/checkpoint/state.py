@@ -227,10 +227,12 @@ SETTINGS = "lockstep_settings"
 
 
 def _same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        both = isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
-        return both and torch.equal(one, other)  # type: ignore[arg-type]
-    return one == other
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one.cpu(), other.cpu())
+    try:
+        return bool(one == other)
+    except (RuntimeError, TypeError, ValueError):  # arrays, of which each element is compared
+        return False
 
 
 def set_setting(optimizer: torch.optim.Optimizer, place: str, value: Any) -> None:
@@ -238,6 +240,9 @@ def set_setting(optimizer: torch.optim.Optimizer, place: str, value: Any) -> Non
     name, _, key = place.rpartition(".")
     for group in optimizer.param_groups:
         if group["name"] == name:
+            if isinstance(value, Tensor):
+                place_of = group[key] if isinstance(group.get(key), Tensor) else group["params"][0]
+                value = value.to(place_of.device)
             group[key] = value
 
 

@@ -13,12 +13,8 @@ from lockstep.core.checkpoint.nested import Plain
 from lockstep.core.errors import UsageError
 from lockstep.core.optimizer_class import is_of_torch, like, members, options
 
-_WAYS = (
-    "differentiable",
-    "capturable",
-    "fused",
-    "foreach",
-)  # how an update is made; torch refuses some when it is made
+# Ways to make an update; torch refuses some when the update is made.
+_WAYS = ("differentiable", "capturable", "fused", "foreach")
 
 
 def check(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -68,7 +64,10 @@ def _check_interface(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _small_updates(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state after an update of a small parameter. Empty where no other optimizer of this class can be made."""
+    """The state after an update of a small parameter, and the settings of its group that the update changed.
+
+    Empty where no other optimizer of this class can be made.
+    """
     kinds = {(p.device, p.dtype) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     given_options, state = options(optimizer), {}
 
@@ -78,8 +77,11 @@ def _small_updates(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         try:
             made = like(optimizer, [parameter], given)
             if made is not None:
+                settings = [dict(group) for group in made.param_groups]
                 made.step()
                 state.update(made.state[parameter])
+                for before, group in zip(settings, made.param_groups, strict=True):
+                    state.update((key, value) for key, value in group.items() if value is not before.get(key, made))
         except (TypeError, ValueError, AssertionError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
         return None
