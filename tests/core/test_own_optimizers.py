@@ -9,6 +9,7 @@ import torch
 from lockstep import Trainer
 from lockstep.core.errors import LockstepError
 from lockstep.core.optimizer_class import Optimizers
+from lockstep.core.parallel.precision import Precision
 from lockstep.core.schedule import Plateau
 from tests import optimizer_cases, own_tasks, runs
 from tests.optimizer_cases import OwnOptimizer
@@ -229,6 +230,21 @@ def test_another_optimizer_in_a_group_starts_its_state_anew_and_says_so(tmp_path
     settings["train"]["steps"] = 8
     runs.fit(own_tasks.Masked(), settings, tmp_path / "run", allow_change=["optim", "train.steps"])
     assert "the state of SGD and Muon is left out" in (tmp_path / "run" / "train.log").read_text()
+
+
+@pytest.mark.parametrize("overflows", [True, False])
+def test_an_overflow_of_fp16_skips_the_updates_of_all_optimizers(overflows):
+    model = own_tasks.Masked().model().float()
+    both = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    joined, precision = Optimizers(both), Precision("fp16", torch.device("cpu"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    loss = precision.scaler.scale(model(torch.ones(2, 10)).square().sum())
+    loss.backward()
+    if overflows:
+        model[2].bias.grad[0] = float("inf")  # of the last optimizer alone
+    precision.scaler.unscale_(joined)
+    assert precision.step(joined) is not overflows
+    assert all(torch.equal(before[name], value) == overflows for name, value in model.state_dict().items())
 
 
 def test_arguments_without_an_optimizer_of_the_group_are_refused():
