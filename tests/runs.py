@@ -175,7 +175,7 @@ def by_hand(task, steps=20, global_batch=24, clip_norm=None, seed=0, optimizer=N
         positions = np.arange(within * global_batch, min((within + 1) * global_batch, length))
         indices = torch.from_numpy(permute(positions, length, seed, epoch)) if samples is None else samples(step)
         batch = [tensor[indices] for tensor in data.tensors]
-        losses, weights = task.loss(model, batch), task.weight(batch)
+        losses, weights = task.loss(model, task.embed(model, batch)), task.weight(batch)
         if weights is None:
             loss = losses / len(indices)
         elif isinstance(losses, dict):

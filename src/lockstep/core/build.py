@@ -23,6 +23,7 @@ from lockstep.core.data.data_check import check_data
 from lockstep.core.data.loader import StepIterator
 from lockstep.core.data.order import StepPlan
 from lockstep.core.ema import Ema
+from lockstep.core.global_loss import GlobalLoss
 from lockstep.core.loop import Intervals
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
@@ -35,7 +36,7 @@ from lockstep.core.run_model import (
 )
 from lockstep.core.step import TrainState
 from lockstep.core.stopping import Stopping
-from lockstep.core.task import Task
+from lockstep.core.task import Task, needs_global_batch
 from lockstep.core.train_metrics import TrainMetrics
 from lockstep.core.writer import Writer, tell
 
@@ -178,6 +179,7 @@ def prepare_run(
         metrics=TrainMetrics(task, world) if config.log.train_metrics else None,
         averages=Ema(model, train.ema_decay) if train.ema_decay else None,
         unfreezing=built.unfreezing,
+        global_loss=GlobalLoss(task, world, precision) if needs_global_batch(task) else None,
     )
     messages += beginning.load_state(model, state.optimizer, precision)
     optimizer_class.note_settings(state.optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +20,8 @@ from lockstep.core.errors import DataError, TrainingError, UsageError
 from lockstep.core.parallel import strategy
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
+from lockstep.core.task import Task, needs_global_batch
 from lockstep.core.worst import WorstSamples
-
-if TYPE_CHECKING:
-    from lockstep.core.task import Task
-
 
 Tick = Callable[[], None]
 Show = Callable[[dict[str, Any], list[tuple[int, Any]]], None]
@@ -233,11 +230,14 @@ def measure(
     """
 
     def call(model: nn.Module, batch: Any) -> tuple[Any, Any]:
-        losses, output = strategy.split_output(task.loss(model, batch))
+        losses, output = strategy.split_output(task.loss(model, batch)) if has_loss else ({}, None)
         return losses, predicted(task, model, batch) if output is None and wants_output else output
 
+    has_loss = not needs_global_batch(task)  # that loss depends on which samples stand together
     with precision.autocast():
         losses, output = forward(micro_batch.batch, call)
+    if not has_loss:
+        return {}, output
     where = "Task.loss, in evaluation"
     by_head = strategy.by_head(losses, where)
     if micro_batch.weights is not None and by_head.keys() != micro_batch.weights.keys():

@@ -21,7 +21,7 @@ from lockstep.core.parallel.factory import make_strategy
 from lockstep.core.parallel.strategy import Forward, Strategy
 from lockstep.core.parallel.world import World
 from lockstep.core.schedule import Schedule, ScheduleConfig, scaled_lr
-from lockstep.core.task import Task
+from lockstep.core.task import Task, loss_of_batch, needs_global_batch
 from lockstep.core.unfreeze import Unfreezing
 
 
@@ -94,7 +94,8 @@ def build_model(
         recompute_activations(list(blocks.values()), world.device)
     if compute.compile is not None:
         compile_modules(model, list(blocks.values()), compute)
-    forward = Forward(model, task.loss, calls_vary=task.calls_vary, uses_graphs=compute.uses_cuda_graphs)
+    loss = loss_of_batch(task) if needs_global_batch(task) else task.loss
+    forward = Forward(model, loss, calls_vary=task.calls_vary, uses_graphs=compute.uses_cuda_graphs)
     strategy.wrap(forward, list(blocks.values()))
     return SpreadModel(strategy, list(blocks), unfreezing, list(messages))
 

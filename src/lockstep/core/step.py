@@ -25,6 +25,7 @@ from lockstep.core.data.randomness import seed_forward
 from lockstep.core.data.tensors import map_tensors
 from lockstep.core.ema import Ema
 from lockstep.core.errors import TrainingError
+from lockstep.core.global_loss import GlobalLoss
 from lockstep.core.parallel.gradients import clip_grads, grad_norm, scale_grads
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.strategy import Losses, Strategy, Trial
@@ -59,6 +60,8 @@ class TrainState:
     """Moving averages of the weights, where they are wanted."""
     metrics: TrainMetrics | None = None
     """Gets the outputs of the training, where the log shall have metrics of them."""
+    global_loss: GlobalLoss | None = None
+    """Makes two passes over each global batch, where the loss needs all its samples."""
     unfreezing: Unfreezing | None = None
     """The parameters that are trainable at each step. `strategy` is wrapped for the parameters of `step`."""
     step: int = 0
@@ -158,6 +161,9 @@ def train_step(
     ignored = [head for head, coefficient in state.coefficients.items() if not coefficient]
     began = strategy.begin_step(Trial(lambda: micro_batches[0].batch, state.precision, ignored))
     result.marks += [] if began is None else [began]
+    if state.global_loss is not None:
+        seeds = [derive_seed(state.seed, result.step, state.world.rank, number) for number in range(len(micro_batches))]
+        state.global_loss.gather(strategy, micro_batches, seeds, derive_seed(state.seed, result.step))
     for number, micro_batch in enumerate(one_ahead(micro_batches)):
         last = number == len(micro_batches) - 1
         rest = forward_backward_step(state, micro_batch, result, number=number, last=last)
@@ -198,7 +204,8 @@ def forward_backward_step(
         kept = strategy.unwrapped.kept
         kept.is_wanted = metrics is not None and metrics.wants_output
         with state.precision.autocast():
-            losses: Losses = strategy.forward(micro_batch.batch)
+            call = None if state.global_loss is None else state.global_loss.call(number, last)
+            losses: Losses = strategy.forward(micro_batch.batch, call)
         output = map_tensors(kept.take(), Tensor.detach)
         losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
         factors, rest = _factors(state, losses, result.totals, micro_batch)
@@ -284,7 +291,7 @@ def _factors(
                 remedy="compute it from the model's output, without detach(), .item() or torch.no_grad(); "
                 "or give it the coefficient 0",
             )
-        counts = bool(units[head]) and not micro_batch.filler
+        counts = bool(units[head]) and (not micro_batch.filler or state.global_loss is not None)
         factor = coefficients[head] * world / units[head] if counts else 0.0
         factors[head] = torch.full_like(value, factor / rest)
     return factors, rest

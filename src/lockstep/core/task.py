@@ -187,6 +187,16 @@ class Task(abc.ABC):
         is computed from, so that nothing is kept for a backward pass.
         """
 
+    def embed(self, model: nn.Module, batch: Batch) -> Any:
+        """The outputs of which the loss needs those of all samples of the global batch, such as embeddings.
+
+        Tensors with the batch as first dimension, or a dict, tuple or list of them. They are gathered over ranks and
+        micro-batches, in the order of the samples' indices, and `loss` gets them in the place of a batch. Gradients
+        flow through tensors of floating-point numbers. Then evaluations have no loss, only metrics: the loss depends
+        on which samples stand together. By default, `loss` gets each micro-batch alone.
+        """
+        return batch
+
     def predict(self, model: nn.Module, batch: Batch) -> Any:
         """The outputs for metrics and users: tensors with the batch as first dimension, or a dict, tuple or list of
         them."""
@@ -203,6 +213,16 @@ class Task(abc.ABC):
         return `lockstep.Metrics(metrics, update)`.
         """
         return None
+
+
+def needs_global_batch(task: Task) -> bool:
+    """True if the loss needs all samples of the global batch: the task has a method `embed`."""
+    return getattr(task.embed, "__func__", None) is not Task.embed
+
+
+def loss_of_batch(task: Task) -> Callable[[nn.Module, Batch], Any]:
+    """A function that gives what `Task.loss` returns for a batch by itself, as if it were the global batch."""
+    return lambda model, batch: task.loss(model, task.embed(model, batch))
 
 
 # Methods of a Presenter. A task may have methods with these names for itself.

@@ -77,7 +77,7 @@ def signatures(task: Task) -> None:
     Raises:
         UsageError: names the method, its line, and the arguments.
     """
-    for name in ("prepare", "collate", "weight", "loss", "predict"):
+    for name in ("prepare", "collate", "weight", "loss", "embed", "predict"):
         expected = [key for key in inspect.signature(getattr(Task, name)).parameters if key != "self"]
         method = getattr(task, name)
         try:

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.core import task_checks
 from lockstep.core.data.loader import is_default
-from lockstep.core.task import Metrics, Task
+from lockstep.core.task import Metrics, Task, loss_of_batch, needs_global_batch
 from lockstep.verify.generators import disturb, states
 from lockstep.verify.reference.data import mapped, read
 
@@ -75,6 +75,7 @@ class ComparableTask(Task):
         unchanged += [] if changes.float64 or changes.exact or changes.fixed_buffers else ["predict"]
         changes_loss = changes.float64 or changes.exact or changes.fixed_buffers or changes.note_generators
         unchanged += [] if changes_loss else ["loss"]
+        unchanged += [] if changes_loss and needs_global_batch(task) else ["embed"]
         for name in unchanged:
             setattr(self, name, getattr(task, name))
 
@@ -103,7 +104,7 @@ class ComparableTask(Task):
         for norm in norms:
             norm.momentum = None  # type: ignore[assignment]  # None: the mean over all batches
         with torch.no_grad(), DropoutDisabled():
-            self.task.loss(model.train(), self._converted(batch))
+            loss_of_batch(self.task)(model.train(), self._converted(batch))
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
 
@@ -137,6 +138,10 @@ class ComparableTask(Task):
             self.generator_states.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
         with self._without_dropout(), buffers_put_back(model, self.changes.fixed_buffers):
             return self.task.loss(model, self._converted(batch))
+
+    def embed(self, model: nn.Module, batch: Any) -> Any:
+        with self._without_dropout(), buffers_put_back(model, self.changes.fixed_buffers):
+            return self.task.embed(model, self._converted(batch))
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
         with self._without_dropout():

@@ -55,7 +55,7 @@ def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch]) -> 
     """
     (whole, _), *halves = batches
     with _recorded(model, batches[0][1]) as record, CoarseOperations() as coarse:
-        losses = data.heads(task.loss(model, whole))
+        losses = data.losses(task, model, whole)
         objective = sum_of_heads(losses)
         functions = list(own_backwards(objective))
         torch.autograd.backward(objective)
@@ -65,7 +65,7 @@ def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch]) -> 
     losses_of_halves, records = [], []
     for half, size in halves:
         with torch.no_grad(), _recorded(model, size) as record_of_half:
-            losses_of_halves.append(data.heads(task.loss(model, half)))
+            losses_of_halves.append(data.losses(task, model, half))
         records.append(record_of_half)
     units = [data.count_units(task, [half]) for half in halves]
     for head, loss in losses.items():
@@ -99,7 +99,7 @@ def shrinking_heads(task: Task, model: nn.Module, batches: Sequence[Batch]) -> l
         batches: a batch and its halves, of as many samples as possible.
     """
     with torch.no_grad():
-        whole, *halves = [data.heads(task.loss(model, batch)) for batch, _ in batches]
+        whole, *halves = [data.losses(task, model, batch) for batch, _ in batches]
     units_of_whole, units_of_halves = data.count_units(task, batches[:1]), data.count_units(task, batches[1:])
     found = []
     for head, loss in whole.items():

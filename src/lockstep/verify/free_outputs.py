@@ -109,7 +109,7 @@ def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple
     def objective() -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
         for batch, _ in batches:
-            for head, loss in data.heads(task.loss(outputs, batch)).items():
+            for head, loss in data.losses(task, outputs, batch).items():
                 count = data.units_of(units, head)
                 total = total + (coefficients.get(head, 1.0) * loss.cpu().double() / count if count else 0.0)
         return total

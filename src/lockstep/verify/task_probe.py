@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.core import batch_norm
 from lockstep.core.parallel.world import join_world
 from lockstep.core.run_model import build_model, make_optimizer, seed_everything
-from lockstep.core.task import Task
+from lockstep.core.task import Task, loss_of_batch, needs_global_batch
 from lockstep.trainer.trainer import Trainer
 from lockstep.verify import generators
 from lockstep.verify.comparable_task import (
@@ -27,7 +27,7 @@ from lockstep.verify.comparable_task import (
     sum_of_heads,
     to_float64,
 )
-from lockstep.verify.coupling import COUPLED, Batch, measure_coupling, shrinking_heads
+from lockstep.verify.coupling import COUPLED, Batch, Coupling, measure_coupling, shrinking_heads
 from lockstep.verify.derivative import wrong_derivative
 from lockstep.verify.reference import data
 from lockstep.verify.repetition import depends_on_rank, differs, model_difference
@@ -95,6 +95,8 @@ class TaskProbe:
     """True if every tensor of a batch goes into the model."""
     has_comparison: bool = False
     """True if the loss makes a number for each pair of samples, or sorts them. Then its weight need not add up."""
+    gathers: bool = False
+    """True if the task has `embed`, whose outputs ranks gather."""
     compares_samples: str = ""
     """The way in which the loss compares the samples of a batch on purpose; empty where it does not."""
     collectives: list[str] = field(default_factory=list)
@@ -216,7 +218,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         built = build_model(trainer.config, task, world, steps_per_epoch=1)
         make_optimizer(trainer.config, task, built.strategy.unwrapped.model, built.blocks)
         seed_everything(trainer.config)
-        probe = TaskProbe()
+        probe = TaskProbe(gathers=needs_global_batch(task))
 
         def make() -> nn.Module:
             seed_everything(trainer.config)
@@ -232,8 +234,9 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         probe.random_in_collate = generators.changed(before)
         with contextlib.suppress(Exception):  # the training itself reports an error in the model or the loss
             probe.model_difference = model_difference(make, model, partial(_loss, task, whole))
-        probe.random = generators.random_operations(task.loss, model, whole)
-        probe.random_in_evaluation = generators.random_operations(task.loss, model.eval(), whole)
+        loss = loss_of_batch(task)
+        probe.random = generators.random_operations(loss, model, whole)
+        probe.random_in_evaluation = generators.random_operations(loss, model.eval(), whole)
         with contextlib.suppress(Exception):  # whether the task can predict is for other checks to find
             probe.random_in_prediction = generators.random_operations(task.predict, model, whole)
             probe.prediction_difference = differs(task.predict, model, whole)
@@ -247,12 +250,12 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                 model = exact.model().to(world.device).train()
                 samples = read(exact)
                 batches = _batches(exact, samples, world.device)
-                probe.random_without_dropout = generators.random_operations(exact.loss, model, batches[0][0])
+                probe.random_without_dropout = generators.random_operations(loss_of_batch(exact), model, batches[0][0])
                 _refuse_other_formats(model, float64)
                 _find_moving_buffers(probe, exact, model, batches[0][0])
                 exact.changes = dataclasses.replace(exact.changes, fixed_buffers=tuple(probe.moving_buffers))
                 _look_at_coupling(probe, exact, model, batches, partial(read, exact))
-                probe.loss_difference = differs(exact.loss, model, batches[-1][0])
+                probe.loss_difference = differs(loss_of_batch(exact), model, batches[-1][0])
                 _compare_weights(probe, exact, samples)
                 _find_remarks(probe, exact, model, samples, batches[-1][0])
                 break
@@ -265,7 +268,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
 
 
 def _loss(task: Task, batch: Any, model: nn.Module) -> Any:
-    return data.heads(task.loss(model, batch))
+    return data.losses(task, model, batch)
 
 
 def _samples(task: Task, *, train_samples: int, seed: int, skip: bool, most: int = 8) -> list[Any]:
@@ -332,6 +335,8 @@ def _look_at_coupling(
             if found.compares_samples:
                 found.mean_heads = shrinking_heads(task, model, converted(_batches(task, samples, device)))
                 break
+    if needs_global_batch(task):  # samples are compared on purpose, and all of a global batch are there
+        found = Coupling(found.epsilon, found.coarse, found.own_backwards)
     probe.coupling, probe.mean_heads = found.coupling, found.mean_heads
     probe.epsilon, probe.coarse, probe.own_backwards = found.epsilon, found.coarse, found.own_backwards
     probe.without_labels = found.without_labels
@@ -358,11 +363,11 @@ def _find_remarks(probe: TaskProbe, task: ComparableTask, model: nn.Module, samp
     if probe.loss_difference or probe.random_without_dropout:
         return
     with contextlib.suppress(Exception):  # pretended collectives give arbitrary numbers
-        probe.rank_difference = "" if probe.collectives else depends_on_rank(task.loss, model, batch)
+        probe.rank_difference = "" if probe.collectives else depends_on_rank(loss_of_batch(task), model, batch)
     if not task.changes.float64:
         return
     with contextlib.suppress(Exception):
-        difference = wrong_derivative(task.loss, model, batch, epsilon=probe.epsilon)
+        difference = wrong_derivative(loss_of_batch(task), model, batch, epsilon=probe.epsilon)
         probe.derivative = "wrong" if difference else "compared"
         if difference:
             probe.remarks.append(
@@ -379,7 +384,7 @@ def _find_moving_buffers(probe: TaskProbe, task: Task, model: nn.Module, batch: 
     """Find out whether a second training pass over the same batch has another loss, and which buffers moved."""
 
     def loss() -> float:
-        return sum_of_heads(data.heads(task.loss(model, batch))).item()
+        return sum_of_heads(data.losses(task, model, batch)).item()
 
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad():
@@ -397,5 +402,5 @@ def _find_moving_buffers(probe: TaskProbe, task: Task, model: nn.Module, batch: 
 def _collectives(task: Task, batch: Any, device: torch.device) -> list[str]:
     """Names of the collectives that the loss makes in a pretended world of two ranks. None of them communicates."""
     with pretended_ranks(2) as operations, contextlib.suppress(Exception):
-        task.loss(task.model().to(device).train(), batch)
+        data.losses(task, task.model().to(device).train(), batch)
     return operations.names

@@ -36,7 +36,7 @@ def other_units(task: Task, model: nn.Module, samples: Sequence[Any], device: to
         outputs.outputs = nn.ParameterList()  # batches differ in size
         batch = task.collate(list(part))
         with torch.no_grad():
-            losses = data.heads(task.loss(outputs, data.to_device(batch, device)))
+            losses = data.losses(task, outputs, data.to_device(batch, device))
         counts = data.count_units(task, [(batch, len(part))])
         classes |= {size for output in outputs.outputs for size in output.shape if size > 1}
         for head, loss in losses.items():

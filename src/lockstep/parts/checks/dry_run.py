@@ -168,7 +168,7 @@ def look_at_evaluation(
     (micro_batch,) = read(loader, [[number * plan.length // count for number in range(count)]])
     metrics, update = task_checks.metrics(task)
     by_head, output = measure(task, forward, micro_batch, precision=precision, wants_output=False)
-    names = ["loss", *(f"loss/{head}" for head in by_head if len(by_head) > 1), "samples", "bad"]
+    names = [*["loss"][: len(by_head)], *(f"loss/{head}" for head in by_head if len(by_head) > 1), "samples", "bad"]
     messages = same_samples.check_batch(
         micro_batch, loader, what="evaluation", where="Task.eval_data or Task.prepare", world=world
     )

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.core.task import Task
+from lockstep.core.task import Task, loss_of_batch
 from lockstep.verify.reference.order import seed_of
 
 EVERY_HEAD = ""
@@ -83,6 +83,11 @@ def heads(returned: Any) -> dict[str, Tensor]:
     """The losses that `Task.loss` returned, by head. In evaluation it may return a pair of losses and output."""
     losses = returned[0] if isinstance(returned, tuple) else returned
     return dict(losses) if isinstance(losses, Mapping) else {"loss": losses}
+
+
+def losses(task: Task, model: Any, batch: Any) -> dict[str, Tensor]:
+    """The losses of a batch by head, as if it were the whole global batch."""
+    return heads(loss_of_batch(task)(model, batch))
 
 
 def count_units(task: Task, batches: Iterable[tuple[Any, int]]) -> dict[str, float]:

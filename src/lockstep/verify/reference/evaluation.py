@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.task import Metrics, Task, update_from_pair
+from lockstep.core.task import Metrics, Task, needs_global_batch, update_from_pair
 from lockstep.verify.reference import data
 from lockstep.verify.reference.checkpoint import load_trained_weights, newest
 
@@ -43,7 +43,7 @@ def evaluate_model(
                 continue
             batch = task.collate(samples)
             on_device = data.to_device(batch, device)
-            losses = data.heads(task.loss(model, on_device))
+            losses = {} if needs_global_batch(task) else data.losses(task, model, on_device)
             counted = data.count_units(task, [(batch, len(samples))])
             for head, loss in losses.items():
                 sums[head] = sums.get(head, 0.0) + float(loss)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.task import Task
+from lockstep.core.task import Task, needs_global_batch
 from lockstep.verify.reference import data
 from lockstep.verify.reference.order import samples_of_step
 
@@ -86,7 +86,8 @@ def reference_gradient(
     )
     skip = config["data"]["on_error"] != "raise"
     samples = data.read(task, samples_of, indices, epoch=epoch, training=True, seed=config["seed"], skip=skip)
-    parts = [samples[start : start + _BATCH_SIZE] for start in range(0, len(samples), _BATCH_SIZE)]
+    size = len(samples) if needs_global_batch(task) else _BATCH_SIZE
+    parts = [samples[start : start + size] for start in range(0, len(samples), size)]
     comparison = _gradient(task, model, parts, device)
     _move_by_one_rounding(model)
     again = _gradient(task, model, [part[::-1] for part in parts], device)
@@ -102,7 +103,7 @@ def _gradient(task: Task, model: nn.Module, parts: list[list[Any]], device: torc
     epsilon = 0.0
     for part in parts:
         batch = task.collate(part)
-        losses = data.heads(task.loss(model, data.to_device(batch, device)))
+        losses = data.losses(task, model, data.to_device(batch, device))
         counted = data.count_units(task, [(batch, len(part))])
         for place, (head, loss) in enumerate(losses.items()):
             epsilon = max(epsilon, torch.finfo(loss.dtype).eps)
