@@ -1,6 +1,6 @@
 """A loss over the global batch: seconds and memory of a step against a plain loop that holds the whole batch.
 
-    python benchmarks/global_loss.py [--steps 12] [--batch 512] [--width 512] [--rounds 3]
+    python benchmarks/global_loss.py [--steps 12] [--batch 512] [--width 512] [--rounds 3] [--micros 512 64 16]
 
 Two towers of convolutions over pictures of 64 x 64 pixels, with the loss of CLIP, on one process. `plain` computes all
 embeddings with their graph, and one backward pass. Lockstep has the given micro-batches: a pass without gradient, then
@@ -11,6 +11,7 @@ process above that before its first step.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -84,7 +85,7 @@ def lockstep(options, micro):
     config = {
         "batch": {"global": options.batch, "micro": micro},
         "train": {"steps": options.steps},
-        "log": {"every_steps": 1, "writers": [], "pictures": 0, "flops": False},
+        "log": {"every_steps": 1, "writers": ["json_lines"], "pictures": 0, "flops": False},
         "device": "cpu",
     }
     seconds, begun = [], []
@@ -99,7 +100,7 @@ def lockstep(options, micro):
         trainer = Trainer(config, run_dir=folder + "/run", quiet=True)
         trainer.fit(Watched(options.batch, options.width))
         times = [entry["time_s"] for entry in trainer.history if "train/loss" in entry]
-        seconds = [later - earlier for earlier, later in zip(times[1:], times[2:], strict=False)]
+        seconds = [later - earlier for earlier, later in itertools.pairwise(times[1:])]
     return statistics.median(seconds), resident_mb() - begun[0]
 
 
@@ -109,14 +110,15 @@ def main():
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--micros", type=int, nargs="*", default=[512, 64, 16])
+    parser.add_argument("--micros", type=int, nargs="*", help="default: the batch, an eighth of it, a 32nd")
     parser.add_argument("--way", type=int, help=argparse.SUPPRESS)  # one measurement: 0 is plain, else the micro-batch
     options = parser.parse_args()
     if options.way is not None:
         torch.set_num_threads(1)
         print(json.dumps(lockstep(options, options.way) if options.way else plain(options)))
         return
-    found = {way: [] for way in (0, *options.micros)}
+    micros = options.micros or [options.batch, options.batch // 8, options.batch // 32]
+    found = {way: [] for way in (0, *micros)}
     for _ in range(options.rounds):
         for way, results in found.items():
             own = [sys.executable, __file__, *sys.argv[1:], "--way", str(way)]
