@@ -107,6 +107,7 @@ def fit_in_memory(task, settings):
             parts=parts,
             consensus=StopConsensus(world, StopFlag()),
             evaluate=evaluates,
+            step=prepared.step,
         )
         loop.check_any_update(prepared.state)
         prepared.state.strategy.begin_step()

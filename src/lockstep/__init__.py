@@ -3,6 +3,8 @@
 Trainer: trains, evaluates, predicts and exports as a config says.
 Task: what a user writes: model, data, loss, metrics.
 Metrics: what `Task.metrics` may return, for batches that are not (input, target) pairs.
+AlternatingTask: a task whose players, such as a generator and a discriminator, update in turn.
+Player, Follower: parameters with a loss of their own; parameters that follow others as a moving average.
 Part: joins a training at its events: messages, figures of the log, a stop of one's own.
 Writer: takes the entries of the log; the base of writers of one's own.
 TaskOptions: the base of the options of a task that another distribution offers.
@@ -21,22 +23,39 @@ import sys
 
 TYPE_CHECKING = False  # typing's own would take as long to import as Python to start
 __version__ = "0.1.0"
-__all__ = ["LockstepError", "Metrics", "Part", "Presenter", "RunConfig", "Task", "TaskOptions", "Trainer", "Writer"]
+__all__ = [
+    "AlternatingTask",
+    "Follower",
+    "LockstepError",
+    "Metrics",
+    "Part",
+    "Player",
+    "Presenter",
+    "RunConfig",
+    "Task",
+    "TaskOptions",
+    "Trainer",
+    "Writer",
+]
 
 if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
     from lockstep.core.config.task_options import TaskOptions
     from lockstep.core.errors import LockstepError
     from lockstep.core.part import Part
+    from lockstep.core.players import AlternatingTask, Follower, Player
     from lockstep.core.presenter import Presenter
     from lockstep.core.task import Metrics, Task
     from lockstep.core.writer import Writer
     from lockstep.trainer.trainer import Trainer
 
 _HOMES = {
+    "AlternatingTask": "core.players",
+    "Follower": "core.players",
     "LockstepError": "core.errors",
     "Metrics": "core.task",
     "Part": "core.part",
+    "Player": "core.players",
     "Presenter": "core.presenter",
     "RunConfig": "core.config.sections",
     "Task": "core.task",

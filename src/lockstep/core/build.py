@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from lockstep.core.global_loss import GlobalLoss
 from lockstep.core.loop import Intervals
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
+from lockstep.core.players import players_of, turns_of
 from lockstep.core.run_data import EvaluationData, agreed_fingerprint, grouping, make_loader, step_plan
 from lockstep.core.run_model import (
     build_model,
@@ -34,7 +35,7 @@ from lockstep.core.run_model import (
     make_schedule,
     seed_everything,
 )
-from lockstep.core.step import TrainState
+from lockstep.core.step import StepResult, TrainState, train_step
 from lockstep.core.stopping import Stopping
 from lockstep.core.task import Task, needs_global_batch
 from lockstep.core.train_metrics import TrainMetrics
@@ -77,6 +78,8 @@ class Run:
     """Lines for the beginning of the log."""
     warnings: list[str]
     """Warnings that every start of the run shows at its beginning and at its end."""
+    step: Callable[..., StepResult]
+    """Consumes a global batch: `train_step`, or the updates of all players of a task."""
     stopping: Stopping
     """Decides whether the training ends before `stop`."""
     may_be_infinite: finite.Grades = field(default_factory=dict)
@@ -204,6 +207,7 @@ def prepare_run(
         form=Form.of(model),
         messages=messages,
         warnings=list(dict.fromkeys([*(checkpoint.manifest["warnings"] if checkpoint else ()), *warnings])),
+        step=turns_of(task, state, config).step if players_of(task) else train_step,
         stopping=Stopping(train.stop_when, train.max_time),
     )
 

@@ -269,7 +269,7 @@ def _losses(results: Sequence[StepResult]) -> tuple[dict[str, list[Tensor]], dic
         for by_head, counts in zip(result.losses, result.counted, strict=False):
             for head, value in by_head.items():
                 sums.setdefault(head, []).extend([value] if counts else [])
-        for head in result.losses[0] if result.losses else ():
+        for head in dict.fromkeys(head for by_head in result.losses for head in by_head):
             units[head] = units.get(head, 0.0) + result.totals.get(head, result.totals.get(SAMPLES, 0.0))
     return {head: sums[head] for head in sorted(sums)}, units  # sorted: the same order on every rank
 

@@ -177,6 +177,7 @@ def train(
             writers=run.writers,
             evaluated=run.results,
             stopping=run.stopping,
+            step=run.step,
         )
         saver.finish()
         _give_artifacts(run)

@@ -1,0 +1,247 @@
+"""Alternating updates: players of a task, each with parameters and a loss of its own, update one after the other.
+
+A step of training consumes one global batch. Each player whose turn it is makes an update with it: a whole exact step,
+`step.train_step`, of its own parameters and its own loss. The losses of later players see the updates of earlier ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.config.sections import RunConfig
+from lockstep.core.data.loader import MicroBatch
+from lockstep.core.data.order import derive_seed
+from lockstep.core.errors import UsageError, listed
+from lockstep.core.parallel.factory import make_strategy
+from lockstep.core.parallel.strategy import Forward, Losses
+from lockstep.core.step import StepResult, TrainState, train_step
+from lockstep.core.task import Batch, Task, needs_global_batch
+
+
+@dataclass(frozen=True)
+class Player:
+    """Some parameters of the model, and the loss that they lower."""
+
+    name: str
+    """The loss is the task's method `<name>_loss(model, batch)`, the SUM over the units that `weight` counts. It is also
+    the name of the loss in the log and in evaluations."""
+    match: str | Sequence[str]
+    """Patterns of names of parameters, with `*` and `?`."""
+    every: int = 1
+    """It updates at every so many-th step."""
+    updates: int = 1
+    """Updates in such a step, all with the same global batch."""
+
+
+@dataclass(frozen=True)
+class Follower:
+    """A part of the model that follows another part as a moving average, such as a teacher that follows its student.
+
+    After each step, each parameter becomes decay * itself + (1 - decay) * its leader. It has no gradient.
+    """
+
+    match: str
+    """Prefix of the names of its parameters, such as `teacher.`."""
+    of: str
+    """Prefix of the names of the parameters that they follow, such as `student.`. The rest of the names is the same."""
+    decay: float
+
+
+class AlternatingTask(Task):
+    """A task whose players update in turn: a generator and a discriminator, an actor and a critic.
+
+    In place of `loss`, write a method `<name>_loss(model, batch)` for each player, which returns the SUM of its loss over
+    the units: a scalar tensor. `weight` returns None (the unit is the sample) or a dict by player. Evaluations have the
+    losses of all players.
+    """
+
+    players: Sequence[Player] = ()
+    """In the order in which they update. Each trainable parameter belongs to one of them."""
+    followers: Sequence[Follower] = ()
+
+    def loss(self, model: nn.Module, batch: Batch) -> Losses:
+        return {player.name: self.loss_of(player.name, model, batch) for player in self.players}
+
+    def loss_of(self, name: str, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of a player."""
+        found: Tensor = getattr(self, f"{name}_loss")(model, batch)
+        return found
+
+
+@dataclass
+class Turns:
+    """The players of a training on this rank."""
+
+    states: list[tuple[Player, TrainState]]
+    """Each player, with a state that has the player's own strategy. Everything else belongs to the whole training."""
+    followers: list[tuple[list[Tensor], list[Tensor], float]]
+    """Parameters, those that they follow, and the decay."""
+
+    def step(
+        self, state: TrainState, micro_batches: Sequence[MicroBatch], samples: int, *, want_norm: bool = False
+    ) -> StepResult:
+        """Consume one global batch: the updates of all players whose turn it is. For the arguments, see `train_step`.
+
+        Args:
+            state: of the whole training.
+        """
+        whole = StepResult(state.step, samples, totals={})
+        for place, (player, own) in enumerate(self.states):
+            for number in range(player.updates if (state.step + 1) % player.every == 0 else 0):
+                own.step, own.skipped = state.step, state.skipped
+                own.seed = derive_seed(state.seed, place, number)
+                with self._turn(own):
+                    result = train_step(own, _of_player(micro_batches, player.name), samples, want_norm=want_norm)
+                _add(whole, result, player.name)
+        state.step += 1
+        state.skipped += not whole.applied
+        if whole.applied:
+            for followers, leaders, decay in self.followers:
+                torch._foreach_lerp_(followers, leaders, 1 - decay)
+            if state.averages is not None:
+                state.averages.update(state.step - state.skipped)
+        return whole
+
+    @contextlib.contextmanager
+    def _turn(self, own: TrainState) -> Generator[None, None, None]:
+        """Inside, only the parameters of one player are trainable."""
+        others = [p for _, state in self.states if state is not own for p in state.strategy.trainable.values()]
+        _set_trainable(others, False)
+        try:
+            yield
+        finally:
+            _set_trainable(others, True)
+
+
+def players_of(task: Task) -> Sequence[Player]:
+    """The players of a task. Most tasks have none."""
+    found: Sequence[Player] = getattr(task, "players", ())
+    return found
+
+
+def turns_of(task: Any, state: TrainState, config: RunConfig) -> Turns:
+    """The players of an `AlternatingTask`, each with a strategy of its own for its parameters.
+
+    Raises:
+        UsageError: a parameter belongs to no player or to two, a pattern matches nothing, a player has no loss; or the
+            config has what players cannot have.
+    """
+    players = players_of(task)
+    _check(task, players, config)
+    model = state.strategy.unwrapped.model
+    by_name = dict(model.named_parameters())
+    followers = [_follow(by_name, follower) for follower in task.followers]
+    owned = _owned(players, [name for name, parameter in by_name.items() if parameter.requires_grad])
+    every = [by_name[name] for names in owned.values() for name in names]
+    states = []
+    for player in players:
+        strategy = make_strategy(config.parallel, state.world)
+        _set_trainable(every, False)
+        _set_trainable([by_name[name] for name in owned[player.name]], True)
+        forward = Forward(model, _loss_of(task, player.name), uses_graphs=config.compute.uses_cuda_graphs)
+        strategy.wrap(forward)
+        own = {name: factor for name, factor in state.coefficients.items() if name == player.name}
+        changes: dict[str, Any] = {"strategy": strategy, "averages": None, "metrics": None, "coefficients": own}
+        states.append((player, dataclasses.replace(state, **changes)))
+    _set_trainable(every, True)
+    return Turns(states, followers)
+
+
+def _loss_of(task: Any, name: str) -> Any:
+    return lambda model, batch: {name: task.loss_of(name, model, batch)}
+
+
+def _set_trainable(parameters: Sequence[Tensor], trains: bool) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(trains)
+
+
+def _of_player(micro_batches: Sequence[MicroBatch], name: str) -> list[MicroBatch]:
+    """The micro-batches, with the units of one player."""
+    if micro_batches[0].weights is None:
+        return list(micro_batches)
+    return [dataclasses.replace(one, weights={name: (one.weights or {})[name]}) for one in micro_batches]
+
+
+def _add(whole: StepResult, result: StepResult, name: str) -> None:
+    """Add the update of a player to the result of the step."""
+    whole.bad = result.bad  # the same samples, read once
+    if result.losses:
+        whole.indices += result.indices
+        whole.counted += result.counted
+        whole.losses += result.losses
+    whole.totals[name] = whole.totals.get(name, 0.0) + next(iter(result.totals.values()))
+    whole.grad_norm = result.grad_norm if result.grad_norm is not None else whole.grad_norm
+    whole.applied |= result.applied
+
+
+def _owned(players: Sequence[Player], names: Sequence[str]) -> Mapping[str, list[str]]:
+    """The names of the trainable parameters of each player.
+
+    Raises:
+        UsageError: a parameter has no player or two, or a player has no parameter.
+    """
+    owned: dict[str, list[str]] = {player.name: [] for player in players}
+    for name in names:
+        owners = [player.name for player in players if any(fnmatch.fnmatchcase(name, one) for one in _patterns(player))]
+        if len(owners) != 1:
+            what = f"belongs to {' and '.join(owners)}" if owners else "belongs to no player"
+            remedy = "let each trainable parameter match the patterns of one player, or freeze it in Task.model"
+            raise UsageError(f"the parameter {name} {what}", where="Task.players", remedy=remedy)
+        owned[owners[0]].append(name)
+    for name, found in owned.items():
+        if not found:
+            remedy = f"correct `match`; the model has {listed(list(names), 5)}"
+            raise UsageError(f"player {name} has no trainable parameter", where="Task.players", remedy=remedy)
+    return owned
+
+
+def _patterns(player: Player) -> Sequence[str]:
+    return [player.match] if isinstance(player.match, str) else player.match
+
+
+def _follow(by_name: Mapping[str, nn.Parameter], follower: Follower) -> tuple[list[Tensor], list[Tensor], float]:
+    pairs = [
+        (parameter, by_name.get(follower.of + name.removeprefix(follower.match)))
+        for name, parameter in by_name.items()
+        if name.startswith(follower.match)
+    ]
+    if not pairs or any(leader is None or leader.shape != parameter.shape for parameter, leader in pairs):
+        remedy = "write the prefixes of two parts with the same parameters: Follower('teacher.', of='student.', ...)"
+        what = f"the parameters {follower.match}* and {follower.of}* are not the same"
+        raise UsageError(what, where="Task.followers", remedy=remedy)
+    _set_trainable([parameter for parameter, _ in pairs], False)
+    return (
+        [one.detach() for one, _ in pairs],
+        [leader.detach() for _, leader in pairs if leader is not None],
+        follower.decay,
+    )
+
+
+def _check(task: Task, players: Sequence[Player], config: RunConfig) -> None:
+    """Check what can be known before the model is wrapped."""
+    names = [player.name for player in players]
+    remedy = "players = (Player('critic', 'critic.*', updates=5), Player('generator', 'generator.*'))"
+    if not players or len(set(names)) < len(names):
+        raise UsageError(f"there are the players {names}", where="Task.players", remedy=f"name each once: {remedy}")
+    if not any(player.every == 1 for player in players) or any(min(p.every, p.updates) < 1 for p in players):
+        what = (
+            "no player updates at every step" if any(player.every > 1 for player in players) else "a count is below 1"
+        )
+        raise UsageError(what, where="Task.players", remedy=f"give a player every=1: {remedy}")
+    refused = {
+        "parallel.strategy=fsdp": config.parallel.strategy == "fsdp",
+        "train.unfreeze": bool(config.train.unfreeze),
+        "Task.embed": needs_global_batch(task),
+    }
+    for where, is_set in refused.items():
+        if is_set:
+            raise UsageError("it cannot be used with players", where=where, remedy="leave it out, or Task.players")
