@@ -1,5 +1,7 @@
 """Tasks whose players update in turn, and the same by hand, for tests."""
 
+import itertools
+
 import numpy as np
 import torch
 from torch import nn
@@ -26,7 +28,7 @@ class Points(Dataset):
 
 
 def mlp(*sizes):
-    layers = [layer for pair in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(*pair), nn.Tanh())]
+    layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.Tanh())]
     return nn.Sequential(*layers[:-1]).double()
 
 
@@ -55,7 +57,7 @@ class Adversaries(AlternatingTask):
 
 
 class Critics(Adversaries):
-    """WGAN with a gradient penalty (Gulrajani et al. 2017): the critic updates at every step, its opponent at every third."""
+    """WGAN with a gradient penalty (Gulrajani et al. 2017): the generator updates at every third step."""
 
     players = (Player("discriminator", ["discriminator.*"]), Player("generator", "generator.*", every=3))
 

@@ -103,5 +103,5 @@ def test_a_player_whose_loss_misses_parameters_is_an_error():
         def discriminator_loss(self, model, batch):
             return model["discriminator"](batch[0]).sum()
 
-    with pytest.raises(Exception, match="2 trainable parameters got no gradient: generator.3"):
+    with pytest.raises(Exception, match=r"2 trainable parameters got no gradient: generator\.3"):
         runs.fit(Half(), settings())

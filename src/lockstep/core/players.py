@@ -31,8 +31,8 @@ class Player:
     """Some parameters of the model, and the loss that they lower."""
 
     name: str
-    """The loss is the task's method `<name>_loss(model, batch)`, the SUM over the units that `weight` counts. It is also
-    the name of the loss in the log and in evaluations."""
+    """The loss is the task's method `<name>_loss(model, batch)`: the SUM over the units that `weight` counts. The log and
+    evaluations call this loss `<name>`."""
     match: str | Sequence[str]
     """Patterns of names of parameters, with `*` and `?`."""
     every: int = 1
@@ -58,9 +58,9 @@ class Follower:
 class AlternatingTask(Task):
     """A task whose players update in turn: a generator and a discriminator, an actor and a critic.
 
-    In place of `loss`, write a method `<name>_loss(model, batch)` for each player, which returns the SUM of its loss over
-    the units: a scalar tensor. `weight` returns None (the unit is the sample) or a dict by player. Evaluations have the
-    losses of all players.
+    In place of `loss`, write a method `<name>_loss(model, batch)` for each player, which returns the SUM of its loss
+    over the units: a scalar tensor. `weight` returns None (the unit is the sample) or a dict by player. Evaluations have
+    the losses of all players.
     """
 
     players: Sequence[Player] = ()
@@ -219,11 +219,8 @@ def _follow(by_name: Mapping[str, nn.Parameter], follower: Follower) -> tuple[li
         what = f"the parameters {follower.match}* and {follower.of}* are not the same"
         raise UsageError(what, where="Task.followers", remedy=remedy)
     _set_trainable([parameter for parameter, _ in pairs], False)
-    return (
-        [one.detach() for one, _ in pairs],
-        [leader.detach() for _, leader in pairs if leader is not None],
-        follower.decay,
-    )
+    leaders = [leader.detach() for _, leader in pairs if leader is not None]
+    return [one.detach() for one, _ in pairs], leaders, follower.decay
 
 
 def _check(task: Task, players: Sequence[Player], config: RunConfig) -> None:
@@ -232,11 +229,14 @@ def _check(task: Task, players: Sequence[Player], config: RunConfig) -> None:
     remedy = "players = (Player('critic', 'critic.*', updates=5), Player('generator', 'generator.*'))"
     if not players or len(set(names)) < len(names):
         raise UsageError(f"there are the players {names}", where="Task.players", remedy=f"name each once: {remedy}")
-    if not any(player.every == 1 for player in players) or any(min(p.every, p.updates) < 1 for p in players):
-        what = (
-            "no player updates at every step" if any(player.every > 1 for player in players) else "a count is below 1"
-        )
-        raise UsageError(what, where="Task.players", remedy=f"give a player every=1: {remedy}")
+    for player in players:
+        if player.every < 1 or player.updates < 1:
+            raise UsageError(f"{player}: a count is below 1", where="Task.players", remedy="write 1 or more")
+        if isinstance(task, AlternatingTask) and not callable(getattr(task, f"{player.name}_loss", None)):
+            what = f"{type(task).__name__} has no method {player.name}_loss"
+            raise UsageError(what, where="Task.players", remedy=f"write def {player.name}_loss(self, model, batch)")
+    if not any(player.every == 1 for player in players):
+        raise UsageError("no player updates at every step", where="Task.players", remedy=f"give one every=1: {remedy}")
     refused = {
         "parallel.strategy=fsdp": config.parallel.strategy == "fsdp",
         "train.unfreeze": bool(config.train.unfreeze),
