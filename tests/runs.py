@@ -24,6 +24,7 @@ from lockstep.core.training_run import join_parts
 from lockstep.parts import built_in
 from lockstep.recipes import config_file
 from lockstep.trainer.trainer import Recorder
+from lockstep.updates.arrange import arrange
 from lockstep.weights.init_from import InitFrom
 
 
@@ -92,6 +93,7 @@ def fit_in_memory(task, settings):
         micro_batch = max(size for _, size in run_data.asked_micro_batches(config, world))
         beginning = InitFrom(config.train) if config.train.init_from else None
         prepared = build.prepare_run(config, task, world, micro_batch=micro_batch, checkpoint=None, beginning=beginning)
+        arrange(prepared)
         evaluates = dict
         if prepared.intervals.evaluate:
             data = run_data.evaluation_data(config, task, world, micro_batch=run_data.evaluated_at_once(config))

@@ -43,19 +43,19 @@ if TYPE_CHECKING:
     from lockstep.core.config.task_options import TaskOptions
     from lockstep.core.errors import LockstepError
     from lockstep.core.part import Part
-    from lockstep.core.players import AlternatingTask, Follower, Player
     from lockstep.core.presenter import Presenter
     from lockstep.core.task import Metrics, Task
     from lockstep.core.writer import Writer
     from lockstep.trainer.trainer import Trainer
+    from lockstep.updates.players import AlternatingTask, Follower, Player
 
 _HOMES = {
-    "AlternatingTask": "core.players",
-    "Follower": "core.players",
+    "AlternatingTask": "updates.players",
+    "Follower": "updates.players",
     "LockstepError": "core.errors",
     "Metrics": "core.task",
     "Part": "core.part",
-    "Player": "core.players",
+    "Player": "updates.players",
     "Presenter": "core.presenter",
     "RunConfig": "core.config.sections",
     "Task": "core.task",

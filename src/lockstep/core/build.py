@@ -23,11 +23,9 @@ from lockstep.core.data.data_check import check_data
 from lockstep.core.data.loader import StepIterator
 from lockstep.core.data.order import StepPlan
 from lockstep.core.ema import Ema
-from lockstep.core.global_loss import GlobalLoss
 from lockstep.core.loop import Intervals
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
-from lockstep.core.players import players_of, turns_of
 from lockstep.core.run_data import EvaluationData, agreed_fingerprint, grouping, make_loader, step_plan
 from lockstep.core.run_model import (
     build_model,
@@ -35,9 +33,9 @@ from lockstep.core.run_model import (
     make_schedule,
     seed_everything,
 )
-from lockstep.core.step import StepResult, TrainState, train_step
+from lockstep.core.step import StepResult, TrainState
 from lockstep.core.stopping import Stopping
-from lockstep.core.task import Task, needs_global_batch
+from lockstep.core.task import Task
 from lockstep.core.train_metrics import TrainMetrics
 from lockstep.core.writer import Writer, tell
 
@@ -78,12 +76,12 @@ class Run:
     """Lines for the beginning of the log."""
     warnings: list[str]
     """Warnings that every start of the run shows at its beginning and at its end."""
-    step: Callable[..., StepResult]
-    """Consumes a global batch: `train_step`, or the updates of all players of a task."""
     stopping: Stopping
     """Decides whether the training ends before `stop`."""
     may_be_infinite: finite.Grades = field(default_factory=dict)
     """Tensors that are not finite at the start of the run: a checkpoint may hold them."""
+    step: Callable[..., StepResult] | None = None
+    """Consumes a global batch in another way than `train_step`. None: `train_step`."""
     evaluated: list[EvaluationData] = field(default_factory=list)
     """The sets of data that the training evaluates. Empty: it evaluates nothing."""
     writers: list[Writer] = field(default_factory=list)
@@ -182,7 +180,6 @@ def prepare_run(
         metrics=TrainMetrics(task, world) if config.log.train_metrics else None,
         averages=Ema(model, train.ema_decay) if train.ema_decay else None,
         unfreezing=built.unfreezing,
-        global_loss=GlobalLoss(task, world, precision) if needs_global_batch(task) else None,
     )
     messages += beginning.load_state(model, state.optimizer, precision)
     optimizer_class.note_settings(state.optimizer)
@@ -207,7 +204,6 @@ def prepare_run(
         form=Form.of(model),
         messages=messages,
         warnings=list(dict.fromkeys([*(checkpoint.manifest["warnings"] if checkpoint else ()), *warnings])),
-        step=turns_of(task, state, config).step if players_of(task) else train_step,
         stopping=Stopping(train.stop_when, train.max_time),
     )
 

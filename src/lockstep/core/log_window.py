@@ -266,6 +266,9 @@ def _losses(results: Sequence[StepResult]) -> tuple[dict[str, list[Tensor]], dic
     sums: dict[str, list[Tensor]] = {}
     units: dict[str, float] = {}
     for result in results:
+        for head in result.totals.keys() - {SAMPLES}:  # a player of a task may have no turn in these steps
+            sums.setdefault(head, [])
+            units.setdefault(head, 0.0)
         for by_head, counts in zip(result.losses, result.counted, strict=False):
             for head, value in by_head.items():
                 sums.setdefault(head, []).extend([value] if counts else [])

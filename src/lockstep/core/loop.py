@@ -77,7 +77,7 @@ def fit(
     writers: Sequence[Writer] = (),
     evaluated: dict[str, float] | None = None,
     stopping: Stopping | None = None,
-    step: Callable[..., StepResult] = train_step,
+    step: Callable[..., StepResult] | None = None,
 ) -> dict[str, float]:
     """Train from `state.step` to `stop`, or until `stopping` or a Part ends the training.
 
@@ -94,7 +94,7 @@ def fit(
         evaluated: results of the evaluation at `state.step`, where the run goes on from a checkpoint that has them.
         stopping: decides after each evaluation whether the training ends there, and before each step whether that step
             is the last, because the time is up. What happens after the last step then happens, too.
-        step: consumes a global batch, as `train_step` does.
+        step: consumes a global batch. None: `train_step`.
 
     Returns:
         the last value of everything logged.
@@ -132,7 +132,7 @@ def fit(
         asked = device.mark()
         for micro_batches in batches:
             waited, due = (asked, device.mark()), loop.before_step()
-            result = step(state, micro_batches, plan.samples(state.step), want_norm=any(due))
+            result = (step or train_step)(state, micro_batches, plan.samples(state.step), want_norm=any(due))
             loop.add(result, waited)
             loop.after_step(micro_batches, due)
             if consensus() and state.step < loop.stop:

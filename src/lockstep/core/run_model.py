@@ -20,7 +20,6 @@ from lockstep.core.parallel import held_parameters
 from lockstep.core.parallel.factory import make_strategy
 from lockstep.core.parallel.strategy import Forward, Strategy
 from lockstep.core.parallel.world import World
-from lockstep.core.players import players_of
 from lockstep.core.schedule import Schedule, ScheduleConfig, scaled_lr
 from lockstep.core.task import Task, loss_of_batch, needs_global_batch
 from lockstep.core.unfreeze import Unfreezing
@@ -66,7 +65,7 @@ def build_model(
     """
     parallel, compute = config.parallel, config.compute
     training = steps_per_epoch is not None
-    strategy = make_strategy(parallel, world, trains=training and not players_of(task))  # each player has its own
+    strategy = make_strategy(parallel, world, trains=training and not task.players)  # a player has its own
     seed_everything(config)
     notes: list[str] = []
 

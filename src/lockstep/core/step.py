@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from lockstep.core.data.randomness import seed_forward
 from lockstep.core.data.tensors import map_tensors
 from lockstep.core.ema import Ema
 from lockstep.core.errors import TrainingError
-from lockstep.core.global_loss import GlobalLoss
 from lockstep.core.parallel.gradients import clip_grads, grad_norm, scale_grads
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.strategy import Losses, Strategy, Trial
@@ -36,6 +35,17 @@ from lockstep.core.unfreeze import Unfreezing
 
 SAMPLES = ""
 """The key of W where the unit of every head is the sample."""
+
+
+class FirstPass(Protocol):
+    """A pass over a global batch that comes before those of its micro-batches; see `updates.global_loss`."""
+
+    def run(self, state: TrainState, micro_batches: Sequence[MicroBatch], step: int) -> None:
+        """Make the pass of a step."""
+
+    def call(self, number: int, last: bool) -> Callable[[nn.Module, Any], Losses]:
+        """The losses of a micro-batch by head, as a function of model and batch."""
+        ...
 
 
 @dataclass
@@ -60,8 +70,8 @@ class TrainState:
     """Moving averages of the weights, where they are wanted."""
     metrics: TrainMetrics | None = None
     """Gets the outputs of the training, where the log shall have metrics of them."""
-    global_loss: GlobalLoss | None = None
-    """Makes two passes over each global batch, where the loss needs all its samples."""
+    first_pass: FirstPass | None = None
+    """A pass over the whole global batch before the others, where the loss needs all samples."""
     unfreezing: Unfreezing | None = None
     """The parameters that are trainable at each step. `strategy` is wrapped for the parameters of `step`."""
     step: int = 0
@@ -161,9 +171,8 @@ def train_step(
     ignored = [head for head, coefficient in state.coefficients.items() if not coefficient]
     began = strategy.begin_step(Trial(lambda: micro_batches[0].batch, state.precision, ignored))
     result.marks += [] if began is None else [began]
-    if state.global_loss is not None:
-        seeds = [derive_seed(state.seed, result.step, state.world.rank, number) for number in range(len(micro_batches))]
-        state.global_loss.gather(strategy, micro_batches, seeds, derive_seed(state.seed, result.step))
+    if state.first_pass is not None:
+        state.first_pass.run(state, micro_batches, result.step)
     for number, micro_batch in enumerate(one_ahead(micro_batches)):
         last = number == len(micro_batches) - 1
         rest = forward_backward_step(state, micro_batch, result, number=number, last=last)
@@ -198,13 +207,13 @@ def forward_backward_step(
     """
     strategy, world = state.strategy, state.world
     metrics = None if micro_batch.filler else state.metrics
-    seed_forward(derive_seed(state.seed, result.step, world.rank, number), world.device)
+    seed_forward(seed_of(state, result.step, number), world.device)
     without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
     with strategy.gradient_sync(last), without_trace:
         kept = strategy.unwrapped.kept
         kept.is_wanted = metrics is not None and metrics.wants_output
         with state.precision.autocast():
-            call = None if state.global_loss is None else state.global_loss.call(number, last)
+            call = None if state.first_pass is None else state.first_pass.call(number, last)
             losses: Losses = strategy.forward(micro_batch.batch, call)
         output = map_tensors(kept.take(), Tensor.detach)
         losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
@@ -218,6 +227,11 @@ def forward_backward_step(
     if metrics is not None and output is not None:
         metrics.add(output, micro_batch.batch)
     return rest
+
+
+def seed_of(state: TrainState, step: int, number: int) -> int:
+    """The seed of the forward pass of a micro-batch on this rank."""
+    return derive_seed(state.seed, step, state.world.rank, number)
 
 
 def _count_units(state: TrainState, micro_batches: Sequence[MicroBatch], samples: int) -> dict[str, float]:
@@ -291,7 +305,7 @@ def _factors(
                 remedy="compute it from the model's output, without detach(), .item() or torch.no_grad(); "
                 "or give it the coefficient 0",
             )
-        counts = bool(units[head]) and (not micro_batch.filler or state.global_loss is not None)
+        counts = bool(units[head]) and (not micro_batch.filler or state.first_pass is not None)
         factor = coefficients[head] * world / units[head] if counts else 0.0
         factors[head] = torch.full_like(value, factor / rest)
     return factors, rest

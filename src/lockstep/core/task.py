@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -88,6 +88,9 @@ class Task(abc.ABC):
     frozen_epochs: Mapping[str, int] = MappingProxyType({})
     """Epochs by pattern over names of parameters, with `*` and `?`: the task relies on these parameters being frozen in
     the first epochs. A config that trains them earlier is an error."""
+
+    players: Sequence[Any] = ()
+    """Players that update in turn; see `lockstep.AlternatingTask`."""
 
     presenter: type[Presenter] = Presenter
     """The class that shows samples, outputs and results to people."""

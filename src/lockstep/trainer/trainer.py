@@ -74,6 +74,7 @@ from lockstep.trainer import (
     training_state,
 )
 from lockstep.trainer.export import export_weights
+from lockstep.updates.arrange import arrange
 from lockstep.weights.init_from import InitFrom
 
 _PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
@@ -377,6 +378,7 @@ class Trainer:
             folder=self.run_dir,
             beginning=beginning,
         )
+        arrange(run)
         if checkpoint is not None:
             run.messages += resume.restore(checkpoint, run, self.allow_change)
             if world.rank == 0 and not self.quiet:

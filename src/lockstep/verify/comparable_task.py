@@ -75,6 +75,8 @@ class ComparableTask(Task):
         unchanged += [] if changes.float64 or changes.exact or changes.fixed_buffers else ["predict"]
         changes_loss = changes.float64 or changes.exact or changes.fixed_buffers or changes.note_generators
         unchanged += [] if changes_loss else ["loss"]
+        if task.players:
+            unchanged += ["players", "followers", *([] if changes_loss else ["loss_of"])]
         unchanged += [] if changes_loss and needs_global_batch(task) else ["embed"]
         for name in unchanged:
             setattr(self, name, getattr(task, name))
@@ -138,6 +140,11 @@ class ComparableTask(Task):
             self.generator_states.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
         with self._without_dropout(), buffers_put_back(model, self.changes.fixed_buffers):
             return self.task.loss(model, self._converted(batch))
+
+    def loss_of(self, name: str, model: nn.Module, batch: Any) -> Any:
+        """The loss of a player, where the task has players."""
+        with self._without_dropout(), buffers_put_back(model, self.changes.fixed_buffers):
+            return self.task.loss_of(name, model, self._converted(batch))  # type: ignore[attr-defined]
 
     def embed(self, model: nn.Module, batch: Any) -> Any:
         with self._without_dropout(), buffers_put_back(model, self.changes.fixed_buffers):

@@ -263,15 +263,19 @@ class TrainingRecorder(Recorder):
             return
         state, model, recording = run.state, run.model, self.recording
         step = state.step - 1
+        is_first = not recording.grad_norms or recording.grad_norms[-1][0] != step
         if not model.training:
             recording.steps_in_eval_mode.append(step)
         if self._reference_optimizer is not None:
             with restored_generators(state.world.device):  # an update may draw, and the training's must draw the same
-                self._reference_optimizer.before_update(step)
+                self._reference_optimizer.before_update(step, is_first=is_first)
+        if not is_first:  # the log has the norm of the last player
+            recording.grad_norms.pop()
         recording.grad_norms.append((step, float(grad_norm(state.parameters))))
         group = optimizer.param_groups[-1]
-        recording.learning_rates.append((self._updates, float(group["lr"]), float(group["base_lr"])))
-        self._updates += 1
+        if is_first:
+            recording.learning_rates.append((self._updates, float(group["lr"]), float(group["base_lr"])))
+        self._updates += is_first
         if self.options.unused_parameters:
             self._note_unused(model)
         if self._gradient is not None:
@@ -279,8 +283,8 @@ class TrainingRecorder(Recorder):
             whole = {
                 name: sharded_tensor.gather_on_rank0(gradient, state.world) for name, gradient in gradients.items()
             }
-            is_first = state.world.rank == 0
-            recording.gradients[step] = self._gradient.compare(whole, state.clip_norm) if is_first else self._gradient
+            compared = self._gradient.compare(whole, state.clip_norm) if state.world.rank == 0 else self._gradient
+            recording.gradients[step] = compared
             self._gradient = None
 
     def _note_unused(self, model: nn.Module) -> None:

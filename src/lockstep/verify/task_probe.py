@@ -17,6 +17,7 @@ from lockstep.core.parallel.world import join_world
 from lockstep.core.run_model import build_model, make_optimizer, seed_everything
 from lockstep.core.task import Task, loss_of_batch, needs_global_batch
 from lockstep.trainer.trainer import Trainer
+from lockstep.updates.players import Player
 from lockstep.verify import generators
 from lockstep.verify.comparable_task import (
     ComparableTask,
@@ -95,6 +96,8 @@ class TaskProbe:
     """True if every tensor of a batch goes into the model."""
     has_comparison: bool = False
     """True if the loss makes a number for each pair of samples, or sorts them. Then its weight need not add up."""
+    players: tuple[Player, ...] = ()
+    """The players of the task, which update in turn."""
     gathers: bool = False
     """True if the task has `embed`, whose outputs ranks gather."""
     compares_samples: str = ""
@@ -218,7 +221,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         built = build_model(trainer.config, task, world, steps_per_epoch=1)
         make_optimizer(trainer.config, task, built.strategy.unwrapped.model, built.blocks)
         seed_everything(trainer.config)
-        probe = TaskProbe(gathers=needs_global_batch(task))
+        probe = TaskProbe(players=tuple(task.players), gathers=needs_global_batch(task))
 
         def make() -> nn.Module:
             seed_everything(trainer.config)

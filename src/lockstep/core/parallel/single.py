@@ -31,6 +31,8 @@ class Single:
     forward: nn.Module
     unwrapped: Forward
     """The `Forward` inside the wrapper, or `forward` itself."""
+    gives_buffers = True
+    """`begin_step` gives every rank the buffers of rank 0. False: another strategy of the same model does."""
 
     def __init__(self, world: World, find_unused_parameters: bool = False) -> None:
         self.world, self.find_unused_parameters = world, find_unused_parameters
@@ -207,7 +209,7 @@ class Single:
         yield self.unwrapped
 
     def _sync_buffers(self) -> None:
-        if self.world.size > 1:
+        if self.world.size > 1 and self.gives_buffers:
             if self._buffers is None:
                 self._buffers = ModuleBuffers(self.unwrapped)
             if self._looks_at_shapes or self._shapes_vary:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+from lockstep.updates.players import Player
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.compare import SAFETY, is_too_large
 from lockstep.verify.experiments import Experiments
@@ -184,7 +186,7 @@ def collectives(experiments: Experiments) -> CheckResult:
         min(recording.communication.values(), key=lambda step: len(step.own_reductions) + len(step.other_collectives))
         for recording in recordings
     ]
-    elements, reduced = _elements(first, nproc), sum(quietest[0].reductions)
+    elements, reduced = _elements(first, nproc, experiments.probe().players), sum(quietest[0].reductions)
     micro_batches = -(-experiments.global_batch // (experiments.small_micro_batch * nproc))
     waits, notes = _host_waits(recordings, experiments)
     text = (
@@ -245,9 +247,10 @@ def _record_communication(experiments: Experiments) -> list[Recording]:
     )
 
 
-def _elements(recording: Recording, nproc: int) -> int:
-    """Number of gradient elements that a step must reduce."""
-    shapes = recording.trainable.values()
+def _elements(recording: Recording, nproc: int, players: Sequence[Player] = ()) -> int:
+    """Number of gradient elements that a step must reduce, in which only players update that update in every step."""
+    in_turn = [name for one in players if one.every == 1 for name in one.owned(recording.trainable) * one.updates]
+    shapes = [recording.trainable[name] for name in (in_turn if players else recording.trainable)]
     if not recording.sharded:
         return sum(math.prod(shape) for shape in shapes)
     # Rows are padded to a multiple of the ranks that share them.

@@ -20,6 +20,7 @@ _FEWEST_EPOCHS, _T_OF_EPOCHS = 6, -10.0  # of later epochs against the first; ch
 _NO_LOSS = 1e-3  # of the untrained model's loss
 _LEAST_FALL = 0.01  # of the first epoch's mean: less may be rounding
 _LEFT_OF_LOSS = 0.05  # share of the first loss at which samples count as learned by heart
+_OPPONENTS = "its players lower losses of their own, and one loss may rise while the other falls"
 _FEW_SAMPLES = 8
 _EVAL_SAMPLES = 2000
 _TOO_FEW_EVAL_SAMPLES = 20  # a model that learned well may be worse than a constant output on so few samples, by chance
@@ -27,6 +28,8 @@ _TOO_FEW_EVAL_SAMPLES = 20  # a model that learned well may be worse than a cons
 
 def loss(experiments: Experiments) -> CheckResult:
     """The slope of the loss over steps is negative beyond chance, and the loss does not explode on the way."""
+    if experiments.probe().players:
+        return not_shown(_OPPONENTS)
     for factor in (1, experiments.patience):
         recording = experiments.learned(factor)[0]
         curve = recording.losses
@@ -188,6 +191,8 @@ def metric(experiments: Experiments) -> CheckResult:
 
 def overfit(experiments: Experiments) -> CheckResult:
     """A few training samples, the same in each epoch and without augmentation, can be learned by heart."""
+    if experiments.probe().players:
+        return not_shown(_OPPONENTS)
     changes = TaskChanges(exact=True, train_samples=_FEW_SAMPLES, no_augmentation=True, same_in_each_epoch=True)
     (least,) = experiments.run("least-loss", 1, least_loss, experiments.short_config(), changes)
     curve: list[float] = []

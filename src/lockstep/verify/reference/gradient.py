@@ -99,11 +99,15 @@ def reference_gradient(
 def _gradient(task: Task, model: nn.Module, parts: list[list[Any]], device: torch.device) -> GradientComparison:
     """The gradient over samples, of which each part is one batch."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for player in task.players[:1]:
+        parameters = {name: parameters[name] for name in player.owned(parameters)}
     by_head: dict[str, tuple[float, dict[str, Tensor], float]] = {}  # units, gradient, sum of the norms of its parts
     epsilon = 0.0
     for part in parts:
         batch = task.collate(part)
         losses = data.losses(task, model, data.to_device(batch, device))
+        for player in task.players[:1]:  # the others update after it, in the same step
+            losses = {player.name: losses[player.name]}
         counted = data.count_units(task, [(batch, len(part))])
         for place, (head, loss) in enumerate(losses.items()):
             epsilon = max(epsilon, torch.finfo(loss.dtype).eps)

@@ -63,6 +63,7 @@ class ReferenceOptimizer:
         self.decay = decay or 0.0
         self.learning_rates = [group["lr"] for group in self._groups()]
         self.updates = 0
+        self._has_updated = False  # since the last step
         self.differences = {"weights": 0.0, **({"averages": 0.0} if decay else {})}
         """Of weights and averages: the largest difference so far, as the 2-norm of the tensor that differs most."""
         self.wrongly_trainable: list[str] = []
@@ -115,8 +116,13 @@ class ReferenceOptimizer:
         settings |= {group["name"]: (group["optimizer"], group["args"]) for group in optim["groups"]}
         return [self._find(settings[key][0])(some, **settings[key][1]) for key, some in groups.items()]
 
-    def before_update(self, step: int) -> None:
-        """Make the update that the training's optimizer is about to make in `step` (counted from 0)."""
+    def before_update(self, step: int, *, is_first: bool = True) -> None:
+        """Make the update that the training's optimizer is about to make in `step` (counted from 0).
+
+        Args:
+            is_first: whether it is the first update of this step. Players of a task have an update each.
+        """
+        self.updates += is_first
         for name, parameter in self.model.named_parameters():
             first = self._first_steps.get(name)
             if first is not None and parameter.requires_grad != (step >= first):
@@ -125,7 +131,7 @@ class ReferenceOptimizer:
             self.copies[name].grad = None if parameter.grad is None else parameter.grad.detach().clone()
         factor = schedule.factor(
             self.config["schedule"],
-            self.updates,
+            self.updates - 1,
             total=self.config["train"]["steps"],
             steps_per_epoch=self.steps_per_epoch,
             own=self._factor,
@@ -134,17 +140,22 @@ class ReferenceOptimizer:
             group["lr"] = rate * factor
         for optimizer in self.optimizers:
             optimizer.step()
-        self.updates += 1
+        self._has_updated = True
+
+    def after_step(self, averages: Mapping[str, Tensor] | None) -> None:
+        """Compare with the weights of the training, and with its averages, where it keeps averages."""
+        if self._has_updated:
+            self._has_updated = False
+            self._average()
+        self._compare("weights", self.copies, dict(self.model.named_parameters()))
+        if self.averages:
+            self._compare("averages", self.averages, averages or {})
+
+    def _average(self) -> None:
         share = max(1 - self.decay, 9 / (10 + self.updates))  # of the new weights in the averages: docs/checkpoints.md
         with torch.no_grad():
             for name, average in self.averages.items():
                 average.mul_(1 - share).add_(self.copies[name], alpha=share)
-
-    def after_step(self, averages: Mapping[str, Tensor] | None) -> None:
-        """Compare with the weights of the training, and with its averages, where it keeps averages."""
-        self._compare("weights", self.copies, dict(self.model.named_parameters()))
-        if self.averages:
-            self._compare("averages", self.averages, averages or {})
 
     def _compare(self, kind: str, own: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
         if own.keys() != trained.keys():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fnmatch
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +31,19 @@ class Player:
     """Some parameters of the model, and the loss that they lower."""
 
     name: str
-    """The loss is the task's method `<name>_loss(model, batch)`: the SUM over the units that `weight` counts. The log and
-    evaluations call this loss `<name>`."""
+    """The loss is the task's method `<name>_loss(model, batch)`: the SUM over the units that `weight` counts. The log
+    and evaluations call this loss `<name>`."""
     match: str | Sequence[str]
     """Patterns of names of parameters, with `*` and `?`."""
     every: int = 1
     """It updates at every so many-th step."""
     updates: int = 1
     """Updates in such a step, all with the same global batch."""
+
+    def owned(self, names: Iterable[str]) -> list[str]:
+        """The names that match."""
+        patterns = [self.match] if isinstance(self.match, str) else self.match
+        return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,8 @@ class AlternatingTask(Task):
     """A task whose players update in turn: a generator and a discriminator, an actor and a critic.
 
     In place of `loss`, write a method `<name>_loss(model, batch)` for each player, which returns the SUM of its loss
-    over the units: a scalar tensor. `weight` returns None (the unit is the sample) or a dict by player. Evaluations have
-    the losses of all players.
+    over the units: a scalar tensor. `weight` returns None (the unit is the sample) or a dict by player. Evaluations
+    have the losses of all players.
     """
 
     players: Sequence[Player] = ()
@@ -93,15 +98,16 @@ class Turns:
         Args:
             state: of the whole training.
         """
-        whole = StepResult(state.step, samples, totals={})
+        whole = StepResult(state.step, samples, totals={player.name: 0.0 for player, _ in self.states})
+        state.step += 1
         for place, (player, own) in enumerate(self.states):
-            for number in range(player.updates if (state.step + 1) % player.every == 0 else 0):
-                own.step, own.skipped = state.step, state.skipped
+            for number in range(player.updates if state.step % player.every == 0 else 0):
+                own.step, own.skipped = whole.step, state.skipped
                 own.seed = derive_seed(state.seed, place, number)
+                state.strategy.begin_step()
                 with self._turn(own):
                     result = train_step(own, _of_player(micro_batches, player.name), samples, want_norm=want_norm)
                 _add(whole, result, player.name)
-        state.step += 1
         state.skipped += not whole.applied
         if whole.applied:
             for followers, leaders, decay in self.followers:
@@ -121,12 +127,6 @@ class Turns:
             _set_trainable(others, True)
 
 
-def players_of(task: Task) -> Sequence[Player]:
-    """The players of a task. Most tasks have none."""
-    found: Sequence[Player] = getattr(task, "players", ())
-    return found
-
-
 def turns_of(task: Any, state: TrainState, config: RunConfig) -> Turns:
     """The players of an `AlternatingTask`, each with a strategy of its own for its parameters.
 
@@ -134,7 +134,7 @@ def turns_of(task: Any, state: TrainState, config: RunConfig) -> Turns:
         UsageError: a parameter belongs to no player or to two, a pattern matches nothing, a player has no loss; or the
             config has what players cannot have.
     """
-    players = players_of(task)
+    players: Sequence[Player] = task.players
     _check(task, players, config)
     model = state.strategy.unwrapped.model
     by_name = dict(model.named_parameters())
@@ -143,7 +143,8 @@ def turns_of(task: Any, state: TrainState, config: RunConfig) -> Turns:
     every = [by_name[name] for names in owned.values() for name in names]
     states = []
     for player in players:
-        strategy = make_strategy(config.parallel, state.world)
+        strategy: Any = make_strategy(config.parallel, state.world)
+        strategy.gives_buffers = False  # that of the whole model does, before each turn
         _set_trainable(every, False)
         _set_trainable([by_name[name] for name in owned[player.name]], True)
         forward = Forward(model, _loss_of(task, player.name), uses_graphs=config.compute.uses_cuda_graphs)
@@ -178,7 +179,7 @@ def _add(whole: StepResult, result: StepResult, name: str) -> None:
         whole.indices += result.indices
         whole.counted += result.counted
         whole.losses += result.losses
-    whole.totals[name] = whole.totals.get(name, 0.0) + next(iter(result.totals.values()))
+    whole.totals[name] += next(iter(result.totals.values()))
     whole.grad_norm = result.grad_norm if result.grad_norm is not None else whole.grad_norm
     whole.applied |= result.applied
 
@@ -191,7 +192,7 @@ def _owned(players: Sequence[Player], names: Sequence[str]) -> Mapping[str, list
     """
     owned: dict[str, list[str]] = {player.name: [] for player in players}
     for name in names:
-        owners = [player.name for player in players if any(fnmatch.fnmatchcase(name, one) for one in _patterns(player))]
+        owners = [player.name for player in players if player.owned([name])]
         if len(owners) != 1:
             what = f"belongs to {' and '.join(owners)}" if owners else "belongs to no player"
             remedy = "let each trainable parameter match the patterns of one player, or freeze it in Task.model"
@@ -202,10 +203,6 @@ def _owned(players: Sequence[Player], names: Sequence[str]) -> Mapping[str, list
             remedy = f"correct `match`; the model has {listed(list(names), 5)}"
             raise UsageError(f"player {name} has no trainable parameter", where="Task.players", remedy=remedy)
     return owned
-
-
-def _patterns(player: Player) -> Sequence[str]:
-    return [player.match] if isinstance(player.match, str) else player.match
 
 
 def _follow(by_name: Mapping[str, nn.Parameter], follower: Follower) -> tuple[list[Tensor], list[Tensor], float]:

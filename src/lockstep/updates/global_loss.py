@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lockstep.core.data.loader import MicroBatch, one_ahead
+from lockstep.core.data.order import derive_seed
 from lockstep.core.data.randomness import seed_forward
 from lockstep.core.errors import TrainingError
 from lockstep.core.parallel.buffers import restored_state
@@ -27,6 +28,7 @@ from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.single import leaves
 from lockstep.core.parallel.strategy import Losses, Strategy, by_head
 from lockstep.core.parallel.world import World
+from lockstep.core.step import TrainState, seed_of
 from lockstep.core.task import Task
 
 _NEAR = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}
@@ -59,35 +61,29 @@ class GlobalLoss:
         self._must_compare = True  # whether both passes of the first step give the same embeddings
         self._seed = 0
 
-    def gather(self, strategy: Strategy, micro_batches: Sequence[MicroBatch], seeds: Sequence[int], seed: int) -> None:
+    def run(self, state: TrainState, micro_batches: Sequence[MicroBatch], step: int) -> None:
         """The first pass of a step: embed, gather, and compute the gradient with respect to the embeddings.
-
-        Args:
-            seeds: of the forward pass of each micro-batch.
-            seed: of the loss; the same on all ranks.
 
         Raises:
             TrainingError: `Task.embed` returns something else than tensors with a row for each sample.
         """
         rows: list[list[Tensor]] = []
+        strategy = state.strategy
         with restored_state(strategy.unwrapped, "embed"), torch.no_grad():
-            for micro_batch, seed in zip(one_ahead(micro_batches), seeds, strict=True):
-                seed_forward(seed, self.world.device)
+            for number, micro_batch in enumerate(one_ahead(micro_batches)):
+                seed_forward(seed_of(state, step, number), self.world.device)
                 with self.precision.autocast():
                     embedded = strategy.forward(micro_batch.batch, self.task.embed)
                 leaves_of, form = _rows(embedded, len(micro_batch.indices))
                 rows.append([leaf[: micro_batch.samples] for leaf in leaves_of])
         device = rows[0][0].device
         indices = [index for one in micro_batches if not one.filler for index in one.indices]
-        own = [
-            torch.tensor(indices, dtype=torch.int64, device=device),
-            *(torch.cat(parts) for parts in zip(*rows, strict=True)),
-        ]
+        own = [torch.tensor(indices, dtype=torch.int64, device=device), *map(torch.cat, zip(*rows, strict=True))]
         (order, *values), first = self.world.gather_rows(own)
         order = order.argsort(stable=True)
         places = order.argsort()[first : first + len(indices)]
         self._places = list(torch.split(places, [one.samples for one in micro_batches]))
-        self._seed = seed
+        self._seed = derive_seed(state.seed, step)  # of the loss: the same on all ranks
         values = [value[order] for value in values]
         self._carrier = None
         if first == 0 and indices:
