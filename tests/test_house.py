@@ -136,10 +136,12 @@ def test_folders_stand_on_few_floors():
     assert max(floors.values()) <= 9
 
 
-CODE_LINES = {"core": 9_885, "updates": 300, "": 42_405}
-"""At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings. A folder of `NEW`
-has a budget of its own, and is left out of the whole."""
-NEW = {"updates"}
+CODE_LINES = {"core": 9_885, "": 42_405, "updates": 300}
+"""At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
+
+What came new has a budget of its own, and does not count in all.
+"""
+OF_THEIR_OWN = ("updates",)
 
 
 def code_lines(text):
@@ -165,9 +167,9 @@ def test_code_lines_are_counted_without_blank_lines_comments_and_docstrings():
 
 @pytest.mark.parametrize("folder", CODE_LINES)
 def test_a_folder_keeps_its_budget(folder):
-    paths = [path.relative_to(PACKAGE) for path in PACKAGE.joinpath(folder).rglob("*.py")]
-    counted = [path for path in paths if folder or not any(path.is_relative_to(new) for new in NEW)]
-    counted = sum(code_lines(PACKAGE.joinpath(path).read_text()) for path in counted)
+    apart = [PACKAGE / other for other in OF_THEIR_OWN if not folder]
+    paths = (path for path in PACKAGE.joinpath(folder).rglob("*.py") if not {*apart} & {*path.parents})
+    counted = sum(code_lines(path.read_text()) for path in paths)
     assert counted <= CODE_LINES[folder]
 
 
