@@ -1,0 +1,202 @@
+"""What grows with the number of ranks: tiny trainings with many processes on this machine, forked from a warm process.
+
+    python benchmarks/many_ranks.py [--ranks 8 32 128] [--strategy ddp|fsdp] [--shard-ranks 8] [KEY=VALUE ...]
+
+For each number of ranks: a model of some hundred parameters, 5 steps, a checkpoint, a look at the processes, a SIGKILL
+of a rank, a restart from the checkpoint, and a request to stop. All processes share the cores of this machine, so that
+seconds grow with the ranks. The seconds that a rank computes itself should not.
+
+first step  from the command until the last rank has made its first step
+save        from the moment when the last rank begins to save until the checkpoint is complete
+restart     from SIGKILL of a rank until the last new rank has made a step
+step        the median of steps 2 to 5 on rank 0
+CPU s       that a rank computed until its first step, until its third step after the save, and until the first step of
+            the restart: the mean of all ranks
+PSS MiB     of a rank, on average, where shared memory counts in shares; and of the launcher and the warm process
+files, sockets  open files of a rank, the most and the mean; sockets are among them
+keys        in the store of the ranks, after the save
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from many_ranks_task import SAVES_AFTER
+
+HERE = Path(__file__).parent
+LIMIT_S = 900.0
+COLUMNS = (
+    ("ranks", "{:d}"),
+    ("first step s", "{:.1f}"),
+    ("step s", "{:.3f}"),
+    ("save s", "{:.2f}"),
+    ("restart s", "{:.1f}"),
+    ("CPU s first step", "{:.2f}"),
+    ("CPU s save", "{:.2f}"),
+    ("CPU s restart", "{:.2f}"),
+    ("PSS MiB rank", "{:.1f}"),
+    ("PSS MiB launcher", "{:.0f}"),
+    ("files most", "{:d}"),
+    ("files mean", "{:.0f}"),
+    ("sockets mean", "{:.0f}"),
+    ("threads", "{:.0f}"),
+    ("keys", "{:.0f}"),
+)
+
+
+class Job:
+    """A training of many ranks."""
+
+    def __init__(self, options, ranks, folder):
+        self.ranks, self.folder, self.log, self.found = ranks, folder, folder / "log", {}
+        marks = folder / "marks"
+        marks.touch()
+        self.marks = marks.open()
+        command = [str(Path(sys.executable).parent / "lockstep"), "train", f"{HERE / 'many_ranks_task.py'}:Tiny"]
+        command += ["--nproc", str(ranks), "--max-restarts", "1", "--run-dir", str(folder / "run")]
+        command += ["device=cpu", "train.steps=100000", f"batch.global={ranks}"]
+        command += [f"parallel.strategy={options.strategy}"]
+        command += [f"checkpoint.every_steps={SAVES_AFTER}", f"task.samples={16 * ranks}"]
+        command += [f"train.parts=[{HERE / 'many_ranks_task.py'}:Marks]", *options.keys]
+        if options.shard_ranks:
+            command.append(f"parallel.shard_ranks={options.shard_ranks}")
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MARKS": str(marks)}
+        self.begun = time.time()
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+
+    def wait(self, name, without=frozenset()):
+        """The marks `name` of all ranks that are no processes of `without`: time, CPU seconds, rank and process id."""
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            for line in self.marks:
+                at, cpu, rank, pid, mark, value = line.split()
+                self.found.setdefault(mark, {})[int(pid)] = (float(at), float(cpu), int(rank), int(pid), float(value))
+            found = [mark for pid, mark in self.found.get(name, {}).items() if pid not in without]
+            if len(found) == self.ranks:
+                return sorted(found, key=lambda mark: mark[2])
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                sys.exit(f"no {name!r} of all ranks; the end of the output:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.05)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        """Ask to stop, and end what does not."""
+        self.process.terminate()
+        try:
+            self.process.wait(120)
+        except subprocess.TimeoutExpired:
+            for pid in (self.process.pid, *self.found.get("imported", {})):
+                command = Path(f"/proc/{pid}/environ")
+                if command.exists() and str(self.folder).encode() in command.read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+            self.process.kill()
+            self.process.wait()
+        self.marks.close()
+
+
+def pss_mib(pid):
+    """Memory of a process, in which pages that N processes share count as 1/N."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) / 1024
+
+
+def open_files(pid):
+    """What the open files of a process are."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(entry))
+    return found
+
+
+def threads(pid):
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def children(pid):
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+def mean(values):
+    return statistics.fmean(values)
+
+
+def measure(options, ranks):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Job(options, ranks, Path(folder)) as job:
+        first = job.wait("step-1")
+        saves = job.wait("saves")
+        resting = job.wait("resting")
+        manifest = Path(folder, "run", "checkpoints", f"step-{SAVES_AFTER:08d}", "manifest.json")
+        while not manifest.exists():
+            time.sleep(0.05)
+        steps = [job.found[f"step-{number}"] for number in range(1, SAVES_AFTER + 1)]
+        of_rank0 = [marks[first[0][3]][0] for marks in steps]
+        pids = [mark[3] for mark in resting]
+        files = [open_files(pid) for pid in pids]
+        if options.files:
+            kinds = [name.partition(":")[0] if not name.startswith("/") else name for name in files[-1]]
+            print({name: kinds.count(name) for name in sorted(set(kinds))})
+        helpers = [job.process.pid, *children(job.process.pid)]
+        keys = [mark[4] for mark in job.found["keys"].values()]
+        row = {
+            "ranks": ranks,
+            "first step s": max(mark[0] for mark in first) - job.begun,
+            "step s": statistics.median(after - before for before, after in itertools.pairwise(of_rank0)),
+            "save s": manifest.stat().st_mtime - max(mark[0] for mark in saves),
+            "CPU s first step": mean(mark[1] for mark in first),
+            "CPU s save": mean(mark[1] for mark in resting),
+            "PSS MiB rank": mean(map(pss_mib, pids)),
+            "PSS MiB launcher": sum(map(pss_mib, helpers)),
+            "files most": max(map(len, files)),
+            "files mean": mean(map(len, files)),
+            "sockets mean": mean(sum(name.startswith("socket:") for name in of_rank) for of_rank in files),
+            "threads": mean(map(threads, pids)),
+            "keys": keys[0],
+        }
+        killed = time.time()
+        os.kill(pids[ranks // 2], signal.SIGKILL)
+        again = job.wait("step-1", frozenset(pids))
+        row["restart s"] = max(mark[0] for mark in again) - killed
+        row["CPU s restart"] = mean(mark[1] for mark in again)
+        if options.marks:
+            for name in ("imported", "model", "ready", "step-1", f"step-{SAVES_AFTER}", "saves", "resting"):
+                marks = [mark for pid, mark in job.found[name].items() if pid in pids]
+                print(
+                    f"    {name:9} from {min(m[0] for m in marks) - job.begun:6.2f} to "
+                    f"{max(m[0] for m in marks) - job.begun:6.2f} s, CPU {mean(m[1] for m in marks):.3f}"
+                )
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--strategy", default="ddp", choices=("ddp", "fsdp"))
+    parser.add_argument("--shard-ranks", type=int, help="FSDP: shard over groups of so many ranks")
+    parser.add_argument("--files", action="store_true", help="also the kinds of open files of the last rank")
+    parser.add_argument("--marks", action="store_true", help="also when ranks passed some places")
+    parser.add_argument("keys", nargs="*", default=[], help="KEY=VALUE of the config")
+    options = parser.parse_args()
+    print("| " + " | ".join(name for name, _ in COLUMNS) + " |")
+    print("|" + "---:|" * len(COLUMNS))
+    for ranks in options.ranks:
+        row = measure(options, ranks)
+        print("| " + " | ".join(form.format(row[name]) for name, form in COLUMNS) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
