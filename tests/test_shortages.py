@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import math
 import os
 import resource
 import signal
@@ -13,9 +14,11 @@ from lockstep.core import shortages
 from lockstep.core.data import worker_deaths
 from lockstep.core.errors import DataError, Preempted
 from lockstep.core.parallel import launched
+from lockstep.core.parallel.world import join_world
 from lockstep.core.shortages import ShortageError
 from lockstep.launch import launcher, start
 from tests.own_tasks import Plain
+from tests.ranks import run_ranks
 from tests.runs import config, fit
 
 
@@ -66,6 +69,62 @@ def test_a_training_that_may_open_no_more_files_says_so():
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     gc.collect()
+
+
+class Limits:
+    """The limits of a process, instead of those of this process."""
+
+    def __init__(self, monkeypatch, soft, hard, largest=math.inf):
+        self.now, self.largest = (soft, hard), largest
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: self.now)
+        monkeypatch.setattr(resource, "setrlimit", self.set)
+
+    def set(self, kind, limits):
+        if limits[0] > self.largest:
+            raise ValueError("current limit exceeds maximum limit")
+        self.now = limits
+
+
+@pytest.mark.parametrize(
+    ("ranks", "before", "after"),
+    [
+        (512, (1024, 4096), (4096, 4096)),
+        (2, (256, 1 << 20), (1 << 14, 1 << 20)),
+        (20_000, (1024, resource.RLIM_INFINITY), (40_128, resource.RLIM_INFINITY)),
+        (2, (1 << 20, 1 << 20), (1 << 20, 1 << 20)),  # it is never lowered
+        (2, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), (resource.RLIM_INFINITY, resource.RLIM_INFINITY)),
+    ],
+)
+def test_ranks_raise_their_limit_of_open_files(ranks, before, after, monkeypatch):
+    limits = Limits(monkeypatch, *before)
+    shortages.allow_open_files(ranks)
+    assert limits.now == after
+
+
+def test_a_limit_that_the_system_does_not_raise_stays(monkeypatch):
+    limits = Limits(monkeypatch, 256, resource.RLIM_INFINITY, largest=10_240)
+    shortages.allow_open_files(2)
+    assert limits.now == (256, resource.RLIM_INFINITY)
+
+
+def test_ranks_that_need_more_open_files_than_the_system_allows_say_how_many(monkeypatch):
+    Limits(monkeypatch, 256, 1024)
+    expected = "ulimit -n: 512 ranks need about 1152 open files: a process may have 1024 of them"
+    with pytest.raises(ShortageError, match=expected) as raised:
+        shortages.allow_open_files(512)
+    assert "ulimit -n 1152; docker run --ulimit nofile=1152" in raised.value.remedy
+    assert not raised.value.retryable
+
+
+def limits_of_a_rank():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with join_world("cpu"):
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_a_rank_that_joins_others_has_raised_its_limit():
+    for soft, hard in run_ranks(2, limits_of_a_rank):
+        assert soft == (1 << 14 if hard == resource.RLIM_INFINITY else min(hard, 1 << 14)) > 256
 
 
 def test_loader_workers_without_shared_memory_say_so():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from lockstep.core.errors import LockstepError
 
+_OTHER_FILES, _MANY_FILES = 128, 1 << 14  # of a rank besides its connections; a limit that seldom hinders
 _SHARED = Path("/dev/shm")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # torch and gloo raise errors of their own kinds, which quote the system. torch names its shared memory so.
@@ -56,15 +58,36 @@ def explained() -> Iterator[None]:
         raise known from error
 
 
-def of_open_files() -> ShortageError:
-    """A process has no room for another open file."""
-    import resource
+def allow_open_files(ranks: int) -> None:
+    """Raise this process's limit of open files, where the system allows more: each rank has a connection to each other.
 
+    Rank 0 has two to each, because it also holds the store.
+
+    Raises:
+        ShortageError: the system allows too few for so many ranks.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(needed := 2 * ranks + _OTHER_FILES, _MANY_FILES)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    if 0 <= soft < most:
+        with contextlib.suppress(OSError, ValueError):  # macOS allows fewer than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < needed:
+        raise of_open_files(f"{ranks} ranks need about {needed} open files", needed)
+
+
+def of_open_files(what: str = "too many open files", needed: int = 4096) -> ShortageError:
+    """A process has no room for another open file.
+
+    Args:
+        needed: a limit that suffices.
+    """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return ShortageError(
-        f"too many open files: a process may have {limit} of them, also counting pipes and connections",
+        f"{what}: a process may have {limit} of them, also counting pipes and connections",
         where="ulimit -n",
-        remedy="raise the limit before the start (ulimit -n 4096; docker run --ulimit nofile=4096; LimitNOFILE= of a "
+        remedy=f"raise it before the start (ulimit -n {needed}; docker run --ulimit nofile={needed}; LimitNOFILE= of a "
         "service), or lower data.workers: each takes several. If the limit is high, the data set leaves files open",
     )
 

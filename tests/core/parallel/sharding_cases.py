@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -379,7 +380,7 @@ def stay_again(groups_before):
     for count in groups_before:
         with join_world("cpu") as world:
             for _ in range(count):
-                world.in_background()
+                dist.new_group()
             config = config_file.parse(runs.config(parallel={"strategy": "fsdp", "shard_ranks": 1}), needs_task=False)
             made = run_model.build_model(config, own_tasks.Deep(), world, steps_per_epoch=10)
             found.append(

@@ -1,8 +1,11 @@
 """Sums over many ranks: right, the same bits on all ranks, and few messages after one another."""
 
 import math
+import os
 import struct
+import threading
 from collections import deque
+from pathlib import Path
 
 import pytest
 
@@ -98,3 +101,50 @@ def sums_of_steps(kind):
 @pytest.mark.parametrize(("kind", "sums"), [("plain", 0), ("weighted", 1)])
 def test_a_step_sums_once_on_the_host_and_not_at_all_where_the_plan_knows_its_units(kind, sums):
     assert run_ranks(2, sums_of_steps, kind) == [[sums] * 4] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 6, 8, 64, 511, 512, 513])
+def test_what_rank_0_has_comes_to_every_rank_once_and_on_a_short_way(size):
+    far, reached = 0, [0]
+    while set(reached) != set(range(size)):
+        reached += [other for rank in reached for other in tree.next_ranks(rank, size) if other not in reached]
+        far += 1
+        assert far <= math.ceil(math.log2(size))
+    before = [rank for rank in range(size) for _ in tree.next_ranks(rank, size)]
+    assert len(before) == size - 1  # nobody is reached twice
+    assert all(other & (other - 1) == rank for rank in range(size) for other in tree.next_ranks(rank, size))
+
+
+def open_sockets():
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return sum(link.startswith("socket:") for link in links)
+
+
+def values_of_two_threads():
+    """Values that ranks bring together in a thread and in the main thread; and how many sockets that took."""
+    with join_world("cpu") as world:
+        before = open_sockets()
+        there, rounds = world.in_background(), 20
+        found = {"here": [], "there": []}
+
+        def exchange(world, name, length):
+            for number in range(rounds):
+                gathered = world.gather((name, world.rank, "x" * length * world.rank))
+                found[name].append((gathered, world.broadcast((name, number) if world.rank == 0 else None)))
+
+        thread = threading.Thread(target=exchange, args=(there, "there", 1000))
+        thread.start()
+        exchange(world, "here", 10)
+        sums = [world.all_sum([1.0])[0] for _ in range(rounds)]
+        thread.join()
+        return world.rank, found, sums, open_sockets() - before
+
+
+def test_a_background_thread_exchanges_values_beside_the_main_thread_without_further_connections():
+    size = 5
+    for rank, found, sums, more_sockets in run_ranks(size, values_of_two_threads):
+        for name, length in (("here", 10), ("there", 1000)):
+            of_all = [(name, other, "x" * length * other) for other in range(size)]
+            assert found[name] == [(None if rank else of_all, (name, number)) for number in range(20)]
+        assert sums == [size] * 20
+        assert more_sockets == 0

@@ -8,6 +8,7 @@ memory, so a rank copies only its share. And the index is JSON: DCP's `.metadata
 from __future__ import annotations
 
 import contextlib
+import heapq
 import io
 import os
 import pickle
@@ -44,12 +45,11 @@ def owners(sizes: Sequence[int], world: int) -> list[int]:
         sizes: bytes of each tensor.
         world: number of ranks.
     """
-    load = [0] * world
+    least = [(0, rank) for rank in range(world)]  # a heap of the bytes so far, and the ranks that have them
     owner_of = [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
-        rank = load.index(min(load))
-        owner_of[number] = rank
-        load[rank] += sizes[number]
+        load, owner_of[number] = least[0]
+        heapq.heapreplace(least, (load + sizes[number], owner_of[number]))
     return owner_of
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lockstep.core.errors import LockstepError
+from lockstep.core.parallel.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from lockstep.core.parallel.world import World
@@ -93,10 +93,8 @@ def exchange(world: World) -> Nodes:
 class NodeGroup:
     """The ranks of this node, one of which reads for all."""
 
-    def __init__(
-        self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, beat: Callable[[], None]
-    ) -> None:
-        self.ranks, self.rank, self.group, self.beat = list(ranks), rank, group, beat
+    def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None, heartbeat: Heartbeat) -> None:
+        self.ranks, self.rank, self.group, self.heartbeat = list(ranks), rank, group, heartbeat
 
     @property
     def reads(self) -> bool:
@@ -127,39 +125,30 @@ class NodeGroup:
             except LockstepError as error:
                 fault = error
         failed = torch.tensor([int(fault is not None)])
-        self._send(failed)
+        dist.broadcast(failed, self.ranks[0], group=self.group)
         if int(failed):
             box = [fault]
             dist.broadcast_object_list(box, self.ranks[0], group=self.group)
             assert box[0] is not None
             raise box[0]
         for piece in torch.split(buffer, _PIECE_BYTES) if size else ():
-            self._send(piece)
-            self.beat()
+            dist.broadcast(piece, self.ranks[0], group=self.group)
+            self.heartbeat.beats += 1
         return view
-
-    def _send(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, self.ranks[0], group=self.group)
 
 
 def group_of(world: World) -> NodeGroup | None:
     """The ranks that share this rank's node. None: this rank has its node alone. A collective."""
-    if world.size == 1:
-        return None
-    nodes = world.nodes
-    ranks = nodes.ranks_with(world.rank)
+    ranks = world.nodes.ranks_with(world.rank)
     # A rank that waits here for a failed rank is told of the failure. Within `new_group`, it would wait while it holds
     # the interpreter's lock.
     world.all_sum([0.0])
     if len(ranks) == 1:
         return None
-    group = world.group
+    group = None
     if len(ranks) < world.size:
         group = dist.new_group(
             ranks, backend="gloo", timeout=datetime.timedelta(days=1), use_local_synchronization=True
         )
 
-    def beat() -> None:
-        world.heartbeat.beats += 1
-
-    return NodeGroup(ranks, world.rank, group, beat)
+    return NodeGroup(ranks, world.rank, group, world.heartbeat)

@@ -49,7 +49,7 @@ def _release_groups() -> None:
         _retired.clear()
 
 
-def retire(groups: Sequence[dist.ProcessGroup]) -> None:
+def retire(groups: Sequence[dist.ProcessGroup | None]) -> None:
     """Keep process groups alive until this process has left the world; see `_release_groups`."""
     _retired.extend(groups)
 
@@ -68,8 +68,8 @@ class World:
     """The device on which this rank computes."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """Where this rank notes its progress, for those who watch it from outside."""
-    group: dist.ProcessGroup | None = None
-    """The process group of the collectives. None: the default group."""
+    tag: int = 1
+    """Of the messages by which this thread gathers and broadcasts; see `in_background`."""
     timeout: datetime.timedelta | None = None
     """How long a collective waits for other ranks. None: torch's default."""
 
@@ -85,8 +85,7 @@ class World:
         The first use is a collective: all ranks make it at the same place.
         """
         found = group_of(self)
-        if found is not None and found.group is not None:
-            retire([found.group])
+        retire([found.group] if found else [])
         return found
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
@@ -104,8 +103,8 @@ class World:
 
     def _combined(self, values: torch.Tensor, op: Any, combine: Callable[..., torch.Tensor]) -> torch.Tensor:
         if self.size > _MOST_IN_RING:
-            return tree.combined(values, combine, self.rank, self.size, self.group)
-        dist.all_reduce(values, op=op, group=self.group)
+            return tree.combined(values, combine, self.rank, self.size)
+        dist.all_reduce(values, op=op)
         return values
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -115,9 +114,8 @@ class World:
         """
         if self.size == 1:
             return [value]
-        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(_packed(value), values, group=self.group)
-        return None if values is None else [pickle.loads(packed) for packed in values]
+        found = tree.gathered(_packed(value), self.rank, self.size, self.tag)
+        return None if found is None else [pickle.loads(packed.numpy().data) for packed in found]
 
     def gather_rows(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
         """The rows of all ranks, in rank order, on every rank.
@@ -152,9 +150,9 @@ class World:
         """Rank 0's `value`, on every rank. Any picklable object. On other ranks, tensors in it arrive on the CPU."""
         if self.size == 1:
             return value
-        box = [_packed(value) if self.rank == 0 else None]
-        dist.broadcast_object_list(box, group=self.group)
-        return value if self.rank == 0 else pickle.loads(box[0] or b"")
+        own = _packed(value) if self.rank == 0 else None
+        packed = tree.passed_on(own, self.rank, self.size, self.tag)
+        return value if self.rank == 0 else pickle.loads(packed.numpy().data)
 
     def on_rank0(self, call: Callable[[], T]) -> T:
         """The value that `call` returns on rank 0, on every rank.
@@ -184,21 +182,18 @@ class World:
         for alike in kinds.values():
             flat = [tensor.detach().reshape(-1) for tensor in alike]
             packed = flat[0] if len(flat) == 1 else torch.cat(flat)
-            dist.broadcast(packed.view(torch.uint8), 0, group=self.group)  # gloo does not know every dtype
+            dist.broadcast(packed.view(torch.uint8), 0)  # gloo does not know every dtype
             if self.rank and (len(alike) > 1 or not alike[0].is_contiguous()):
                 parts = zip(alike, torch.split(packed, [tensor.numel() for tensor in alike]), strict=True)
                 torch._foreach_copy_(alike, [values.view(tensor.shape) for tensor, values in parts])
 
     def in_background(self) -> World:
-        """The same ranks with another gloo group, for a background thread: threads that share a group deadlock."""
-        if self.size == 1:
-            return self
-        # A rank that waits here for a failed rank is told of the failure. Within `new_group`, it would wait while it
-        # holds the interpreter's lock.
-        self.all_sum([0.0])
-        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
-        retire([group])
-        return replace(self, group=group)
+        """The same ranks, for a background thread: it may `gather` and `broadcast`, whatever the main thread does.
+
+        Collectives of two threads in one group take each other's messages. Messages with a tag of their own do not, so
+        that no second group, with a connection for each pair of ranks, is needed.
+        """
+        return replace(self, tag=2)
 
 
 class _HostPickler(pickle.Pickler):
@@ -211,10 +206,10 @@ class _HostPickler(pickle.Pickler):
         return NotImplemented
 
 
-def _packed(value: Any) -> bytes:
+def _packed(value: Any) -> torch.Tensor:
     file = io.BytesIO()
     _HostPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getvalue()
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
 def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1) -> torch.device:
@@ -273,10 +268,12 @@ def _mps(ranks: int) -> torch.device:
     return torch.device("mps", 0)
 
 
+Watch = Callable[[World, Store | None], Any]
+"""Begins to watch for hangs, and gives an object with a method `close`."""
+
+
 @contextlib.contextmanager
-def join_world(
-    device: str = "auto", timeout_s: float = 600.0, watch: Callable[[World, Store | None], Any] | None = None
-) -> Iterator[World]:
+def join_world(device: str = "auto", timeout_s: float = 600.0, watch: Watch | None = None) -> Iterator[World]:
     """Join the ranks that RANK, WORLD_SIZE and LOCAL_RANK describe (set by torchrun), and leave them at the end.
 
     Where this rank fails, the other ranks end with a `RankError` that names it and shows its traceback; see
@@ -300,6 +297,7 @@ def join_world(
         with _watched(world, None, watch), device_errors.explained(), shortages.explained():
             yield world
         return
+    shortages.allow_open_files(size)
     # A process has one store. Each world has a part of it, because the same ranks may join and leave several times.
     shared, numbers = store_of_ranks(rank, size, timeout_s)
     store = PrefixStore(f"lockstep/{next(numbers)}", shared)
@@ -418,7 +416,5 @@ def _forget_meshes() -> None:
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
-def _watched(
-    world: World, store: Store | None, watch: Callable[[World, Store | None], Any] | None
-) -> contextlib.AbstractContextManager[Any]:
+def _watched(world: World, store: Store | None, watch: Watch | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if watch is None else contextlib.closing(watch(world, store))

@@ -48,7 +48,7 @@ def sum_over_ranks(world: World) -> Sum:
 
     def seconds(size: int) -> float:
         begun = time.perf_counter()
-        dist.all_reduce(tensor[: size // 4], group=world.group)
+        dist.all_reduce(tensor[: size // 4])
         device.synchronize()
         return time.perf_counter() - begun
 
@@ -127,11 +127,11 @@ def _answer(world: World, other: int) -> None:
 
 
 def _send(tensor: Tensor, world: World, other: int) -> None:
-    _within(lambda: dist.isend(tensor, other, group=world.group), world, other)
+    _within(lambda: dist.isend(tensor, other), world, other)
 
 
 def _receive(tensor: Tensor, world: World, other: int) -> None:
-    _within(lambda: dist.irecv(tensor, other, group=world.group), world, other)
+    _within(lambda: dist.irecv(tensor, other), world, other)
 
 
 def _within(begin: Callable[[], dist.Work | None], world: World, other: int) -> None:
