@@ -77,6 +77,33 @@ def test_many_equal_tensors_are_spread_evenly():
     assert {found.count(rank) for rank in range(8)} == {12, 13}
 
 
+class Counted(int):
+    """A number of bytes that counts how often it is compared."""
+
+    compared = 0
+
+    def __add__(self, other):
+        return Counted(int(self) + int(other))
+
+    __radd__ = __add__
+
+    def __eq__(self, other):
+        Counted.compared += 1
+        return int(self) == int(other)
+
+    def __lt__(self, other):
+        Counted.compared += 1
+        return int(self) < int(other)
+
+    __hash__ = int.__hash__
+
+
+def test_the_search_for_owners_hardly_grows_with_the_number_of_ranks():
+    sizes = [Counted(8 + number % 7) for number in range(1200)]
+    files.owners(sizes, 512)
+    assert Counted.compared < 100 * len(sizes)  # and not the bytes of 512 ranks for each tensor
+
+
 # ---- round trip
 
 
@@ -333,6 +360,20 @@ def test_torch_distributed_checkpoint_joins_the_parts(tmp_path, counts):
     found = {"weight": torch.zeros(7, 2, 3), "own0": torch.ones(2).long()}
     dcp.load(found, checkpoint_id=str(tmp_path), no_dist=True)
     assert cases.same(found, {"weight": tensor, "own0": torch.zeros(2).long()})
+
+
+def test_metadata_has_each_size_once_however_many_tensors_have_it(tmp_path):
+    parts = [
+        {"start": 2 * rank, "rows": 2, "file": f"__{rank}_0.distcp", "offset": 0, "length": 9} for rank in range(3)
+    ]
+    index = {name: {"shape": [6, 4], "dtype": "float32", "parts": parts} for name in ("one", "other")}
+    files.write_dcp_metadata(tmp_path, index)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    one, other = (metadata.state_dict_metadata[name] for name in ("one", "other"))
+    assert [tuple(chunk.offsets) for chunk in one.chunks] == [(0, 0), (2, 0), (4, 0)]
+    assert all(mine.offsets is its.offsets for mine, its in zip(one.chunks, other.chunks, strict=True))
+    assert len({id(chunk.sizes) for chunk in one.chunks + other.chunks}) == 1
+    assert one.size is other.size
 
 
 # ---- plain torch

@@ -14,7 +14,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -320,15 +320,16 @@ def write_dcp_metadata(folder: Path, index: Index) -> None:
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # private: the type that DCP's reader looks for
 
     tensors, places, paths = {}, {}, {}
+    size_of = cache(torch.Size)  # most sizes occur in many tensors: each is made and pickled once
     for name, entry in index.items():
         chunks = []
         for number, part in enumerate(entry["parts"]):
-            start = torch.Size([part["start"], *[0] * len(entry["shape"][1:])] if entry["shape"] else [])
-            size = torch.Size([part["rows"], *entry["shape"][1:]] if entry["shape"] else [])
+            start = size_of((part["start"], *[0] * len(entry["shape"][1:])) if entry["shape"] else ())
+            size = size_of((part["rows"], *entry["shape"][1:]) if entry["shape"] else ())
             chunks.append(dcp.ChunkStorageMetadata(start, size))
             places[dcp.MetadataIndex(name, start, number)] = _StorageInfo(part["file"], part["offset"], part["length"])
         properties = dcp.TensorProperties(dtype=getattr(torch, entry["dtype"]))
-        tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+        tensors[name] = dcp.TensorStorageMetadata(properties, size_of(tuple(entry["shape"])), chunks)
         paths[name] = (name,)
     content = dcp.Metadata(
         tensors,  # type: ignore[arg-type]
