@@ -1,6 +1,9 @@
 """What grows with the number of ranks: tiny trainings with many processes on this machine, forked from a warm process.
 
     python benchmarks/many_ranks.py [--ranks 8 32 128] [--strategy ddp|fsdp] [--shard-ranks 8] [KEY=VALUE ...]
+    python benchmarks/many_ranks.py --mesh 64 8
+
+With `--mesh`: what one of so many pretended ranks does to make the groups of FSDP's hybrid mesh, and nothing else.
 
 For each number of ranks: a model of some hundred parameters, 5 steps, a checkpoint, a look at the processes, a SIGKILL
 of a rank, a restart from the checkpoint, and a request to stop. All processes share the cores of this machine, so that
@@ -182,6 +185,24 @@ def measure(options, ranks):
     return row
 
 
+def measure_mesh(shape):
+    """CPU seconds, barriers and groups of one rank, where no other rank is there."""
+    from unittest import mock
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    size = shape[0] * shape[1]
+    dist.init_process_group("fake", store=FakeStore(), rank=size // 2, world_size=size)
+    with mock.patch("torch.distributed.distributed_c10d._store_based_barrier") as barrier:
+        begun = time.process_time()
+        init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        taken = time.process_time() - begun
+    groups = len(dist.distributed_c10d._world.pg_map) - 1
+    print(f"{shape[0]} x {shape[1]} ranks: {taken:.4f} s of CPU, {barrier.call_count} barriers, {groups} groups")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128])
@@ -189,8 +210,12 @@ def main():
     parser.add_argument("--shard-ranks", type=int, help="FSDP: shard over groups of so many ranks")
     parser.add_argument("--files", action="store_true", help="also the kinds of open files of the last rank")
     parser.add_argument("--marks", action="store_true", help="also when ranks passed some places")
+    parser.add_argument("--mesh", type=int, nargs=2, help="replicas and shards of a hybrid mesh")
     parser.add_argument("keys", nargs="*", default=[], help="KEY=VALUE of the config")
     options = parser.parse_args()
+    if options.mesh:
+        measure_mesh(tuple(options.mesh))
+        return
     print("| " + " | ".join(name for name, _ in COLUMNS) + " |")
     print("|" + "---:|" * len(COLUMNS))
     for ranks in options.ranks:
