@@ -8,6 +8,7 @@ from collections import deque
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.core.parallel import tree
 from lockstep.core.parallel.world import World, join_world
@@ -138,6 +139,15 @@ def values_of_two_threads():
         sums = [world.all_sum([1.0])[0] for _ in range(rounds)]
         thread.join()
         return world.rank, found, sums, open_sockets() - before
+
+
+def values_on_another_default_device():
+    with join_world("cpu") as world, torch.device("meta"):
+        return world.gather(world.rank), world.broadcast("all" if world.rank == 0 else None)
+
+
+def test_objects_travel_whatever_the_default_device_of_torch_is():
+    assert run_ranks(3, values_on_another_default_device) == [([0, 1, 2], "all"), (None, "all"), (None, "all")]
 
 
 def test_a_background_thread_exchanges_values_beside_the_main_thread_without_further_connections():

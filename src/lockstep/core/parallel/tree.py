@@ -54,11 +54,11 @@ def gathered(own: Tensor, rank: int, size: int, tag: int) -> list[Tensor] | None
         tag: a number from 1 on, another for each thread. Sums have 0.
     """
     if rank:
-        dist.send(torch.tensor([len(own)]), 0, tag=tag)
+        dist.send(torch.tensor([len(own)], device="cpu"), 0, tag=tag)
         dist.send(own, 0, tag=tag)
         return None
-    lengths = _received([torch.tensor([0]) for _ in range(1, size)], tag)
-    return [own, *_received([torch.empty(int(length), dtype=torch.uint8) for length in lengths], tag)]
+    lengths = _received([torch.tensor([0], device="cpu") for _ in range(1, size)], tag)
+    return [own, *_received([torch.empty(int(length), dtype=torch.uint8, device="cpu") for length in lengths], tag)]
 
 
 def _received(buffers: list[Tensor], tag: int) -> list[Tensor]:
@@ -82,10 +82,10 @@ def passed_on(own: Tensor | None, rank: int, size: int, tag: int) -> Tensor:
         tag: as of `gathered`.
     """
     if own is None:
-        before, length = rank & (rank - 1), torch.tensor([0])
+        before, length = rank & (rank - 1), torch.tensor([0], device="cpu")
         dist.recv(length, before, tag=tag)
-        dist.recv(own := torch.empty(int(length), dtype=torch.uint8), before, tag=tag)
-    length = torch.tensor([len(own)])
+        dist.recv(own := torch.empty(int(length), dtype=torch.uint8, device="cpu"), before, tag=tag)
+    length = torch.tensor([len(own)], device="cpu")
     for sending in [dist.isend(part, n, tag=tag) for n in next_ranks(rank, size) for part in (length, own)]:
         sending.wait()  # type: ignore[union-attr]
     return own
