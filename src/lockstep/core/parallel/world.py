@@ -137,7 +137,7 @@ class World:
         padded = packed.new_zeros(max(counts), packed.shape[1])
         padded[: len(packed)] = packed
         parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded, group=self.group)
+        dist.all_gather(parts, padded)
         whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
         columns = torch.split(whole, [rows.shape[1] * rows.element_size() for rows in flat], dim=1)
         found = [
