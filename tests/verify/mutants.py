@@ -647,7 +647,7 @@ _engine(
 _engine(
     "filler counted",
     "ranks",
-    (FACTORS, "bool(units[head]) and not micro_batch.filler", "bool(units[head])"),
+    (FACTORS, "bool(units[head]) and (not micro_batch.filler or state.first_pass is not None)", "bool(units[head])"),
     base="few",
 )
 _engine(
@@ -914,8 +914,8 @@ _engine(
     "forward passes seeded by the steps of this process",
     "resume",
     (
-        MICRO_BATCH,
-        "derive_seed(state.seed, result.step,",
+        "core.step:seed_of",
+        "derive_seed(state.seed, step,",
         "derive_seed(state.seed, state.__dict__.setdefault('count', []).append(0) or len(state.count),",
     ),
     base="dropout",
@@ -1369,9 +1369,9 @@ _engine(
     "dropout seeded with the clock",
     "determinism",
     (
-        MICRO_BATCH,
-        "seed_forward(derive_seed(state.seed,",
-        "seed_forward(derive_seed(__import__('time').perf_counter_ns(),",
+        "core.step:seed_of",
+        "derive_seed(state.seed,",
+        "derive_seed(__import__('time').perf_counter_ns(),",
     ),
     base="dropout",
 )
@@ -1412,7 +1412,7 @@ _task("augmentation from one generator of the task", "resume", "OneGenerator")
 _engine(
     "same dropout masks in every step and on every rank",
     "determinism",
-    (MICRO_BATCH, "derive_seed(state.seed, result.step, world.rank, number)", "derive_seed(state.seed)"),
+    ("core.step:seed_of", "derive_seed(state.seed, step, state.world.rank, number)", "derive_seed(state.seed)"),
     base="dropout",
     says="same random numbers",
 )
@@ -1420,9 +1420,9 @@ _engine(
     "same dropout masks on every rank",
     "determinism",
     (
-        MICRO_BATCH,
-        "derive_seed(state.seed, result.step, world.rank, number)",
-        "derive_seed(state.seed, result.step)",
+        "core.step:seed_of",
+        "derive_seed(state.seed, step, state.world.rank, number)",
+        "derive_seed(state.seed, step)",
     ),
     base="dropout",
     says="same random numbers",
@@ -1453,7 +1453,7 @@ _engine(
 _engine(
     "filler counted at the end of an epoch",
     "ranks",
-    (FACTORS, "bool(units[head]) and not micro_batch.filler", "bool(units[head])"),
+    (FACTORS, "bool(units[head]) and (not micro_batch.filler or state.first_pass is not None)", "bool(units[head])"),
 )
 _engine(
     "filler's weight counted at the end of an epoch",

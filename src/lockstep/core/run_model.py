@@ -18,6 +18,7 @@ from lockstep.core.history import History
 from lockstep.core.optim import build_optimizer
 from lockstep.core.parallel import held_parameters
 from lockstep.core.parallel.factory import make_strategy
+from lockstep.core.parallel.no_collectives import NoCollectives
 from lockstep.core.parallel.strategy import Forward, Strategy
 from lockstep.core.parallel.world import World
 from lockstep.core.schedule import Schedule, ScheduleConfig, scaled_lr
@@ -70,7 +71,9 @@ def build_model(
     notes: list[str] = []
 
     def make() -> nn.Module:
-        made, notes[:] = batch_norm.without_unsupported(_check_parameters(task_checks.model(task)), world)
+        with NoCollectives():
+            made = task_checks.model(task)
+        made, notes[:] = batch_norm.without_unsupported(_check_parameters(made), world)
         if training:
             notes.extend(held_parameters.check_hooks(made, ranks=world.size, sharded=strategy.is_sharded))
             held_parameters.check_renormalised(made, ranks=world.size)

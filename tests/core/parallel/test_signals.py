@@ -522,3 +522,25 @@ def test_a_request_to_save_after_the_end_does_not_change_the_exit_code():
     code = "import atexit, os, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGUSR1); "
     code += "from lockstep.__main__ import main; sys.argv = ['lockstep', 'train', '--help']; main()"
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+STUCK = """
+import datetime
+from torch.distributed import TCPStore
+from lockstep.core.parallel import signals
+
+signals._STUCK_S = 0.1
+store = TCPStore("127.0.0.1", 0, is_master=True)
+with signals.listening():
+    print("waits", flush=True)
+    store.wait(["never"], datetime.timedelta(seconds=600))  # as in a collective: no handler of Python runs
+"""
+
+
+def test_a_main_thread_that_waits_in_cpp_is_ended_where_there_is_nothing_to_save():
+    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "waits\n"
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=HANG_S)
+    assert process.returncode == 75
+    assert "stopped by SIGTERM before training began; nothing was lost" in errors

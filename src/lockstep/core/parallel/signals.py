@@ -26,6 +26,7 @@ STOPPED_AT_ONCE = "\nstopped at once, without saving; the same command goes on f
 _ONCE_S = 1.0  # a launcher and a scheduler may both pass on the same request
 _KEY_S = 0.2  # a wrapper repeated one Ctrl-C after 5 ms at most (30 tries, 2 cores, 6 busy processes)
 _EVERY_S = 1.0
+_STUCK_S = 5.0  # for the main thread, where there is nothing to save
 
 
 def is_another(number: int, asked_at: float) -> bool:
@@ -46,6 +47,8 @@ class StopFlag:
         self.saves = False
         """There is something to save. As long as there is nothing, a signal raises `Preempted` at once."""
         self.asked_at = 0.0
+        self.is_handled = False
+        """The main thread has got the signal. It does not while it waits in a collective, or computes in C++."""
 
     @property
     def name(self) -> str:
@@ -56,6 +59,7 @@ class StopFlag:
     def handle(self, number: int, frame: object) -> None:
         """The signal handler: runs in the main thread, between two instructions."""
         self.note(number)
+        self.is_handled = True
         if not self.saves:
             raise Preempted(f"stopped by {self.name} before training began; nothing was lost")
 
@@ -127,6 +131,8 @@ def _watch(flag: StopFlag, pipe: int) -> None:
         if number not in ASKING:  # another signal that Python handles
             continue
         again = flag.note(number)
+        if not flag.saves:
+            threading.Timer(_STUCK_S, _end_if_stuck, (flag,)).start()
         if launched.LAUNCHED in os.environ:
             # After a rank died, the launcher ends the others with SIGTERM: they can neither agree nor save any more.
             folder = os.environ.get(launched.FOLDER)
@@ -140,6 +146,13 @@ def _watch(flag: StopFlag, pipe: int) -> None:
             launched.tell(STOPPED_AT_ONCE)
             os._exit(128 + number)
     os.close(pipe)
+
+
+def _end_if_stuck(flag: StopFlag) -> None:
+    """End this process, where nothing is to be saved and the main thread does not come to handle the signal."""
+    if flag is _active and not flag.is_handled and not flag.saves:
+        launched.tell(f"\nstopped by {flag.name} before training began; nothing was lost")
+        os._exit(Preempted.exit_code)
 
 
 class StopConsensus:
