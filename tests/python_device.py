@@ -11,9 +11,11 @@ call `run(function, ...)`, which calls the function in a process that has the de
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import traceback
 import types
+import warnings
 import weakref
 from collections import Counter
 from typing import NamedTuple
@@ -250,6 +252,11 @@ class PythonTensor(torch.Tensor):
     def untyped_storage(self):
         return self.host.untyped_storage()
 
+    def tolist(self):
+        """torch reads a tensor of a subclass in no other way than by single numbers."""
+        DEVICE.note("read tolist")
+        return self.host.tolist()
+
     def record_stream(self, stream):
         DEVICE.note(f"record_stream {stream.number}")
 
@@ -325,6 +332,17 @@ def _arange(*arguments, dtype=None, **_):
     return PythonTensor(torch.arange(*arguments, dtype=dtype))
 
 
+def _collective(name):
+    """The kernel of a collective: that of the CPU, with the memory that the tensors lie in. Ranks need gloo alone."""
+
+    def kernel(*arguments):
+        DEVICE.note(f"collective {name}")
+        result = getattr(torch.ops.c10d, name)(*pytree.tree_map(_host, arguments))
+        return (arguments[0], result[1])
+
+    return kernel
+
+
 def _pin_memory(tensor, device=None):
     DEVICE.note("pin_memory")
     # torch copies into memory with the same strides.
@@ -348,6 +366,11 @@ def install():
             DEVICE.library.impl(name, _autocast(name), "AutocastPrivateUse1")
         DEVICE.fallback = torch.library.Library("_", "IMPL")  # other operations keep the number formats
         DEVICE.fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        DEVICE.collectives = torch.library.Library("c10d", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch has kernels for such devices, which look for a backend of them
+            for name in ("allreduce_", "broadcast_", "allgather_", "_allgather_base_"):
+                DEVICE.collectives.impl(name, _collective(name), "PrivateUse1")
         torch.Tensor.pin_memory = _pin_memory  # torch has no pinned memory for a device in Python
         devices.register(NAME, PythonGpu)
     DEVICE.log.clear()
@@ -362,7 +385,7 @@ class PythonGpu(Accelerator):
     group_backend = "gloo"
 
     def identity(self):
-        return "device in Python"
+        return f"device in Python of rank {os.environ.get('RANK', 0)}"
 
     def near_cpus(self, binding):
         return contextlib.nullcontext()

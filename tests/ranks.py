@@ -49,7 +49,22 @@ def run_on_python_device(function: Callable[..., Any], *arguments: Any, timeout_
     Raises:
         RankFailed: as `run_ranks`.
     """
-    return _values(_with_device.run(1, _answer, _on_device, function, *arguments, timeout_s=timeout_s))[0]
+    return run_on_python_devices(1, function, *arguments, timeout_s=timeout_s)[0]
+
+
+def run_on_python_devices(
+    world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = HANG_S, may_end: bool = False
+) -> list[Any]:
+    """What `function(device, *arguments)` returned on each rank, each with a device of `tests/python_device.py`.
+
+    Args:
+        may_end: whether a process may end instead. The result of its rank is then a `WorkerEnded`.
+
+    Raises:
+        RankFailed: as `run_ranks`.
+    """
+    answers = _with_device.run(world, _answer, _on_device, function, *arguments, timeout_s=timeout_s)
+    return [a if may_end and isinstance(a, WorkerEnded) else _values([a])[0] for a in answers]
 
 
 def _on_device(function: Callable[..., Any], *arguments: Any) -> Any:

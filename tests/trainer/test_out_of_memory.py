@@ -20,16 +20,20 @@ from tests.selection import mainly
 TASKS = """
 import os
 import torch
+import torch.distributed as dist
 from tests.own_tasks import Deep
 
 class TooLarge(Deep):
     calls = 0
     def loss(self, model, batch):
-        self.calls += model.training and torch.is_grad_enabled()
-        if len(batch[0]) >= 12 and os.environ["RANK"] == "1" and self.calls > 9:
+        trains = model.training and torch.is_grad_enabled()
+        self.calls += trains
+        if len(batch[0]) >= 12 and os.environ["RANK"] == "1" and self.calls > 5:
             raise torch.OutOfMemoryError("CUDA out of memory. (made up)")
         if len(batch[0]) >= 12 and not model.training and self.calls:
             raise torch.OutOfMemoryError("CUDA out of memory. (made up)")
+        if trains:  # as within SyncBatchNorm: the other ranks wait for rank 1
+            dist.all_reduce(torch.ones(1))
         return super().loss(model, batch)
 """
 TRAIN = (
@@ -37,7 +41,7 @@ TRAIN = (
     "{folder}/tasks.py:TooLarge",
     "task.eval_length=20",
     "batch.global=48",
-    "batch.micro=12",
+    "batch.micro=16",
     "optim.name=AdamW",
     "optim.lr=0.01",
     "optim.weight_decay=0.1",
@@ -46,7 +50,7 @@ TRAIN = (
     "checkpoint.every_steps=2",
     "log.writers=[text_log]",
     "--nproc",
-    2,
+    3,
     "--max-restarts",
     0,
 )
@@ -65,13 +69,13 @@ TRAIN = (
         ),
     ],
 )
-def test_the_launcher_goes_on_with_half_the_micro_batch_after_a_shortage_on_one_rank(strategy, launch):
+def test_the_launcher_goes_on_with_half_the_micro_batch_after_a_shortage_on_one_of_three_ranks(strategy, launch):
     (done,) = launch.done
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("all ranks start again") == 2  # for training, and for the evaluation
-    assert "rank 1: out of memory with micro-batches of 12: CUDA out of memory. (made up)" in done.stderr
+    assert "rank 1: out of memory with micro-batches of 16: CUDA out of memory. (made up)" in done.stderr
     note = json.loads((launch.folder / "run" / "micro.json").read_text())
-    assert (note["micro"], note["evaluation"]) == (6, 6)
+    assert (note["micro"], note["evaluation"]) == (8, 8)
     newest = store.listed(launch.folder / "run" / "checkpoints")[0]
     assert newest.step == 8
     found = {

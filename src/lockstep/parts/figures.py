@@ -116,7 +116,7 @@ class Operations(BuiltInPart):
         state, total_s = training.state, training.window.last.total
         if self.has_batch:
             with training.window.excluded():
-                few = self.compiled or state.strategy.is_sharded
+                few = self.compiled or state.world.size > 1
                 self.count.count(training.micro_batches[0], self._few if few else None)
         own = self.count.take()
         operations, unknown = state.world.all_sum([own or 0.0, float(own is None)])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.core import batch_norm
+from lockstep.core import batch_norm, devices
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.randomness import restored_generators
 from lockstep.core.parallel.precision import Precision
@@ -58,7 +58,8 @@ class FlopCount:
     def count(self, micro_batch: MicroBatch, few: Callable[[MicroBatch], MicroBatch] | None = None) -> None:
         """Count the operations of a micro-batch, if this was not done for the parameters that are trainable now.
 
-        All ranks call it after the same step. Where the pass fails, such as for lack of memory, there is no count.
+        All ranks call it after the same step. Where the pass fails, such as for lack of memory on a single rank, there
+        is no count. A rank of several that lacks memory fails, because the others may wait for it in the pass.
 
         Args:
             few: gives a part of the micro-batch, which is counted instead.
@@ -81,7 +82,8 @@ class FlopCount:
                 alone.wrap(strategy.unwrapped)
                 alone.pass_of_zeros(micro_batch.batch, self.precision)
         except Exception as error:
-            if strategy.is_sharded:  # the other ranks wait for this rank
+            # The other ranks may wait for this rank: for its shards, or within SyncBatchNorm.
+            if strategy.is_sharded or (self.world.size > 1 and devices.of(self.world.device).is_shortage(error)):
                 raise
             # A figure of the log ends no training. If the task is at fault, its next step says so.
             traceback.clear_frames(error.__traceback__)  # they hold activations
