@@ -11,6 +11,7 @@ from lockstep.cli.checkpoints import checkpoints
 from lockstep.cli.config import config
 from lockstep.cli.evaluate import evaluate
 from lockstep.cli.export import export
+from lockstep.cli.first_hour import first_hour
 from lockstep.cli.init import init
 from lockstep.cli.launch import launch
 from lockstep.cli.plan import plan
@@ -36,6 +37,7 @@ _COMMANDS: dict[Callable[..., None], str] = {
     init: "lockstep init my_task.py, or: lockstep init --from lightning | less",
     plan: "lockstep plan imagenet --gpus 8 --gpu 'A100 80GB'",
     preflight: "lockstep preflight digits --nproc 2",
+    first_hour: "lockstep first-hour --nproc auto",
 }
 """The commands in the order of `lockstep --help`, each with the example that its own help ends with."""
 

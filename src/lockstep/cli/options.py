@@ -40,6 +40,44 @@ Checkpoint = Annotated[
         help="Default: the best where the run keeps its best checkpoint, else the newest.",
     ),
 ]
+Nnodes = Annotated[
+    str | None,
+    typer.Option(
+        "--nnodes",
+        metavar="N|MIN:MAX",
+        envvar="LOCKSTEP_NNODES",
+        help="Nodes of the run, each with the same command. MIN:MAX: nodes may join and leave. Default: 1.",
+    ),
+]
+Rendezvous = Annotated[
+    str | None,
+    typer.Option(
+        "--rendezvous",
+        metavar="HOST[:PORT]",
+        envvar="LOCKSTEP_RENDEZVOUS",
+        help="Where the nodes meet: the name or address of one of them. Port: 29400.",
+    ),
+]
+RendezvousId = Annotated[
+    str | None,
+    typer.Option(
+        "--rendezvous-id",
+        metavar="NAME",
+        envvar="LOCKSTEP_RENDEZVOUS_ID",
+        help="Default: the run directory's name.",
+    ),
+]
+WaitForNodes = Annotated[
+    float,
+    typer.Option(
+        "--wait-for-nodes",
+        metavar="SECONDS",
+        envvar="LOCKSTEP_WAIT_FOR_NODES",
+        min=1,
+        max=31_536_000,
+        help="Then the run ends.",
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")]
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli import ranks
-from lockstep.cli.options import Debug, Overrides, as_arguments
+from lockstep.cli import options, ranks
+from lockstep.cli.options import Debug, Nproc, Overrides, Preset, Target, as_arguments
 from lockstep.cli.reporting import is_first, reporting
 from lockstep.core.errors import UsageError
 
@@ -18,26 +18,15 @@ if TYPE_CHECKING:
 
 
 def preflight(
-    target: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="What will be trained.")],
+    target: Target,
     overrides: Overrides = None,
-    nproc: Annotated[str | None, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")] = None,
-    preset: Annotated[str | None, typer.Option("--preset", metavar="NAME|FILE.yaml", help="As for train.")] = None,
+    nproc: Nproc = None,
+    preset: Preset = None,
     run_dir: Annotated[Path | None, typer.Option(help="As for train.")] = None,
-    nnodes: Annotated[
-        str | None, typer.Option("--nnodes", metavar="N|MIN:MAX", envvar="LOCKSTEP_NNODES", help="As for train.")
-    ] = None,
-    rendezvous: Annotated[
-        str | None,
-        typer.Option("--rendezvous", metavar="HOST[:PORT]", envvar="LOCKSTEP_RENDEZVOUS", help="As for train."),
-    ] = None,
-    rendezvous_id: Annotated[
-        str | None,
-        typer.Option("--rendezvous-id", metavar="NAME", envvar="LOCKSTEP_RENDEZVOUS_ID", help="As for train."),
-    ] = None,
-    wait_for_nodes: Annotated[
-        float,
-        typer.Option("--wait-for-nodes", metavar="SECONDS", envvar="LOCKSTEP_WAIT_FOR_NODES", min=1, max=31_536_000),
-    ] = 60,
+    nnodes: options.Nnodes = None,
+    rendezvous: options.Rendezvous = None,
+    rendezvous_id: options.RendezvousId = None,
+    wait_for_nodes: options.WaitForNodes = 60,
     env: Annotated[
         bool, typer.Option("--env", help="Also show the environment variables of the ranks, by rank where they differ.")
     ] = False,
@@ -51,8 +40,8 @@ def preflight(
         settings = config_file.load(target, overrides or [])
         settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [])
         several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
-        options = as_arguments({"--run-dir": run_dir, "--preset": preset, "--env": env, "--debug": debug})
-        arguments = ["preflight", target, *(overrides or []), *options]
+        given = as_arguments({"--run-dir": run_dir, "--preset": preset, "--env": env, "--debug": debug})
+        arguments = ["preflight", target, *(overrides or []), *given]
         if several is not None or ranks.is_launcher(nproc):
             run_id = f"{rendezvous_id or (run_dir or Path('runs', settings.name)).resolve().name}-preflight"
             ranks.launch(arguments, nproc, settings, several=several, run_id=run_id, wait_s=wait_for_nodes)

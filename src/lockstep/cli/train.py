@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli import ranks
+from lockstep.cli import options, ranks
 from lockstep.cli.options import Cold, Debug, Gpus, Nproc, Overrides, Preset, Target, as_arguments
 from lockstep.cli.reporting import is_first, reporting
 from lockstep.core.errors import MemoryShortage, UsageError
@@ -45,44 +45,6 @@ _Profile = Annotated[
     str | None,
     typer.Option("--profile", metavar="STEPS", help="Profile steps, such as 5-10, or 6 steps after the first."),
 ]
-_Nnodes = Annotated[
-    str | None,
-    typer.Option(
-        "--nnodes",
-        metavar="N|MIN:MAX",
-        envvar="LOCKSTEP_NNODES",
-        help="Nodes of the run, each with the same command. MIN:MAX: nodes may join and leave. Default: 1.",
-    ),
-]
-_Rendezvous = Annotated[
-    str | None,
-    typer.Option(
-        "--rendezvous",
-        metavar="HOST[:PORT]",
-        envvar="LOCKSTEP_RENDEZVOUS",
-        help="Where the nodes meet: the name or address of one of them. Port: 29400.",
-    ),
-]
-_RendezvousId = Annotated[
-    str | None,
-    typer.Option(
-        "--rendezvous-id",
-        metavar="NAME",
-        envvar="LOCKSTEP_RENDEZVOUS_ID",
-        help="Default: the run directory's name.",
-    ),
-]
-_WaitForNodes = Annotated[
-    float,
-    typer.Option(
-        "--wait-for-nodes",
-        metavar="SECONDS",
-        envvar="LOCKSTEP_WAIT_FOR_NODES",
-        min=1,
-        max=31_536_000,
-        help="Then the run ends.",
-    ),
-]
 _DebugRank = Annotated[
     int | None,
     typer.Option(
@@ -102,10 +64,10 @@ def train(
     allow_change: _AllowChange = None,
     max_restarts: _MaxRestarts = None,
     profile: _Profile = None,
-    nnodes: _Nnodes = None,
-    rendezvous: _Rendezvous = None,
-    rendezvous_id: _RendezvousId = None,
-    wait_for_nodes: _WaitForNodes = 600,
+    nnodes: options.Nnodes = None,
+    rendezvous: options.Rendezvous = None,
+    rendezvous_id: options.RendezvousId = None,
+    wait_for_nodes: options.WaitForNodes = 600,
     debug_rank: _DebugRank = None,
     cold: Cold = False,
     debug: Debug = False,
