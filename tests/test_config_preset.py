@@ -1,5 +1,6 @@
 """A preset says how a training is run, and never what is trained."""
 
+import re
 import shutil
 import sys
 
@@ -218,3 +219,25 @@ def test_presets_are_read_without_torch():
     code = "import sys; from lockstep.cli import config_preset; config_preset.read('g5'); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+PICTURE = 3 * 224 * 224
+"""Bytes of a picture, as workers pass it on: the task makes numbers of it on the device."""
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name != "local"])
+def test_a_preset_starts_no_more_processes_that_work_at_once_than_the_machine_has_cpus(name):
+    """Ranks, and the workers of the training or those of an evaluation: the others wait meanwhile."""
+    preset, about = config_preset.read(name), config_preset.presets()[name]
+    threads = int(re.search(r"(\d+) CPU threads", about)[1])
+    assert int(preset.nproc) * (1 + preset.keys["data.workers"]) <= threads
+
+
+@pytest.mark.parametrize(("name", "most_gb"), [("a100x8", 4), ("h100x8", 10)])
+def test_what_workers_prepare_ahead_of_a_training_fits_into_shared_memory(name, most_gb):
+    """The sizes that docs/launching.md names."""
+    preset = config_preset.read(name)
+    keys = preset.keys
+    waiting = int(preset.nproc) * keys["data.workers"] * keys["data.prefetch"] * keys["batch.micro"] * PICTURE
+    assert waiting <= most_gb * 1e9
+    assert config_preset.read(name).apply(config_file.load("image_folder")).compute.numa_binding == "node"

@@ -14,6 +14,7 @@ _OF_EVALUATION = (
     "data.eval",
     "data.eval_limit",
     "data.workers",
+    "data.prefetch",
     "data.on_error",
     "batch.micro",
     "device",

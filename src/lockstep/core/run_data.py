@@ -112,7 +112,8 @@ def grouping(plan: StepPlan) -> list[str]:
 def make_loader(config: RunConfig, data: Dataset[Any], task: Task, world: World, *, training: bool) -> Loader:
     """The loader of this rank's micro-batches of `data`."""
     micro_batches = MicroBatches(data, task, config.seed, training=training, on_error=config.data.on_error)
-    return Loader(micro_batches, config.data.workers, world.device, channels_last=config.compute.channels_last)
+    count, ahead = config.data.workers, config.data.prefetch
+    return Loader(micro_batches, count, world.device, channels_last=config.compute.channels_last, ahead=ahead)
 
 
 def evaluation_data(

@@ -1,5 +1,6 @@
 """Samples are prepared the same wherever and whenever they are prepared; bad ones are named."""
 
+import contextlib
 import gc
 import importlib
 import multiprocessing
@@ -255,6 +256,24 @@ def test_a_run_is_freed_at_its_end_without_a_garbage_collection(tmp_path):
         assert not any(isinstance(found, Run) for found in gc.get_objects())
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_workers_of_a_training_stay_and_those_of_an_evaluation_end_with_it(training):
+    task = own_tasks.Plain(24)
+    loader = Loader(MicroBatches(task.train_data(), task, 0, training=training), 2, CPU, ahead=1)
+    assert loader.batches.prefetch_factor == 1
+    seen = []
+    for _ in range(2):
+        before = set(multiprocessing.active_children())
+        with contextlib.closing(loader.run(lambda: [MicroBatchPlan((n,), 0, False) for n in range(4)])) as batches:
+            next(batches)
+            seen.append(set(multiprocessing.active_children()) - before)
+            assert len(list(batches)) == 3
+        left = seen[-1] & set(multiprocessing.active_children())
+        assert len(left) == (2 if training and len(seen) == 1 else 0)
+    assert len(seen[0]) == 2
+    assert len(seen[1]) == (0 if training else 2)
 
 
 # ---- workers that are killed

@@ -238,17 +238,27 @@ class MicroBatches(Dataset[MicroBatch]):
 class Loader:
     """Micro-batches of this rank in the order of a plan, prepared by worker processes, and copied to the device ahead.
 
+    Workers of a training stay until its end. Those of an evaluation end with it: a rank may have many sets of data.
+
     Args:
         micro_batches: reads the micro-batches.
         count: number of worker processes that read samples; 0: this process does.
         device: device of the batches.
         channels_last: give tensors of four dimensions (images) that memory format.
+        ahead: micro-batches that each worker prepares ahead.
     """
 
     def __init__(
-        self, micro_batches: MicroBatches, count: int, device: torch.device, *, channels_last: bool = False
+        self,
+        micro_batches: MicroBatches,
+        count: int,
+        device: torch.device,
+        *,
+        channels_last: bool = False,
+        ahead: int = 2,
     ) -> None:
-        self.micro_batches, self.workers, self.device, self.order = micro_batches, count, device, workers.Order()
+        self.micro_batches, self.workers, self.ahead, self.device = micro_batches, count, ahead, device
+        self.order = workers.Order()
         self.copies = DeviceCopies(device, channels_last=channels_last)
         self.tell: Callable[[str], None] = workers.print_warning
         """Shows a warning. By default, it goes to stderr."""
@@ -256,7 +266,8 @@ class Loader:
 
     def _new_batches(self) -> DataLoader[Any]:
         pins = self.copies.stream is not None
-        return workers.data_loader(workers.CatchErrors(self.micro_batches), self.order, self.workers, pins=pins)
+        reads, stays = workers.CatchErrors(self.micro_batches), self.micro_batches.training
+        return workers.data_loader(reads, self.order, self.workers, pins=pins, ahead=self.ahead, stays=stays)
 
     def run(self, plans: Plans) -> Generator[MicroBatch, None, None]:
         """The micro-batches of `plans`, in order.

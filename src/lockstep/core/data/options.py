@@ -42,7 +42,10 @@ class DataConfig(Section):
     """`2/5`: evaluate on the second of five folds of the training data, and train on the others. For tasks that make
     folds."""
     workers: Annotated[int, Field(ge=0), DOES_NOT_DETERMINE] = 0
-    """Loader processes of each rank. 0: the rank loads its data itself."""
+    """Loader processes of each rank. 0: the rank loads its data itself. An evaluation has as many again."""
+    prefetch: Annotated[PositiveInt, DOES_NOT_DETERMINE] = 2
+    """Micro-batches that each worker prepares ahead. They wait in shared memory (/dev/shm): on a machine, ranks x
+    workers x prefetch micro-batches, and as many again during an evaluation."""
     on_error: Literal["raise", "skip"] = "raise"
     """Reaction to a sample that cannot be read: `raise` the error, or `skip` the sample."""
     drop_last: bool = False

@@ -28,12 +28,13 @@ _LAST_BATCHES_S = 15.0  # how long a worker stays after SIGTERM
 
 
 def data_loader(
-    data: Dataset[Any], order: Iterable[Any], count: int, *, pins: bool = False, stays: bool = True
+    data: Dataset[Any], order: Iterable[Any], count: int, *, pins: bool = False, ahead: int = 2, stays: bool = True
 ) -> DataLoader[Any]:
     """A DataLoader that gives `data[key]` for each key of `order`, read by `count` workers; 0: by this process.
 
     Args:
         pins: call `pin_memory` of each object.
+        ahead: objects that each worker prepares ahead.
         stays: the workers stay for the next iteration.
     """
     return DataLoader(
@@ -43,6 +44,7 @@ def data_loader(
         num_workers=count,
         collate_fn=_identity,
         pin_memory=pins,
+        prefetch_factor=ahead if count else None,
         persistent_workers=stays and count > 0,
         worker_init_fn=_leave_signals_to_the_rank,
         generator=torch.Generator(),  # else the DataLoader draws its seed from the training's generator
