@@ -11,6 +11,7 @@ TOPICS = {
         "core/heads.py",
         "parts/checks/dry_run.py",
         "core/task.py",
+        "updates",
     ],
     "Data": ["core/data", "core/run_data.py", "parts/checks/untouched_data.py", "core/data/same_samples.py"],
     "Models and their state": [

@@ -136,12 +136,12 @@ def test_folders_stand_on_few_floors():
     assert max(floors.values()) <= 9
 
 
-CODE_LINES = {"core": 9_885, "": 42_405, "updates": 300}
+CODE_LINES = {"core": 9_885, "": 42_405, "updates": 330, "cli/first_hour.py": 85}
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
 
 What came new has a budget of its own, and does not count in all.
 """
-OF_THEIR_OWN = ("updates",)
+OF_THEIR_OWN = ("updates", "cli/first_hour.py")
 
 
 def code_lines(text):
@@ -168,8 +168,8 @@ def test_code_lines_are_counted_without_blank_lines_comments_and_docstrings():
 @pytest.mark.parametrize("folder", CODE_LINES)
 def test_a_folder_keeps_its_budget(folder):
     apart = [PACKAGE / other for other in OF_THEIR_OWN if not folder]
-    paths = (path for path in PACKAGE.joinpath(folder).rglob("*.py") if not {*apart} & {*path.parents})
-    counted = sum(code_lines(path.read_text()) for path in paths)
+    paths = [PACKAGE / folder] if folder.endswith(".py") else PACKAGE.joinpath(folder).rglob("*.py")
+    counted = sum(code_lines(path.read_text()) for path in paths if not {*apart} & {path, *path.parents})
     assert counted <= CODE_LINES[folder]
 
 

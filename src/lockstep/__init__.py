@@ -40,12 +40,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
-    from lockstep.core.config.task_options import TaskOptions
     from lockstep.core.errors import LockstepError
     from lockstep.core.part import Part
     from lockstep.core.presenter import Presenter
     from lockstep.core.task import Metrics, Task
     from lockstep.core.writer import Writer
+    from lockstep.recipes.task_options import TaskOptions
     from lockstep.trainer.trainer import Trainer
     from lockstep.updates.players import AlternatingTask, Follower, Player
 
@@ -59,7 +59,7 @@ _HOMES = {
     "Presenter": "core.presenter",
     "RunConfig": "core.config.sections",
     "Task": "core.task",
-    "TaskOptions": "core.config.task_options",
+    "TaskOptions": "recipes.task_options",
     "Trainer": "trainer.trainer",
     "Writer": "core.writer",
 }

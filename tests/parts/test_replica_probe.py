@@ -12,11 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import Trainer
 from lockstep.core.checkpoint import store
-from lockstep.core.devices import determinism
 from lockstep.core.errors import LockstepError
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.parallel.strategy import Forward
-from lockstep.parts import replicas
+from lockstep.parts import determinism, replicas
 from lockstep.parts.replica_probe import ReplicaProbe
 from lockstep.parts.replicas import differing, other_losses, who_differs
 from tests import own_tasks, part_cases, runs

@@ -14,7 +14,7 @@ OPTIONS = """
 import sys
 from typing import ClassVar
 from pydantic import PositiveInt
-from lockstep.core.config.task_options import TaskOptions
+from lockstep.recipes.task_options import TaskOptions
 
 class LineOptions(TaskOptions):
     task: ClassVar[str] = "line_task.task:Line"

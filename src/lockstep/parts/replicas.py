@@ -10,9 +10,9 @@ from torch import Tensor
 from lockstep.core.data.order import derive_seed
 from lockstep.core.data.randomness import seed_forward
 from lockstep.core.data.tensors import map_tensors, moved, moves_itself
-from lockstep.core.devices import determinism
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.step import TrainState
+from lockstep.parts import determinism
 from lockstep.parts.checks.dry_run import without_trace
 from lockstep.parts.digest import digests
 

@@ -17,8 +17,8 @@ from lockstep.core.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
-    from lockstep.core.config.task_options import TaskOptions
     from lockstep.core.task import Task
+    from lockstep.recipes.task_options import TaskOptions
     from lockstep.tasks.vision.pictures.cache import CacheOptions
 
 # These are found without installed metadata, and no entry point can replace them.
@@ -50,7 +50,7 @@ def options_class(kind: str) -> type[TaskOptions] | None:
     entry = plugins.entry_points("lockstep.tasks").get(kind)
     if entry is None:
         return None
-    from lockstep.core.config.task_options import TaskOptions  # before the entry: it may name this module by its path
+    from lockstep.recipes.task_options import TaskOptions  # before the entry: it may name this module by its path
 
     loaded = plugins.load(entry)
     if not (inspect.isclass(loaded) and issubclass(loaded, TaskOptions) and hasattr(loaded, "task")):

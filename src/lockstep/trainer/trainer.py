@@ -34,9 +34,7 @@ from lockstep.core.build import Run
 from lockstep.core.checkpoint import choice, store
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig, all_values
-from lockstep.core.config.task_options import TaskOptions
 from lockstep.core.data.loader import MicroBatch
-from lockstep.core.devices import backends, determinism
 from lockstep.core.errors import LockstepError, Preempted, UsageError, exits_are_failures
 from lockstep.core.parallel import signals
 from lockstep.core.parallel.precision import Precision, check_supported
@@ -54,13 +52,15 @@ from lockstep.launch.preflight import run as preflight
 from lockstep.launch.preflight import variables
 from lockstep.launch.preflight.facts import Subject, spans_machines
 from lockstep.launch.preflight.judgement import Finding
-from lockstep.parts import built_in, ending
+from lockstep.parts import built_in, determinism, ending
 from lockstep.parts import profile as profiling
 from lockstep.parts.checks.run_checks import RunChecks
 from lockstep.parts.writer_kinds import files_of_writers
 from lockstep.recipes import config_file, registry
+from lockstep.recipes.task_options import TaskOptions
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.trainer import (
+    backends,
     local_ranks,
     logs,
     memory_shortage,

@@ -30,6 +30,7 @@ from lockstep.core.parallel.strategy import Losses, Strategy, by_head
 from lockstep.core.parallel.world import World
 from lockstep.core.step import TrainState, seed_of
 from lockstep.core.task import Task
+from lockstep.updates.rows import gather_rows
 
 _NEAR = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}
 """How far embeddings of the second pass may be from those of the first, relative to the largest, by precision."""
@@ -79,7 +80,7 @@ class GlobalLoss:
         device = rows[0][0].device
         indices = [index for one in micro_batches if not one.filler for index in one.indices]
         own = [torch.tensor(indices, dtype=torch.int64, device=device), *map(torch.cat, zip(*rows, strict=True))]
-        (order, *values), first = self.world.gather_rows(own)
+        (order, *values), first = gather_rows(own, self.world)
         order = order.argsort(stable=True)
         places = order.argsort()[first : first + len(indices)]
         self._places = list(torch.split(places, [one.samples for one in micro_batches]))

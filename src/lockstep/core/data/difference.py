@@ -56,18 +56,13 @@ def first(one: Sequence[Leaf], other: Sequence[Leaf], names: tuple[str, str]) ->
 
 def _first_number(place: str, leaves: tuple[Leaf, Leaf], names: tuple[str, str]) -> str:
     heads = [np.asarray(leaf.head) for leaf in leaves]
-    places = np.flatnonzero(_bits(heads[0]) != _bits(heads[1]))
-    if not len(places):
+    pairs = zip(*heads, strict=True)
+    number = next((at for at, (one, other) in enumerate(pairs) if one.tobytes() != other.tobytes()), None)  # NaN is NaN
+    if number is None:
         return f"{place} ({leaves[0].kind}) differs after its first {len(heads[0]):,} numbers"
-    number = int(places[0])
     at = f"at number {number} of {leaves[0].kind}"
     values = [f"{head[number]} on {name}" for head, name in zip(heads, names, strict=True)]
     return f"{place}, {at}: {values[0]}, and {values[1]}"
-
-
-def _bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The numbers as their bytes, so that NaN equals NaN."""
-    return np.array([value.tobytes() for value in values], dtype=object)
 
 
 def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:

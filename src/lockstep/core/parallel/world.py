@@ -8,7 +8,6 @@ import datetime
 import functools
 import gc
 import io
-import math
 import os
 import pickle
 import sys
@@ -117,34 +116,11 @@ class World:
         found = tree.gathered(_packed(value), self.rank, self.size, self.tag)
         return None if found is None else [pickle.loads(packed.numpy().data) for packed in found]
 
-    def gather_rows(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
-        """The rows of all ranks, in rank order, on every rank.
-
-        Args:
-            tensors: of shape (rows, ...), with equally many rows, which may be none. Ranks may have different numbers.
-
-        Returns:
-            a tensor of the rows of all ranks for each tensor, and the place of this rank's first row.
-        """
-        if self.size == 1:
-            return list(tensors), 0
-        counts = [
-            int(count)
-            for count in self.all_sum([float(len(tensors[0]) * (rank == self.rank)) for rank in range(self.size)])
-        ]
-        flat = [tensor.detach().reshape(len(tensor), math.prod(tensor.shape[1:])) for tensor in tensors]
-        packed = torch.cat([rows.contiguous().view(torch.uint8) for rows in flat], dim=1)
-        padded = packed.new_zeros(max(counts), packed.shape[1])
-        padded[: len(packed)] = packed
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded)
-        whole = torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
-        columns = torch.split(whole, [rows.shape[1] * rows.element_size() for rows in flat], dim=1)
-        found = [
-            values.contiguous().view(tensor.dtype).reshape(-1, *tensor.shape[1:])
-            for values, tensor in zip(columns, tensors, strict=True)
-        ]
-        return found, sum(counts[: self.rank])
+    def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, which have the same shape, in rank order, on every rank."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(parts, tensor)
+        return parts
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank. Any picklable object. On other ranks, tensors in it arrive on the CPU."""

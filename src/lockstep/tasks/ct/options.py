@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
-from lockstep.core.config.task_options import TaskOptions
+from lockstep.recipes.task_options import TaskOptions
 from lockstep.tasks.vision.pictures.options import AugmentOptions
 
 HuWindow = str | Annotated[list[float], Field(min_length=2, max_length=2)]

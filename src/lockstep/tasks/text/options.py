@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PositiveFloat
 
 from lockstep.core.config.config_section import Section
-from lockstep.core.config.task_options import TableOptions
+from lockstep.recipes.task_options import TableOptions
 
 EMBEDDING_BAG = "embedding_bag"
 

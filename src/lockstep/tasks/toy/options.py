@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from lockstep.core.config.task_options import TaskOptions
+from lockstep.recipes.task_options import TaskOptions
 
 
 class ToyOptions(TaskOptions):

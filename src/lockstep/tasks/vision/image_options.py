@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from lockstep.core.config.task_options import TaskOptions
+from lockstep.recipes.task_options import TaskOptions
 from lockstep.tasks.vision.pictures.options import AugmentOptions
 
 

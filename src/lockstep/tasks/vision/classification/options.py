@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from lockstep.core.config.config_section import Section
-from lockstep.core.config.task_options import TableOptions
+from lockstep.recipes.task_options import TableOptions
 from lockstep.tasks.vision.image_options import ImageOptions
 from lockstep.tasks.vision.pictures.options import AugmentOptions, Crop
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from lockstep.core import devices
-from lockstep.core.devices import determinism
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.precision import check_supported
 from lockstep.launch import launcher
+from lockstep.parts import determinism
 from lockstep.verify import worker_functions
 from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.step_operations import StepOperations
