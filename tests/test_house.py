@@ -136,12 +136,12 @@ def test_folders_stand_on_few_floors():
     assert max(floors.values()) <= 9
 
 
-CODE_LINES = {"core": 9_885, "": 42_405, "updates": 330, "cli/first_hour.py": 85}
+CODE_LINES = {"core": 9_885, "": 42_405, "updates": 330, "cli/first_hour.py": 85, "tasks/lm": 1_400}
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
 
-What came new has a budget of its own, and does not count in all.
+What came new, such as a recipe, has a budget of its own, and does not count in all.
 """
-OF_THEIR_OWN = ("updates", "cli/first_hour.py")
+OF_THEIR_OWN = ("updates", "cli/first_hour.py", "tasks/lm")
 
 
 def code_lines(text):
@@ -206,7 +206,8 @@ def test_few_folders_know_torch_distributed():
 LIGHT = """
 lockstep lockstep.cli.application lockstep.core.config.sections lockstep.recipes.config_file
 lockstep.tasks.text.options lockstep.tasks.vision.pictures.options lockstep.tasks.vision.classification.options
-lockstep.core.data.order lockstep.report.run_page lockstep.report.comparison lockstep.plan.advise
+lockstep.tasks.lm.options lockstep.core.data.order lockstep.report.run_page lockstep.report.comparison
+lockstep.plan.advise
 """
 
 

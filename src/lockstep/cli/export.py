@@ -57,7 +57,8 @@ def next_step(folder: Path) -> str:
         return f"import runpy; print(runpy.run_path({str(folder / 'use_model.py')!r})['predict']({inputs!r}))"
     if "tokenizer_config.json" in has:
         options = ", trust_remote_code=True" if "embedding_bag.py" in has else ""
-        pipeline = f"pipeline('text-classification', model={place!r}{options})"
+        kind = "text-generation" if "generation_config.json" in has else "text-classification"
+        pipeline = f"pipeline({kind!r}, model={place!r}{options})"
         return f"from transformers import pipeline; print({pipeline}('a text'))"
     if "model.pt2" in has:
         loading = f"torch.export.load({str(folder / 'model.pt2')!r}).module()"

@@ -28,6 +28,7 @@ _SHIPPED_TASKS = {
     "detection": "lockstep.tasks.vision.detection.options:DetectionOptions",
     "segmentation": "lockstep.tasks.vision.segmentation.options:SegmentationOptions",
     "text": "lockstep.tasks.text.options:TextOptions",
+    "lm": "lockstep.tasks.lm.options:LmOptions",
     "volume_risk": "lockstep.tasks.ct.options:VolumeRiskOptions",
 }
 _SHIPPED_RECIPES = "lockstep.recipes"

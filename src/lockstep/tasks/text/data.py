@@ -43,7 +43,7 @@ class TextSample(NamedTuple):
     """The second text of a pair."""
 
 
-class _OfFolder:
+class OfFolder:
     """Arrays in a folder of the cache. A loader worker maps the same files."""
 
     def __init__(self, folder: Path) -> None:
@@ -56,7 +56,7 @@ class _OfFolder:
         self.__init__(folder)  # type: ignore[misc]
 
 
-class Texts(_OfFolder):
+class Texts(OfFolder):
     """Texts and labels of a source. They are a folder of the cache."""
 
     def __init__(self, folder: Path) -> None:
@@ -71,10 +71,10 @@ class Texts(_OfFolder):
         self.source: str = about["source"]
         self.notes: list[str] = about["told"]
         """Remarks for people about the way in which the texts were read."""
-        self.codes: Array = _mapped(folder / "codes.npy")
+        self.codes: Array = mapped(folder / "codes.npy")
         """The label of each text as its place in `names`, or -1: (texts,). Several labels per text: 0 and 1, (texts,
         names)."""
-        self._places: Array = _mapped(folder / "places.npy")
+        self._places: Array = mapped(folder / "places.npy")
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -82,7 +82,7 @@ class Texts(_OfFolder):
     @cached_property
     def _parts(self) -> list[tuple[Array, Array]]:
         pairs = ["text", "pair"] if self.columns["pair"] is not None else ["text"]
-        return [(_mapped(self.folder / f"{part}.npy"), _mapped(self.folder / f"{part}-ends.npy")) for part in pairs]
+        return [(mapped(self.folder / f"{part}.npy"), mapped(self.folder / f"{part}-ends.npy")) for part in pairs]
 
     def text(self, row: int, part: int = 0) -> str:
         """The text of a row. Part 1 is the second text of a pair."""
@@ -220,7 +220,7 @@ def tokenise(texts: Texts, tokenizer: Tokenizer, *, digest: str, max_length: int
     return Tokens(cached("tokens", digest_of(_FORMAT, texts.folder.name, digest, max_length), make))
 
 
-class Tokens(_OfFolder):
+class Tokens(OfFolder):
     """Token ids of `Texts`, in the same order. They are a folder of the cache."""
 
     def __init__(self, folder: Path) -> None:
@@ -230,8 +230,8 @@ class Tokens(_OfFolder):
         """Number of texts that were cut."""
         self.dropped: int = about["dropped"]
         """Number of tokens that were cut off."""
-        self.ids, self.ends = _mapped(folder / "ids.npy"), _mapped(folder / "ends.npy")
-        self.types = _mapped(folder / "types.npy") if (folder / "types.npy").exists() else None
+        self.ids, self.ends = mapped(folder / "ids.npy"), mapped(folder / "ends.npy")
+        self.types = mapped(folder / "types.npy") if (folder / "types.npy").exists() else None
 
     @cached_property
     def lengths(self) -> Array:
@@ -324,6 +324,6 @@ class InputTexts(Dataset[TextSample]):
         return self.rows[index].where
 
 
-def _mapped(path: Path) -> Array:
+def mapped(path: Path) -> Array:
     array: Array = np.load(path, mmap_mode="r" if path.stat().st_size > 256 else None)
     return array

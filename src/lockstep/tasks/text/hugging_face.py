@@ -84,14 +84,14 @@ def train_tokenizer(texts: Iterable[str], *, digest: str, vocab_size: int, lower
             tokenizer_object=tokenizer, model_input_names=names, **_SPECIAL
         ).save_pretrained(folder)
 
-    return load_tokenizer(cached("tokenizer", digest_of(digest, vocab_size, lowercase, _version("tokenizers")), make))
+    return load_tokenizer(cached("tokenizer", digest_of(digest, vocab_size, lowercase, version_of("tokenizers")), make))
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
     """A digest that is equal for tokenizers that make the same tokens."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     state = {name: value for name, value in state.items() if name not in ("truncation", "padding")}  # of the last call
-    return digest_of(json.dumps(state, sort_keys=True), tokenizer.truncation_side, _version("tokenizers"))
+    return digest_of(json.dumps(state, sort_keys=True), tokenizer.truncation_side, version_of("tokenizers"))
 
 
 def load_config(name: str | Path) -> Any:
@@ -179,7 +179,7 @@ def _transformers() -> Any:
     return transformers
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
     from importlib.metadata import version
 
     return version(package)

@@ -1,0 +1,96 @@
+"""The model card of an export, written from the run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from torch import nn
+
+if TYPE_CHECKING:
+    from lockstep.tasks.lm.task import LanguageModel
+
+_RESULTS = ("eval/loss", "eval/perplexity", "eval/bits_per_byte", "eval/accuracy", "train/loss")
+_USE = """```python
+from transformers import pipeline
+
+print(pipeline("text-generation", model="FOLDER")("{prompt}")[0]["generated_text"])
+```"""
+
+
+def write(task: LanguageModel, model: nn.Module) -> str:
+    """The text of `README.md`: use, data, training, results and versions, as far as the run's folder has them."""
+    run_dir = task.folder.parent if task.folder is not None else None
+    entries = _entries(run_dir / "metrics.jsonl") if run_dir is not None else []
+    config = _yaml(run_dir / "config.yaml") if run_dir is not None else {}
+    options = task.options
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [lockstep]"]
+    head += [f"base_model: {options.model}"] if options.model and not Path(options.model).is_dir() else []
+    name = str(config.get("name", "Language model"))
+    kind = f"A causal language model ({task.config.model_type}) of {parameters:,} parameters"
+    base = f", fine-tuned from `{options.model}`" if options.model else ", trained from new weights"
+    lines = [*head, "---", "", f"# {name}", "", f"{kind}{base} with Lockstep.", ""]
+    lines += [_USE.replace("{prompt}", "The"), "", "## Training", ""]
+    lines += [f"- {line}" for line in _training(task, config, entries)]
+    results = _results(entries)
+    if results:
+        lines += ["", "## Results", "", "| result | value |", "|---|---|"]
+        lines += [f"| `{result}` | {value:.5g} |" for result, value in results.items()]
+        lines += ["", "`eval/loss` is in nats by token. `eval/bits_per_byte` can be compared over tokenizers."]
+    return "\n".join([*lines, ""])
+
+
+def _training(task: LanguageModel, config: dict[str, Any], entries: list[dict[str, Any]]) -> list[str]:
+    data, options = config.get("data", {}), task.options
+    lines = [f"data: `{data.get('train', task.corpus.name)}`"]
+    if task.eval_corpus is not None:
+        lines[0] += f"; evaluated on `{task.eval_corpus.name}`"
+    elif options.eval_fraction:
+        lines[0] += f"; {options.eval_fraction:.0%} held back for evaluation"
+    how = "packed without attention across documents" if options.packing else "one document in a row"
+    lines.append(f"rows of {options.length} tokens, {how}")
+    steps = max((int(entry.get("step", 0)) for entry in entries), default=0)
+    if steps:
+        batch = config.get("batch", {}).get("global")
+        epochs = max(float(entry.get("epoch", 0)) for entry in entries)
+        lines.append(f"{steps:,} steps of {batch} rows, {epochs:.3g} epochs, seed {config.get('seed', 0)}")
+    optim, schedule = config.get("optim", {}), config.get("schedule", {})
+    if optim:
+        rates = f"{optim.get('name')}, learning rate {optim.get('lr')}, weight decay {optim.get('weight_decay')}"
+        lines.append(f"{rates}, schedule {schedule.get('name')}, precision {config.get('precision')}")
+    versions = (f"{name} {importlib.import_module(name).__version__}" for name in ("lockstep", "torch", "transformers"))
+    return [*lines, f"versions: {', '.join(versions)}", f"command: {_command(task)}"]
+
+
+def _command(task: LanguageModel) -> str:
+    """The command that trains such a model, with the options of the task."""
+    words = [f"data.train={task.corpus.name}"] + ([f"data.eval={task.eval_corpus.name}"] if task.eval_corpus else [])
+    for key, value in task.options.model_dump(exclude_defaults=True).items():
+        words.append(f"task.{key}={value if isinstance(value, str) else json.dumps(value)}")
+    return f"`{shlex.join(['lockstep', 'train', 'lm', *words])}`"
+
+
+def _results(entries: list[dict[str, Any]]) -> dict[str, float]:
+    """The last value of each result that a reader wants."""
+    found = {name: value for entry in entries for name, value in entry.items() if name in _RESULTS}
+    return {name: float(found[name]) for name in _RESULTS if isinstance(found.get(name), int | float)}
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    entries = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:  # the end of a line is missing after a kill
+            continue
+    return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return values if isinstance(values, dict) else {}

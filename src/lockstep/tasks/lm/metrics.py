@@ -1,0 +1,43 @@
+"""Perplexity, bits per byte and accuracy of the next token, from sums over all tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class TokenScores(Metric):
+    """Sums over tokens, which are divided at the end: no mean of means.
+
+    `perplexity` is exp(nats / tokens). `bits_per_byte` is nats / ln 2 / bytes of text, and so comparable over
+    tokenizers. `accuracy` is the share of tokens that were the most probable.
+    """
+
+    higher_is_better = False
+    full_state_update = False
+    nats: Tensor
+    tokens: Tensor
+    right: Tensor
+    bytes: Tensor
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.add_state("nats", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        for name in ("tokens", "right", "bytes"):
+            self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, output: dict[str, Tensor]) -> None:
+        """Add the sums of a batch, as `LanguageModel.predict` returns them."""
+        self.nats += output["nats"].double().sum()
+        self.tokens += output["tokens"].sum()
+        self.right += output["right"].sum()
+        self.bytes += output["bytes"].sum()
+
+    def compute(self) -> dict[str, Tensor]:
+        per_token = self.nats / self.tokens
+        bits = self.nats / math.log(2) / self.bytes
+        return {"perplexity": per_token.exp(), "bits_per_byte": bits, "accuracy": self.right / self.tokens}

@@ -1,0 +1,166 @@
+"""Language models by name, by config, or Lockstep's own; and the way in which all of them are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.errors import UsageError, did_you_mean
+from lockstep.tasks import hugging_face
+from lockstep.tasks.lm.options import LmOptions, SmallOptions
+from lockstep.tasks.text import hugging_face as text_models
+
+_WHAT = "language"
+_LEAK = 1e-3  # share of the largest logit. Rounding in float32 explains 1e-5; a model that sees other documents, 1e-1
+
+
+def import_transformers() -> Any:
+    """The module `transformers`.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    return hugging_face.import_transformers("lm", "text")
+
+
+def small_config(sizes: SmallOptions, tokenizer: Any, length: int) -> Any:
+    """The config of the own small model, as transformers' Llama has it."""
+    return import_transformers().LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=sizes.width,
+        intermediate_size=sizes.inner_width,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.shared_heads,
+        max_position_embeddings=length,
+        tie_word_embeddings=sizes.tie,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def new_config(wanted: str | dict[str, Any], tokenizer: Any, length: int) -> Any:
+    """The config of a new model of transformers, for the words of a tokenizer and rows of `length` tokens.
+
+    Args:
+        wanted: a name or folder, or keys of a config with `model_type`.
+
+    Raises:
+        UsageError: there is no such config or model type, or a key or value does not suit it.
+    """
+    transformers = import_transformers()
+    sizes = {} if isinstance(wanted, str) else {key: value for key, value in wanted.items() if key != "model_type"}
+    if isinstance(wanted, str):
+        config = text_models.load_config(wanted)
+    else:
+        known = sorted(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        kind = wanted.get("model_type")
+        if kind not in known:
+            remedy = f"{did_you_mean(kind, known)}there are: {', '.join(known)}"
+            raise UsageError(f"no language model of type {kind!r}", where="task.config.model_type", remedy=remedy)
+        try:
+            config = transformers.CONFIG_MAPPING[kind](**sizes)
+        except Exception as error:
+            remedy = f"give sizes that suit {kind}"
+            raise UsageError(f"{type(error).__name__}: {error}", where="task.config", remedy=remedy) from error
+        unknown = [key for key in sizes if key not in type(config)().to_dict() and key not in config.attribute_map]
+        if unknown:
+            remedy = f"{did_you_mean(unknown[0], type(config)().to_dict())}see the config of {kind} in transformers"
+            raise UsageError(f"unknown key {unknown[0]!r}", where="task.config", remedy=remedy)
+        limit = most_tokens(config)
+        if limit is not None and limit < length and not {"n_positions", "max_position_embeddings"} & {*sizes}:
+            config.max_position_embeddings = length
+    config.vocab_size = len(tokenizer)
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.pad_token_id = None  # the embedding of a padding token would not be trained
+    return config
+
+
+def most_tokens(config: Any) -> int | None:
+    """The largest number of positions that a model has. None: it has no limit."""
+    limit = getattr(config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def make_model(options: LmOptions, config: Any, *, trained: bool) -> tuple[nn.Module, list[str]]:
+    """A language model in float32, and the names of the weights that the pretrained model lacks.
+
+    Args:
+        trained: a checkpoint provides the weights.
+
+    Raises:
+        UsageError: the weights cannot be loaded.
+    """
+    if options.is_small:
+        from lockstep.tasks.lm.model import SmallModel
+
+        return SmallModel(config, options.small.dropout), []
+    transformers = import_transformers()
+    name = None if trained else options.model
+    return hugging_face.make_model(transformers.AutoModelForCausalLM, config, name, what=_WHAT, new_head=False)
+
+
+def logits_of(
+    model: nn.Module, ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Any]:
+    """The logits of a model, and its keys and values where they were asked for.
+
+    Args:
+        ids, positions: (samples, tokens). No positions: a row is one document.
+        mask: (samples, 1, tokens, tokens), true where a token sees another. None: itself and all before it.
+        options: `past_key_values` and `use_cache`.
+    """
+    config = getattr(model, "config", None)
+    given = {} if positions is None else {"position_ids": positions}
+    if mask is not None and not getattr(config, "sliding_window", None):
+        if getattr(config, "_attn_implementation", "sdpa") == "eager":  # it adds the mask
+            mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+        given["attention_mask"] = mask
+    # A model with windows finds the documents by their positions. The mask would replace its windows.
+    output = model(input_ids=ids, **given, **{"use_cache": False, **options})
+    return output.logits, output.past_key_values if options else None
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """The mask in which each token sees itself and the tokens before it of its own document.
+
+    Args:
+        documents: the document's number of each token: (samples, tokens).
+
+    Returns:
+        (samples, 1, tokens, tokens).
+    """
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
+
+
+def check_no_leak(model: nn.Module, vocab_size: int, name: str) -> None:
+    """Compare the logits of two documents in one row with those of each alone.
+
+    Raises:
+        UsageError: they differ, so that this model cannot be trained on packed rows.
+    """
+    sizes = [3, 4]
+    ids = torch.arange(sum(sizes))[None] * 7 % vocab_size
+    documents = torch.repeat_interleave(torch.arange(2), torch.tensor(sizes))[None]
+    positions = torch.cat([torch.arange(size) for size in sizes])[None]
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            together, _ = logits_of(model, ids, positions, document_mask(documents))
+            alone = torch.cat([logits_of(model, part)[0] for part in torch.split(ids, sizes, dim=1)], dim=1)
+        apart = float((together - alone).abs().max() / alone.abs().max())
+    except (TypeError, ValueError, RuntimeError, IndexError) as error:  # of a model that takes no positions, or no mask
+        apart = float("nan")
+        reason = f"it cannot be called with documents in one row: {type(error).__name__}: {error}"
+    else:
+        reason = f"a token sees other documents of its row: its logits differ by {apart:.2g} of the largest"
+    finally:
+        model.train(was_training)
+    if not apart <= _LEAK:
+        remedy = "set task.packing=false, which pads rows instead"
+        raise UsageError(f"{name} cannot be packed: {reason}", where="task.packing", remedy=remedy)

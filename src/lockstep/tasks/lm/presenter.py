@@ -1,0 +1,142 @@
+"""Texts that show data, results and written texts of language models to people."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from lockstep.core.errors import UsageError
+from lockstep.core.presenter import Presenter
+from lockstep.tasks.hugging_face import config_for_pipeline
+from lockstep.tasks.lm import card, documents, models, writing
+from lockstep.tasks.lm.data import Prompts, Row, Rows
+from lockstep.tasks.readers.table import SUFFIXES, Source, lines_of
+
+if TYPE_CHECKING:
+    from lockstep.tasks.lm.task import LanguageModel
+
+
+class LmPresenter(Presenter):
+    """Shows rows with their perplexity, and texts that the model writes. INPUT arguments are prompts, or files with
+    prompts."""
+
+    task: LanguageModel
+
+    def inputs(self, arguments: Sequence[str]) -> Prompts:
+        """The prompts of each argument: the rows of a table, the lines of a text file or of standard input (`-`), or
+        else the argument itself."""
+        found: list[tuple[str, str]] = []
+        for number, argument in enumerate(arguments, start=1):
+            if argument == "-":
+                lines = lines_of(sys.stdin.read())
+                found += [(text, f"standard input:{line}") for line, text in enumerate(lines, start=1)]
+            elif Path(argument).is_file() or (argument.endswith(SUFFIXES) and " " not in argument):
+                found += self._of_file(argument)
+            else:
+                found.append((argument, f"argument {number}"))
+        empty = next((where for text, where in found if not text), None)
+        if empty is not None:
+            raise UsageError("an empty prompt", where=empty, remedy="give a text that the model continues")
+        return Prompts([self.task.prompt(text, where) for text, where in found])
+
+    def _of_file(self, name: str) -> list[tuple[str, str]]:
+        options = self.task.options
+        table = Source.parse(name, **options.of_csv()).read()
+        roles = documents.choose(table, options.columns, needs_answer=False)
+        if "messages" in roles:
+            remedy = "give a file with a column of prompts"
+            raise UsageError("prompts cannot be read from chats", where=name, remedy=remedy)
+        names = roles.get("prompt") or roles["text"]
+        rows = range(len(table))
+        texts = ["\n".join(str(table.columns[column][row] or "") for column in names) for row in rows]
+        return [(text, table.where(row)) for row, text in zip(rows, texts, strict=True)]
+
+    def describe(self, output: dict[str, Tensor]) -> dict[str, Any]:
+        """The written texts; of evaluation rows, the number of tokens, the perplexity and the share of right tokens."""
+        texts = [self._text(tokens) for tokens in output["written"] if int(tokens[0]) != writing.NO_PROMPT]
+        if not int(output["tokens"]):
+            return {"text": texts[0] if texts else ""}
+        count = int(output["tokens"])
+        perplexity = round(math.exp(min(float(output["nats"]) / count, 700.0)), 6)
+        described = {"tokens": count, "perplexity": perplexity, "accuracy": round(int(output["right"]) / count, 6)}
+        return described | ({"texts": texts} if texts else {})
+
+    def _text(self, tokens: Tensor) -> str:
+        text: str = self.task.tokenizer.decode(tokens[tokens >= 0].tolist(), skip_special_tokens=True)
+        return text
+
+    def show(self, sample: Row) -> dict[str, Any]:
+        texts = [prompt.text for prompt in sample.prompts]
+        return {"prompts": texts} if texts and len(sample.ids) else {"prompt": texts[0]} if texts else {}
+
+    def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
+        """The results in words, and the continued prompts."""
+        lines = []
+        if "perplexity" in values:
+            lines.append(
+                f"perplexity {float(values['perplexity']):.4g}, {float(values['bits_per_byte']):.4f} bits per byte of "
+                f"text, next token right in {float(values['accuracy']):.1%}"
+            )
+        for sample, output in samples:
+            for prompt, tokens in zip(sample.prompts, output["written"], strict=False):
+                lines.append(f"  {prompt.text!r} -> {self._text(tokens)!r}")
+        return "\n".join(lines)
+
+    def log_header(self) -> list[str]:
+        """The model, the documents, the rows that they fill, and the padding that is left."""
+        task, options = self.task, self.task.options
+        kind = "Lockstep's small model (as Llama)" if options.is_small else task.config.model_type
+        size = f" of {task.parameters:,} parameters" if task.parameters else ""
+        origin = f"pretrained {options.model}" if options.model else "new weights"
+        lines = [f"model: {kind}{size}, {origin}; {len(task.tokenizer):,} tokens in the vocabulary"]
+        if task.new_weights:
+            lines.append(f"  not in {options.model}, so new: {', '.join(task.new_weights)}")
+        lines += self._of_rows("training", task.train_data())
+        evaluation = task.eval_data()
+        if evaluation is not None:
+            lines += self._of_rows("evaluation", evaluation)
+        return lines
+
+    def _of_rows(self, name: str, rows: Rows) -> list[str]:
+        tokens, plan, length = rows.tokens, rows.plan, rows.length
+        places = int(plan.sizes.sum())
+        learned = int(tokens.counts.sum())
+        lines = [
+            f"{name}: {len(tokens.places):,} documents, {tokens.bytes:,} bytes, {len(tokens.ids):,} tokens, of which "
+            f"{learned:,} can be learned"
+        ]
+        padding = 1 - places / (len(rows) * length)
+        how = "several documents in a row" if rows.packed else "a document in a row"
+        lines.append(f"  {len(rows):,} rows of {length} tokens, {how}: {padding:.2%} of them are padding")
+        if not rows.packed:
+            lines[-1] += ", less what micro-batches of similar length save"
+        if plan.split:
+            lines.append(f"  {plan.split:,} documents are longer than task.length, and are split over rows")
+        if tokens.unknown:
+            what = f"{tokens.unknown:,} letters that the tokenizer does not know"
+            lines.append(f"  warning: {what}: bits per byte do not count what they say")
+        return lines
+
+    has_program = False  # transformers makes the model
+
+    def export(self, model: nn.Module, folder: Path) -> list[str]:
+        """Write what `AutoModelForCausalLM` and `AutoTokenizer` read, and a model card."""
+        task = self.task
+        transformers = models.import_transformers()
+        config = task.config if task.options.is_small else config_for_pipeline(model)
+        config.save_pretrained(folder)
+        task.tokenizer.save_pretrained(folder)
+        options = task.options
+        generation: dict[str, Any] = {"max_new_tokens": options.new_tokens}
+        if options.temperature:
+            generation |= {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k or 0}
+        for role in ("bos", "eos", "pad"):
+            generation[f"{role}_token_id"] = getattr(task.tokenizer, f"{role}_token_id")
+        transformers.GenerationConfig(**generation).save_pretrained(folder)
+        (folder / "README.md").write_text(card.write(task, model))
+        return []

@@ -1,0 +1,111 @@
+"""Texts that a model writes: a batch of prompts is continued token by token, with the keys and values of all before."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.tasks.lm.model import SmallModel
+
+NOTHING = -1
+"""Stands behind the end of a text."""
+NO_PROMPT = -2
+"""Stands where a row has fewer prompts than another row."""
+_LOOK_EVERY = 16  # tokens between two questions whether all texts have ended: each question waits for the device
+
+
+def room_for(limit: int | None, new_tokens: int) -> tuple[int | None, int]:
+    """The most tokens of a prompt, of which the last are kept, and the most new tokens behind it.
+
+    Args:
+        limit: positions of the model. None: any number.
+    """
+    if limit is None:
+        return None, new_tokens
+    kept = max(limit - new_tokens, limit // 2)
+    return kept, limit - kept
+
+
+def prepare_prompts(prompts: Sequence[Sequence[int]], *, new_tokens: int, padding: int) -> dict[str, Tensor]:
+    """A batch of prompts: `prompt_ids` and `prompt_mask` (prompts, tokens), padded on the left, and `draws`.
+
+    `draws` are the random numbers for the new tokens: (prompts, new tokens), from 0 to 1. They depend on the prompt
+    alone. So a text is the same in any batch, on any rank.
+    """
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), padding)
+    mask = torch.zeros(len(prompts), width, dtype=torch.bool)
+    draws = torch.empty(len(prompts), new_tokens)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = True
+        seed = zlib.crc32(torch.tensor(prompt).numpy().tobytes())
+        draws[row] = torch.rand(new_tokens, generator=torch.Generator().manual_seed(seed))
+    return {"prompt_ids": ids, "prompt_mask": mask, "draws": draws}
+
+
+@torch.no_grad()
+def write(
+    model: nn.Module,
+    ids: Tensor,
+    mask: Tensor,
+    draws: Tensor,
+    *,
+    temperature: float,
+    top_k: int | None,
+    end: int | None,
+) -> Tensor:
+    """Continue prompts.
+
+    Args:
+        ids, mask, draws: as `prepare_prompts` returns them.
+        temperature: 0 takes the most probable token.
+        top_k: draw from so many most probable tokens. None: from all.
+        end: the token behind a text.
+
+    Returns:
+        new tokens: (prompts, new tokens). `NOTHING` stands where a text has ended.
+    """
+    written: list[Tensor] = []
+    ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    seen: Any = None
+    positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    for number in range(draws.shape[1]):
+        given = _mask_of(mask, ids.shape[1]) if isinstance(model, SmallModel) else mask.long()
+        output = model(
+            input_ids=ids, position_ids=positions, attention_mask=given, past_key_values=seen, use_cache=True
+        )
+        seen = output.past_key_values
+        token = _drawn(output.logits[:, -1], draws[:, number], temperature, top_k)
+        if end is not None:
+            ended = ended | (token == end)
+        written.append(token.masked_fill(ended, NOTHING))
+        if number % _LOOK_EVERY == _LOOK_EVERY - 1 and bool(ended.all()):
+            break
+        ids, positions = token[:, None], positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+    texts = torch.stack(written, dim=1)
+    rest = texts.new_full((len(texts), draws.shape[1] - texts.shape[1]), NOTHING)
+    return torch.cat([texts, rest], dim=1)
+
+
+def _mask_of(mask: Tensor, queries: int) -> Tensor:
+    """From a mask by token to the mask of the last `queries` tokens. Padding sees itself: it must not be NaN."""
+    total = mask.shape[1]
+    causal = torch.ones(queries, total, dtype=torch.bool, device=mask.device).tril(total - queries)
+    itself = torch.eye(total, dtype=torch.bool, device=mask.device)[total - queries :]
+    return (causal & mask[:, None, None, :]) | itself
+
+
+def _drawn(logits: Tensor, draws: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    """A token for each row of logits: (samples)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    values, tokens = logits.float().topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
+    until = (values / temperature).softmax(dim=-1).cumsum(dim=-1)
+    place = (until < draws[:, None] * until[:, -1:]).sum(dim=-1, keepdim=True)
+    return tokens.gather(1, place).squeeze(1)
