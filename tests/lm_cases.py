@@ -105,12 +105,3 @@ def difference(one, other):
     """Largest difference of any weight."""
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)
-
-
-def evaluate(options, settings):
-    """The results of an evaluation of an untrained model."""
-    from lockstep import Trainer
-
-    with runs.shared_folder() as folder:
-        task = ComparableTask(small_task(**options), TaskChanges(float64=True))
-        return Trainer(settings, run_dir=folder, quiet=True).evaluate(task)

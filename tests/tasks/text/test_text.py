@@ -653,3 +653,9 @@ def test_unwritable_run_directory_is_an_error(few, tmp_path):
 
 def test_text_is_a_task():
     assert issubclass(Text, Task)
+
+
+def test_a_long_text_is_no_file(few):
+    task = text_task(**few)
+    text = "good " * 2000
+    assert [row.text for row in task.presenter(task).inputs([text]).rows] == [text]

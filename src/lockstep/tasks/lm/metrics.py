@@ -17,7 +17,7 @@ class TokenScores(Metric):
     tokenizers. `accuracy` is the share of tokens that were the most probable.
     """
 
-    higher_is_better = False
+    higher_is_better = None  # lower perplexity, and higher accuracy
     full_state_update = False
     nats: Tensor
     tokens: Tensor
@@ -40,4 +40,5 @@ class TokenScores(Metric):
     def compute(self) -> dict[str, Tensor]:
         per_token = self.nats / self.tokens
         bits = self.nats / math.log(2) / self.bytes
-        return {"perplexity": per_token.exp(), "bits_per_byte": bits, "accuracy": self.right / self.tokens}
+        share = self.right.double() / self.tokens
+        return {"perplexity": per_token.exp(), "bits_per_byte": bits, "accuracy": share}

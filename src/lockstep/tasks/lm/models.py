@@ -110,18 +110,23 @@ def logits_of(
 
     Args:
         ids, positions: (samples, tokens). No positions: a row is one document.
-        mask: (samples, 1, tokens, tokens), true where a token sees another. None: itself and all before it.
+        mask: (samples, 1, tokens, tokens seen), true where a token sees another. None: itself and all before it.
         options: `past_key_values` and `use_cache`.
     """
-    config = getattr(model, "config", None)
     given = {} if positions is None else {"position_ids": positions}
-    if mask is not None and not getattr(config, "sliding_window", None):
-        if getattr(config, "_attn_implementation", "sdpa") == "eager":  # it adds the mask
+    if mask is not None and not (has_windows(model) and not options):
+        if getattr(getattr(model, "config", None), "_attn_implementation", "sdpa") == "eager":  # it adds the mask
             mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
         given["attention_mask"] = mask
-    # A model with windows finds the documents by their positions. The mask would replace its windows.
+    # In training, a model with windows finds the documents by their positions. The mask would replace its windows.
     output = model(input_ids=ids, **given, **{"use_cache": False, **options})
     return output.logits, output.past_key_values if options else None
+
+
+def has_windows(model: nn.Module) -> bool:
+    """True if some layers of a model see a window of tokens, and not all tokens before."""
+    config = getattr(model, "config", None)
+    return bool(getattr(config, "sliding_window", None))
 
 
 def document_mask(documents: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ class LmPresenter(Presenter):
             if argument == "-":
                 lines = lines_of(sys.stdin.read())
                 found += [(text, f"standard input:{line}") for line, text in enumerate(lines, start=1)]
-            elif Path(argument).is_file() or (argument.endswith(SUFFIXES) and " " not in argument):
+            elif os.path.isfile(argument) or (argument.endswith(SUFFIXES) and " " not in argument):
                 found += self._of_file(argument)
             else:
                 found.append((argument, f"argument {number}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.tasks.lm.model import SmallModel
+from lockstep.tasks.lm import models
 
 NOTHING = -1
 """Stands behind the end of a text."""
@@ -70,17 +71,17 @@ def write(
     Returns:
         new tokens: (prompts, new tokens). `NOTHING` stands where a text has ended.
     """
+    if not takes_keys(model):
+        alone = [_write_alone(model, *parts, temperature, top_k, end) for parts in zip(ids, mask, draws, strict=True)]
+        return torch.stack(alone)
     written: list[Tensor] = []
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     seen: Any = None
     positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
     for number in range(draws.shape[1]):
-        given = _mask_of(mask, ids.shape[1]) if isinstance(model, SmallModel) else mask.long()
-        output = model(
-            input_ids=ids, position_ids=positions, attention_mask=given, past_key_values=seen, use_cache=True
-        )
-        seen = output.past_key_values
-        token = _drawn(output.logits[:, -1], draws[:, number], temperature, top_k)
+        given = mask.long() if models.has_windows(model) else _mask_of(mask, ids.shape[1])
+        logits, seen = models.logits_of(model, ids, positions, given, past_key_values=seen, use_cache=True)
+        token = _drawn(logits[:, -1], draws[:, number], temperature, top_k)
         if end is not None:
             ended = ended | (token == end)
         written.append(token.masked_fill(ended, NOTHING))
@@ -91,6 +92,29 @@ def write(
     texts = torch.stack(written, dim=1)
     rest = texts.new_full((len(texts), draws.shape[1] - texts.shape[1]), NOTHING)
     return torch.cat([texts, rest], dim=1)
+
+
+def takes_keys(model: nn.Module) -> bool:
+    """True if a model takes the keys and values of earlier tokens, and the positions of padded rows."""
+    takes = inspect.signature(model.forward).parameters
+    has_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    return {"past_key_values", "position_ids"} <= takes.keys() or (has_any and "input_ids" not in takes)
+
+
+def _write_alone(
+    model: nn.Module, ids: Tensor, mask: Tensor, draws: Tensor, temperature: float, top_k: int | None, end: int | None
+) -> Tensor:
+    """The continuation of one prompt, whose tokens the model sees anew for each new token: (new tokens)."""
+    text, count = ids[mask], int(mask.sum())
+    for draw in draws:
+        logits, _ = models.logits_of(model, text[None])
+        token = _drawn(logits[:, -1], draw[None], temperature, top_k)
+        if end is not None and int(token) == end:
+            break
+        text = torch.cat([text, token])
+    found = torch.full_like(draws, NOTHING, dtype=torch.int64)
+    found[: len(text) - count] = text[count:]
+    return found
 
 
 def _mask_of(mask: Tensor, queries: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ class TextPresenter(Presenter):
             if argument == "-":
                 lines = lines_of(sys.stdin.read())
                 texts += [InputText(f"standard input:{line}", text) for line, text in enumerate(lines, start=1)]
-            elif Path(argument).is_file() or (argument.endswith(SUFFIXES) and " " not in argument):
+            elif os.path.isfile(argument) or (argument.endswith(SUFFIXES) and " " not in argument):
                 source = Source.parse(argument, **self.task.reading)
                 texts += read_input_texts(source, self.task.options.columns)
             else:

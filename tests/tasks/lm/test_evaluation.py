@@ -1,0 +1,287 @@
+"""Results of evaluations against plain sums, written texts against transformers, predictions and exports."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from lockstep import Trainer
+from lockstep.core.errors import UsageError
+from lockstep.tasks.lm import models, writing
+from tests import lm_cases, runs
+from tests.lm_cases import json_lines, lm_task, small_task
+from tests.ranks import run_ranks
+
+TINY = {"kind": "lm", **lm_cases.SMALL, "length": 32, "vocab_size": 300, "new_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return lm_cases.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def run_dir(corpus, tmp_path_factory):
+    """A short training with an evaluation."""
+    folder = tmp_path_factory.mktemp("runs") / "lm"
+    settings = runs.config(
+        task=TINY | {"prompts": ["the cat", "a"]},
+        data={"train": corpus},
+        batch={"global": 8},
+        train={"steps": 6, "eval_every_steps": 6},
+        name="plays",
+    )
+    Trainer(settings, run_dir=folder, quiet=True).fit()
+    return folder
+
+
+# ---- results
+
+
+@pytest.mark.parametrize("kind", list(lm_cases.MODELS))
+def test_results_are_those_of_sums_over_all_tokens_on_any_number_of_ranks(corpus, kind):
+    options = {"train": corpus, **lm_cases.MODELS[kind], "eval_fraction": 0.3, "new_tokens": 4}
+    settings = runs.config(batch={"global": 4, "micro": 2}, train={"steps": 1, "eval_every_steps": 1})
+    trained = {world: run_ranks(world, lm_cases.train, options, settings)[0] for world in (1, 2, 3)}
+    task = small_task(**options)
+    data = task.eval_data()
+    model = task.model().double().eval()
+    model.load_state_dict(trained[1][0])
+    nats = tokens = right = 0
+    with torch.no_grad():
+        for index in range(len(data)):
+            for ids, targets in lm_cases.pieces(data[index]):
+                logits = model(input_ids=ids[None]).logits[0]
+                nats += functional.cross_entropy(logits, targets, reduction="sum").item()
+                tokens += len(targets)
+                right += int((logits.argmax(dim=1) == targets).sum())
+    texts = [json.loads(line)["text"] for line in Path(corpus).read_text().splitlines()]
+    held = {place.rpartition(":")[2] for place in data.tokens.places}
+    size = sum(len(text) for number, text in enumerate(texts, start=1) if str(number) in held)
+    for _, results in trained.values():
+        assert results["eval/loss"] == pytest.approx(nats / tokens, rel=1e-10)
+        assert results["eval/perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-10)
+        assert results["eval/bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-10)
+        assert results["eval/accuracy"] == pytest.approx(right / tokens, rel=1e-10)
+
+
+def test_bits_per_byte_do_not_depend_on_the_tokenizer_for_a_model_that_knows_nothing(tmp_path):
+    """A model that thinks all tokens alike needs log2(vocabulary) bits for each token, whatever the tokens are."""
+    name = json_lines(tmp_path / "a.jsonl", [{"text": "abcabcab"}] * 12)
+    task = small_task(name, tokenizer="characters")
+    model, data = task.model().double().eval(), task.train_data()
+    torch.nn.init.zeros_(model.model.norm.weight)
+    output = task.predict(model, task.collate([data[index] for index in range(len(data))]))
+    metrics = task.metrics().metrics["tokens"]
+    metrics.update(output)
+    # Eight letters and the end of the text: nine tokens for eight bytes.
+    assert float(metrics.compute()["bits_per_byte"]) == pytest.approx(math.log2(len(task.tokenizer)) * 9 / 8)
+
+
+# ---- texts
+
+
+def left_padded(task, prompts, new_tokens=8):
+    return writing.prepare_prompts([task.prompt(text).ids for text in prompts], new_tokens=new_tokens, padding=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+def test_the_most_probable_text_is_that_of_transformers(corpus, kind):
+    known = lm_cases.MODELS | {"mistral": {"config": {**lm_cases.LLAMA, "model_type": "mistral", "sliding_window": 4}}}
+    task = small_task(corpus, **known[kind])
+    torch.manual_seed(3)
+    model = task.model().double().eval()
+    for parameter in model.parameters():  # new models write one token again and again
+        torch.nn.init.normal_(parameter, std=0.5)
+    prompts = ["the cat", "a", "the old river over the house"]
+    batch = left_padded(task, prompts)
+    end = task.tokenizer.eos_token_id
+    found = writing.write(model, *batch.values(), temperature=0, top_k=None, end=end)
+    for text, tokens in zip(prompts, found, strict=True):
+        ids = torch.tensor([task.prompt(text).ids])
+        theirs = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=end)[0]
+        theirs = [token for token in theirs[ids.shape[1] :].tolist() if token != end]
+        assert tokens[tokens >= 0].tolist() == theirs
+
+
+def test_a_text_does_not_depend_on_the_other_prompts_of_its_batch(corpus):
+    task = small_task(corpus)
+    model = task.model().double().eval()
+    prompts = ["the cat", "a", "the old river over the house"]
+
+    def write(several):
+        batch = left_padded(task, several)
+        return writing.write(model, *batch.values(), temperature=1.0, top_k=20, end=None).tolist()
+
+    together = write(prompts)
+    assert together == [write([prompt])[0] for prompt in prompts]
+    assert len({tuple(tokens) for tokens in together}) == 3
+
+
+def test_tokens_are_drawn_by_their_probabilities():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(20000, 4)
+    draws = torch.rand(20000, generator=torch.Generator().manual_seed(0))
+    shares = writing._drawn(logits, draws, 1.0, None).bincount(minlength=4) / 20000
+    assert shares.tolist() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.01)
+    shares = writing._drawn(logits, draws, 1.0, 2).bincount(minlength=4) / 20000
+    assert shares.tolist() == pytest.approx([5 / 8, 3 / 8, 0, 0], abs=0.01)
+    shares = writing._drawn(logits, draws, 0.5, None).bincount(minlength=4) / 20000
+    squares = [0.25, 0.09, 0.0225, 0.0025]
+    assert shares.tolist() == pytest.approx([square / sum(squares) for square in squares], abs=0.01)
+
+
+def test_prompts_and_new_tokens_share_the_positions_of_the_model(corpus):
+    assert writing.room_for(None, 10) == (None, 10)
+    assert writing.room_for(32, 10) == (22, 10)
+    assert writing.room_for(32, 100) == (16, 16)
+    task = small_task(corpus, new_tokens=100)
+    batch = task.collate([task.presenter(task).inputs(["the cat " * 40])[0]])
+    assert batch["prompt_ids"].shape == (1, 16)
+    assert task.predict(task.model(), batch)["written"].shape == (1, 1, 16)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mamba"])
+def test_models_that_take_no_positions_write_each_text_alone(corpus, kind):
+    sizes = {"hidden_size": 16, "bos_token_id": 0}
+    sizes |= {"n_layer": 1, "n_head": 2} if kind == "bloom" else {"num_hidden_layers": 1}
+    task = small_task(corpus, config={"model_type": kind, **sizes}, packing=False, new_tokens=6)
+    model = task.model().eval()
+    data = task.presenter(task).inputs(["the cat", "a"])
+    both = task.predict(model, task.collate([data[0], data[1]]))["written"]
+    assert both[1].tolist() == task.predict(model, task.collate([data[1]]))["written"][0].tolist()
+
+
+# ---- the log and the presenter
+
+
+def test_the_log_has_results_prompts_and_padding(run_dir):
+    log = (run_dir / "train.log").read_text()
+    assert re.search(r"perplexity [\d.]+, [\d.]+ bits per byte of text, next token right in [\d.]+%", log)
+    assert "'the cat' -> '" in log
+    assert "'a' -> '" in log
+    assert re.search(r"rows of 32 tokens, several documents in a row: \d\.\d\d% of them are padding", log)
+    assert re.search(r"\d documents are longer than task.length", log)
+    assert "Lockstep's small model (as Llama)" in log
+
+
+def test_texts_of_evaluations_do_not_depend_on_ranks(corpus):
+    options = {"train": corpus, "eval_fraction": 0.3, "prompts": ["the cat"], "new_tokens": 6}
+    task = small_task(**options)
+    torch.manual_seed(0)
+    model = task.model().double().eval()
+    data = task.eval_data()
+    output = task.predict(model, task.collate([data[0], data[1]]))
+    shown = task.presenter(task).report({}, [(data[0], {"written": output["written"][0]})])
+    assert shown.startswith("  'the cat' -> '")
+    assert output["written"][1].tolist() == [[writing.NO_PROMPT] * 6]
+
+
+def test_without_prompts_the_beginnings_of_documents_are_continued(corpus, tmp_path):
+    task = small_task(corpus, eval_fraction=0.3)
+    data = task.eval_data()
+    assert len(data[0].prompts) == 3
+    assert not data[1].prompts
+    assert data[0].prompts[0].ids == tuple(data.tokens.ids[: 1 + 16].tolist())
+    rows = [{"question": f"{number} and 1?", "answer": str(number + 1)} for number in range(20)]
+    task = small_task(json_lines(tmp_path / "qa.jsonl", rows), eval_fraction=0.3)
+    assert all(prompt.text.endswith("and 1?\n") for prompt in task.eval_data()[0].prompts)
+    assert task.prompt("3 and 1?").ids[-1] == task.tokenizer("\n", add_special_tokens=False)["input_ids"][0]
+    assert not task.prepare(task.eval_data()[0], 0, True).prompts
+    assert not small_task(corpus, eval_fraction=0.3, prompts=[]).eval_data()[0].prompts
+
+
+def test_predictions_are_texts_and_rows(run_dir, tmp_path, capsys):
+    trainer = Trainer(json.loads(json.dumps(settings_of(run_dir))), run_dir=run_dir, quiet=True)
+    found = []
+    (tmp_path / "prompts.txt").write_text("the dog\nto go\n")
+    (tmp_path / "prompts.csv").write_text("prompt\nthe dog\n")
+    inputs = ["the cat", str(tmp_path / "prompts.txt"), str(tmp_path / "prompts.csv")]
+    trainer.predict_rows(lambda rows, readable: found.extend(rows), inputs, 8)
+    assert [row["prompt"] for row in found] == ["the cat", "the dog", "to go", "the dog"]
+    assert found[1]["input"] == f"{tmp_path / 'prompts.txt'}:1"
+    assert found[1]["text"] == found[3]["text"] != ""
+    rows = []
+    trainer.predict_rows(lambda of_sample, readable: rows.extend(of_sample), [], 2)
+    assert rows[0]["tokens"] > 0
+    assert rows[0]["prompts"] == ["the cat", "a"]
+    assert rows[0]["texts"][0] == found[0]["text"]
+    assert "texts" not in rows[1]
+    with pytest.raises(UsageError, match="argument 1: an empty prompt"):
+        trainer.predict_rows(lambda rows, readable: None, [""], 8)
+
+
+def settings_of(run_dir):
+    import yaml
+
+    return yaml.safe_load((run_dir / "config.yaml").read_text())
+
+
+# ---- exports
+
+
+def test_transformers_loads_an_export_without_lockstep(run_dir, tmp_path):
+    trainer = Trainer(settings_of(run_dir), run_dir=run_dir, quiet=True)
+    trainer.export(tmp_path / "out")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert type(model) is LlamaForCausalLM
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer("the cat", return_tensors="pt")["input_ids"]
+    own = load(trainer)
+    assert torch.allclose(own(ids).logits, model(ids).logits, atol=1e-5)
+    assert model.generation_config.max_new_tokens == 8
+    assert tokenizer.bos_token_id == ids[0, 0]  # as in the training, a document begins with its token
+    assert tokenizer.decode(ids[0], skip_special_tokens=True) == "the cat"
+
+
+def load(trainer):
+    trainer.evaluate()
+    return trainer.model
+
+
+def test_the_model_card_is_written_from_the_run(run_dir, corpus, tmp_path):
+    Trainer(settings_of(run_dir), run_dir=run_dir, quiet=True).export(tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
+    assert "# plays" in card
+    assert "6 steps of 8 rows" in card
+    entry = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert f"| `eval/perplexity` | {entry['eval/perplexity']:.5g} |" in card
+    assert f"`lockstep train lm data.train={corpus} " in card
+    assert "task.length=32" in card
+
+
+def test_the_small_model_is_llama(corpus):
+    """Logits and gradients of the own model and of transformers' Llama with the same weights."""
+    task = lm_task(corpus, small={"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "tie": False}, vocab_size=300)
+    torch.manual_seed(0)
+    own = task.model()
+    theirs = LlamaForCausalLM(task.config)
+    theirs.load_state_dict(own.state_dict())
+    batch = task.collate([task.train_data()[0], task.train_data()[1]])
+    mask = models.document_mask(batch["documents"])
+    logits = [models.logits_of(model, batch["input_ids"], batch["positions"], mask)[0] for model in (own, theirs)]
+    assert torch.allclose(*logits, atol=1e-5)
+    for of_model in logits:
+        of_model.square().sum().backward()
+    for (name, parameter), other in zip(own.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(parameter.grad, other.grad, rtol=1e-3, atol=1e-4), name
+
+
+def test_an_exported_model_is_fine_tuned(run_dir, corpus, tmp_path):
+    trainer = Trainer(settings_of(run_dir), run_dir=run_dir, quiet=True)
+    trainer.export(tmp_path / "out")
+    before = trainer.evaluate()
+    task = {"kind": "lm", "model": str(tmp_path / "out"), "length": 32, "new_tokens": 4}
+    settings = runs.config(
+        task=task, data={"train": corpus}, batch={"global": 8}, train={"steps": 4}, optim={"lr": 1e-3}
+    )
+    tuned = Trainer(settings | {"train": {"steps": 4, "eval_every_steps": 4}}, run_dir=tmp_path / "tuned", quiet=True)
+    assert tuned.fit()["eval/loss"] < before["loss"]
+    tuned.export(tmp_path / "tuned-out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "tuned-out").config.model_type == "llama"
