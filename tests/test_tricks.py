@@ -149,6 +149,18 @@ def test_a_probe_finds_the_rank_that_differs(wrong, odd):
     assert tensor == ("the first tensor that differs on ranks [2]: 1.weight" if wrong else "no tensor differs")
 
 
+def test_tokens_of_short_texts_weigh_more_by_the_mean_of_means():
+    counts, weights, losses, apart = on_two("16_tokens")
+    assert counts == [3, 13, 212, 292]
+    assert weights == [1, 1, 1, 1]
+    assert losses[0] == losses[1]
+    assert apart[0] < 1e-5
+    _, weights, losses, apart = on_two("16_tokens", "means")
+    assert weights[0] > 40 * weights[2]
+    assert losses[0] < losses[1]
+    assert apart[0] > 1
+
+
 def test_all_tricks_by_hand_and_in_lockstep_learn_the_digits():
     assert on_two("98_all_by_hand")[-1][-1] > 0.85
     assert on_two("99_lockstep")[-1][-1] > 0.85

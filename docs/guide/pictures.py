@@ -264,6 +264,47 @@ def scaling():
     picture.save("scaling")
 
 
+def tokens():
+    picture = Picture(
+        760,
+        270,
+        "Four micro-batches with 3, 13, 212 and 292 tokens: by the mean of means, each has a quarter of the loss",
+    )
+    counts, kinds, left, width = (3, 13, 212, 292), "bdac", 20, 720
+    rows = (
+        (45, "tokens of four micro-batches", counts),
+        (150, "their shares of the loss by the mean of means", (1, 1, 1, 1)),
+    )
+    for top, name, shares in rows:
+        picture.text(left, top - 12, name, "text bold")
+        x = left
+        for count, share, kind in zip(counts, shares, kinds, strict=True):
+            size = width * share / sum(shares)
+            picture.box(round(x, 1), top, round(size, 1), 44, kind, str(count) if size > 30 else "", "label")
+            x += size
+    picture.text(left, 112, "3 and 13", "small")
+    picture.text(
+        left,
+        225,
+        "A token of the first weighs 43.33 times, and a token of the last 0.45 times what it should.",
+        "small",
+    )
+    picture.text(left, 250, "Right: each sum is divided by all 520 tokens, on all ranks.", "small")
+    picture.save("tokens")
+
+
 if __name__ == "__main__":
-    for draw in (ranks, step, accumulation, precision, sharding, order, evaluation, checkpoints, hanging, scaling):
+    for draw in (
+        ranks,
+        step,
+        accumulation,
+        precision,
+        sharding,
+        order,
+        evaluation,
+        checkpoints,
+        hanging,
+        scaling,
+        tokens,
+    ):
         draw()

@@ -41,8 +41,8 @@ def predict(
         typer.Argument(
             metavar="[INPUT]...",
             help="For images: files, folders and patterns such as 'photos/**/*.jpg'; for a detection also a COCO file "
-            "that names pictures. For text: files, texts, and - for "
-            "standard input. Without INPUT: samples of the evaluation data.",
+            "that names pictures. For text: files, texts or prompts, and - "
+            "for standard input. Without INPUT: samples of the evaluation data.",
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="How many evaluation samples, without INPUT.", min=1)] = 8,

@@ -63,11 +63,12 @@ def test_results_are_those_of_sums_over_all_tokens_on_any_number_of_ranks(corpus
     texts = [json.loads(line)["text"] for line in Path(corpus).read_text().splitlines()]
     held = {place.rpartition(":")[2] for place in data.tokens.places}
     size = sum(len(text) for number, text in enumerate(texts, start=1) if str(number) in held)
+    bound = 1e-8 if kind == "llama" else 1e-10  # the RMSNorm of transformers' Llama computes in float32
     for _, results in trained.values():
-        assert results["eval/loss"] == pytest.approx(nats / tokens, rel=1e-10)
-        assert results["eval/perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-10)
-        assert results["eval/bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-10)
-        assert results["eval/accuracy"] == pytest.approx(right / tokens, rel=1e-10)
+        assert results["eval/loss"] == pytest.approx(nats / tokens, rel=bound)
+        assert results["eval/perplexity"] == pytest.approx(math.exp(nats / tokens), rel=bound)
+        assert results["eval/bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=bound)
+        assert results["eval/accuracy"] == pytest.approx(right / tokens, rel=bound)
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer_for_a_model_that_knows_nothing(tmp_path):
