@@ -266,7 +266,7 @@ def test_the_small_model_is_llama(corpus):
     theirs.load_state_dict(own.state_dict())
     batch = task.collate([task.train_data()[0], task.train_data()[1]])
     mask = models.document_mask(batch["documents"])
-    logits = [models.logits_of(model, batch["input_ids"], batch["positions"], mask)[0] for model in (own, theirs)]
+    logits = [models.called(model, batch["input_ids"], batch["positions"], mask).logits for model in (own, theirs)]
     assert torch.allclose(*logits, atol=1e-5)
     for of_model in logits:
         of_model.square().sum().backward()

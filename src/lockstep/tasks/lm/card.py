@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import shlex
@@ -26,7 +27,8 @@ def write(task: LanguageModel, model: nn.Module) -> str:
     """The text of `README.md`: use, data, training, results and versions, as far as the run's folder has them."""
     run_dir = task.folder.parent if task.folder is not None else None
     entries = _entries(run_dir / "metrics.jsonl") if run_dir is not None else []
-    config = _yaml(run_dir / "config.yaml") if run_dir is not None else {}
+    has_config = run_dir is not None and (run_dir / "config.yaml").is_file()
+    config = yaml.safe_load((run_dir / "config.yaml").read_text()) if run_dir and has_config else {}
     options = task.options
     parameters = sum(parameter.numel() for parameter in model.parameters())
     head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [lockstep]"]
@@ -82,15 +84,8 @@ def _results(entries: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    entries = []
+    entries: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        try:
+        with contextlib.suppress(ValueError):  # the end of a line is missing after a kill
             entries.append(json.loads(line))
-        except ValueError:  # the end of a line is missing after a kill
-            continue
-    return [entry for entry in entries if isinstance(entry, dict)]
-
-
-def _yaml(path: Path) -> dict[str, Any]:
-    values = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return values if isinstance(values, dict) else {}
+    return entries

@@ -31,6 +31,8 @@ class Prompt(NamedTuple):
     """Its tokens, with the token before a document."""
     where: str = ""
     """The place of the prompt, for messages."""
+    answer: str | None = None
+    """The right answer to a question. None: the text is only shown."""
 
 
 class Row(NamedTuple):
@@ -48,14 +50,6 @@ class Row(NamedTuple):
     """Bytes of the text that the learned tokens end."""
     prompts: tuple[Prompt, ...] = ()
     """Texts to continue, in evaluations and predictions."""
-
-
-NOTHING = np.zeros(0, dtype=np.int64)
-
-
-def prompt_row(prompt: Prompt) -> Row:
-    """A sample without a document, whose prompt is continued."""
-    return Row(NOTHING, NOTHING, NOTHING, NOTHING, 0, (prompt,))
 
 
 class Plan(OfFolder):
@@ -106,13 +100,23 @@ class Rows(Dataset[Row]):
     Args:
         length: places of a row.
         prompts: continued by the first row, where the samples are evaluated.
+        questions: are answered by all rows in turn, where the samples are evaluated.
 
     Raises:
         DataError: no token is learned.
     """
 
-    def __init__(self, tokens: Tokens, *, length: int, packed: bool, prompts: Sequence[Prompt] = ()) -> None:
-        self.tokens, self.length, self.packed, self.prompts = tokens, length, packed, tuple(prompts)
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        length: int,
+        packed: bool,
+        prompts: Sequence[Prompt] = (),
+        questions: Sequence[Prompt] = (),
+    ) -> None:
+        self.tokens, self.length, self.packed = tokens, length, packed
+        self.prompts, self.questions = tuple(prompts), tuple(questions)
         self.plan = plan_rows(tokens, length, packed)
         if not len(self):
             remedy = "check task.columns and task.loss_on"
@@ -134,7 +138,8 @@ class Rows(Dataset[Row]):
         ids, targets, documents, positions = (
             np.concatenate(column).astype(np.int64) for column in zip(*parts, strict=True)
         )
-        return Row(ids, targets, documents, positions, size, () if index else self.prompts)
+        prompts = (() if index else self.prompts) + self.questions[index :: len(self)]
+        return Row(ids, targets, documents, positions, size, prompts)
 
     def where(self, index: int) -> str:
         """The place of the row's first document."""
@@ -161,7 +166,8 @@ class Prompts(Dataset[Row]):
         return len(self.prompts)
 
     def __getitem__(self, index: int) -> Row:
-        return prompt_row(self.prompts[index])
+        nothing = np.zeros(0, dtype=np.int64)
+        return Row(nothing, nothing, nothing, nothing, 0, (self.prompts[index],))
 
     def where(self, index: int) -> str:
         """The source of a prompt, for messages."""

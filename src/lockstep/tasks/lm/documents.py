@@ -19,7 +19,12 @@ from lockstep.tasks.readers.input_files import find_files
 from lockstep.tasks.readers.table import SUFFIXES, Source, Table
 
 _TABLES = tuple(suffix for suffix in SUFFIXES if suffix != ".txt")
-_SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # of a folder that `datasets` saved
+_SAVED = (
+    "dataset_info.json",
+    "dataset_dict.json",
+    "state.json",
+    "*/dataset_info.json",
+)  # of a folder that `datasets` saved
 _FEW = 10  # fewer documents of plain text are held back in part, and not as a whole
 _USUAL = {
     "messages": ("messages", "conversations", "conversation", "chat"),
@@ -70,13 +75,9 @@ class Corpus:
         self.name, self.options = name, options
         path = Path(name)
         texts = path.is_file() and not name.lower().endswith(_TABLES)
-        texts |= path.is_dir() and not any((path / saved).exists() for saved in _SAVED) and not self._is_saved(path)
+        texts |= path.is_dir() and not any(file for saved in _SAVED for file in path.glob(saved))
         texts |= not path.exists() and glob.has_magic(name)
         self.source = None if texts else Source.parse(name, split=split, **options.of_csv(), subset=options.subset)
-
-    @staticmethod
-    def _is_saved(path: Path) -> bool:
-        return any(path.glob("*/dataset_info.json"))
 
     def files(self) -> tuple[Path, ...]:
         """The files that hold the documents.

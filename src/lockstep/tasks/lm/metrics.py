@@ -14,7 +14,8 @@ class TokenScores(Metric):
     """Sums over tokens, which are divided at the end: no mean of means.
 
     `perplexity` is exp(nats / tokens). `bits_per_byte` is nats / ln 2 / bytes of text, and so comparable over
-    tokenizers. `accuracy` is the share of tokens that were the most probable.
+    tokenizers. `accuracy` is the share of tokens that were the most probable. With questions, `exact_match` is the
+    share of those that were answered with the right number.
     """
 
     higher_is_better = None  # lower perplexity, and higher accuracy
@@ -23,11 +24,14 @@ class TokenScores(Metric):
     tokens: Tensor
     right: Tensor
     bytes: Tensor
+    asked: Tensor
+    matched: Tensor
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, has_questions: bool = False, **options: Any) -> None:
         super().__init__(**options)
+        self.has_questions = has_questions
         self.add_state("nats", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        for name in ("tokens", "right", "bytes"):
+        for name in ("tokens", "right", "bytes", "asked", "matched"):
             self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, output: dict[str, Tensor]) -> None:
@@ -36,9 +40,13 @@ class TokenScores(Metric):
         self.tokens += output["tokens"].sum()
         self.right += output["right"].sum()
         self.bytes += output["bytes"].sum()
+        if self.has_questions:
+            self.asked += output["asked"].sum()
+            self.matched += output["matched"].sum()
 
     def compute(self) -> dict[str, Tensor]:
         per_token = self.nats / self.tokens
         bits = self.nats / math.log(2) / self.bytes
         share = self.right.double() / self.tokens
-        return {"perplexity": per_token.exp(), "bits_per_byte": bits, "accuracy": share}
+        found = {"perplexity": per_token.exp(), "bits_per_byte": bits, "accuracy": share}
+        return found | ({"exact_match": self.matched.double() / self.asked} if self.has_questions else {})

@@ -71,7 +71,7 @@ class SmallModel(nn.Module):
             use_cache: return the keys and values of all tokens.
         """
         seen: Seen | None = [] if use_cache else None
-        hidden = self.model(input_ids, position_ids, attention_mask, past_key_values or None, seen)
+        hidden = self.model(input_ids, position_ids, attention_mask, past_key_values, seen)
         return Output(self.lm_head(hidden), seen)
 
 
@@ -87,7 +87,12 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self, ids: Tensor, positions: Tensor | None, mask: Tensor | None, before: Seen | None, seen: Seen | None
+        self,
+        ids: Tensor,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        before: Seen | None = None,
+        seen: Seen | None = None,
     ) -> Tensor:
         if positions is None:
             begin = before[0][0].shape[2] if before else 0

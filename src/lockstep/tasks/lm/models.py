@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import UsageError, did_you_mean
 from lockstep.tasks import hugging_face
+from lockstep.tasks.lm.model import SmallModel
 from lockstep.tasks.lm.options import LmOptions, SmallOptions
 from lockstep.tasks.text import hugging_face as text_models
 
@@ -79,9 +80,14 @@ def new_config(wanted: str | dict[str, Any], tokenizer: Any, length: int) -> Any
     return config
 
 
+def vocabulary(config: Any) -> int:
+    """The number of tokens that a model knows."""
+    return int(config.get_text_config().vocab_size)
+
+
 def most_tokens(config: Any) -> int | None:
     """The largest number of positions that a model has. None: it has no limit."""
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
@@ -95,18 +101,16 @@ def make_model(options: LmOptions, config: Any, *, trained: bool) -> tuple[nn.Mo
         UsageError: the weights cannot be loaded.
     """
     if options.is_small:
-        from lockstep.tasks.lm.model import SmallModel
-
         return SmallModel(config, options.small.dropout), []
     transformers = import_transformers()
     name = None if trained else options.model
     return hugging_face.make_model(transformers.AutoModelForCausalLM, config, name, what=_WHAT, new_head=False)
 
 
-def logits_of(
+def called(
     model: nn.Module, ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, **options: Any
-) -> tuple[Tensor, Any]:
-    """The logits of a model, and its keys and values where they were asked for.
+) -> Any:
+    """The output of a model: `logits`, and `past_key_values` where they were asked for.
 
     Args:
         ids, positions: (samples, tokens). No positions: a row is one document.
@@ -119,14 +123,46 @@ def logits_of(
             mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
         given["attention_mask"] = mask
     # In training, a model with windows finds the documents by their positions. The mask would replace its windows.
-    output = model(input_ids=ids, **given, **{"use_cache": False, **options})
-    return output.logits, output.past_key_values if options else None
+    return model(input_ids=ids, **given, **{"use_cache": False, **options})
+
+
+def hidden_and_head(
+    model: Any, ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+) -> tuple[Tensor, nn.Module]:
+    """What the last layer gets, (samples, tokens, width), and the last layer. For the arguments, see `called`."""
+    if isinstance(model, SmallModel):
+        return model.model(ids, positions, mask), model.lm_head
+    return called(model.base_model, ids, positions, mask).last_hidden_state, model.get_output_embeddings()
+
+
+def check_head(model: nn.Module, vocab_size: int, name: str) -> None:
+    """Compare the logits of a model with those that its last layer makes.
+
+    Raises:
+        UsageError: they differ, or the model has no such layer, so that its loss cannot be computed in chunks.
+    """
+    ids = torch.arange(7)[None] * 7 % vocab_size
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            theirs = called(model, ids).logits
+            hidden, head = hidden_and_head(model, ids)
+            own = head(hidden)
+        is_same = own.shape == theirs.shape and torch.allclose(own, theirs, rtol=_LEAK, atol=_LEAK)
+    except (AttributeError, TypeError, RuntimeError):
+        is_same = False
+    finally:
+        model.train(was_training)
+    if not is_same:
+        remedy = "set task.loss_chunk=null"
+        raise UsageError(f"{name} makes its logits by more than its last layer", where="task.loss_chunk", remedy=remedy)
 
 
 def has_windows(model: nn.Module) -> bool:
     """True if some layers of a model see a window of tokens, and not all tokens before."""
     config = getattr(model, "config", None)
-    return bool(getattr(config, "sliding_window", None))
+    return bool(config is not None and getattr(config.get_text_config(), "sliding_window", None))
 
 
 def document_mask(documents: Tensor) -> Tensor:
@@ -156,8 +192,8 @@ def check_no_leak(model: nn.Module, vocab_size: int, name: str) -> None:
     model.eval()
     try:
         with torch.no_grad():
-            together, _ = logits_of(model, ids, positions, document_mask(documents))
-            alone = torch.cat([logits_of(model, part)[0] for part in torch.split(ids, sizes, dim=1)], dim=1)
+            together = called(model, ids, positions, document_mask(documents)).logits
+            alone = torch.cat([called(model, part).logits for part in torch.split(ids, sizes, dim=1)], dim=1)
         apart = float((together - alone).abs().max() / alone.abs().max())
     except (TypeError, ValueError, RuntimeError, IndexError) as error:  # of a model that takes no positions, or no mask
         apart = float("nan")

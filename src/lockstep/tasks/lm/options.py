@@ -91,6 +91,9 @@ class LmOptions(TableOptions):
     """Write prompts and answers as the tokenizer's chat template does."""
     after_prompt: str = "\n"
     """Text between a prompt and its answer, where no chat template writes them."""
+    loss_chunk: PositiveInt | None = None
+    """Compute the loss of so many tokens at a time, so that the logits of all tokens are never held: for large
+    vocabularies. The backward pass then computes the logits again. None: all at once."""
     loss_on: Literal["answers", "all"] = "answers"
     """The tokens of prompts and answers, and of chats, that are learned. Of plain text all are learned."""
     separator: Annotated[str, Field(min_length=1)] | None = None
@@ -106,6 +109,9 @@ class LmOptions(TableOptions):
     """Configuration of a data set on the hub."""
     prompts: list[Annotated[str, Field(min_length=1)]] | None = None
     """Prompts that every evaluation continues. None: the beginnings of three evaluation documents. []: none."""
+    exact_match: Annotated[int, Field(ge=0)] = 0
+    """Number of evaluation questions that the model answers in each evaluation, with the most probable tokens. The
+    result `exact_match` is the share of answers with the right number: the one behind ####, else the last."""
     new_tokens: PositiveInt = 64
     """Most tokens of a text that the model writes, in evaluations and for `lockstep predict`."""
     temperature: Annotated[float, Field(ge=0)] = 0.8

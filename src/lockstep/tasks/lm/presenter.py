@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from lockstep.tasks.lm.task import LanguageModel
 
 
+_SHOWN = 8  # continued prompts in the log
+
+
 class LmPresenter(Presenter):
     """Shows rows with their perplexity, and texts that the model writes. INPUT arguments are prompts, or files with
     prompts."""
@@ -83,10 +86,14 @@ class LmPresenter(Presenter):
                 f"perplexity {float(values['perplexity']):.4g}, {float(values['bits_per_byte']):.4f} bits per byte of "
                 f"text, next token right in {float(values['accuracy']):.1%}"
             )
-        for sample, output in samples:
-            for prompt, tokens in zip(sample.prompts, output["written"], strict=False):
-                lines.append(f"  {prompt.text!r} -> {self._text(tokens)!r}")
-        return "\n".join(lines)
+        if "exact_match" in values:
+            lines.append(f"questions answered with the right number: {float(values['exact_match']):.1%}")
+        texts = [
+            f"  {prompt.text!r} -> {self._text(tokens)!r}"
+            for sample, output in samples
+            for prompt, tokens in zip(sample.prompts, output["written"], strict=False)
+        ]
+        return "\n".join([*lines, *texts[:_SHOWN]])
 
     def log_header(self) -> list[str]:
         """The model, the documents, the rows that they fill, and the padding that is left."""
@@ -112,10 +119,8 @@ class LmPresenter(Presenter):
             f"{learned:,} can be learned"
         ]
         padding = 1 - places / (len(rows) * length)
-        how = "several documents in a row" if rows.packed else "a document in a row"
+        how = "several documents in a row" if rows.packed else "a document in a row, before micro-batches are cut"
         lines.append(f"  {len(rows):,} rows of {length} tokens, {how}: {padding:.2%} of them are padding")
-        if not rows.packed:
-            lines[-1] += ", less what micro-batches of similar length save"
         if plan.split:
             lines.append(f"  {plan.split:,} documents are longer than task.length, and are split over rows")
         if tokens.unknown:

@@ -8,13 +8,13 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.core.errors import UsageError
 from lockstep.core.task import Metrics, Task
 from lockstep.tasks.kept import keep
-from lockstep.tasks.lm import models, tokens, writing
+from lockstep.tasks.lm import losses, models, tokens, writing
+from lockstep.tasks.lm.answers import is_match, number_in
 from lockstep.tasks.lm.data import NOT_LEARNED, PaddedRows, Prompt, Row, Rows
 from lockstep.tasks.lm.documents import Corpus
 from lockstep.tasks.lm.options import LmOptions
@@ -87,11 +87,10 @@ class LanguageModel(Task):
                 raise UsageError(f"{name} has no token for the end of a text", where="task.tokenizer", remedy=remedy)
             return tokenizer
         part = "training" if self._holds_back else "all"
-        share = (self.options.eval_fraction, self.options.split_seed, part)
-        digest = digest_of(*self.corpus.settings(), share, files=self.corpus.files())
-        return tokens.train_tokenizer(
-            self.options, lambda: tokens.read_part(self.corpus, None, self.options, part), digest
-        )
+        options, corpus = self.options, self.corpus
+        share = (options.eval_fraction, options.split_seed, part)
+        digest = digest_of(*corpus.settings(), share, files=corpus.files())
+        return tokens.train_tokenizer(options, lambda: tokens.read_part(corpus, None, options, part), digest)
 
     @cached_property
     def config(self) -> Any:
@@ -110,7 +109,13 @@ class LanguageModel(Task):
         if limit is not None and self.options.length > limit:
             what = f"{self.options.length} is more than the {limit} positions that the model has"
             raise UsageError(what, where="task.length", remedy=f"use at most {limit}")
-        return tokens.tokenise(corpus, self.tokenizer, self.options, part=part)
+        found = tokens.tokenise(corpus, self.tokenizer, self.options, part=part)
+        if found.largest >= models.vocabulary(self.config):
+            what = (
+                f"the model has {models.vocabulary(self.config)} tokens, and the tokenizer makes token {found.largest}"
+            )
+            raise UsageError(what, where="task.tokenizer", remedy="use the tokenizer that the model was trained with")
+        return found
 
     @cached_property
     def _train(self) -> Rows:
@@ -124,8 +129,8 @@ class LanguageModel(Task):
             return None
         corpus, part = (self.corpus, "held") if self.eval_corpus is None else (self.eval_corpus, "all")
         found = self._tokens(corpus, part)
-        packed = self.options.packing
-        return Rows(found, length=self.options.length, packed=packed, prompts=self._prompts(found))
+        texts = {"prompts": self._prompts(found), "questions": self._questions(found)}
+        return Rows(found, length=self.options.length, packed=self.options.packing, **texts)
 
     def train_data(self) -> Rows:
         return self._train
@@ -154,15 +159,27 @@ class LanguageModel(Task):
         the beginnings of plain texts."""
         if self.options.prompts is not None:
             return [self.prompt(text) for text in self.options.prompts]
+        return [self._beginning(found, number) for number in range(min(_BEGINNINGS, len(found.ends)))]
+
+    def _questions(self, found: Tokens) -> list[Prompt]:
+        """The questions of the evaluation that are answered, with their answers."""
+        count = self.options.exact_match
+        if count and (found.kind == "plain" or self.options.loss_on == "all"):
+            remedy = "evaluate prompts with answers, with task.loss_on=answers, or set task.exact_match=0"
+            raise UsageError("the evaluation has no questions with answers", where="task.exact_match", remedy=remedy)
+        asked = [self._beginning(found, number) for number in range(min(count, len(found.ends)))]
+        return [prompt for prompt in asked if number_in(prompt.answer or "") is not None]
+
+    def _beginning(self, found: Tokens, number: int) -> Prompt:
+        """What comes before the first answer of a document, with all learned tokens as the answer; of a plain text, the
+        beginning."""
         start, _ = tokens.start_and_end(self.tokenizer)
-        beginnings = []
-        for number, end in enumerate(found.ends[:_BEGINNINGS].tolist()):
-            begin = int(found.ends[number - 1]) if number else 0
-            learned = found.counts[begin + len(start) : end]
-            first = int(learned.argmax()) if not learned[0] else _PROMPT
-            ids = found.ids[begin : begin + len(start) + first].tolist()
-            beginnings.append(Prompt(self.tokenizer.decode(ids, skip_special_tokens=True), tuple(ids)))
-        return beginnings
+        begin, end = (int(found.ends[number - 1]) if number else 0), int(found.ends[number])
+        learned = found.counts[begin + len(start) : end]
+        first = int(learned.argmax()) if not learned[0] else _PROMPT
+        ids, rest = found.ids[begin : begin + len(start) + first].tolist(), found.ids[begin + len(start) : end][learned]
+        text, answer = (self.tokenizer.decode(part, skip_special_tokens=True) for part in (ids, rest))
+        return Prompt(text, tuple(ids), found.places[number], answer if not learned[0] else None)
 
     # ---- the model
 
@@ -170,8 +187,12 @@ class LanguageModel(Task):
         model, self.new_weights = models.make_model(self.options, self.config, trained=self._trained)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         on_meta = torch.empty(0).device.type == "meta"
-        if self.options.packing and not self.options.is_small and not on_meta:
-            models.check_no_leak(model, self.config.vocab_size, type(model).__name__)
+        if not self.options.is_small and not on_meta:
+            checked = (model, models.vocabulary(self.config), type(model).__name__)
+            if self.options.packing:
+                models.check_no_leak(*checked)
+            if self.options.loss_chunk is not None:
+                models.check_head(*checked)
         return model
 
     # ---- from rows to a batch
@@ -196,17 +217,19 @@ class LanguageModel(Task):
             filled = pad_sequence([*columns, torch.empty(width, dtype=torch.int64)], True, float(value))
             return filled[:-1]
 
-        batch: Batch = {"input_ids": padded("ids", self.tokenizer.pad_token_id)}
+        padding = tokens.start_and_end(self.tokenizer)[0][0]  # of which the model has an embedding
+        batch: Batch = {"input_ids": padded("ids", padding)}
         batch["targets"] = padded("targets", NOT_LEARNED)
         batch["bytes"] = torch.tensor([row.bytes for row in samples])
         if any(len(row.documents) and row.documents[-1] for row in samples):
             batch["documents"], batch["positions"] = padded("documents", -1), padded("positions", 0)
-        prompts = [prompt.ids for row in samples for prompt in row.prompts]
+        prompts = [prompt for row in samples for prompt in row.prompts]
         if prompts:
             kept, new_tokens = writing.room_for(models.most_tokens(self.config), self.options.new_tokens)
-            prompts = [ids if kept is None else ids[-kept:] for ids in prompts]
-            batch |= writing.prepare_prompts(prompts, new_tokens=new_tokens, padding=self.tokenizer.pad_token_id)
-        batch["prompts"] = [len(row.prompts) for row in samples]
+            ids = [prompt.ids if kept is None else prompt.ids[-kept:] for prompt in prompts]
+            greedy = [prompt.answer is not None for prompt in prompts]
+            batch |= writing.prepare_prompts(ids, new_tokens=new_tokens, padding=padding, greedy=greedy)
+        batch["prompts"], batch["answers"] = [len(row.prompts) for row in samples], [each.answer for each in prompts]
         return batch
 
     def weight(self, batch: Batch) -> Tensor:
@@ -219,15 +242,27 @@ class LanguageModel(Task):
         if not model.training:
             output = self.predict(model, batch)
             return output["nats"].sum(), output
-        logits, targets = self._logits(model, batch).flatten(0, 1), batch["targets"].flatten()
-        return functional.cross_entropy(logits, targets, ignore_index=NOT_LEARNED, reduction="sum")
+        chunk, targets = self.options.loss_chunk, batch["targets"].flatten()
+        if chunk is None:
+            return losses.total(models.called(model, *self._inputs(batch)).logits.flatten(0, 1), targets)
+        hidden, head = models.hidden_and_head(model, *self._inputs(batch))
+        return losses.total_in_chunks(head, hidden.flatten(0, 1), targets, chunk)
 
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The logits of each token: (rows, tokens, vocabulary), in at least float32."""
+    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Tokens, positions and mask."""
         mask = models.document_mask(batch["documents"]) if "documents" in batch else None
-        logits, _ = models.logits_of(model, batch["input_ids"], batch.get("positions"), mask)
-        wide: Tensor = logits if logits.dtype == torch.float64 else logits.float()
-        return wide
+        return batch["input_ids"], batch.get("positions"), mask
+
+    def _by_token(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss of each token, and whether the most probable token was right: (rows, tokens)."""
+        chunk, targets = self.options.loss_chunk, batch["targets"]
+        if chunk is None:
+            logits = models.called(model, *self._inputs(batch)).logits.flatten(0, 1)
+            found = losses.by_token(logits, targets.flatten())
+        else:
+            hidden, head = models.hidden_and_head(model, *self._inputs(batch))
+            found = losses.by_token_in_chunks(head, hidden.flatten(0, 1), targets.flatten(), chunk)
+        return found[0].view_as(targets), found[1].view_as(targets)
 
     def predict(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Sums over the learned tokens of each row, and the texts that the model writes.
@@ -239,15 +274,25 @@ class LanguageModel(Task):
         targets = batch["targets"]
         output = {"tokens": (targets != NOT_LEARNED).sum(dim=1), "bytes": batch["bytes"]}
         if targets.shape[1]:
-            logits = self._logits(model, batch)
-            losses = functional.cross_entropy(
-                logits.flatten(0, 1), targets.flatten(), ignore_index=NOT_LEARNED, reduction="none"
-            )
-            right = (logits.argmax(dim=-1) == targets).sum(dim=1)
-            output |= {"nats": losses.view_as(targets).sum(dim=1), "right": right}
+            nats, right = self._by_token(model, batch)
+            output |= {"nats": nats.sum(dim=1), "right": right.sum(dim=1)}
         else:  # prompts alone
             output |= {"nats": torch.zeros(len(targets), device=targets.device), "right": output["tokens"]}
-        return output | {"written": self._written(model, batch)}
+        output["written"] = self._written(model, batch)
+        return output | (self._matches(batch, output["written"]) if self.options.exact_match else {})
+
+    def _matches(self, batch: Batch, written: Tensor) -> dict[str, Tensor]:
+        """`asked` and `matched`: the questions of each row, and those that were answered with the right number."""
+        asked, matched = (torch.zeros(len(written), dtype=torch.int64, device=written.device) for _ in range(2))
+        answers = iter(batch["answers"])
+        for row, count in enumerate(batch["prompts"]):
+            for tokens_of in written[row, :count]:
+                answer = next(answers)
+                if answer is not None:
+                    text = self.tokenizer.decode(tokens_of[tokens_of >= 0].tolist(), skip_special_tokens=True)
+                    asked[row] += 1
+                    matched[row] += is_match(text, answer)
+        return {"asked": asked, "matched": matched}
 
     def _written(self, model: nn.Module, batch: Batch) -> Tensor:
         counts, device = batch["prompts"], batch["targets"].device
@@ -256,22 +301,19 @@ class LanguageModel(Task):
         if not max(counts):
             return by_row
         options = self.options
-        texts = writing.write(
-            model,
-            batch["prompt_ids"],
-            batch["prompt_mask"],
-            batch["draws"],
-            temperature=options.temperature,
-            top_k=options.top_k,
-            end=self.tokenizer.eos_token_id,
-        )
+        inputs = (batch["prompt_ids"], batch["prompt_mask"], batch["draws"])
+        chosen: Any = {"temperature": options.temperature, "top_k": options.top_k, "end": self.tokenizer.eos_token_id}
+        texts = writing.write(model, *inputs, **chosen)
         places = [(row, number) for row, count in enumerate(counts) for number in range(count)]
         for text, (row, number) in zip(texts, places, strict=True):
             by_row[row, number] = text
         return by_row
 
     def metrics(self) -> Metrics:
-        """`perplexity`, `bits_per_byte` and `accuracy` of the next token."""
+        """`perplexity`, `bits_per_byte` and `accuracy` of the next token, and with questions `exact_match`."""
         from lockstep.tasks.lm.metrics import TokenScores
 
-        return Metrics({"tokens": TokenScores()}, lambda metrics, output, batch: metrics.update(output))
+        return Metrics(
+            {"tokens": TokenScores(bool(self.options.exact_match))},
+            lambda metrics, output, batch: metrics.update(output),
+        )

@@ -20,7 +20,7 @@ from lockstep.tasks.text.data import OfFolder, mapped
 END = "<|endoftext|>"
 """The token before and behind each document, of a tokenizer that is trained here."""
 _UNKNOWN = "<|unknown|>"
-_FORMAT = 1  # of the cached files
+_FORMAT = 2  # of the cached files
 _BLOCK = 2**20  # letters that are tokenised at a time
 
 
@@ -110,6 +110,8 @@ class Tokens(OfFolder):
         """`plain` texts, `answers` to prompts, or `chats`."""
         self.unknown: int = about["unknown"]
         """Number of tokens that stand for letters which the tokenizer does not know."""
+        self.largest: int = about["largest"]
+        """The highest number of a token."""
         self.bytes: int = about["bytes"]
         """Size of the texts in UTF-8."""
         self.ids = mapped(folder / "ids.npy")
@@ -179,6 +181,7 @@ def _store(documents: list[Document], tokenizer: Any, folder: Path) -> None:
     unknown = sum(int((tokens == tokenizer.unk_token_id).sum()) for tokens in ids) if tokenizer.unk_token_id else 0
     about: dict[str, Any] = {"places": [document.where for document in documents], "unknown": unknown}
     about["kind"] = "chats" if documents[0].is_chat else "plain" if documents[0].is_plain else "answers"
+    about["largest"] = max((int(tokens.max()) for tokens in ids if len(tokens)), default=0)
     about["bytes"] = sum(len(part.text.encode()) for document in documents for part in document.parts)
     (folder / "about.json").write_text(json.dumps(about))
 

@@ -31,11 +31,16 @@ def room_for(limit: int | None, new_tokens: int) -> tuple[int | None, int]:
     return kept, limit - kept
 
 
-def prepare_prompts(prompts: Sequence[Sequence[int]], *, new_tokens: int, padding: int) -> dict[str, Tensor]:
+def prepare_prompts(
+    prompts: Sequence[Sequence[int]], *, new_tokens: int, padding: int, greedy: Sequence[bool] = ()
+) -> dict[str, Tensor]:
     """A batch of prompts: `prompt_ids` and `prompt_mask` (prompts, tokens), padded on the left, and `draws`.
 
     `draws` are the random numbers for the new tokens: (prompts, new tokens), from 0 to 1. They depend on the prompt
     alone. So a text is the same in any batch, on any rank.
+
+    Args:
+        greedy: true for prompts that are continued with the most probable tokens, which the number 0 draws.
     """
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), padding)
@@ -46,6 +51,7 @@ def prepare_prompts(prompts: Sequence[Sequence[int]], *, new_tokens: int, paddin
         mask[row, width - len(prompt) :] = True
         seed = zlib.crc32(torch.tensor(prompt).numpy().tobytes())
         draws[row] = torch.rand(new_tokens, generator=torch.Generator().manual_seed(seed))
+        draws[row] *= not (greedy and greedy[row])
     return {"prompt_ids": ids, "prompt_mask": mask, "draws": draws}
 
 
@@ -80,8 +86,9 @@ def write(
     positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
     for number in range(draws.shape[1]):
         given = mask.long() if models.has_windows(model) else _mask_of(mask, ids.shape[1])
-        logits, seen = models.logits_of(model, ids, positions, given, past_key_values=seen, use_cache=True)
-        token = _drawn(logits[:, -1], draws[:, number], temperature, top_k)
+        output = models.called(model, ids, positions, given, past_key_values=seen, use_cache=True)
+        seen = output.past_key_values
+        token = _drawn(output.logits[:, -1], draws[:, number], temperature, top_k)
         if end is not None:
             ended = ended | (token == end)
         written.append(token.masked_fill(ended, NOTHING))
@@ -107,7 +114,7 @@ def _write_alone(
     """The continuation of one prompt, whose tokens the model sees anew for each new token: (new tokens)."""
     text, count = ids[mask], int(mask.sum())
     for draw in draws:
-        logits, _ = models.logits_of(model, text[None])
+        logits = models.called(model, text[None]).logits
         token = _drawn(logits[:, -1], draw[None], temperature, top_k)
         if end is not None and int(token) == end:
             break

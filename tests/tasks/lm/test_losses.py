@@ -1,0 +1,119 @@
+"""The loss in chunks, and answers with numbers."""
+
+import pytest
+import torch
+
+from lockstep.core.errors import UsageError
+from lockstep.tasks.lm import answers, models
+from tests import lm_cases, runs
+from tests.lm_cases import json_lines, small_task
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return lm_cases.corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def loss_and_gradients(corpus, kind, chunk):
+    task = small_task(corpus, **lm_cases.MODELS[kind], loss_chunk=chunk, prompts=[])
+    torch.manual_seed(0)
+    model = task.model().double()
+    data = task.train_data()
+    batch = task.collate([data[index] for index in range(4)])
+    largest = 0
+
+    def note(tensor):
+        nonlocal largest
+        largest = max(largest, tensor.numel() if tensor.shape[-1:] == (len(task.tokenizer),) else 0)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = task.loss(model, batch)
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    output = task.predict(model.eval(), batch)
+    return loss.item(), gradients, largest, output
+
+
+@pytest.mark.parametrize("kind", list(lm_cases.MODELS))
+def test_the_loss_in_chunks_is_the_loss_and_holds_no_logits(corpus, kind):
+    whole, gradients, held, output = loss_and_gradients(corpus, kind, None)
+    vocabulary, places = 300, 4 * 32
+    assert held > vocabulary * places / 2  # without chunks, the backward pass needs the logits of all places
+    for chunk in (7, 1000):
+        loss, found, kept, of_chunks = loss_and_gradients(corpus, kind, chunk)
+        assert kept < held / 2
+        assert loss == pytest.approx(whole, rel=1e-13)
+        for one, other in zip(found, gradients, strict=True):
+            assert float((one - other).abs().max()) < 1e-12 * float(other.abs().max() + 1)
+        assert torch.allclose(of_chunks["nats"], output["nats"], rtol=1e-13)
+        assert torch.equal(of_chunks["right"], output["right"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_loss_in_chunks_trains_on_two_ranks_as_by_hand(corpus, strategy):
+    options = {"train": corpus, **lm_cases.SMALL}
+    settings = runs.config(
+        batch={"global": 8, "micro": 2},
+        train={"steps": 4},
+        optim={"name": "SGD", "lr": 0.5, "weight_decay": 0.0},
+        parallel={"strategy": strategy},
+    )
+    (weights, _), *_ = run_ranks(2, lm_cases.train, options | {"loss_chunk": 5}, settings)
+    assert lm_cases.difference(weights, lm_cases.by_hand(options, 4, 8, 0.5)[0]) < 1e-10
+
+
+def test_a_model_whose_logits_need_more_than_a_layer_is_refused(corpus):
+    sizes = {**lm_cases.LLAMA, "model_type": "gemma2", "head_dim": 4, "final_logit_softcapping": 0.01}
+    task = small_task(corpus, config=sizes, loss_chunk=8)
+    with pytest.raises(UsageError, match=r"task.loss_chunk: Gemma2ForCausalLM makes its logits by more"):
+        task.model()
+    models.check_head(small_task(corpus, config=lm_cases.LLAMA).model(), 300, "Llama")
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("so 3 + 4 = 7.", 7), ("1,200 #### 1,300 apples 5", 1300), ("#### -2.5", -2.5), ("none", None), ("7 ####", None)],
+)
+def test_the_number_of_an_answer(text, number):
+    assert answers.number_in(text) == number
+
+
+def test_answers_match_by_their_numbers():
+    assert answers.is_match("it is 7.0", "3 + 4 = 7 #### 7")
+    assert not answers.is_match("it is 8", "#### 7")
+    assert not answers.is_match("none", "none")
+
+
+def test_questions_are_answered_and_counted_once_on_any_ranks(tmp_path):
+    rows = [{"question": f"the number {number % 3}", "answer": f"so #### {number % 3}"} for number in range(40)]
+    name = json_lines(tmp_path / "qa.jsonl", rows)
+    options = {"train": name, "eval": name, "exact_match": 20, "new_tokens": 12, "prompts": ["the number 1"]}
+    options |= {"tokenizer": "characters", "length": 64, "small": {"layers": 2, "width": 32, "heads": 2}}
+    settings = runs.config(batch={"global": 8, "micro": 2}, train={"steps": 60, "eval_every_steps": 60})
+    (weights, alone), *_ = run_ranks(1, lm_cases.train, options, settings)
+    (_, of_two), *_ = run_ranks(2, lm_cases.train, options, settings)
+    task = small_task(**options)
+    data = task.eval_data()
+    asked = [prompt for index in range(len(data)) for prompt in data[index].prompts if prompt.answer is not None]
+    assert len(asked) == 20
+    assert {(prompt.text[-2:], prompt.answer[-1]) for prompt in asked} == {(f"{n}\n", str(n)) for n in range(3)}
+    model = task.model().double().eval()
+    model.load_state_dict(weights)
+    right = 0
+    for prompt in asked:
+        ids = list(prompt.ids)
+        while len(ids) < len(prompt.ids) + 12 and (len(ids) == len(prompt.ids) or ids[-1] != 0):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        right += answers.is_match(task.tokenizer.decode(ids[len(prompt.ids) :]), prompt.answer)
+    assert 0 < right < 20
+    assert alone["eval/exact_match"] == of_two["eval/exact_match"] == right / 20
+    output = task.predict(model, task.collate([data[0], data[1]]))
+    assert output["asked"].tolist() == [len(data[0].prompts) - 1, len(data[1].prompts)]
+    plain = json_lines(tmp_path / "plain.jsonl", [{"text": "a b"}] * 3)
+    with pytest.raises(UsageError, match=r"task.exact_match: the evaluation has no questions"):
+        small_task(plain, plain, exact_match=3).eval_data()
