@@ -1,13 +1,15 @@
-"""Training on one GPU: throughput, share of the GPU's peak, overhead over a plain loop, and what saving costs.
+"""Training on GPUs: throughput, share of the GPU's peak, overhead over a plain loop, and what saving costs.
 
-    python benchmarks/gpu.py [--device cuda] [--rounds 7] [--output FILE.md]
+    python benchmarks/gpu.py [--device cuda] [--gpus 1] [--rounds 7] [--channels-last] [--output FILE.md]
     python benchmarks/gpu.py --device cpu --small --output page.md    # tiny sizes, to try the benchmark out
 
-ResNet-50, and a transformer like GPT-2 with 124 million parameters, both with random weights from a config of
-transformers. The data are synthetic, and come through worker processes and the ordinary loader: pictures of 224 pixels
-as uint8, and sequences of 1,024 tokens. AdamW, clipping, and a log entry every 10 steps.
+ResNet-50, a transformer like GPT-2 with 124 million parameters, and a Llama with 1.1 billion, all with random weights
+from a config of transformers. The data are synthetic, and come through worker processes and the ordinary loader:
+pictures of 224 pixels as uint8, and sequences of 1,024 or 2,048 tokens. AdamW, clipping, and a log
+entry every 10 steps.
 
-Lockstep and a plain loop have a model each in one process. Rounds of both alternate, each ends when the GPU is done;
+Lockstep and a plain loop have a model each in one process. With `--gpus N`, N ranks train with DDP in both; batches are
+those of a rank, and figures those of rank 0. Rounds of both alternate, each ends when the GPU is done;
 what counts is the median over rounds of the ratio of their times. The plain loop has pinned memory, copies that do not
 block, autocast, a loss scale for fp16, and the same optimizer.
 
@@ -23,6 +25,7 @@ import argparse
 import contextlib
 import datetime
 import gc
+import importlib.metadata
 import itertools
 import json
 import os
@@ -59,8 +62,35 @@ NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cac
 FULL = {
     "resnet50": Sizes({"num_labels": 1000}, batch=128, side=224, memory_gb=30),
     "gpt125m": Sizes(NO_DROPOUT, batch=16, side=1024, memory_gb=60),
+    "llama1b": Sizes(
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 22,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "intermediate_size": 5632,
+            "vocab_size": 32000,
+            "use_cache": False,
+        },
+        batch=4,
+        side=2048,
+        memory_gb=70,
+    ),
 }
 SMALL = {
+    "llama1b": Sizes(
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 128,
+            "vocab_size": 500,
+            "use_cache": False,
+        },
+        batch=4,
+        side=32,
+    ),
     "resnet50": Sizes(
         {"num_labels": 10, "depths": [1, 1], "hidden_sizes": [16, 32], "embedding_size": 8}, batch=8, side=32
     ),
@@ -132,26 +162,39 @@ def task_of(name, sizes):
             logits = model(batch[0]).logits[:, :-1].flatten(0, 1)
             return functional.cross_entropy(logits.float(), batch[0][:, 1:].flatten(), reduction="sum")
 
-    return {"resnet50": Pictures, "gpt125m": Tokens}[name]()
+    class LlamaTokens(Tokens):
+        def model(self):
+            from transformers import LlamaConfig, LlamaForCausalLM
+
+            return LlamaForCausalLM(LlamaConfig(**sizes.config))
+
+    return {"resnet50": Pictures, "gpt125m": Tokens, "llama1b": LlamaTokens}[name]()
 
 
 class Plain:
     """What a careful person writes."""
 
-    def __init__(self, task, device, options):
+    def __init__(self, task, world, options):
         import torch
-        from torch.utils.data import DataLoader
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.utils.data import DataLoader, DistributedSampler
+
+        device, data = world.device, task.train_data()
 
         torch.manual_seed(0)
         self.task, self.device, self.precision = task, device, options["precision"]
         self.model = task.model().to(device).train()
-        self.forward = torch.compile(self.model, backend=options["backend"]) if options["compile"] else self.model
+        if options["channels_last"]:
+            self.model = self.model.to(memory_format=torch.channels_last)
+        self.forward = DistributedDataParallel(self.model) if world.size > 1 else self.model
+        self.forward = torch.compile(self.forward, backend=options["backend"]) if options["compile"] else self.forward
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=options["fused"])
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
         self.loader = DataLoader(
-            task.train_data(),
+            data,
             options["batch"],
-            shuffle=True,
+            shuffle=world.size == 1,
+            sampler=DistributedSampler(data) if world.size > 1 else None,
             num_workers=options["workers"],
             pin_memory=device.type == "cuda",
             persistent_workers=options["workers"] > 0,
@@ -194,11 +237,15 @@ class Ours:
             "name": options["model"],
             "device": world.device.type,
             "precision": options["precision"],
-            "batch": {"global": options["batch"]},
+            "batch": {"global": options["batch"] * world.size},
             "data": {"workers": options["workers"]},
             "train": {"steps": 2**19},
             "optim": {"name": "AdamW", "lr": 1e-4, "clip_norm": 1.0, "fused": options["fused"]},
-            "compute": {"compile": "model" if options["compile"] else None, "compile_backend": options["backend"]},
+            "compute": {
+                "compile": "model" if options["compile"] else None,
+                "compile_backend": options["backend"],
+                "channels_last": options["channels_last"],
+            },
             "log": {"every_steps": LOG_EVERY, "writers": ["text_log", "json_lines"], "pictures": 0},
         }
         self.config = config_file.parse(config, needs_task=False)
@@ -288,6 +335,7 @@ def measure(task, options, *, rounds, steps, folder, saves):
         device = devices.of(world.device)
 
         def timed(way, count):
+            world.all_sum([0.0])  # the ranks begin together
             device.synchronize()
             begun = time.perf_counter()
             way.run(count)
@@ -300,13 +348,13 @@ def measure(task, options, *, rounds, steps, folder, saves):
         device.reset_peak()
         nothing = device.allocated()
         ours = Ours(task, world, options, folder)
-        stack.callback(lambda: [writer.close() for writer in ours.writers])
+        stack.callback(lambda: [writer.close() for writer in ours.prepared.writers])
         timed(ours, warm_up)
         peaks = {"ours": device.peak() - nothing}
         gc.collect()
         held = device.allocated()
         device.reset_peak()
-        plain = Plain(task, world.device, options)
+        plain = Plain(task, world, options)
         timed(plain, warm_up)
         peaks["plain"] = device.peak() - held
         pairs = []
@@ -325,7 +373,7 @@ def measure(task, options, *, rounds, steps, folder, saves):
             "skipped": ours.prepared.state.skipped,
             "tf32": torch.get_float32_matmul_precision() != "highest",
         }
-        if saves:
+        if saves and world.size == 1:
             found["saves"] = {mode: ours.save_times(device, mode) for mode in ("async", "sync")}
         return found
 
@@ -353,6 +401,7 @@ def run_model(arguments):
             "batch": batch,
             "workers": arguments.workers,
             "fused": device.type == "cuda",
+            "channels_last": arguments.channels_last and arguments.as_model == "resnet50",
             "backend": "aot_eager" if arguments.small else "inductor",
         }
         try:
@@ -371,7 +420,8 @@ def run_model(arguments):
             about["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
         torch._dynamo.reset()
         gc.collect()
-        print("CASE " + json.dumps(about), flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print("CASE " + json.dumps(about), flush=True)
 
 
 # ---- the page
@@ -419,7 +469,9 @@ def page(cases, arguments, command):
 
     name = torch.cuda.get_device_name(0) if arguments.device == "cuda" else f"{arguments.device}"
     lines = [
-        f"## Training on one GPU: {name}" if arguments.device == "cuda" else "## Tried out on the CPU, not on a GPU"
+        f"## Training on {arguments.gpus} x {name}"
+        if arguments.device == "cuda"
+        else "## Tried out on the CPU, not on a GPU"
     ]
     lines += [
         "",
@@ -429,7 +481,10 @@ def page(cases, arguments, command):
     if arguments.small:
         lines.append("The models are tiny: the names say only which kind they are of.")
     lines += ["Load of the machine at the end: " + ", ".join(f"{load:.1f}" for load in os.getloadavg()) + ".", ""]
-    titles = ["model", "precision", "compile", "batch", "plain", "Lockstep", "ratio", "samples/s", "tokens/s", "MFU"]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        lines += [f"torchtitan {importlib.metadata.version('torchtitan')} is installed, and was not run.", ""]
+    titles = ["model", "precision", "compile", "batch", "plain", "Lockstep", "ratio", "samples/s", "tokens/s"]
+    titles += ["MFU, plain", "Lockstep"]
     titles += ["peak memory, plain", "Lockstep"]
     lines += [_row(titles), _row(["---"] * len(titles))]
     for case in cases:
@@ -452,15 +507,15 @@ def page(cases, arguments, command):
 def _cells(case, name):
     head = [case["model"], case["precision"], "yes" if case["compile"] else "no", str(case["batch"])]
     if "error" in case:
-        return [*head, case["error"].replace("|", "/"), *[""] * 7]
-    samples = case["batch"] / case["ours_s"]
-    tokens = f"{samples * case['side']:,.0f}" if case["model"].startswith("gpt") else ""
+        return [*head, case["error"].replace("|", "/"), *[""] * 8]
+    samples = case["batch"] / case["ours_s"]  # of a rank
+    tokens = "" if case["model"] == "resnet50" else f"{samples * case['side']:,.0f}"
     most = peak_flops(name, case["precision"], case["tf32"])
-    mfu = f"{case['flops'] / case['ours_s'] / most:.1%}" if most else "not known"
+    mfu = [f"{case['flops'] / case[way] / most:.1%}" if most else "not known" for way in ("plain_s", "ours_s")]
     peaks = [f"{case['peaks'][way] / 2**30:.2f} GiB" for way in ("plain", "ours")] if case["peaks"] else ["", ""]
     times = [f"{case['plain_s'] * 1e3:.1f} ms", f"{case['ours_s'] * 1e3:.1f} ms"]
     ratio = f"{case['ratio']:.3f} ({case['least']:.3f} to {case['largest']:.3f})"
-    return [*head, *times, ratio, f"{samples:,.0f}", tokens, mfu, *peaks]
+    return [*head, *times, ratio, f"{samples:,.0f}", tokens, *mfu, *peaks]
 
 
 def _row(cells):
@@ -470,6 +525,8 @@ def _row(cells):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--gpus", type=int, default=1, help="ranks, each with a GPU")
+    parser.add_argument("--channels-last", action="store_true", help="for ResNet-50")
     parser.add_argument("--small", action="store_true", help="tiny models, to try the benchmark out")
     parser.add_argument("--models", nargs="+", default=list(FULL), choices=list(FULL))
     parser.add_argument("--precisions", nargs="+", default=["bf16", "fp16", "fp32"], choices=["bf16", "fp16", "fp32"])
@@ -499,7 +556,8 @@ def main():
     cases = []
     for model in arguments.models:
         print(f"{model}: {len(arguments.precisions) * len(arguments.compile)} cases", file=sys.stderr, flush=True)
-        child = [sys.executable, __file__, *sys.argv[1:], "--as-model", model]
+        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.gpus}"]
+        child = [sys.executable, *(ranks if arguments.gpus > 1 else []), __file__, *sys.argv[1:], "--as-model", model]
         done = subprocess.run(child, stdout=subprocess.PIPE, text=True, check=False)
         found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
         if not found:
