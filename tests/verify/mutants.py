@@ -966,7 +966,7 @@ _engine(
     "asynchronous save without a copy",
     "resume",
     ("core.checkpoint.saver:Saver._stage", "local=self.buffers[name])", "local=shard.local)"),
-    ("core.checkpoint.saver:Saver._write", "mine: dict[str, Any] = {}", "mine: dict[str, Any] = {}; time.sleep(0.3)"),
+    ("core.checkpoint.saver:Saver._write", "not_finite = finite", "time.sleep(0.3); not_finite = finite"),
 )
 _engine(
     "rank 0's shard only",

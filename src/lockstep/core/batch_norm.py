@@ -129,12 +129,11 @@ def check_smallest_micro_batch(
         if "more than 1 value per channel" not in str(error):
             raise
         samples = plan.samples(step)
-        is_full = samples == plan.global_batch
         epoch, within = divmod(step, plan.steps_per_epoch)
         steps = f"step {within + 1} of each epoch" if within else "each step"
         steps += f" from epoch {epoch + 1} on" if epoch else ""
         remedy = "set data.drop_last=true, or choose another batch.global"
-        if is_full:
+        if samples == plan.global_batch:
             remedy = "choose a larger batch.micro or batch.global"
         raise UsageError(
             f"in {steps} some rank has a micro-batch of one sample ({samples} samples over {plan.world} ranks): "

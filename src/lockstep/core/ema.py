@@ -107,11 +107,6 @@ def _exchange(parameter: nn.Parameter, average: Tensor) -> Callable[[], object]:
         raw = parameter.clone()  # first, because only this line can fail
         parameter.copy_(average)
         if average.dtype != parameter.dtype:  # the average would lose bits on its way back, so it stays where it is
-            return partial(_put_back, parameter, raw)
+            return partial(torch.no_grad()(parameter.copy_), raw)
         average.copy_(raw)
         return partial(_exchange, parameter, average)
-
-
-def _put_back(parameter: nn.Parameter, raw: Tensor) -> None:
-    with torch.no_grad():
-        parameter.copy_(raw)

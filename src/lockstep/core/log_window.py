@@ -127,6 +127,11 @@ class LogWindow:
         waits = sum(self.device.seconds_between(*marks) for marks in result.waits)
         return max(0.0, self.device.seconds_between(*result.marks) - waits)
 
+    def head(self, step: int) -> dict[str, float]:
+        """The figures with which each entry of the log begins: the step, the epoch and the seconds so far."""
+        elapsed_s = round(time.perf_counter() - self.started, 3)
+        return {"step": step, "epoch": round(step / self.steps_per_epoch, 4), "time_s": elapsed_s}
+
     def entry(self, state: TrainState) -> tuple[dict[str, float], list[str]]:
         """Close the window and begin a new window. All ranks call it after the same step.
 
@@ -140,8 +145,7 @@ class LogWindow:
         sums, units = _losses(self.results)
         fault = self._first_fault()
         unreadable = [message for result in self.results for message in result.bad]
-        waited_s, alone_s, window_s = self._times()
-        here = [waited_s, alone_s]
+        *here, window_s = self._times()
         by_rank = [0.0] * size * len(here)  # each figure of all ranks, then the next figure of all ranks
         by_rank[rank::size] = here
         sums_here = [_total(values) for values in sums.values()]
@@ -149,14 +153,13 @@ class LogWindow:
         packed = [float(fault is not None), float(len(unreadable)), window_s]
         reduced = self.world.all_sum([float(has_metrics), *packed, *by_rank, *sums_here])
         metrics_count, fault_count, unreadable_count, total_s, *rest = reduced
-        waits, alone, totals = _cut(rest, size, len(here))
+        waits, alone, totals = rest[:size], rest[size : 2 * size], rest[2 * size :]
         if fault_count:
             self._raise_first(fault)
         messages = self._gather_messages(unreadable) if unreadable_count else []
         losses = combine(dict(zip(sums, totals, strict=True)), units, self.coefficients)
         samples = sum(result.samples for result in self.results)
-        entry: dict[str, float] = {"step": state.step, "epoch": round(state.step / self.steps_per_epoch, 4)}
-        entry["time_s"] = round(time.perf_counter() - self.started, 3)
+        entry = self.head(state.step)
         entry |= {f"train/{name}": value for name, value in losses.items()}
         if self.metrics is not None:
             results = self.metrics.results() if metrics_count else {}
@@ -254,11 +257,6 @@ class LogWindow:
         """The messages of all ranks, each once, on rank 0. Empty on other ranks."""
         gathered = self.world.gather(messages)
         return [] if gathered is None else list(dict.fromkeys(message for rank in gathered for message in rank))
-
-
-def _cut(values: list[float], size: int, parts: int) -> list[list[float]]:
-    """The first `parts` lists of `size` values, and the rest."""
-    return [*(values[part * size : (part + 1) * size] for part in range(parts)), values[parts * size :]]
 
 
 def _losses(results: Sequence[StepResult]) -> tuple[dict[str, list[Tensor]], dict[str, float]]:

@@ -44,7 +44,7 @@ def place(metrics: MetricCollection, update: MetricsUpdate, device: torch.device
 def states(metrics: MetricCollection) -> list[State]:
     """The state of each metric, copied to the CPU. This waits for the device."""
     return [
-        (part.update_count, {name: _to_cpu(value) for name, value in part.metric_state.items()})
+        (part.update_count, {name: to_cpu(value, compact) for name, value in part.metric_state.items()})
         for part in parts_of(metrics)
     ]
 
@@ -72,7 +72,7 @@ def compute(metrics: MetricCollection, world: World) -> tuple[dict[str, float], 
     return world.broadcast(flatten(values)), values
 
 
-def parts_of(metrics: MetricCollection) -> list[Metric]:
+def parts_of(metrics: MetricCollection | Metric) -> list[Metric]:
     """All metrics in a collection, also those inside of other metrics, in a fixed order."""
     from torchmetrics import Metric
 
@@ -112,9 +112,7 @@ def _joined(metric: Metric, several: list[State]) -> State:
 
 def has_fixed_size(metric: Metric) -> bool:
     """True if the state of a metric stays as large as it is, and can be merged again and again."""
-    from torchmetrics import Metric
-
-    parts = [part for part in metric.modules() if isinstance(part, Metric)]
+    parts = parts_of(metric)
     reductions = [reduction for part in parts for reduction in part._reductions.values()]
     defaults = [default for part in parts for default in part._defaults.values()]
     return (
@@ -151,12 +149,6 @@ def compact(tensor: Tensor) -> Tensor:
     """`tensor` on the CPU, copied where it is a small view of a large storage: pickle writes the whole storage."""
     plain = tensor.detach().cpu()
     return plain.clone() if plain.untyped_storage().nbytes() > plain.nbytes else plain
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return compact(value)
-    return [_to_cpu(item) for item in value] if isinstance(value, list) else value
 
 
 def flatten(values: dict[str, Any]) -> dict[str, float]:

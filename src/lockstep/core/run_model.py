@@ -127,11 +127,10 @@ def _check_parameters(model: nn.Module) -> nn.Module:
             "of them in `forward`: torch.sparse_coo_tensor(self.indices, self.values, size)",
         )
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     sparse = [
         name or "the model"
-        for name, embedding in embeddings.items()
-        if embedding.sparse and embedding.weight.requires_grad
+        for name, module in model.named_modules()
+        if isinstance(module, kinds) and module.sparse and module.weight.requires_grad
     ]
     if sparse:
         raise TrainingError(

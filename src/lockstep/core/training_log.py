@@ -44,12 +44,7 @@ class TrainingLog:
     def entry_of_parts(self) -> None:
         """Write an entry of what Parts have logged since the last entry, if there is something."""
         if figures := self.parts.take_logged():
-            elapsed = round(time.perf_counter() - self.window.started, 3)
-            self._write(self._head(elapsed) | figures)
-
-    def _head(self, elapsed_s: float) -> dict[str, float]:
-        step = self.state.step
-        return {"step": step, "epoch": round(step / self.window.steps_per_epoch, 4), "time_s": elapsed_s}
+            self._write(self.window.head(self.state.step) | figures)
 
     def progress(self) -> None:
         """Tell the writers how far the training is, if they were not told a moment ago."""
@@ -60,11 +55,9 @@ class TrainingLog:
 
     def evaluation_entry(self, results: dict[str, float], begun: float) -> None:
         """Write an entry of the results of an evaluation, which began at the time `begun`."""
-        now = time.perf_counter()
-        elapsed = round(now - self.window.started, 3)
-        took = {"time/evaluation_s": round(now - begun, 4)}
+        took = {"time/evaluation_s": round(time.perf_counter() - begun, 4)}
         self.latest.update(results)
-        self._write_with(self._head(elapsed) | results | took, "after_evaluation")
+        self._write_with(self.window.head(self.state.step) | results | took, "after_evaluation")
 
     def _write_with(self, entry: dict[str, float], event: str) -> None:
         """Write an entry with the figures that Parts add to it, or have logged before."""

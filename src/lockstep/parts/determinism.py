@@ -58,13 +58,11 @@ def deterministic(enabled: bool) -> Iterator[None]:
         yield
         return
     prepare()
-    cudnn = torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    flags = cudnn.deterministic, cudnn.benchmark
     torch.use_deterministic_algorithms(True)
-    cudnn.deterministic, cudnn.benchmark = True, False
     try:
-        yield
+        with same_convolutions():
+            yield
     except RuntimeError as error:
         found = re.search(r"(\S+) does not have a deterministic implementation", str(error))
         if found is not None:
@@ -74,4 +72,3 @@ def deterministic(enabled: bool) -> Iterator[None]:
         raise
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        cudnn.deterministic, cudnn.benchmark = flags

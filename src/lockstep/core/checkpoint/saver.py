@@ -178,12 +178,8 @@ class Saver:
     def _write(
         self, step: int, share: Mapping[str, LocalShard], values: dict[str, Any], manifest: dict[str, Any]
     ) -> None:
-        mine: dict[str, Any] = {}
         not_finite = finite.faults({name: shard.local for name, shard in share.items()}, self.allowed)
-        if not_finite:
-            mine["not_finite"] = not_finite
-        else:
-            mine |= self._write_share(step, share)
+        mine = {"not_finite": not_finite} if not_finite else self._write_share(step, share)
         shares = self.world.gather(mine)
         fault = self.world.broadcast(self._commit(step, shares, values, manifest) if shares is not None else None)
         if isinstance(fault, TrainingError):
@@ -195,21 +191,19 @@ class Saver:
 
     def _write_share(self, step: int, share: Mapping[str, LocalShard]) -> dict[str, Any]:
         """The `files` and `index` that this rank wrote, or the `fault` that kept it from writing."""
-        mine: dict[str, Any] = {}
+        written: dict[str, Any] = {}
+        index: files.Index = {}
         try:
             staged = store.staging(self.folder, step)
             staged.mkdir(parents=True, exist_ok=True)
             fail_at("before-share", step)
             name = files.share_name(self.world.rank)
-            mine["files"], mine["index"] = {}, {}
             if share:
-                mine["files"][name], mine["index"] = files.write_share(
-                    staged / name, share, partial(self._reached, step)
-                )
+                written[name], index = files.write_share(staged / name, share, partial(self._reached, step))
             fail_at("after-share", step)
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-            mine = {"fault": f"rank {self.world.rank}: {error}"}
-        return mine
+            return {"fault": f"rank {self.world.rank}: {error}"}
+        return {"files": written, "index": index}
 
     def _add_metrics(self, step: int, metrics: dict[str, float], more: dict[str, Any]) -> None:
         """Runs on rank 0."""

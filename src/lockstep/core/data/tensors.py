@@ -40,15 +40,12 @@ def map_tensors(value: Any, change: Change, own: Callable[[Any], Any] | None = N
         return _map_dataclass(value, inner)
     if isinstance(value, Mapping):
         return _map_mapping(value, inner)
-    if isinstance(value, tuple):
+    if isinstance(value, tuple | list | deque | UserList):
         items = [inner(item) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list | deque | UserList):
-        items = [inner(item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
+        if isinstance(value, tuple):
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         clone = copy.copy(value)  # a subclass may hold more than its items
         for place, item in enumerate(items):
             clone[place] = item
@@ -60,13 +57,8 @@ def _map_dataclass(value: Any, inner: Callable[[Any], Any]) -> Any:
     """Attributes are set, and `__init__` is not called: it may compute, and may not take every field."""
     names = [field.name for field in dataclasses.fields(value)]
     names += [name for name in getattr(value, "__dict__", {}) if name not in names]
-    changed = {}
-    for name in names:
-        if hasattr(value, name):  # a field without a default may have no value yet
-            old = getattr(value, name)
-            new = inner(old)
-            if new is not old:
-                changed[name] = new
+    held = {name: getattr(value, name) for name in names if hasattr(value, name)}  # a field may have no value yet
+    changed = {name: new for name, old in held.items() if (new := inner(old)) is not old}
     if not changed:
         return value
     clone = copy.copy(value)

@@ -49,7 +49,15 @@ def restore_buffers(module: nn.Module) -> Generator[None, None, None]:
     try:
         yield
     finally:
-        _restore(places, values)
+        with torch.no_grad():
+            for owner, name, place in places:
+                if owner.get(name) is not place:  # code of the model may have put another tensor there
+                    owner[name] = place
+            for buffer, value in values:
+                if buffer.shape != value.shape:
+                    buffer.data = value
+                else:
+                    buffer.data.copy_(value)  # `data`: torch does not count it as a change
 
 
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -160,15 +168,3 @@ def _refill(container: Any, before: Any) -> None:
 def _has_values(attribute: Any) -> bool:
     is_dense = isinstance(attribute, Tensor) and attribute.layout == torch.strided
     return is_dense and not attribute.is_meta and not attribute.is_inference()
-
-
-def _restore(places: _Places, values: list[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for buffers, name, place in places:
-            if buffers.get(name) is not place:  # code of the model may have put another tensor there
-                buffers[name] = place
-        for buffer, value in values:
-            if buffer.shape != value.shape:
-                buffer.data = value
-            else:
-                buffer.data.copy_(value)  # `data`: torch does not count it as a change

@@ -109,11 +109,7 @@ class FSDP(Single):
         return contextlib.nullcontext()
 
     def _changed_while_gathered(self) -> set[int]:
-        return {
-            id(parameter)
-            for parameter, gathered in self._gathered()
-            if parameter.requires_grad != gathered.requires_grad
-        }
+        return {id(p) for p, gathered in self._gathered() if p.requires_grad != gathered.requires_grad}
 
     def _gathered(self) -> Iterator[tuple[Tensor, Tensor]]:
         for module in self._modules:
@@ -186,7 +182,6 @@ class FSDP(Single):
             CPUOffloadPolicy,
             FSDPModule,
             MixedPrecisionPolicy,
-            OffloadPolicy,
             fully_shard,
         )
 
@@ -194,25 +189,18 @@ class FSDP(Single):
         attributes = {name: vars(parameter) for name, parameter in forward.named_parameters()}
         # Inputs keep their dtype: autocast chooses one for each operation, and targets of a regression are no
         # parameters.
-        param_dtype = _DTYPES[options.param_dtype] if options.param_dtype else None
-        reduce_dtype = (
-            _DTYPES[options.reduce_dtype] if options.reduce_dtype else (torch.float32 if param_dtype else None)
-        )
+        param_dtype = _DTYPES.get(options.param_dtype or "")
+        reduce_dtype = _DTYPES.get(options.reduce_dtype or "", torch.float32 if param_dtype else None)
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-        offload = (
-            CPUOffloadPolicy(pin_memory=devices.of(self.world.device).has_own_memory)
-            if options.cpu_offload
-            else OffloadPolicy()
-        )
         # Annotated, because the types of the options differ between torch versions.
-        common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+        common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        if options.cpu_offload:
+            common["offload_policy"] = CPUOffloadPolicy(pin_memory=devices.of(self.world.device).has_own_memory)
         for block in blocks:
             fully_shard(block, reshard_after_forward=options.reshard_after_forward, **common)
         fully_shard(forward, **common)
         for name, parameter in forward.named_parameters():
-            vars(parameter).update(
-                attributes[name]
-            )  # attributes that a model sets on its parameters; FSDP makes new objects
+            vars(parameter).update(attributes[name])  # those that a model sets; FSDP makes new objects
         sharded: list[Any] = [block for block in blocks if isinstance(block, FSDPModule)]
         for place, block in enumerate(sharded):
             if options.forward_prefetch:
