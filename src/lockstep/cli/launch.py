@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -106,17 +106,10 @@ def for_slurm(
     with reporting(debug):
         settings = _load(target, overrides or (), preset)
         name = job_name or settings.name
+        given = [text for text in env or () if "=" in text]
+        more = {"--preset": preset, "--max-restarts": max_restarts}
         job = _job(
-            target,
-            overrides,
-            settings,
-            nodes=nodes,
-            nproc=nproc,
-            gpus=gpus,
-            run_dir=run_dir,
-            env=[text for text in env or () if "=" in text],
-            preset=preset,
-            max_restarts=max_restarts,
+            target, overrides, settings, nodes=nodes, nproc=nproc, gpus=gpus, run_dir=run_dir, env=given, more=more
         )
         jobs.read_environment(env or ())  # a variable without a value: sbatch passes it on as it is here
         cpus = cpus_per_task or int(job.nproc) * (1 + settings.data.workers)
@@ -191,17 +184,9 @@ def for_kubernetes(
         name = job_name or kubernetes.name_of(settings.name)
         kubernetes.check_name(name)
         place = run_dir or Path(mount, settings.name)
+        more = {"--preset": preset, "--max-restarts": max_restarts}
         job = _job(
-            target,
-            overrides,
-            settings,
-            nodes=nodes,
-            nproc=nproc,
-            gpus=gpus,
-            run_dir=place,
-            env=env or (),
-            preset=preset,
-            max_restarts=max_restarts,
+            target, overrides, settings, nodes=nodes, nproc=nproc, gpus=gpus, run_dir=place, env=env or (), more=more
         )
         if place.is_absolute() and not place.is_relative_to(mount):
             remedy = f"give a folder in {mount}"
@@ -256,6 +241,7 @@ def through_ssh(
         if nproc != "auto" and not (nproc.isdigit() and int(nproc)):
             remedy = "use a number from 1, or auto"
             raise UsageError(f"{nproc!r} is not a number of ranks", where="--nproc", remedy=remedy)
+        more = {"--preset": preset, "--max-restarts": max_restarts}
         job = _job(
             target,
             overrides,
@@ -265,8 +251,7 @@ def through_ssh(
             gpus=0,
             run_dir=run_dir,
             env=env or (),
-            preset=preset,
-            max_restarts=max_restarts,
+            more=more,
         )
         words = _split(command, "--ssh")
         jobs.check_tool(words[0], "install an ssh client, or name it with --ssh")
@@ -301,10 +286,13 @@ def _job(
     gpus: int,
     run_dir: Path | None,
     env: Sequence[str],
-    preset: str | None,
-    max_restarts: int | None,
+    more: Mapping[str, object],
 ) -> jobs.Job:
-    """The job, after checks of the target's file, the ranks and the environment variables."""
+    """The job, after checks of the target's file, the ranks and the environment variables.
+
+    Args:
+        more: further options of `lockstep train`, with their values.
+    """
     jobs.check_target(target)
     if nproc is None and not gpus:
         remedy = "give --nproc N, the ranks on each node, or --gpus-per-node"
@@ -312,7 +300,6 @@ def _job(
     if gpus and nproc is not None and int(nproc) > gpus:
         remedy = "use at most one rank for each GPU"
         raise UsageError(f"{nproc} ranks share {gpus} GPUs of a node", where="--nproc", remedy=remedy)
-    options = as_arguments({"--preset": preset, "--max-restarts": max_restarts})
     return jobs.Job(
         target,
         settings.name,
@@ -320,7 +307,7 @@ def _job(
         str(nproc or gpus),
         str(run_dir or Path("runs", settings.name)),
         tuple(overrides or ()),
-        tuple(options),
+        tuple(as_arguments(more)),
         jobs.read_environment(env),
     )
 

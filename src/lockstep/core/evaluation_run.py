@@ -112,50 +112,39 @@ def evaluate(
     Returns:
         results, as `core.evaluate.evaluate`; see `named_results`.
     """
+
+    def results_of(evaluated: EvaluationData) -> dict[str, float]:
+        progress = EvaluationProgress(tell, evaluated.plan, world.size, evaluated.name)
+        wanted = dict.fromkeys(index for viewer in viewers for index in viewer.samples(evaluated))
+        worst = next((found for viewer in viewers if (found := viewer.worst(evaluated)) is not None), None)
+
+        def count() -> None:
+            progress.tick()
+            tick()
+
+        def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
+            for viewer in viewers:
+                viewer.show(Findings(evaluated, step, values, dict(outputs), worst))
+
+        return evaluation.evaluate(
+            evaluated.task,
+            forward,
+            evaluated.loader,
+            plan=evaluated.plan,
+            world=world,
+            precision=precision,
+            tick=count,
+            show=show,
+            show_samples=tuple(wanted),
+            worst=worst,
+        )
+
     results: dict[str, float] = {}
     for evaluated in sets:
-        found = _evaluate(evaluated, forward, world, precision, viewers=viewers, step=step, tell=tell, tick=tick)
-        results |= named_results(evaluated.name, found)
+        results |= named_results(evaluated.name, results_of(evaluated))
     for viewer in viewers:
         viewer.end(step)
     return results
-
-
-def _evaluate(
-    evaluated: EvaluationData,
-    forward: nn.Module,
-    world: World,
-    precision: Precision,
-    *,
-    viewers: Sequence[Viewer],
-    step: int,
-    tell: Callable[[str], None],
-    tick: Callable[[], None],
-) -> dict[str, float]:
-    progress = EvaluationProgress(tell, evaluated.plan, world.size, evaluated.name)
-    wanted = dict.fromkeys(index for viewer in viewers for index in viewer.samples(evaluated))
-    worst = next((found for viewer in viewers if (found := viewer.worst(evaluated)) is not None), None)
-
-    def count() -> None:
-        progress.tick()
-        tick()
-
-    def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
-        for viewer in viewers:
-            viewer.show(Findings(evaluated, step, values, dict(outputs), worst))
-
-    return evaluation.evaluate(
-        evaluated.task,
-        forward,
-        evaluated.loader,
-        plan=evaluated.plan,
-        world=world,
-        precision=precision,
-        tick=count,
-        show=show,
-        show_samples=tuple(wanted),
-        worst=worst,
-    )
 
 
 def named_results(name: str, results: Mapping[str, T]) -> dict[str, T]:

@@ -192,9 +192,8 @@ def _describe(found: Any) -> str:
     if inspect.isclass(found):
         return f"returned the class {found.__name__}, not an object of it"
     if isinstance(found, tuple | list):
-        return (
-            f"returned a {type(found).__name__} of {', '.join(type(item).__name__ for item in found[:3]) or 'nothing'}"
-        )
+        kinds = ", ".join(type(item).__name__ for item in found[:3])
+        return f"returned a {type(found).__name__} of {kinds or 'nothing'}"
     name = type(found).__name__
     return f"returned {'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 

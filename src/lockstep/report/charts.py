@@ -122,13 +122,9 @@ def _data(chart: Chart, buckets: int) -> dict[str, Any]:
     shown = []
     for steps, lines in tables:
         chart.thinned |= len(steps) > 2 * buckets
-        columns = thin(steps, [line.series.values for line in lines], buckets)
-        shown.append(
-            [
-                [_rounded(value, digits=16) for value in columns[0]],
-                *([_rounded(value) for value in column] for column in columns[1:]),
-            ]
-        )
+        places, *columns = thin(steps, [line.series.values for line in lines], buckets)
+        values_of_lines = [[_rounded(value) for value in column] for column in columns]
+        shown.append([[_rounded(value, digits=16) for value in places], *values_of_lines])
     labels = [line.label for _, lines in tables for line in lines]
     values = np.concatenate([line.series.values for line in chart.lines])
     has_log = bool(np.nanmin(values) > 0)
