@@ -44,8 +44,7 @@ def parse_endpoint(text: str, where: str = "--rendezvous") -> Endpoint:
         UsageError: the text is none of them.
     """
     bracketed = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?", text.strip())
-    plain = re.fullmatch(r"([\w.-]+)(?::(\d+))?", text.strip())
-    match = bracketed or plain
+    match = bracketed or re.fullmatch(r"([\w.-]+)(?::(\d+))?", text.strip())
     port = int(match[2] or DEFAULT_PORT) if match else 0
     if match is None or not 0 < port < 1 << 16:
         raise UsageError(
@@ -284,8 +283,7 @@ def _of_interface(name: str, what: int) -> str | None:
     import fcntl
 
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), what, struct.pack("256s", name[:15].encode()))
-        return socket.inet_ntoa(answer[20:24])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), what, struct.pack("256s", name[:15].encode()))[20:24])
     return None
 
 

@@ -262,8 +262,7 @@ class SeveralNodes:
         pulse.watch([member.node for member in self.members], f"{number}/over")
         if any(failure.exit_code != Preempted.exit_code for failure in own.failures):
             self._set_over()
-        text = json.dumps(own.as_dict())
-        notes.call(lambda store: store.set(f"{number}/end/{self.rank}", text))
+        notes.call(lambda store: store.set(f"{number}/end/{self.rank}", json.dumps(own.as_dict())))
         clock, told = Clock(), _TELL_EVERY_S
         while not notes.call(lambda store: store.check([f"{number}/verdict"])):
             self.session.check_store()

@@ -116,8 +116,7 @@ class ReplicaProbe(BuiltInPart):
             total = zlib.crc32(repr(sorted(compared.items())).encode())
             if len(set(world.broadcast(world.gather(total)))) == 1:
                 return
-        changed = {name for name, now in self._buffers.items() if before.get(name) != now}
-        by_rank = world.gather((compared, changed))
+        by_rank = world.gather((compared, {name for name, now in self._buffers.items() if before.get(name) != now}))
         found: list[Difference] = []
         if by_rank is not None:
             counts = Counter(name for _, names in by_rank for name in names)

@@ -146,8 +146,7 @@ def _batch(config: RunConfig, task: Task, data: Any, samples: int) -> Any:
     order = (order * samples)[:samples]  # a small data set is repeated
     loader = run_data.make_loader(model.on_one_rank(config), data, task, model.alone(), training=True)
     epoch = max(0, (config.train.epochs or 1) - 1)  # in which pictures are largest, where their size changes
-    plans = [MicroBatchPlan(tuple(order), epoch, False)]
-    with contextlib.closing(loader.run(lambda: plans)) as micro_batches:
+    with contextlib.closing(loader.run(lambda: [MicroBatchPlan(tuple(order), epoch, False)])) as micro_batches:
         return next(micro_batches).collated
 
 
@@ -246,8 +245,7 @@ def _segments(a: TracedSegment, b: TracedSegment, sizes: tuple[int, int]) -> Ite
     constants = first - slopes * sizes[0]
     bytes_at = (constants @ _TOGETHER.T)[..., None] + (slopes @ _TOGETHER.T)[..., None] * _MICRO_BATCHES
     for moment in np.unique(bytes_at.argmax(axis=0)):
-        parts = map(Affine, constants[moment].tolist(), slopes[moment].tolist())
-        yield Segment(a.phase, a.block, a.before, *parts)
+        yield Segment(a.phase, a.block, a.before, *map(Affine, constants[moment].tolist(), slopes[moment].tolist()))
 
 
 def _snapshots(a: TracedSegment, b: TracedSegment) -> tuple[np.ndarray, np.ndarray]:

@@ -139,8 +139,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark_gradient(self, gradient: Tensor, of_root: bool) -> None:
         """The storage of `gradient` is that of a complete gradient from now on."""
-        storage = gradient.untyped_storage()
-        entry = self.live.get(storage)
+        entry = self.live.get(gradient.untyped_storage())
         if entry is None or entry.kind.startswith("gradient"):
             return
         self.bytes[entry.kind] -= entry.bytes

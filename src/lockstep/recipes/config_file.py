@@ -119,8 +119,7 @@ def with_kept_task(config: RunConfig, run_dir: Path, tell: Callable[[str], None]
     Args:
         tell: shows a line that says which code is used.
     """
-    kind = str(config.task.get("kind", ""))
-    path, _, name = kind.rpartition(":")
+    path, _, name = str(config.task.get("kind", "")).rpartition(":")
     if not path.endswith(".py") or Path(path).is_file():
         return config
     parts = Path(path).parts

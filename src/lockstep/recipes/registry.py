@@ -55,8 +55,7 @@ def options_class(kind: str) -> type[TaskOptions] | None:
 
     loaded = plugins.load(entry)
     if not (inspect.isclass(loaded) and issubclass(loaded, TaskOptions) and hasattr(loaded, "task")):
-        what = "is not a subclass of lockstep.TaskOptions with an attribute `task`"
-        raise plugins.unusable(entry, what)
+        raise plugins.unusable(entry, "is not a subclass of lockstep.TaskOptions with an attribute `task`")
     return loaded
 
 

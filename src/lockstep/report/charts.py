@@ -73,8 +73,7 @@ def of_run(metrics: Metrics, sets: Sequence[str] = ()) -> list[Chart]:
 def of_runs(runs: Mapping[str, Metrics]) -> list[Chart]:
     """Charts in which each run is a line; a chart for each name that is a curve in any run."""
     charts: dict[str, Chart] = {}
-    names = dict.fromkeys(name for metrics in runs.values() for name in metrics.series)
-    for name in names:
+    for name in dict.fromkeys(name for metrics in runs.values() for name in metrics.series):
         if title_of(name, ()) is None or "/rank" in name or (name.startswith("memory/") and name != "memory/peak_mb"):
             continue
         for label, metrics in runs.items():
@@ -126,8 +125,7 @@ def _data(chart: Chart, buckets: int) -> dict[str, Any]:
         values_of_lines = [[_rounded(value) for value in column] for column in columns]
         shown.append([[_rounded(value, digits=16) for value in places], *values_of_lines])
     labels = [line.label for _, lines in tables for line in lines]
-    values = np.concatenate([line.series.values for line in chart.lines])
-    has_log = bool(np.nanmin(values) > 0)
+    has_log = bool(np.nanmin(np.concatenate([line.series.values for line in chart.lines])) > 0)
     return {"title": chart.title, "labels": labels, "tables": shown, "log": has_log}
 
 

@@ -25,8 +25,7 @@ def parts(run: Run) -> list[Markup]:
     effect = "deletes this run first (--fresh)" if "--fresh" in given else "goes on with this run"
     content = [element("p", f"The command of the last start; it {effect}:"), page.command(given)]
     if _is_lockstep(given):
-        anew = _without(given, ("--fresh", "--run-dir", "--allow-change"))
-        again = [*anew, "--run-dir", f"{run.folder}-again"]
+        again = [*_without(given, ("--fresh", "--run-dir", "--allow-change")), "--run-dir", f"{run.folder}-again"]
         content += [element("p", "To train anew, beside it:"), page.command(*lines, again)]
     notes = []
     if isinstance(git, Mapping) and git.get("dirty"):

@@ -29,8 +29,7 @@ def class_weights(
     if isinstance(wanted, str):
         counts = count()
         total = sum(counts.values())
-        balanced = [total / (len(labels) * counts[label]) if counts[label] else 1.0 for label in labels]
-        return torch.tensor(balanced)
+        return torch.tensor([total / (len(labels) * counts[label]) if counts[label] else 1.0 for label in labels])
     unknown = [name for name in wanted if name not in labels]
     if unknown or not wanted:
         what = f"no such label: {', '.join(map(repr, unknown)) or repr(wanted)}"

@@ -26,8 +26,7 @@ def write(path: Path, predictions: Sequence[Mapping[str, Any]], final: Path) -> 
         UsageError: see `stack`.
         OSError: the file cannot be written.
     """
-    where = f"--out {final}"
-    arrays, left_out = stack(predictions, where)
+    arrays, left_out = stack(predictions, f"--out {final}")
     if final.suffix == ".npz":
         import numpy as np
 

@@ -155,8 +155,7 @@ def run_rank(
     try:
         with exits_are_failures(), signals.listening():
             with (folder / _TRAINING).open("rb") as file:
-                place = pickle.load(file)
-                _take_place(folder, place)
+                _take_place(folder, pickle.load(file))
                 config, task, parts, options = pickle.load(file)
             from lockstep.trainer import source_code
 

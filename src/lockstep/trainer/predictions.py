@@ -134,8 +134,7 @@ def opened(path: Path | None) -> Iterator[Rows]:
                 path.mkdir(exist_ok=True)
                 (path / MARKER).touch()
                 path = path / ROWS
-            staging = stack.enter_context(atomic.staged_file(path))
-            rows = _FORMATS.get(path.suffix, _Arrays)(path, staging)
+            rows = _FORMATS.get(path.suffix, _Arrays)(path, stack.enter_context(atomic.staged_file(path)))
             stack.callback(rows.close)
         yield rows
         with _naming(path):

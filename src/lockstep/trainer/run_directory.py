@@ -239,8 +239,7 @@ def _allowed(allow_change: Sequence[str], known: set[str]) -> set[str]:
 def is_verified(folder: Path, config: RunConfig) -> bool:
     """True if `verify.json` in `folder` tells of a training with the training keys of `config`."""
     try:
-        written = json.loads((folder / "verify.json").read_text())
-        verified = config_file.parse(written["config"], needs_task=False)
+        verified = config_file.parse(json.loads((folder / "verify.json").read_text())["config"], needs_task=False)
     except (OSError, ValueError, LookupError, TypeError, LockstepError):  # there is none, or another version wrote it
         return False
     return _as_json(training_keys(verified)) == _as_json(training_keys(config))

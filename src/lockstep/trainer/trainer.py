@@ -282,8 +282,7 @@ class Trainer:
         data = self.config.data
         sources = {"data.train": data.train}
         sources |= {f"data.eval.{name}" if name else "data.eval": path for name, path in data.eval_sources.items()}
-        kind = self.config.task.get("kind")
-        parts = source_code.of_choice(task, kind) if spans_machines(world.size) else {}
+        parts = source_code.of_choice(task, self.config.task.get("kind")) if spans_machines(world.size) else {}
         return Subject(
             config=all_values(self.config) | {"Trainer(parts=...)": [label(part) for part in self.parts]},
             source=source_code.digest(parts) if parts else "",
@@ -662,8 +661,7 @@ class Trainer:
 
         lines = choice.read(self._checkpoints, world, retention, self.checkpoint, load=load_into, chosen=chosen)
         if world.rank == 0 and not self.quiet:
-            changes = run_record.changed_source(self.run_dir, task, self.config)
-            for text in (*lines, *built.messages, *changes):
+            for text in (*lines, *built.messages, *run_record.changed_source(self.run_dir, task, self.config)):
                 print(text, file=sys.stderr)
         return built
 

@@ -183,8 +183,7 @@ def _marks(line: _Line, x_axis: _Axis, y_axis: _Axis) -> Iterable[Markup]:
         if len(points) == 1:
             yield element("circle", cx=points[0][0], cy=points[0][1], r=2, fill=_COLOURS[line.style % len(_COLOURS)])
         else:
-            joined = " ".join(map(",".join, points))
-            yield element("polyline", points=joined, stroke_linejoin="round", **_pen(line))
+            yield element("polyline", points=" ".join(map(",".join, points)), stroke_linejoin="round", **_pen(line))
 
 
 def _pen(line: _Line) -> dict[str, object]:

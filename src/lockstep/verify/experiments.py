@@ -232,8 +232,7 @@ class Experiments:
         Raises:
             ExperimentFailed: some rank failed.
         """
-        folder = str(self.folder / (resume or name))
-        run = TrainingRun(name, world, config, folder, changes, record, **more)
+        run = TrainingRun(name, world, config, str(self.folder / (resume or name)), changes, record, **more)
         recordings = self.run(name, world, worker_functions.train, run)
         if not keep:
             shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -355,8 +354,7 @@ class Experiments:
             return self._undisturbed()
 
     def _undisturbed(self) -> list[Recording]:
-        probe_steps = (1, self.steps // 2, self.steps)
-        record = RecorderOptions(digest_every=1, digest_batches=True, probe_steps=probe_steps)
+        record = RecorderOptions(digest_every=1, digest_batches=True, probe_steps=(1, self.steps // 2, self.steps))
         compiled = bool(self.config["compute"]["compile"])  # compiled code cannot look at the generators
         changes = TaskChanges(train_samples=self.train_samples, note_generators=not compiled)
         config = self.config_with_checkpoints()

@@ -117,8 +117,7 @@ def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple
     first, parameters = objective(), list(outputs.outputs)
     reached = bool(parameters) and first.requires_grad
     if reached:
-        gradients = torch.autograd.grad(first, parameters, allow_unused=True)
-        reached = any(gradient is not None for gradient in gradients)
+        reached = any(gradient is not None for gradient in torch.autograd.grad(first, parameters, allow_unused=True))
     if not reached:
         raise UsageError("the loss does not come from tensors that the model returns")
     optimizer = torch.optim.LBFGS(parameters, max_iter=60, line_search_fn="strong_wolfe")

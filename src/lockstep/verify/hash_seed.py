@@ -24,8 +24,7 @@ _SEED = "20011"
 
 def digests(config: Mapping[str, Any]) -> list[int]:
     """A digest of each of some training samples, spread over the data set."""
-    trainer = Trainer(config, quiet=True)
-    task = trainer.task()
+    task = Trainer(config, quiet=True).task()
     samples: Any = task.train_data()
     count = min(_SAMPLES, len(samples))
     with join_world("cpu"):

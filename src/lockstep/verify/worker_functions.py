@@ -253,8 +253,7 @@ def planned_evaluations(length: int, micro_batch: int, world: int) -> dict[str, 
     for words, lengths in (("", None), (" by length", np.arange(length)[::-1] % 7)):
         plan = EvaluationPlan(length, micro_batch, lengths)
         in_turns = [list(plan.in_turns(rank, world)) for rank in range(world)]
-        ways = {"an evaluation": plan.by_rank(world), "a prediction": in_turns}
-        for way, by_rank in ways.items():
+        for way, by_rank in {"an evaluation": plan.by_rank(world), "a prediction": in_turns}.items():
             planned[f"the plan of {way}{words}"] = [
                 index for rank in by_rank for micro in rank if not micro.filler for index in micro.indices
             ]

@@ -124,8 +124,7 @@ def _names(
         ordered = own if len(keys) == len(own) else trainable
     else:
         by_id = {id(parameter): name for name, parameter in model.named_parameters()}
-        sizes = [len(group["params"]) for group in groups]
-        if sizes != [len(group["params"]) for group in optimizer.param_groups]:
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
             raise NotTaken(f"its {len(groups)} groups do not say which parameters they hold")
         ordered = [by_id[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     if len(keys) != len(ordered):

@@ -28,8 +28,7 @@ def check(subject: Subject, world: World, *, everything: bool = False) -> list[F
     room = world.on_rank0(lambda: _room(subject))
     if world.size == 1 and not everything:
         return [*_device_alone(world), room]
-    own = facts.of_rank(subject, world)
-    found: list[facts.Facts] = world.broadcast(world.gather(own))
+    found: list[facts.Facts] = world.broadcast(world.gather(facts.of_rank(subject, world)))
     nodes = world.nodes
     configs = []
     if len({one.config for one in found}) > 1:

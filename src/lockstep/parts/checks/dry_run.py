@@ -253,8 +253,7 @@ def _is_mean(head: str, losses: Sequence[Mapping[str, float]], parts: Sequence[M
     expected = sum(halves) * units / sum(units_of_halves)
     if not abs(whole - expected) > _APART * scale:
         return False
-    samples_of_halves = [part.samples for part in parts[1:]]
-    for first, second in (units_of_halves, samples_of_halves, (1, 1)):
+    for first, second in (units_of_halves, [part.samples for part in parts[1:]], (1, 1)):
         mean = (first * halves[0] + second * halves[1]) / (first + second)
         if abs(whole - mean) <= near * scale:
             return True

@@ -42,8 +42,7 @@ class RunChecks(Checks):
         samples |= {data.loader: data.plan.first(8) for data in evaluated}
         last_epoch = max(0, run.stop - 1) // run.plan.steps_per_epoch
         for loader, indices in samples.items():
-            of_training = loader is run.batches.loader
-            run.warnings += untouched_data.check(loader, indices, last_epoch if of_training else 0)
+            run.warnings += untouched_data.check(loader, indices, last_epoch if loader is run.batches.loader else 0)
         compiled = self.run.config.compute.compile is not None
         with contextlib.ExitStack() as stack:
             for loader, indices in samples.items():

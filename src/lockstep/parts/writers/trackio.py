@@ -39,8 +39,7 @@ class Trackio(Writer):
         )
 
     def record(self, entry: Mapping[str, float]) -> None:
-        metrics = {name: value for name, value in entry.items() if name != "step"}
-        self.session.log(metrics, step=int(entry["step"]))
+        self.session.log({name: value for name, value in entry.items() if name != "step"}, step=int(entry["step"]))
 
     def text(self, name: str, text: str, step: int) -> None:
         import trackio

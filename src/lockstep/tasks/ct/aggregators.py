@@ -82,13 +82,11 @@ class Layout(NamedTuple):
         """
         row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=total)
         column = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[row]
-        is_slice = torch.arange(longest, device=counts.device) < counts[:, None]
-        return Layout(row, column, is_slice)
+        return Layout(row, column, torch.arange(longest, device=counts.device) < counts[:, None])
 
     def pad(self, values: Tensor) -> Tensor:
         """Values of slices (N, ...) as (B, longest, ...), with zeros where there is no slice."""
-        padded = values.new_zeros(*self.is_slice.shape, *values.shape[1:])
-        return padded.index_put((self.row, self.column), values)
+        return values.new_zeros(*self.is_slice.shape, *values.shape[1:]).index_put((self.row, self.column), values)
 
     def unpad(self, padded: Tensor) -> Tensor:
         """The inverse of `pad`."""
@@ -159,8 +157,7 @@ class TransformerAggregator(nn.Module):
         middle = (positions[ends] + positions[ends - counts + 1]) / 2
         encoding = position_encoding((positions - middle[layout.row]).to(features.dtype), self.width)
         tokens = layout.pad(self.project(features) + encoding)
-        token = self.class_token.to(tokens.dtype).expand(len(counts), 1, -1)
-        tokens = torch.cat([token, tokens], dim=1)
+        tokens = torch.cat([self.class_token.to(tokens.dtype).expand(len(counts), 1, -1), tokens], dim=1)
         is_token = functional.pad(layout.is_slice, (1, 0), value=True)
         weights = tokens.new_zeros(is_token.shape)
         for number, layer in enumerate(self.layers):
@@ -200,8 +197,7 @@ class _Layer(nn.Module):
         """The weights of the first token on all tokens, without dropout: (B, T), the mean over the heads."""
         query, key, _ = self._split(self.norm_attention(tokens))
         scores = (query[:, :, :1] @ key.transpose(2, 3))[:, :, 0] / math.sqrt(query.shape[-1])
-        weights = scores.masked_fill(~is_token[:, None], -math.inf).softmax(dim=-1).mean(dim=1)
-        return torch.as_tensor(weights)
+        return torch.as_tensor(scores.masked_fill(~is_token[:, None], -math.inf).softmax(dim=-1).mean(dim=1))
 
     def _split(self, tokens: Tensor) -> tuple[Tensor, ...]:
         batch, length, _ = tokens.shape

@@ -150,8 +150,7 @@ class KeptFeatures:
                 pass
             finally:
                 os.close(handle)
-        features = torch.from_numpy(rows).view(_DTYPES[size])
-        return SliceRows(key, list(numbers), features, torch.from_numpy(is_kept))
+        return SliceRows(key, list(numbers), torch.from_numpy(rows).view(_DTYPES[size]), torch.from_numpy(is_kept))
 
     # ---- where the model is
 

@@ -104,5 +104,4 @@ def survival_loss(logits: Tensor, labels: Tensor, outcomes: Sequence[Sequence[in
 def _reduced(terms: Tensor, known: Tensor, reduction: Reduction) -> Tensor:
     if reduction == "question":
         return terms.sum()
-    counts = known.sum(dim=1).clamp_min(1)
-    return (terms.sum(dim=1) / counts).sum()
+    return (terms.sum(dim=1) / known.sum(dim=1).clamp_min(1)).sum()

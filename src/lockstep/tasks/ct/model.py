@@ -116,8 +116,7 @@ class VolumeRiskModel(nn.Module):
             computed = self._trained_chunks(batch["slices"], self.slices_per_chunk)
         if kept is None:
             return computed
-        features = kept.to(computed.dtype)
-        return features.masked_scatter(~batch["is_kept"][:, None], computed)
+        return kept.to(computed.dtype).masked_scatter(~batch["is_kept"][:, None], computed)
 
     def _fixed_chunks(self, slices: Tensor) -> Tensor:
         """Features (M, width) of slices (M, channels, S, S), computed in chunks of `FROZEN_CHUNK` slices."""

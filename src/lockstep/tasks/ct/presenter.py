@@ -159,8 +159,7 @@ class VolumeRiskPresenter(Presenter):
         return lines
 
     def _windows(self) -> list[tuple[str, Any]]:
-        chosen = self.task.options.windows
-        names = [choice if isinstance(choice, str) else "window" for choice in chosen]
+        names = [choice if isinstance(choice, str) else "window" for choice in self.task.options.windows]
         return list(zip(names, self.task.windows, strict=True))
 
     def program(self, model: nn.Module) -> Program:

@@ -185,8 +185,7 @@ def resamples(groups: Array, count: int, seed: int) -> Iterator[Array]:
     at_once = max(1, _LARGEST // max(1, len(groups)))
     for start in range(0, count if number else 0, at_once):
         rows = min(at_once, count - start)
-        drawn = random.integers(0, number, (rows, number))
-        places = drawn + number * np.arange(rows)[:, None]
+        places = random.integers(0, number, (rows, number)) + number * np.arange(rows)[:, None]
         yield np.bincount(places.ravel(), minlength=rows * number).reshape(rows, number)[:, groups].astype(np.float64)
 
 

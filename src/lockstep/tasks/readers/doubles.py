@@ -157,8 +157,7 @@ def _equal(by_size: dict[int, list[tuple[_Item, Any, Callable[[], bytes]]]]) -> 
     groups, budget, left = _Groups(), MOST_BYTES, 0
     for size in sorted(by_size):
         group = by_size[size]
-        files = {file for _, file, _ in group}
-        if len(files) == 1:  # a single picture, or the same file in training and evaluation
+        if len({file for _, file, _ in group}) == 1:  # a single picture, or the same file in training and evaluation
             groups.items[size, group[0][1]] += [item for item, _, _ in group]
             continue
         if size * len(group) > budget:
@@ -240,8 +239,7 @@ def of_names(names: Sequence[str]) -> list[str]:
 def _share(counts: Sequence[int], most: int) -> list[int]:
     """The number of samples of each part to look at: all, or of a larger part what the smaller parts leave."""
     shares, left = [0] * len(counts), most
-    order = sorted(range(len(counts)), key=lambda place: counts[place])
-    for done, place in enumerate(order):
+    for done, place in enumerate(sorted(range(len(counts)), key=lambda place: counts[place])):
         shares[place] = min(counts[place], left // (len(counts) - done))
         left -= shares[place]
     return shares

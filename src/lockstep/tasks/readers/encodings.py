@@ -90,8 +90,7 @@ def _explained(raw: bytes, place: int, name: str) -> tuple[str, str]:
     if any(byte in _CONTROLS for byte in set(raw)):
         return what, "it holds control characters, so it may be no text at all; give a text file, or repair it there"
     read = raw.decode("utf-8", errors="replace")
-    bad = read.count("\ufffd")
-    if sum(letter > "\x7f" for letter in read) > 3 * bad:  # other letters beyond ASCII are UTF-8
+    if sum(letter > "\x7f" for letter in read) > 3 * read.count("\ufffd"):  # other letters beyond ASCII are UTF-8
         return (
             what,
             f"the rest of it is UTF-8, so repair this line, or leave such bytes out: iconv -c -f utf-8 -t utf-8 {name}",

@@ -166,8 +166,7 @@ class AutoModels(Models):
         def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
             return self.defaults(kind, names, size)
 
-        scratch = self.options.scratch
-        return hugging_face.new_config(scratch, self.architectures(), what=self.what, defaults=defaults)
+        return hugging_face.new_config(self.options.scratch, self.architectures(), what=self.what, defaults=defaults)
 
     def architectures(self) -> list[str]:
         """The model types that a new model may have."""

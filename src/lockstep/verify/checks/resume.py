@@ -194,8 +194,7 @@ def _wrong_log(undisturbed: list[Recording], resumed: list[Recording], start: in
     """
     by_step = {int(entry["step"]) - 1: entry for entry in undisturbed[0].entries if entry.get("step", 0) > start}
     entry = resumed[0].entries[-1] if resumed[0].entries else {}
-    keys = [key for key in entry if key.startswith("train/loss/")] or ["train/loss"]
-    for key in keys:
+    for key in [key for key in entry if key.startswith("train/loss/")] or ["train/loss"]:
         head = key.removeprefix("train/loss").removeprefix("/")
         total = units = largest = 0.0
         for step, of_step in by_step.items():

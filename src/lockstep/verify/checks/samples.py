@@ -103,8 +103,7 @@ def _wrong_plan(experiments: Experiments, total: int) -> str:
     plan = {"length": total, "global_batch": batch, "seed": experiments.config["seed"], "drop_last": drop_last}
     lengths = experiments.train_lengths(None)
     if lengths is not None:
-        grouping = {"group_by_length": experiments.config["data"]["group_by_length"], "lengths": np.array(lengths)}
-        plan |= grouping
+        plan |= {"group_by_length": experiments.config["data"]["group_by_length"], "lengths": np.array(lengths)}
     world = {"micro_batch": experiments.small_micro_batch, "world": experiments.nproc}
     (epochs,) = experiments.run("plan", 1, worker_functions.planned_epochs, 2, plan | world)
     steps = order.steps_per_epoch(total, batch, drop_last=drop_last)

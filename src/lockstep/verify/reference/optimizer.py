@@ -97,8 +97,7 @@ class ReferenceOptimizer:
             decay = optim["weight_decay"] if decay is None else decay
             options = {} if decay is None else {"weight_decay": decay}
             by_itself = own["name"] if own.get("optimizer") else ""
-            group_name = own.get("name", "default")
-            made = {"params": [copy], "lr": rate * scale, "name": group_name, **options}
+            made = {"params": [copy], "lr": rate * scale, "name": own.get("name", "default"), **options}
             groups.setdefault(by_itself, []).append(made)
         all_groups = [dict(group) for some in groups.values() for group in some]
         own_rates = {group["name"] for group in optim["groups"] if group["lr"]}

@@ -262,8 +262,7 @@ def _without_doubles(slices: Sequence[Any], planes: Array, positions: Array) -> 
         elif not np.array_equal(planes[place], planes[kept[-1]]):
             one, other = (Path(slices[number].filename) for number in (kept[-1], place))
             what = f"two different slices at the position {positions[place]:.2f} mm: {one.name} and {other.name}"
-            remedy = "keep one reconstruction in the folder"
-            raise DataError(what, where=str(other.parent), remedy=remedy)
+            raise DataError(what, where=str(other.parent), remedy="keep one reconstruction in the folder")
     return kept
 
 

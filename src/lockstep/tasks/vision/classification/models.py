@@ -87,8 +87,7 @@ class SmallModels(Models):
             return ResNet9(channels, len(classes), width), []
         if name == CONVNET4:
             return ConvNet4(channels, len(classes), width), []
-        smallest = self.options.all_sizes(size)[0]
-        return ConvNet(channels, len(classes), smallest, width), []
+        return ConvNet(channels, len(classes), self.options.all_sizes(size)[0], width), []
 
 
 class TransformersModels(AutoModels):

@@ -209,8 +209,7 @@ class Classification(ImageTask):
         if index is None:
             return
         with self.partner(index, "mixing"):
-            partner = data[index]
-            image, label = self._labelled(partner, epoch, training=True)
+            image, label = self._labelled(data[index], epoch, training=True)
         item["images"], item["label_share"] = mix(
             item["images"], image, mixup_alpha=options.mixup_alpha, cutmix_alpha=self.decided.cutmix_alpha
         )

@@ -99,8 +99,7 @@ class CenterDetector(nn.Module):
         logits, logarithms = self.class_head(features), self.box_head(features)
         if logits.dtype != torch.float64:
             logits, logarithms = logits.float(), logarithms.float()
-        distances = STRIDE * _FIRST_SIDE * logarithms.clamp(max=_LARGEST).exp()
-        return CenterOutput(logits, distances)
+        return CenterOutput(logits, STRIDE * _FIRST_SIDE * logarithms.clamp(max=_LARGEST).exp())
 
 
 class _Block(nn.Module):

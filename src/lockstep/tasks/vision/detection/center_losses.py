@@ -98,8 +98,7 @@ def _gaussian(middles: Tensor, low: Tensor, high: Tensor, end: float) -> tuple[T
     distance = middles - middles[place][:, None]
     # Three standard deviations are the reach.
     values = torch.exp(-(distance**2) / (2 * (half / 3).clamp(min=1e-3)[:, None] ** 2))
-    inside = (distance.abs() <= half[:, None]) | (distance == 0)
-    return values * inside, place
+    return values * ((distance.abs() <= half[:, None]) | (distance == 0)), place
 
 
 def _covered(targets: Targets, y: Tensor, x: Tensor) -> Tensor:

@@ -79,8 +79,7 @@ def remaining(boxes: Tensor, labels: Tensor, most: float, *, count: int | None =
     for begin in range(0, len(boxes), _BLOCK):
         places = torch.arange(begin, min(begin + _BLOCK, len(boxes)), device=boxes.device)
         for before in torch.split(kept, _BLOCK):
-            gone = _competes(boxes[before], labels[before], boxes[places], labels[places], most).any(0)
-            places = places[~gone]
+            places = places[~_competes(boxes[before], labels[before], boxes[places], labels[places], most).any(0)]
         places = places[~suppressed(boxes[places], labels[places], most)]
         kept = torch.cat([kept, places])
         if count is not None and len(kept) >= count:

@@ -200,8 +200,7 @@ class DetectionPresenter(ImagePresenter):
         """`precision_recall`: precision over recall of each class, at IoU 0.50."""
         if "precision_recall" not in values:
             return {}
-        precision = values["precision_recall"].cpu().numpy()
-        pairs = zip(self.task.classes, precision, strict=True)
+        pairs = zip(self.task.classes, values["precision_recall"].cpu().numpy(), strict=True)
         series = {f"{name} {row.mean():.2f}": (_RECALLS, row) for name, row in pairs if (row > -1).all()}
         if not series:
             return {}

@@ -154,8 +154,7 @@ class FocalLosses(SetLosses):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config, kind="loss_deformable_detr", matcher="DeformableDetrHungarianMatcher")
-        image_loss = self.module.DeformableDetrImageLoss
-        self.criterion = image_loss(self.matcher, config.num_labels, config.focal_alpha, [])
+        self.criterion = self.module.DeformableDetrImageLoss(self.matcher, config.num_labels, config.focal_alpha, [])
 
     def sums(self, predictions: Predictions, labels: Labels) -> dict[str, Tensor]:
         self.criterion.num_classes = predictions.logits.shape[-1]

@@ -144,8 +144,7 @@ class TransformersModels(AutoModels, DetectionModels):
             inputs["pixel_mask"] = inside.long()
         # With labels, the model passes the predictions of all its layers to its loss function.
         labels: Labels = [] if targets is None else labels_of(targets, images.dtype)
-        output = model(pixel_values=images, labels=labels, **inputs)
-        predictions: Predictions = output.loss_dict["predictions"]
+        predictions: Predictions = model(pixel_values=images, labels=labels, **inputs).loss_dict["predictions"]
         return Outputs(predictions.full_precision(), shapes)
 
     def losses(self, model: nn.Module, outputs: Outputs, targets: Targets) -> dict[str, Tensor]:

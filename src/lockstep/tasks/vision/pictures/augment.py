@@ -100,8 +100,7 @@ def eval_picture(
 
 def _crop(picture: Picture, size: Size, options: AugmentOptions, mask_fill: int, *, fit: Size) -> Picture:
     if options.crop == "random_resized":
-        region = _resized_region(picture, size, options)
-        picture = geometry.crop(picture, region, min_visible=options.min_visible)
+        picture = geometry.crop(picture, _resized_region(picture, size, options), min_visible=options.min_visible)
         return geometry.resize(picture, size, interpolation=options.interpolation)
     if options.crop == "scale_jitter":
         return _scale_jitter(picture, size, options, mask_fill, fit=fit)

@@ -228,8 +228,7 @@ def turned(pixels: Pixels, orientation: int) -> Pixels:
 
 def _to_pixels(image: PILImage.Image, channels: int, where: str) -> Pixels:
     if image.mode in _SIXTEEN_BIT:
-        grey = _eight_bits(np.asarray(image), where)
-        return np.repeat(grey[..., None], channels, axis=2)
+        return np.repeat(_eight_bits(np.asarray(image), where)[..., None], channels, axis=2)
     if image.mode == "F":
         what = "the pixels are floating-point numbers, of which the range is not known"
         raise DataError(what, where=where or None, remedy="save the picture with 8 or 16 bits a channel")

@@ -94,8 +94,7 @@ def resize_crop(
 
 def fitted_size(size: Size, frame: Size) -> Size:
     """The largest size with the shape of `size` that fits into `frame`, in whole pixels, at least 1."""
-    factor = min(frame[0] / size[0], frame[1] / size[1])
-    return scaled_size(size, factor, most=frame)
+    return scaled_size(size, min(frame[0] / size[0], frame[1] / size[1]), most=frame)
 
 
 def scaled_size(size: Size, factor: float, *, most: Size | None = None) -> Size:

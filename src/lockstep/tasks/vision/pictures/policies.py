@@ -87,8 +87,7 @@ def rand_augment(
     picture: Picture, *, operations: int, magnitude: float, options: AugmentOptions, mask_fill: int
 ) -> Picture:
     """`operations` operations of RandAugment, drawn with replacement, at one magnitude from 0 to 30."""
-    draws = torch.rand(operations, 2).tolist()
-    for which, sign in draws:
+    for which, sign in torch.rand(operations, 2).tolist():
         operation = _pick(RANDAUGMENT, which)
         picture = _apply(operation, picture, magnitude, negative=sign < 0.5, options=options, mask_fill=mask_fill)
     return picture

@@ -149,8 +149,7 @@ def read_yolo(images: Sequence[Path], names: Sequence[str] | None, *, whole_fold
     if without == len(images):
         what = f"none of the {len(images)} pictures has a file of labels"
         remedy = "the labels of DIR/images/a.jpg are expected in DIR/labels/a.txt"
-        where = str(images[0]) if images else None
-        raise DataError(what, where=where, remedy=remedy)
+        raise DataError(what, where=str(images[0]) if images else None, remedy=remedy)
     notes = [f"{without} of {len(images)} pictures have no file of labels: they have no objects"] if without else []
     if whole_folders:
         _check_labels(images)
@@ -269,8 +268,7 @@ def _check_labels(images: Sequence[Path]) -> None:
         lost = [file for file in there if file not in known and file.name not in _NOT_LABELS]
         if lost:
             what = f"there is no picture for this file of labels{more_like_this(len(lost))}"
-            remedy = "add the picture, or remove this file"
-            raise DataError(what, where=str(lost[0]), remedy=remedy)
+            raise DataError(what, where=str(lost[0]), remedy="add the picture, or remove this file")
 
 
 # ---- pictures

@@ -122,8 +122,7 @@ class CocoMasks:
         """
         names = table.names if names is None else list(names)
         background = names.index(BACKGROUND) if BACKGROUND in names else IGNORED
-        numbers = category_numbers(annotations, table, names)
-        return cls(annotations, numbers, background=background, pictures=pictures)
+        return cls(annotations, category_numbers(annotations, table, names), background=background, pictures=pictures)
 
     def __len__(self) -> int:
         return len(self.annotations.image_ids)
@@ -132,8 +131,7 @@ class CocoMasks:
         size, found = self.size(index), self.annotations
         columns = np.full(size[::-1], self.background, dtype=np.int16)  # in memory as pycocotools has its regions
         part = found.of_image(index)
-        places = part.start + np.argsort(~found.crowd[part], kind="stable")
-        for place in places.tolist():
+        for place in (part.start + np.argsort(~found.crowd[part], kind="stable")).tolist():
             try:
                 region = _region(found.segmentation(place), size)
             except _Fault as fault:

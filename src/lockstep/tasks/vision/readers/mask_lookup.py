@@ -76,8 +76,7 @@ class MaskLookup:
             return self._of_colors(mask.values, where)
         if mask.palette is not None and self._has_colors:
             if self.table.masks == "colors":
-                known = mask.palette[np.minimum(mask.values, len(mask.palette) - 1)]
-                return self._of_colors(known, where)
+                return self._of_colors(mask.palette[np.minimum(mask.values, len(mask.palette) - 1)], where)
             if self.table.masks is None:
                 self._check_palette(mask.values, mask.palette, where)
         return self._of_ids(mask.values, where)
@@ -92,8 +91,7 @@ class MaskLookup:
         return any(entry.color is not None for entry in self.table.classes)
 
     def _of_ids(self, values: Array, where: str) -> npt.NDArray[np.int16]:
-        is_small = values.dtype in (np.uint8, np.uint16)
-        numbers = self._direct[values] if is_small else self._ids(values)
+        numbers = self._direct[values] if values.dtype in (np.uint8, np.uint16) else self._ids(values)
         if (numbers == _UNKNOWN).any():
             unknown = numbers == _UNKNOWN
             found = np.unique(values[unknown])

@@ -98,8 +98,7 @@ def boundary_counts(predicted: Tensor, mask: Tensor, classes: int, tolerance: in
     Returns:
         true boundary pixels, those that match, predicted boundary pixels, those that match.
     """
-    ignored = mask == IGNORED
-    told = torch.where(ignored, torch.full_like(mask, IGNORED), predicted.to(mask.dtype))
+    told = torch.where(mask == IGNORED, torch.full_like(mask, IGNORED), predicted.to(mask.dtype))
     true_edges, told_edges = (
         torch.where(_edges(labels), labels, torch.full_like(labels, IGNORED)) for labels in (mask, told)
     )

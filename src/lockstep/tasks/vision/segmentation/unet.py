@@ -97,8 +97,7 @@ class Block(nn.Module):
         inner = self.second_norm(self.second(inner))
         # As a convolution with a stride. Its backward pass writes outside of its memory for some numbers of channels,
         # with channels_last on the CPU (torch 2.13).
-        kept = features[..., :: self.stride, :: self.stride]
-        return functional.relu(inner + self.shortcut(kept), inplace=True)
+        return functional.relu(inner + self.shortcut(features[..., :: self.stride, :: self.stride]), inplace=True)
 
 
 def _norm(norm: Norm, channels: int) -> nn.Module:
