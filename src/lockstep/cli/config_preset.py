@@ -110,7 +110,7 @@ class Preset:
 
 def presets() -> dict[str, str]:
     """The first comment of each shipped preset, by the preset's name."""
-    return {name: _first_comment(file) for name, file in _shipped().items()}
+    return {name: file.read_text("utf-8").splitlines()[0].removeprefix("# ") for name, file in _shipped().items()}
 
 
 def read(target: str) -> Preset:
@@ -198,7 +198,3 @@ def _remedy(gpus: int) -> str:
 def _shipped() -> dict[str, Traversable]:
     files = sorted(resources.files("lockstep.presets").iterdir(), key=lambda file: file.name)
     return {file.name.removesuffix(".yaml"): file for file in files if file.name.endswith(".yaml")}
-
-
-def _first_comment(file: Traversable) -> str:
-    return file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")

@@ -18,6 +18,7 @@ from lockstep.cli.reporting import reporting, tell
 from lockstep.core.errors import Preempted, UsageError
 from lockstep.launch.cluster import job as jobs
 from lockstep.launch.cluster import kubernetes, slurm, ssh
+from lockstep.trainer import local_ranks
 
 if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
@@ -238,9 +239,7 @@ def through_ssh(
     with reporting(debug):
         settings = _load(target, overrides or (), preset)
         names = ssh.read_hosts(hosts)
-        if nproc != "auto" and not (nproc.isdigit() and int(nproc)):
-            remedy = "use a number from 1, or auto"
-            raise UsageError(f"{nproc!r} is not a number of ranks", where="--nproc", remedy=remedy)
+        local_ranks.check_nproc(nproc)
         more = {"--preset": preset, "--max-restarts": max_restarts}
         job = _job(
             target,

@@ -146,8 +146,7 @@ def plan(
             "--classes": classes,
         }
         if advise is not None:
-            others = {**of_plan, "--measure": measure or None, "--nproc": nproc}
-            _advise(advise, target, json_file, others=others)
+            _advise(advise, target, json_file, others={**of_plan, "--measure": measure or None, "--nproc": nproc})
             return
         target = _checked(target, measure=measure, nproc=nproc, chart=chart, of_plan=of_plan)
         for path in (chart, _json_path(json_file)):

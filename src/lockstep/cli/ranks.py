@@ -44,8 +44,7 @@ def on_machine(
     if changed.device == "cuda" and "RANK" not in os.environ:
         from lockstep.core import devices
 
-        ranks = None if nproc == "auto" else int(nproc)
-        chosen.check_fits(changed, ranks, gpus=devices.gpus())
+        chosen.check_fits(changed, None if nproc == "auto" else int(nproc), gpus=devices.gpus())
     if is_first() and LAUNCHED not in os.environ:
         for line in chosen.notes(settings, changed):
             print(line, file=sys.stderr, flush=True)

@@ -107,8 +107,7 @@ def _differences(last: Mapping[int, dict[str, Any]]) -> list[str]:
 def _what(entry: Mapping[str, Any]) -> str:
     sizes = [str(size) for size in entry["sizes"]]
     shown = ", ".join(sizes[:_LONGEST]) + (f" and {len(sizes) - _LONGEST} more" if len(sizes) > _LONGEST else "")
-    dtypes = "/".join(dict.fromkeys(entry["dtypes"]))
-    return " ".join(part for part in (entry["name"], shown, dtypes) if part)
+    return " ".join(part for part in (entry["name"], shown, "/".join(dict.fromkeys(entry["dtypes"]))) if part)
 
 
 def _words(entry: Mapping[str, Any]) -> str:

@@ -145,8 +145,7 @@ def start_until_done(
     for number in itertools.count(launchers.first):
         start = launchers.meet(number)
         os.environ[RESTARTS] = str(number)
-        ending = None if start is None else _run_once(start, arguments, nproc, main, stop)
-        decision = launchers.agree(number, ending)
+        decision = launchers.agree(number, None if start is None else _run_once(start, arguments, nproc, main, stop))
         if decision.action is Action.DONE:
             return
         if decision.action is Action.STOP:

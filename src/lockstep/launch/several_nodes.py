@@ -306,8 +306,7 @@ class SeveralNodes:
     def _set_verdict(self, number: int, ending: Ending) -> None:
         """Say what all nodes decide from, unless another node was faster."""
         verdict = {"ending": ending.as_dict(), "history": asdict(self.history), "max_restarts": self.max_restarts}
-        text = json.dumps(verdict)
-        self.session.notes.call(lambda store: store.compare_set(f"{number}/verdict", "", text))
+        self.session.notes.call(lambda store: store.compare_set(f"{number}/verdict", "", json.dumps(verdict)))
 
     def _decision_of(self, number: int) -> Decision:
         """The decision that follows from the verdict on a start: the same on all nodes."""

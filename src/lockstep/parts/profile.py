@@ -188,8 +188,7 @@ def slowest(averages: Sequence[Any]) -> list[Row]:
         return row.device_ms if on_device else row.host_ms
 
     total = sum(map(time, rows)) or 1.0
-    first = sorted(rows, key=time, reverse=True)[:_SLOWEST]
-    return [replace(row, share=time(row) / total) for row in first]
+    return [replace(row, share=time(row) / total) for row in sorted(rows, key=time, reverse=True)[:_SLOWEST]]
 
 
 def _table(rows: Sequence[Row]) -> list[str]:

@@ -253,5 +253,4 @@ def _option(option: Option, rates: Rates) -> dict[str, Any]:
         estimate["memory"]["states_bytes"] = found.memory.states_bytes
         estimate["communication"]["total_bytes"] = found.communication.total_bytes
         values |= {"setting": {**setting, "shards": found.setting.shards}, "estimate": estimate}
-    costs = {"cost": found and _costs(found, rates)} if any(rates) else {}
-    return values | costs
+    return values | ({"cost": found and _costs(found, rates)} if any(rates) else {})

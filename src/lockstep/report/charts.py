@@ -63,8 +63,7 @@ def of_run(metrics: Metrics, sets: Sequence[str] = ()) -> list[Chart]:
         if title is None or not np.isfinite(series.values).any() or (title in COUNTS and not np.any(series.values > 0)):
             continue
         charts.setdefault(title, Chart(title)).lines.append(Line(name, series))
-    first = ["Loss", *_TRAINING.values()]
-    ordered = [charts.pop(title) for title in first if title in charts]
+    ordered = [charts.pop(title) for title in ["Loss", *_TRAINING.values()] if title in charts]
     results = [chart for title, chart in charts.items() if title.startswith("eval/")]
     others = [chart for title, chart in charts.items() if not title.startswith("eval/")]
     return [_limited(chart) for chart in [*ordered[:1], *results, *ordered[1:], *others][:_CHARTS]]

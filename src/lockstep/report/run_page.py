@@ -219,11 +219,12 @@ def _verification(shown: Run) -> list[Markup]:
 def _config(shown: Run) -> list[Markup]:
     parts: list[Markup] = []
     if shown.config:
-        parts.append(folded("all keys of the config", code(_yaml(shown.config))))
+        parts.append(
+            folded(
+                "all keys of the config",
+                code(yaml.safe_dump(dict(shown.config), sort_keys=False, allow_unicode=True)[:_LONG]),
+            )
+        )
     if shown.model:
         parts.append(folded("layers of the model", code(shown.model[:_LONG])))
     return parts or [_nothing("config.yaml and model.txt are missing")]
-
-
-def _yaml(values: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)[:_LONG]

@@ -80,8 +80,7 @@ class MacroF1(Metric):
     def update(self, probabilities: Tensor, predicted: Tensor, labels: Tensor) -> None:
         """Count a batch, see `ShareRight`."""
         # What is not right is counted in a class of its own, which is left out.
-        right = torch.where(predicted == labels, labels, self.classes)
-        places = torch.stack([labels, predicted, right])
+        places = torch.stack([labels, predicted, torch.where(predicted == labels, labels, self.classes)])
         places += torch.arange(3, device=places.device).unsqueeze(1) * (self.classes + 1)
         self.counts += counted(places, 3 * (self.classes + 1)).reshape(3, -1)[:, :-1]
 

@@ -177,11 +177,8 @@ def _tell_of_wait(holder: str) -> None:
 def _was_restarted(folder: Path) -> bool:
     """True if this is a restart within one launch. The first start has then followed --fresh already."""
     begun = run_folder.recorded(folder).get("launch")
-    return _restarts() > 0 and begun is not None and begun == os.environ.get("TORCHELASTIC_RUN_ID")
-
-
-def _restarts() -> int:
-    return int(os.environ.get(RESTARTS, 0)) + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    restarts = int(os.environ.get(RESTARTS, 0)) + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return restarts > 0 and begun is not None and begun == os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_change: Sequence[str]) -> RunConfig:

@@ -384,8 +384,7 @@ class Experiments:
     def rounding_bound(self) -> float:
         """The largest difference from `one_process` that rounding explains."""
         noise = self.difference_from_one_process("one-process-reversed", self.one_process_reversed())
-        steps = len(self.one_process()[0].losses)
-        return compare.rounding_bound(noise, epsilon=self.probe().epsilon, steps=steps)
+        return compare.rounding_bound(noise, epsilon=self.probe().epsilon, steps=len(self.one_process()[0].losses))
 
     def difference_from_one_process(self, name: str, recordings: list[Recording]) -> Difference:
         """The distance of the weights and losses of the training `name` from those of `one_process`."""

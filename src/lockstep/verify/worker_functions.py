@@ -283,6 +283,5 @@ def train_lengths(config: Mapping[str, Any], count: int | None) -> list[int]:
     Args:
         count: number of samples, as `TaskChanges.train_samples` chooses them. None: all.
     """
-    task = ComparableTask(Trainer(config, quiet=True).task(), TaskChanges(train_samples=count))
-    data: Any = task.train_data()
+    data: Any = ComparableTask(Trainer(config, quiet=True).task(), TaskChanges(train_samples=count)).train_data()
     return [int(length) for length in data.lengths]

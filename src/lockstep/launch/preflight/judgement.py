@@ -184,8 +184,7 @@ def _data(facts: Sequence[Facts], nodes: Nodes) -> list[Finding]:
             found.append(Finding("data", Level.FAULT, what, "look at the mount of the data on that node"))
     known = [fact for fact in facts if "data" not in fact.extra]
     for key in known[0].data if known else ():
-        values = [fact.data.get(key, "unknown") for fact in facts]
-        usual, others = _odd(values)
+        usual, others = _odd([fact.data.get(key, "unknown") for fact in facts])
         others.pop("unknown", None)
         for value, ranks in others.items():
             what = f"{key} is {value} on {nodes.describe(ranks)}, and {usual} on most ranks"

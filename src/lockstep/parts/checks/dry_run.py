@@ -115,7 +115,9 @@ def _mean_losses(
             raise
         return None
     values = [loss for by_head in tensors for loss in by_head.values()]
-    if not values or not all(map(_is_number, values)):
+    if not values or not all(
+        isinstance(loss, Tensor) and loss.is_floating_point() and not loss.ndim for loss in values
+    ):
         return None  # the first step reports the fault
     near = max(_NEAR[precision.name], *(4 * torch.finfo(loss.dtype).eps for loss in values))
     losses = [{head: float(loss) for head, loss in by_head.items()} for by_head in tensors]
@@ -260,10 +262,6 @@ def _is_mean(head: str, losses: Sequence[Mapping[str, float]], parts: Sequence[M
     # A mean with other weights, such as those of classes, lies between the means of the halves. Their sum is far away.
     first, second = sorted(halves)
     return first * second > 0 and first < whole < second
-
-
-def _is_number(loss: Any) -> bool:
-    return isinstance(loss, Tensor) and loss.is_floating_point() and not loss.ndim
 
 
 def _check_shape(output: Any, count: int) -> list[str]:

@@ -30,8 +30,7 @@ def positive_weights(labels: Tensor) -> Tensor:
         labels: of the training part, (n, Q).
     """
     positives, negatives = (labels == 1).sum(dim=0), (labels == 0).sum(dim=0)
-    both = (positives > 0) & (negatives > 0)
-    return torch.where(both, negatives / positives.clamp_min(1), 1.0).float()
+    return torch.where((positives > 0) & (negatives > 0), negatives / positives.clamp_min(1), 1.0).float()
 
 
 def answer_units(labels: Tensor, reduction: Reduction) -> Tensor:

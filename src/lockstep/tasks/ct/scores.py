@@ -43,8 +43,7 @@ def concordant_pairs(risks: Array, cases: Array, controls: Array, weights: Array
     order = np.argsort(risks, kind="stable")
     ordered = risks[order]
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))  # of groups of equal risks
-    by_group = [np.add.reduceat(weights[:, order] * part[order], starts, axis=1) for part in (cases, controls)]
-    above, below = by_group
+    above, below = [np.add.reduceat(weights[:, order] * part[order], starts, axis=1) for part in (cases, controls)]
     lower = below.cumsum(axis=1) - below
     return Pairs((above * (lower + below / 2)).sum(axis=1), above.sum(axis=1) * below.sum(axis=1))
 

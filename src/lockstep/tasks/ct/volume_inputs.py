@@ -54,7 +54,7 @@ def _volumes_of(argument: str, columns: ColumnsOptions) -> list[tuple[Path, str,
     path = Path(argument)
     if path.is_file() and path.suffix.lower() in TABLES:
         return _rows_of(argument, columns)
-    if path.is_dir() and not any(name.lower().endswith(SUFFIXES) for name in _names_in(path)):
+    if path.is_dir() and not any(file.name.lower().endswith(SUFFIXES) for file in path.rglob("*")):
         folders = _series_folders(path)
         if not folders:
             remedy = f"give a folder with a DICOM series, or with files of the kinds {', '.join(SUFFIXES)}"
@@ -81,7 +81,3 @@ def _series_folders(folder: Path) -> list[Path]:
         if not any(outer in parent.parents for outer in found) and any(map(is_dicom, parent.iterdir())):
             found.append(parent)
     return found
-
-
-def _names_in(folder: Path) -> list[str]:
-    return [path.name for path in folder.rglob("*")]

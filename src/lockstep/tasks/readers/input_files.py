@@ -58,16 +58,12 @@ def _files_of(argument: str, suffixes: tuple[str, ...]) -> list[Path]:
         file
         for match in matches
         for file in (_files_in(match, suffixes) if match.is_dir() else [match])
-        if file.name.lower().endswith(suffixes) and not _is_special(file)
+        if file.name.lower().endswith(suffixes) and (file.is_file() or not file.exists())
     ]
     if not files:
         what = "no file matches this pattern" if not matches else f"{len(matches)} names match, and none can be used"
         raise UsageError(what, where=argument, remedy=f"give {kinds}")
     return files
-
-
-def _is_special(path: Path) -> bool:
-    return path.exists() and not path.is_file()
 
 
 def _files_in(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:

@@ -106,8 +106,7 @@ def _wrong_plan(experiments: Experiments, total: int) -> str:
         plan |= {"group_by_length": experiments.config["data"]["group_by_length"], "lengths": np.array(lengths)}
     world = {"micro_batch": experiments.small_micro_batch, "world": experiments.nproc}
     (epochs,) = experiments.run("plan", 1, worker_functions.planned_epochs, 2, plan | world)
-    steps = order.steps_per_epoch(total, batch, drop_last=drop_last)
-    expected = min(total, steps * batch)
+    expected = min(total, order.steps_per_epoch(total, batch, drop_last=drop_last) * batch)
     for epoch, indices in enumerate(epochs):
         used = set(indices)
         if len(indices) != expected or len(used) != expected or not used <= set(range(total)):

@@ -34,8 +34,7 @@ def choose_slices(count: int, most: int, *, how: TrainChoice) -> Places:
         return np.arange(begin, begin + most)
     edges = count * np.arange(most + 1) // most  # parts differ by at most one slice, and none is empty
     if how == "stratified":
-        shares = torch.rand(most, dtype=torch.float64).numpy()
-        return edges[:-1] + (shares * np.diff(edges)).astype(np.int64)
+        return edges[:-1] + (torch.rand(most, dtype=torch.float64).numpy() * np.diff(edges)).astype(np.int64)
     return (edges[:-1] + edges[1:] - 1) // 2  # the middle of each part
 
 

@@ -46,8 +46,7 @@ def resampled_slices(
     found = np.empty((len(weights), *slices.shape[1:]), dtype=np.int16)
     for number, row in enumerate(weights):
         used = np.flatnonzero(row)
-        values = np.tensordot(row[used].astype(np.float32), slices[used].astype(np.float32), axes=1)
-        found[number] = np.rint(values)
+        found[number] = np.rint(np.tensordot(row[used].astype(np.float32), slices[used].astype(np.float32), axes=1))
     return found, (distance_mm * np.arange(len(weights))).astype(np.float32)
 
 

@@ -78,8 +78,7 @@ def oriented(voxels: Array, affine: Array, *, where: str, positions: Array | Non
     usual = float(np.median(steps)) if len(steps) else distance
     spacing = (usual, float(np.linalg.norm(down)), float(np.linalg.norm(across)))
     is_axial = positions is None or transform[2, 0] == 2  # the order of axes in a NIfTI file tells nothing
-    notes = _notes(is_axial, along, distance, steps)
-    return replace(volume_of(turned, places, spacing, where=where), notes=notes)
+    return replace(volume_of(turned, places, spacing, where=where), notes=_notes(is_axial, along, distance, steps))
 
 
 def volume_of(values: Array, positions: Array, spacing: tuple[float, float, float], *, where: str) -> Volume:

@@ -36,8 +36,7 @@ class ClassificationPresenter(ImagePresenter):
         """The most probable class, its probability, and with `top_k` above 1 the most probable classes by name."""
         classes = self.task.classes
         values, places = output.topk(min(self.task.options.top_k, len(classes)))
-        pairs = zip(places.tolist(), values.tolist(), strict=True)
-        top = {classes[place]: round(value, 4) for place, value in pairs}
+        top = {classes[place]: round(value, 4) for place, value in zip(places.tolist(), values.tolist(), strict=True)}
         best = next(iter(top))
         described: dict[str, Any] = {"prediction": best, "probability": top[best]}
         return described | ({"top": top} if len(top) > 1 else {})

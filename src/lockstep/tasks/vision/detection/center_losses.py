@@ -92,8 +92,7 @@ def _gaussian(middles: Tensor, low: Tensor, high: Tensor, end: float) -> tuple[T
     Returns:
         (boxes, places): 1 at the place of the centre, less to both sides, and 0 beyond the reach; int64 (boxes).
     """
-    centre = ((low + high) / 2).clamp(0, end - 1e-3)
-    place = (centre / STRIDE).long()
+    place = (((low + high) / 2).clamp(0, end - 1e-3) / STRIDE).long()
     half = _SHARE * (high - low) / 2
     distance = middles - middles[place][:, None]
     # Three standard deviations are the reach.

@@ -49,8 +49,10 @@ def train_picture(
         ValueError: the mask's type cannot hold `mask_fill`.
     """
     frame = (size, size) if isinstance(size, int) else size
-    if picture.mask is not None and not _holds(picture.mask.dtype, mask_fill):
-        raise ValueError(f"a mask of {picture.mask.dtype} cannot hold mask_fill={mask_fill}")
+    if picture.mask is not None:
+        limits = torch.iinfo(picture.mask.dtype)
+        if not limits.min <= mask_fill <= limits.max:
+            raise ValueError(f"a mask of {picture.mask.dtype} cannot hold mask_fill={mask_fill}")
     picture = _crop(picture, frame, options, mask_fill, fit=fit or frame)
     if options.flip and _happens(options.flip):
         picture = geometry.flip(picture)
@@ -170,11 +172,6 @@ def _boxes_to_keep(picture: Picture, options: AugmentOptions) -> Tensor | None:
     """The boxes of which a part of the picture must have one. None: any part will do."""
     boxes = picture.boxes
     return boxes if options.keep_boxes and boxes is not None and len(boxes) else None
-
-
-def _holds(dtype: torch.dtype, value: int) -> bool:
-    limits = torch.iinfo(dtype)
-    return limits.min <= value <= limits.max
 
 
 def _happens(probability: float) -> bool:

@@ -36,8 +36,7 @@ def class_file(folder: Path, root: Path) -> str | None:
         DataError: there are two such files beside each other.
     """
     around = [root.absolute().parent] if root.absolute().name in (*TRAIN, *EVAL) else []
-    places = [*dict.fromkeys([folder, root]), *around]
-    for place in places:
+    for place in [*dict.fromkeys([folder, root]), *around]:
         found = [name for name in CLASS_FILES if (place / name).is_file()]
         if len(found) > 1:
             remedy = f"remove one of them, or choose with task.classes={place / found[0]}"

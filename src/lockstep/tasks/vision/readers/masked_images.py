@@ -171,8 +171,7 @@ class MaskedImages(DecodedPictures):
         remedy = "save the mask in the size of its picture"
         if mask == picture[::-1]:
             remedy += "; the picture may have an orientation in its EXIF data that the mask lacks"
-        place = f"{self.masks.where(index)}, mask of {self.where(index)}"
-        return DataError(what + more, where=place, remedy=remedy)
+        return DataError(what + more, where=f"{self.masks.where(index)}, mask of {self.where(index)}", remedy=remedy)
 
 
 @contextlib.contextmanager
