@@ -9,7 +9,7 @@ BEFORE and AFTER are folders with `src/lockstep`, such as worktrees of two commi
   without `saved_at`, `trained_s`, the digest of the config, and the checksum of the manifest itself
 - metrics.jsonl: all entries with all names, and all values but those that a clock or the process's memory gives
   (`CLOCKED`)
-- config.yaml
+- config.yaml, without keys that AFTER has added
 - results of `evaluate`, outputs of `predict` and the rows that `describe` shows; of some cases the exported files
 - with --messages, also train.log without its numbers
 
@@ -56,8 +56,8 @@ def first_difference(one: Any, other: Any, where: str) -> str | None:
             return None
         return f"{where}: differs by up to {float((one.double() - other.double()).abs().max()):.3g}"
     if isinstance(one, dict) and isinstance(other, dict):
-        if where.startswith("config"):  # a key that came later, and is not set
-            other = {key: value for key, value in other.items() if key in one or value not in (None, {}, [])}
+        if where.startswith("config"):  # keys that came later have their defaults
+            other = {key: value for key, value in other.items() if key in one}
         if one.keys() != other.keys():
             lacks = sorted(one.keys() - other.keys()), sorted(other.keys() - one.keys())
             return f"{where}: only before {lacks[0]}, only after {lacks[1]}"
