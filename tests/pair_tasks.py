@@ -86,6 +86,17 @@ class NoRows(Pairs):
         return super().embed(model, batch)["left"].sum()
 
 
+class Complex(Pairs):
+    def embed(self, model, batch):
+        embedded = super().embed(model, batch)
+        return torch.complex(embedded["left"], embedded["right"])
+
+
+class Nothing(Pairs):
+    def embed(self, model, batch):
+        return {}
+
+
 class Unreadable(Pairs):
     """Some samples cannot be read."""
 

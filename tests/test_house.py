@@ -136,7 +136,7 @@ def test_folders_stand_on_few_floors():
     assert max(floors.values()) <= 9
 
 
-CODE_LINES = {"core": 9_885, "": 42_405, "updates": 330, "cli/first_hour.py": 85, "tasks/lm": 1_400}
+CODE_LINES = {"core": 9_885, "": 42_405, "updates": 355, "cli/first_hour.py": 85, "tasks/lm": 1_400}
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
 
 What came new, such as a recipe, has a budget of its own, and does not count in all.

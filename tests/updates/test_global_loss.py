@@ -110,6 +110,8 @@ def test_a_resumed_training_is_bit_identical(tmp_path):
     ("kind", "words"),
     [
         ("OwnGenerator", "the embeddings of a batch differ between the pass without and the pass with gradient"),
+        ("Complex", "it returned complex numbers"),
+        ("Nothing", "it returned a NoneType for a batch of 5 samples"),
         ("NoRows", r"it returned a tensor of shape \(\) for a batch of 5 samples"),
     ],
 )

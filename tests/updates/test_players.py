@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lockstep import Follower, Player
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import TrainingError, UsageError
 from tests import player_tasks, runs
 from tests.ranks import run_ranks
 
@@ -78,6 +78,9 @@ class Changed(player_tasks.Adversaries):
         ({"players": (Player("discriminator", "*", every=2),)}, {}, "no player updates at every step"),
         ({"players": (Player("discriminator", "*", updates=0),)}, {}, "a count is below 1"),
         ({"players": (Player("critic", "*"),)}, {}, "Changed has no method critic_loss"),
+        ({"players": ()}, {}, "there are the players"),
+        ({"players": (Player("a/b", "*"),)}, {}, "a player is called 'a/b'"),
+        ({"followers": (Follower("generator.", of="generator.", decay=1.5),)}, {}, "the decay 1.5 is not from 0 to 1"),
         ({"followers": (Follower("copy.", of="generator.", decay=0.9),)}, {}, "are not the same"),
         ({}, {"parallel": {"strategy": "fsdp"}}, "cannot be used with players"),
         ({}, {"train": {"unfreeze": [{"match": ["generator.*"], "epoch": 1}]}}, "cannot be used with players"),
@@ -105,3 +108,25 @@ def test_a_player_whose_loss_misses_parameters_is_an_error():
 
     with pytest.raises(Exception, match=r"2 trainable parameters got no gradient: generator\.3"):
         runs.fit(Half(), settings())
+
+
+class Tied(player_tasks.Adversaries):
+    def model(self):
+        model = super().model()
+        model["discriminator"][0].bias = model["generator"][0].bias
+        return model
+
+
+def test_a_parameter_of_two_players_is_refused():
+    with pytest.raises(UsageError, match=r"are one parameter, which belongs to several players"):
+        runs.fit(Tied(), settings())
+
+
+class OneWeight(player_tasks.Adversaries):
+    def weight(self, batch):
+        return {"discriminator": len(batch[0])}
+
+
+def test_units_of_each_player_are_needed():
+    with pytest.raises(TrainingError, match="it has the units of discriminator, and not of the player generator"):
+        runs.fit(OneWeight(), settings())

@@ -194,7 +194,7 @@ class Task(abc.ABC):
         """The outputs of which the loss needs those of all samples of the global batch, such as embeddings.
 
         Tensors with the batch as first dimension, or a dict, tuple or list of them. They are gathered over ranks and
-        micro-batches, in the order of the samples' indices, and `loss` gets them in the place of a batch. Gradients
+        micro-batches, in the same order on all ranks, and `loss` gets them in the place of a batch. Gradients
         flow through tensors of floating-point numbers. Then evaluations have no loss, only metrics: the loss depends
         on which samples stand together. By default, `loss` gets each micro-batch alone.
         """

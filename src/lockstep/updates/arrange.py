@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.core.build import Run
 from lockstep.core.task import needs_global_batch
 from lockstep.updates.global_loss import GlobalLoss
-from lockstep.updates.players import turns_of
+from lockstep.updates.players import AlternatingTask, turns_of
 
 
 def arrange(run: Run) -> None:
@@ -16,5 +16,5 @@ def arrange(run: Run) -> None:
     """
     if needs_global_batch(run.task):
         run.state.first_pass = GlobalLoss(run.task, run.world, run.state.precision)
-    if run.task.players:
+    if run.task.players or isinstance(run.task, AlternatingTask):
         run.step = turns_of(run.task, run.state, run.config).step

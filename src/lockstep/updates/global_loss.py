@@ -176,8 +176,11 @@ def _rows(embedded: Any, count: int) -> tuple[list[Tensor], TreeSpec]:
         TrainingError: something is no tensor, or a tensor has no row for each of the `count` samples.
     """
     leaves_of, form = tree_flatten(embedded)
-    for leaf in leaves_of:
+    for leaf in leaves_of or [None]:
         what = f"a {type(leaf).__name__}" if not isinstance(leaf, Tensor) else f"a tensor of shape {tuple(leaf.shape)}"
+        if isinstance(leaf, Tensor) and leaf.is_complex():
+            remedy = "return real numbers: torch.view_as_real(embedding)"
+            raise TrainingError("it returned complex numbers", where="Task.embed", remedy=remedy)
         if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) != count:
             raise TrainingError(
                 f"it returned {what} for a batch of {count} samples",

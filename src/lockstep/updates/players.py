@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.order import derive_seed
-from lockstep.core.errors import UsageError, listed
+from lockstep.core.errors import TrainingError, UsageError, listed
 from lockstep.core.parallel.factory import make_strategy
 from lockstep.core.parallel.strategy import Forward, Losses
 from lockstep.core.step import StepResult, TrainState, train_step
@@ -140,6 +140,13 @@ def turns_of(task: Any, state: TrainState, config: RunConfig) -> Turns:
     by_name = dict(model.named_parameters())
     followers = [_follow(by_name, follower) for follower in task.followers]
     owned = _owned(players, [name for name, parameter in by_name.items() if parameter.requires_grad])
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for shared in names.values():
+        if len({player.name for name in shared for player in players if player.owned([name])}) > 1:
+            what = f"{' and '.join(shared)} are one parameter, which belongs to several players"
+            raise UsageError(what, where="Task.players", remedy="give each player parameters of its own")
     every = [by_name[name] for names in owned.values() for name in names]
     states = []
     for player in players:
@@ -169,6 +176,9 @@ def _of_player(micro_batches: Sequence[MicroBatch], name: str) -> list[MicroBatc
     """The micro-batches, with the units of one player."""
     if micro_batches[0].weights is None:
         return list(micro_batches)
+    if any(name not in (one.weights or {}) for one in micro_batches):
+        what = f"it has the units of {listed(list(micro_batches[0].weights), 5)}, and not of the player {name}"
+        raise TrainingError(what, where="Task.weight", remedy="return None, or a dict with a number for each player")
     return [dataclasses.replace(one, weights={name: (one.weights or {})[name]}) for one in micro_batches]
 
 
@@ -211,6 +221,10 @@ def _follow(by_name: Mapping[str, nn.Parameter], follower: Follower) -> tuple[li
         for name, parameter in by_name.items()
         if name.startswith(follower.match)
     ]
+    if not 0 <= follower.decay <= 1:
+        raise UsageError(
+            f"the decay {follower.decay} is not from 0 to 1", where="Task.followers", remedy="such as 0.99"
+        )
     if not pairs or any(leader is None or leader.shape != parameter.shape for parameter, leader in pairs):
         remedy = "write the prefixes of two parts with the same parameters: Follower('teacher.', of='student.', ...)"
         what = f"the parameters {follower.match}* and {follower.of}* are not the same"
@@ -229,6 +243,9 @@ def _check(task: Task, players: Sequence[Player], config: RunConfig) -> None:
     for player in players:
         if player.every < 1 or player.updates < 1:
             raise UsageError(f"{player}: a count is below 1", where="Task.players", remedy="write 1 or more")
+        if not player.name.isidentifier():
+            remedy = "use letters, digits and _: the loss is the method <name>_loss"
+            raise UsageError(f"a player is called {player.name!r}", where="Task.players", remedy=remedy)
         if isinstance(task, AlternatingTask) and not callable(getattr(task, f"{player.name}_loss", None)):
             what = f"{type(task).__name__} has no method {player.name}_loss"
             raise UsageError(what, where="Task.players", remedy=f"write def {player.name}_loss(self, model, batch)")

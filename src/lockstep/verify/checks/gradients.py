@@ -259,7 +259,10 @@ def _elements(recording: Recording, nproc: int, players: Sequence[Player] = ()) 
 
 def _host_waits(recordings: list[Recording], experiments: Experiments) -> tuple[list[str], list[str]]:
     """The places at which the package waits for the device, and notes about waits that are no fault."""
-    waits = {wait for recording in recordings for step in recording.communication.values() for wait in step.host_waits}
+    # In its first turn, a player checks its gradients.
+    first = max((player.every for player in experiments.probe().players), default=0)
+    steps = [step for one in recordings for number, step in one.communication.items() if number >= first]
+    waits = {wait for step in steps for wait in step.host_waits}
     by_package = sorted(place for place, in_package in waits if in_package)
     by_task = sorted(place for place, in_package in waits if not in_package)
     notes = [f"the task itself makes the host wait for the device, at {', '.join(by_task[:3])}"] if by_task else []
