@@ -41,10 +41,11 @@ PLACES = {((), *found): None for found in places(RunConfig)} | {
 SECTIONS = [(kind, keys) for kind, keys, section in PLACES if section]
 FREE = {"args", "sizes"}  # take anything
 TABLE = ("segmentation",), ("classes",)  # a table of classes is written in several ways, which its reader checks
+CONFIG = ("lm",), ("config",)  # a name, or keys of a config of transformers, which checks them
 VALUES = [
     (kind, keys)
     for kind, keys, section in PLACES
-    if keys and not FREE & {*keys} and (kind or keys != ("task",)) and (kind, keys) != TABLE
+    if keys and not FREE & {*keys} and (kind or keys != ("task",)) and (kind, keys) not in (TABLE, CONFIG)
 ]
 
 

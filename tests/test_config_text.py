@@ -46,10 +46,10 @@ def test_a_value_that_suits_the_task_says_so():
     assert "# suits the task" in text
 
 
-def test_only_the_recipe_text_takes_values_from_its_kind_of_task():
+def test_only_the_recipes_of_texts_take_values_from_their_kind_of_task():
     """Its comment says so. A reader of another recipe sees all that is not the plain default."""
     suited = [name for name in config_file.recipes() if "# suits the task" in config_text.resolved(name, ())]
-    assert suited == ["text"]
+    assert suited == ["lm", "text"]
 
 
 def test_the_command_prints_the_meaning_of_each_key():

@@ -4,7 +4,8 @@ Trainer: trains, evaluates, predicts and exports as a config says.
 Task: what a user writes: model, data, loss, metrics.
 Metrics: what `Task.metrics` may return, for batches that are not (input, target) pairs.
 AlternatingTask: a task whose players, such as a generator and a discriminator, update in turn.
-Player, Follower: parameters with a loss of their own; parameters that follow others as a moving average.
+Player: parameters with a loss of their own.
+Follower: parameters that follow others as a moving average.
 Part: joins a training at its events: messages, figures of the log, a stop of one's own.
 Writer: takes the entries of the log; the base of writers of one's own.
 TaskOptions: the base of the options of a task that another distribution offers.

@@ -19,6 +19,7 @@ METHODS = {
     "collate",
     "weight",
     "loss",
+    "embed",
     "predict",
     "metrics",
     "optimizer",
@@ -26,10 +27,10 @@ METHODS = {
 }
 
 
-def test_a_task_has_twelve_methods_and_four_attributes():
+def test_a_task_has_thirteen_methods_and_five_attributes():
     names = {name for name in vars(Task) if not name.startswith("_")}
     assert {name for name in names if callable(vars(Task)[name]) and name != "presenter"} == METHODS
-    assert names - METHODS == {"calls_vary", "coefficients", "frozen_epochs", "presenter"}
+    assert names - METHODS == {"calls_vary", "coefficients", "frozen_epochs", "players", "presenter"}
 
 
 def test_methods_of_a_presenter_in_a_task_are_noted_and_not_refused(tmp_path):

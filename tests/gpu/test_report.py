@@ -36,12 +36,18 @@ def test_without_a_gpu_it_says_so_and_ends_without_an_error(made, benchmark, mon
 def test_page_has_a_row_for_each_case_and_names_those_that_failed(benchmark):
     peaks = {"plain": 2**31, "ours": 2**30}
     cases = [CASE | FIGURES | {"peaks": peaks, "saves": SAVES}, CASE | {"error": "OutOfMemoryError: a | b"}]
-    arguments = Namespace(device="cpu", small=False, rounds=7, steps=20, workers=4)
+    arguments = Namespace(device="cpu", gpus=1, small=False, rounds=7, steps=20, workers=4)
     lines = benchmark.page(cases, arguments, "the command")
     assert any(line.startswith("`the command`: 7 rounds of 20 steps") for line in lines)
     row = next(line for line in lines if "1.020 (1.000 to 1.100)" in line)
     cells = ["gpt125m", "bf16", "no", "16", "100.0 ms", "102.0 ms", "1.020 (1.000 to 1.100)", "157", "160,627"]
-    assert [cell.strip() for cell in row.strip("|").split("|")] == [*cells, "not known", "2.00 GiB", "1.00 GiB"]
+    assert [cell.strip() for cell in row.strip("|").split("|")] == [
+        *cells,
+        "not known",
+        "not known",
+        "2.00 GiB",
+        "1.00 GiB",
+    ]
     assert any("OutOfMemoryError: a / b" in line and line.count("|") == row.count("|") for line in lines)
     assert "| gpt125m | 1.50 GB | 0.250 s | 2.00 s | 0.25 s |" in lines
     assert any("2 steps overflowed" in line for line in lines)

@@ -147,6 +147,14 @@ def _nlst(folder):
     ]
 
 
+def _lm(folder):
+    from tests import lm_cases
+
+    file = lm_cases.json_lines(folder / "texts.jsonl", [{"text": text} for text in lm_cases.texts(count=96)])
+    sizes = ["task.small={layers: 1, width: 16, heads: 2}", "task.vocab_size=300", "task.length=32"]
+    return [f"data.train={file}", *sizes, "batch.global=8", "task.prompts=[]"]
+
+
 CASES = {
     "ag_news": _ag_news,
     "cifar": _cifar,
@@ -157,6 +165,7 @@ CASES = {
     "image_folder": _image_folder,
     "imagenet": _imagenet,
     "imagenet_88": _imagenet,
+    "lm": _lm,
     "nlst": _nlst,
     "segmentation": _segmentation,
     "text": _text,

@@ -23,7 +23,7 @@ def travel(device):
     here = torch.device(NAME, 0)
     given = {"images": torch.arange(6.0).to(here), "others": SimpleNamespace(mask=torch.ones(2, device=here)), "n": 3}
     given["weight"] = nn.Parameter(torch.ones(1, device=here))
-    arrived = pickle.loads(world._packed(given))
+    arrived = pickle.loads(world._packed(given).numpy().data)
     tensors = (arrived["images"], arrived["others"].mask, arrived["weight"])
     kinds = [tensor.device.type for tensor in tensors]
     return kinds, arrived["images"].tolist(), arrived["weight"].requires_grad, arrived["n"]
@@ -46,7 +46,7 @@ def probe(device, rank):
     ranks = SimpleNamespace(
         rank=rank,
         device=here,
-        broadcast=lambda value: value if rank == 0 else pickle.loads(world._packed(value)),
+        broadcast=lambda value: value if rank == 0 else pickle.loads(world._packed(value).numpy().data),
         gather=lambda value: [value],
     )
     strategy = SimpleNamespace(begin_step=lambda: None, inference=lambda: contextlib.nullcontext(Forward()))

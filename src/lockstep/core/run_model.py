@@ -18,7 +18,7 @@ from lockstep.core.history import History
 from lockstep.core.optim import build_optimizer
 from lockstep.core.parallel import held_parameters
 from lockstep.core.parallel.factory import make_strategy
-from lockstep.core.parallel.no_collectives import NoCollectives
+from lockstep.core.parallel.no_collectives import no_collectives
 from lockstep.core.parallel.strategy import Forward, Strategy
 from lockstep.core.parallel.world import World
 from lockstep.core.schedule import Schedule, ScheduleConfig, scaled_lr
@@ -71,7 +71,7 @@ def build_model(
     notes: list[str] = []
 
     def make() -> nn.Module:
-        with NoCollectives():
+        with no_collectives():
             made = task_checks.model(task)
         made, notes[:] = batch_norm.without_unsupported(_check_parameters(made), world)
         if training:
