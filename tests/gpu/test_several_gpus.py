@@ -102,6 +102,7 @@ def test_compiled_models_train_the_weights_of_one_rank(strategy, what, ranks):
 
 
 TASKS = """
+import os
 import torch
 from tests import rank_cases
 from tests.gpu.test_several_gpus import Normed
