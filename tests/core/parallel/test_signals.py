@@ -524,23 +524,31 @@ def test_a_request_to_save_after_the_end_does_not_change_the_exit_code():
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
-STUCK = """
-import ctypes
-from lockstep.core.parallel import signals
+@pytest.mark.parametrize(
+    ("is_handled", "saves", "ends"), [(False, False, True), (True, False, False), (False, True, False)]
+)
+def test_a_main_thread_that_does_not_come_to_a_signal_is_ended_where_there_is_nothing_to_save(
+    is_handled, saves, ends, monkeypatch, capfd
+):
+    codes = []
+    monkeypatch.setattr(signals.os, "_exit", codes.append)
+    with listening() as flag:
+        flag.note(signal.SIGTERM)
+        flag.is_handled, flag.saves = is_handled, saves
+        signals._end_if_stuck(flag)
+    assert codes == [75] * ends
+    assert ("stopped by SIGTERM before training began; nothing was lost" in capfd.readouterr().err) == ends
 
-signals._STUCK_S = 0.1
-lock, system = ctypes.create_string_buffer(128), ctypes.CDLL(None)
-with signals.listening():
-    print("waits", flush=True)
-    for _ in range(2):  # the second call waits for ever, and no signal ends it: as in a collective
-        system.pthread_mutex_lock(lock)
-"""
 
-
-def test_a_main_thread_that_waits_in_cpp_is_ended_where_there_is_nothing_to_save():
-    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "waits\n"
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=HANG_S)
-    assert process.returncode == 75
-    assert "stopped by SIGTERM before training began; nothing was lost" in errors
+def test_a_signal_that_the_main_thread_does_not_handle_starts_the_clock(monkeypatch):
+    waits = []
+    monkeypatch.setattr(
+        signals.threading, "Timer", lambda *arguments: waits.append(arguments) or SimpleNamespace(start=lambda: None)
+    )
+    with contextlib.suppress(Preempted), listening() as flag:
+        send(signal.SIGTERM)
+        raise AssertionError
+    deadline = time.monotonic() + HANG_S
+    while not waits and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert waits == [(signals._STUCK_S, signals._end_if_stuck, (flag,))]
