@@ -92,6 +92,11 @@ class Complex(Pairs):
         return torch.complex(embedded["left"], embedded["right"])
 
 
+class NotFinite(Pairs):
+    def embed(self, model, batch):
+        return {name: value * float("nan") for name, value in super().embed(model, batch).items()}
+
+
 class Nothing(Pairs):
     def embed(self, model, batch):
         return {}

@@ -137,3 +137,8 @@ def test_a_rank_without_samples_takes_part():
     for weights, _ in run_ranks(3, fit, "Pairs", {}, small):
         weights["calls"] = expected["calls"]
         assert runs.difference(weights, expected) < EXACT
+
+
+def test_embeddings_that_are_not_finite_are_named_as_a_loss_that_is_not_finite():
+    with pytest.raises(LockstepError, match="the loss is nan"):
+        fit("NotFinite", {}, settings(train={"steps": 2}, log={"every_steps": 1}))

@@ -46,7 +46,7 @@ class _Gathered(NamedTuple):
     gradients: dict[str, list[Tensor | None]]
     """By head, for each tensor. None: the loss does not depend on it."""
     losses: Losses
-    """By head. Zero but on one rank, so that the sum over ranks counts each loss once."""
+    """By head: of the whole batch, the same on every rank."""
     uses_parameters: bool
     """True if the loss itself uses parameters of the model, such as a temperature."""
 
@@ -159,9 +159,8 @@ class GlobalLoss:
         gathered, near = self._gathered, _NEAR[self.precision.name]
         for row, value in zip(rows, gathered.values if gathered else (), strict=True):
             before, now = value[self._places[number]].double(), row.detach().double()
-            if not torch.allclose(
-                before, now, rtol=0.0, atol=near * float(before.abs().max() if before.numel() else 0.0)
-            ):
+            atol = near * float(before.nan_to_num(0.0).abs().max()) if before.numel() else 0.0
+            if not torch.allclose(before, now, rtol=0.0, atol=atol, equal_nan=True):  # NaN is found with the losses
                 raise TrainingError(
                     "the embeddings of a batch differ between the pass without and the pass with gradient",
                     where=f"Task.embed, rank {self.world.rank}",

@@ -540,15 +540,13 @@ def test_a_main_thread_that_does_not_come_to_a_signal_is_ended_where_there_is_no
     assert ("stopped by SIGTERM before training began; nothing was lost" in capfd.readouterr().err) == ends
 
 
-def test_a_signal_that_the_main_thread_does_not_handle_starts_the_clock(monkeypatch):
-    waits = []
-    monkeypatch.setattr(
-        signals.threading, "Timer", lambda *arguments: waits.append(arguments) or SimpleNamespace(start=lambda: None)
-    )
+def test_a_signal_that_the_main_thread_does_not_handle_starts_a_clock_that_no_exit_waits_for(monkeypatch):
+    waits, clock = [], SimpleNamespace(daemon=False, started=threading.Event())
+    clock.start = clock.started.set
+    monkeypatch.setattr(signals.threading, "Timer", lambda *arguments: waits.append(arguments) or clock)
     with contextlib.suppress(Preempted), listening() as flag:
         send(signal.SIGTERM)
         raise AssertionError
-    deadline = time.monotonic() + HANG_S
-    while not waits and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert clock.started.wait(HANG_S)
     assert waits == [(signals._STUCK_S, signals._end_if_stuck, (flag,))]
+    assert clock.daemon

@@ -132,7 +132,9 @@ def _watch(flag: StopFlag, pipe: int) -> None:
             continue
         again = flag.note(number)
         if not flag.saves:
-            threading.Timer(_STUCK_S, _end_if_stuck, (flag,)).start()
+            clock = threading.Timer(_STUCK_S, _end_if_stuck, (flag,))
+            clock.daemon = True  # a process that ends by itself does not wait for it
+            clock.start()
         if launched.LAUNCHED in os.environ:
             # After a rank died, the launcher ends the others with SIGTERM: they can neither agree nor save any more.
             folder = os.environ.get(launched.FOLDER)
