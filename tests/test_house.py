@@ -19,6 +19,7 @@ PACKAGE = Path(lockstep.__file__).parent
 # The folders that each folder may import, besides itself.
 ALLOWED = {
     "core": set(),
+    "audit": {"core", "launch"},
     "drawing": {"core"},
     "parts": {"core", "drawing"},
     "launch": {"core"},
@@ -30,7 +31,7 @@ ALLOWED = {
     "report": {"core", "parts", "recipes"},
     "plan": {"core", "parts", "tasks", "trainer", "report", "recipes"},
     "verify": {"core", "parts", "launch", "tasks", "trainer", "report", "recipes", "updates"},
-    "cli": {"core", "parts", "launch", "tasks", "trainer", "verify", "plan", "report", "recipes"},
+    "cli": {"core", "parts", "launch", "tasks", "trainer", "verify", "plan", "report", "recipes", "audit"},
     "__main__": {"cli"},
     # Stricter than the folder that they lie in.
     "core.data.order": set(),
@@ -136,12 +137,19 @@ def test_folders_stand_on_few_floors():
     assert max(floors.values()) <= 9
 
 
-CODE_LINES = {"core": 9_885, "": 42_405, "updates": 355, "cli/first_hour.py": 85, "tasks/lm": 1_400}
+CODE_LINES = {
+    "core": 9_885,
+    "": 42_405,
+    "updates": 355,
+    "cli/first_hour.py": 85,
+    "tasks/lm": 1_400,
+    "audit": 3_000,
+}
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
 
 What came new, such as a recipe, has a budget of its own, and does not count in all.
 """
-OF_THEIR_OWN = ("updates", "cli/first_hour.py", "tasks/lm")
+OF_THEIR_OWN = ("updates", "cli/first_hour.py", "tasks/lm", "audit")
 
 
 def code_lines(text):

@@ -1,0 +1,158 @@
+"""What ranks of a script did, as events: the only connection between observers and rules.
+
+Observers run inside the script (`audit.observe`). Each rank appends events to a file of its own, a JSON object a line,
+so that whatever ends the script leaves what was seen. Rules (`audit.rules`) are pure functions over the events of all
+ranks. They import neither torch nor an observer.
+
+Every event has `kind`, `rank`, `number` (of the event on its rank, from 0), `time` (seconds since the epoch), `step`
+(optimizer steps that this rank has taken so far, over all optimizers) and, where a line of the script led to it, `at`:
+`[file, line, function]` of the innermost frame that belongs to the user: neither the standard library, nor an installed
+package, nor Lockstep. The file is absolute. Keys that do not apply are left out. A place is such a list; an `id` is a
+number that a rank gives to an object, in order of its appearance; ids of the same object agree over ranks only if all
+ranks ran the same code, so rules match objects by `at` or `made_at`.
+
+    kind          written when                              keys
+    ------------  ----------------------------------------  ------------------------------------------------------------
+    start         observers are installed                   world_size, local_rank, pid, host, script (path), argv,
+                                                            torch, python, every (sampling), frameworks: {name: version}
+    group         a process group is made                   name, ranks, backend, timeout_s
+    device        the first optimizer step                  device ("cpu", "cuda:0"), uuid (of a GPU)
+    split         torch.utils.data.random_split             lengths, digest (of the drawn indices)
+    set_epoch     DistributedSampler.set_epoch              sampler (id), epoch
+    loader        an iteration over a DataLoader begins     loader (id), made_at, epoch (iterations of this loader
+                                                            before), dataset (class name), dataset_size, batches
+                                                            (len(loader), of this rank), batch_size, drop_last,
+                                                            num_workers, is_iterable, sampler (id), sampler_kind (class
+                                                            name, of the innermost sampler), shuffles (bool or null),
+                                                            distributed: {replicas, rank, shuffle, epoch, seed,
+                                                            drop_last, total_size} of a DistributedSampler in it
+    indices       every 50 batches, and at an epoch's end   loader, epoch, first (number of the first batch), batches:
+                                                            [[index, ...], ...] of map-style data; at most 100,000
+                                                            indices an epoch
+    batch         sampled batches that a loader gave        loader, epoch, batch (number), samples (first dimension of
+                                                            the first tensor), digest (of all tensors)
+    loader_end    an iteration ends, also at exit           loader, epoch, batches (given), samples, is_complete (it was
+                                                            exhausted), backwards, optimizer_steps, forwards_training,
+                                                            forwards_eval (of watched models, during it),
+                                                            collectives_python (torch.distributed calls during it),
+                                                            gathered (gather_for_metrics or the like removed duplicates)
+    probe         opt-in                                    loader, dataset_size, samples: {index: digest}
+    wrap          DDP(...), FSDP(...), DataParallel(...),   model (id), how ("ddp", "fsdp1", "fsdp2", "data_parallel"),
+                  fully_shard(...) of a root                class, group, parameters (number of tensors), trainable,
+                                                            frozen: [name, ...] (at most 50), names_digest,
+                                                            find_unused, static_graph, buffers
+    bypass        the first time that a watched model's     model, forwards_bypassed; `at` is the call's line
+                  module is called with gradients, in
+                  training, without its wrapper
+    unfrozen      parameters whose requires_grad differs    model, names: [name, ...]
+                  from the wrapping, at an optimizer step
+    optimizer     the first step of an optimizer            optimizer (id), class, made_at, groups: [{parameters, lr,
+                                                            ...}], hyperparameters by group without parameters; owned
+                                                            (its parameters that watched models have), foreign (those
+                                                            that no watched model has), missing: {model id: names of
+                                                            trainable parameters of that model in no optimizer so far},
+                                                            gradients_none (of its parameters, at this step)
+    step          every step of an optimizer                optimizer, index (its own steps, from 0), backwards: [{at,
+                                                            synced (bool: gradients of a watched DDP model were
+                                                            exchanged, null: not DDP), flag_set_late (bool), loss
+                                                            (number, sampled steps only), items (weights of the loss, if
+                                                            known)}] since the last step, micro_batches: [{loader,
+                                                            batch, samples, valid (labels that are not -100, if any)}]
+                                                            given since the last step, hyperparameters: [{lr, ...}] by
+                                                            group, where they changed; clips: [{at, how ("norm",
+                                                            "value"), limit, norm, backwards_before}];
+                                                            scaler: {scale, found_inf, unscaled_before_clip}; skipped
+                                                            (the scaler skipped the step);
+                                                            sampled (bool); of sampled steps of models with replicas:
+                                                            model, gradients and parameters: {name: digest} (after the
+                                                            step; gradients before it; a missing gradient is null),
+                                                            gradient_norm (local, before the step)
+    hand_reduce   dist.all_reduce of gradients by the       model, op, parameters (number), divided (bool or null: the
+                  script, once for each line                gradients were divided before the step)
+    scheduler     a scheduler's step, where the number of   scheduler (id), class, per_step (its steps since the last
+                  steps since the last optimizer step is    optimizer step), metric (of ReduceLROnPlateau), lr
+                  not the number of before
+    buffers       a watched model's first evaluation        model, digests: {name: digest}
+                  forward after training
+    collective    torch.distributed calls of Python, at     op, group, shape, dtype, reduce_op, sequence (of calls in
+                  most 2,000 for each line                  this group), divided_integer (bool)
+    save          torch.save, safetensors' save_file, DCP,  path (absolute), keys (top-level names, if a dict), how
+                  and open(..., "w") by the script          ("torch.save", "open", ...), by_rank_name (bool: the path
+                                                            has the rank in it is for rules to see from all ranks)
+    load          torch.load and the like                   path, keys, saved_step (if the file tells)
+    state         load_state_dict of a model, optimizer,    what ("model", "optimizer", "scheduler", "scaler",
+                  scheduler, scaler, sampler, loader        "sampler", "loader"), id
+    stuck         no event and no collective for a while    stacks: {thread: [place, ...]}, collectives: [{group,
+                                                            sequence, name, sizes, dtypes, state}] newest last (flight
+                                                            recorder), blocked_in (name of the call the main thread is
+                                                            in, if torch's), since_s
+    exit          the script ends                           code, error: {type, message, at}, collectives: {group:
+                                                            number of collectives made}, cut: {what: number} of events
+                                                            that were left out
+    note          an observer could not be installed        what, reason
+
+A digest is a string of 16 hexadecimal characters: a position-weighted sum over the bits of a tensor modulo 2**64, equal
+on all machines for equal bits, shapes and types.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Event = Mapping[str, Any]
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """The file of a rank's events."""
+    return folder / f"rank-{rank:05d}.jsonl"
+
+
+class EventWriter:
+    """Appends the events of this rank to its file, each with one system call."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.rank, self.number, self.step = rank, 0, 0
+        self._file = os.open(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, kind: str, **keys: Any) -> None:
+        """Append an event. Keys that are None are left out."""
+        event = {"kind": kind, "rank": self.rank, "number": self.number, "time": time.time(), "step": self.step}
+        event |= {key: value for key, value in keys.items() if value is not None}
+        self.number += 1
+        os.write(self._file, (json.dumps(event, separators=(",", ":"), default=str) + "\n").encode())
+
+
+def read(folder: Path) -> list[Event]:
+    """The events of all ranks, in the order of rank and number. A line that a kill cut off is left out."""
+    found = []
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        for line in path.read_text(errors="replace").splitlines():
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return found
+
+
+class History:
+    """The events of a run of a script, as rules ask for them."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        self.events = list(events)
+        self.ranks = sorted({event["rank"] for event in self.events})
+
+    def of(self, *kinds: str, rank: int | None = None) -> Iterator[Event]:
+        """Events of these kinds, of one rank or of all."""
+        for event in self.events:
+            if event["kind"] in kinds and rank in (None, event["rank"]):
+                yield event
+
+    def by_rank(self, *kinds: str) -> dict[int, list[Event]]:
+        """Events of these kinds by rank; every rank is there."""
+        return {rank: list(self.of(*kinds, rank=rank)) for rank in self.ranks}
