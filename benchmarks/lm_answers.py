@@ -14,7 +14,6 @@ learned. Two numbers are compared with one process that computes with plain torc
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -25,7 +24,7 @@ import torch
 from torch.nn import functional
 
 ROOT = Path(__file__).resolve().parents[1]
-SYSTEMS = ("trainer", "trl", "lockstep")
+SYSTEMS = ("lockstep", "trainer", "trl")
 SETTINGS = ((1, 1), (1, 8), (2, 8))  # ranks and rows of a micro-batch
 EVALUATED, TRAINED, LR = 101, 32, 0.1
 SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -143,18 +142,18 @@ def hugging_face(options):
 def lockstep(options):
     from lockstep import Trainer
 
-    settings = {
-        "batch": {"global": TRAINED, "micro": options.micro},
-        "train": {"steps": 1, "eval_before": True},
-        "optim": {"name": "SGD", "lr": LR},
-        "schedule": {"name": "constant"},
-        "device": "cpu",
-    }
-    trainer = Trainer(settings, run_dir=f"{options.result}-run", quiet=True)
-    task = task_of(options)
-    trainer.fit(task)
-    lines = [json.loads(line) for line in Path(f"{options.result}-run", "metrics.jsonl").read_text().splitlines()]
-    return next(line["eval/loss"] for line in lines if "eval/loss" in line), trainer.model
+    losses = []
+    for name, rate in (("evaluated", 1e-30), ("trained", LR)):  # an evaluation comes after a step, and so of size 0
+        settings = {
+            "batch": {"global": TRAINED, "micro": options.micro},
+            "train": {"steps": 1},
+            "optim": {"name": "SGD", "lr": rate},
+            "schedule": {"name": "constant"},
+            "device": "cpu",
+        }
+        trainer = Trainer(settings, run_dir=f"{options.result}-{name}", quiet=True)
+        losses.append(trainer.fit(task_of(options))["eval/loss"])
+    return losses[0], trainer.model
 
 
 def main():
