@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.checkpoint.nested import structure
-from lockstep.core.errors import TrainingError, listed
+from lockstep.core.errors import LockstepError, TrainingError, listed
 from lockstep.core.parallel.sharded_tensor import is_sharded, local
 
 Kind = tuple[int | str, ...] | None
@@ -120,6 +120,8 @@ def load(model: nn.Module, state: Mapping[str, Any]) -> None:
     """
     try:
         model.load_state_dict(state)
+    except LockstepError:  # of a module that finds that a checkpoint is of another model
+        raise
     except Exception as error:
         raise TrainingError(
             f"load_state_dict does not take what state_dict returned: {type(error).__name__}: {error}",

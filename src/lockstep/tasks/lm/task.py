@@ -17,6 +17,7 @@ from lockstep.tasks.lm import losses, models, tokens, writing
 from lockstep.tasks.lm.answers import is_match, number_in
 from lockstep.tasks.lm.data import NOT_LEARNED, PaddedRows, Prompt, Row, Rows
 from lockstep.tasks.lm.documents import Corpus
+from lockstep.tasks.lm.lora.presenter import LoraPresenter
 from lockstep.tasks.lm.options import LmOptions
 from lockstep.tasks.lm.presenter import LmPresenter
 from lockstep.tasks.lm.tokens import Tokens
@@ -43,6 +44,8 @@ class LanguageModel(Task):
 
     def __init__(self, options: LmOptions, train: str, eval: str | None = None) -> None:
         self.options = options
+        if options.lora is not None:
+            self.presenter = LoraPresenter
         self.corpus = Corpus(train, options)
         self.eval_corpus = Corpus(eval, options, split="test") if eval else None
         self.folder: Path | None = None
