@@ -774,8 +774,8 @@ def _finished(run: Run) -> nn.Module | None:
         return None
     if state.averages is not None:
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(state.averages.tensors[name])
+            for name, average in state.averages.tensors.items():
+                model.get_parameter(name).copy_(average)
     model.zero_grad(set_to_none=True)
     return model.eval()
 

@@ -113,10 +113,9 @@ class LanguageModel(Task):
             what = f"{self.options.length} is more than the {limit} positions that the model has"
             raise UsageError(what, where="task.length", remedy=f"use at most {limit}")
         found = tokens.tokenise(corpus, self.tokenizer, self.options, part=part)
-        if found.largest >= models.vocabulary(self.config):
-            what = (
-                f"the model has {models.vocabulary(self.config)} tokens, and the tokenizer makes token {found.largest}"
-            )
+        known = models.vocabulary(self.config)
+        if found.largest >= known:
+            what = f"the model has {known} tokens, and the tokenizer makes token {found.largest}"
             raise UsageError(what, where="task.tokenizer", remedy="use the tokenizer that the model was trained with")
         return found
 

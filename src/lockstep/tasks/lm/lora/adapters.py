@@ -95,8 +95,9 @@ def adapt(model: nn.Module, missing: list[str], options: LmOptions, lora: LoraOp
             parameter.data = parameter.data.float()
     kept = {name for name, parameter in model.named_parameters() if parameter.requires_grad} | {f"{_BASE}._extra_state"}
     model.add_module(_BASE, base)
-    model.register_state_dict_post_hook(partial(_leave_out, kept))
-    model.register_load_state_dict_post_hook(partial(_let_miss, kept))
+    hooked: Any = model
+    hooked.register_state_dict_post_hook(partial(_leave_out, kept))
+    hooked.register_load_state_dict_post_hook(partial(_let_miss, kept))
     return model
 
 
@@ -151,7 +152,8 @@ def _digest(model: nn.Module) -> Tensor:
     def of_tensor(item: tuple[str, Tensor]) -> bytes:
         name, tensor = item
         found = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-        found.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+        content: Any = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+        found.update(content)
         return found.digest()
 
     with ThreadPoolExecutor() as pool:
