@@ -2,14 +2,19 @@
 
 import json
 import shutil
+import sys
 
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep import Trainer
 from lockstep.core.errors import UsageError
+from lockstep.plan.command import facts_with_or_without_data
+from lockstep.plan.estimate import estimate
+from lockstep.plan.inputs import Setting, World
+from lockstep.recipes import config_file
 from tests import lm_cases, runs
 from tests.lm_cases import small_task
 from tests.ranks import run_ranks
@@ -185,7 +190,7 @@ def fit(config, run_dir):
     return weights.tensors
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", mainly(["fsdp"], ["ddp", "fsdp"]))
 def test_a_run_goes_on_bit_for_bit_and_on_another_number_of_ranks(corpus, bases, tmp_path, strategy):
     def config(steps):
         found = lora_config(corpus, bases["gpt2"], lora={"dropout": 0.0, "base_dtype": "bf16"}, train={"steps": steps})
@@ -219,3 +224,130 @@ def test_going_on_over_other_weights_is_refused(corpus, bases, tmp_path):
     config["task"]["model"] = bases["gpt2"]
     with pytest.raises(UsageError, match="gpt2 has none of the weights of LlamaForCausalLM"):
         Trainer(config, run_dir=tmp_path / "run", **allowed).fit()
+
+
+# ---- exports and predictions
+
+
+def of_run(run_dir, corpus, bases):
+    return Trainer(lora_config(corpus, bases["llama"]), run_dir=run_dir, quiet=True)
+
+
+def test_exports_are_what_peft_and_transformers_load(run_dir, corpus, bases, tmp_path, capsys):
+    trainer = of_run(run_dir, corpus, bases)
+    assert trainer.export(tmp_path / "out").name == "adapter_model.safetensors"
+    trainer.export(tmp_path / "whole", merge=True)
+    assert "warning" not in capsys.readouterr().err
+    trainer.evaluate()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer("the cat sees the dog", return_tensors="pt")["input_ids"]
+    base = AutoModelForCausalLM.from_pretrained(bases["llama"])
+    untrained = base(ids).logits
+    expected = trainer.model(ids).logits
+    assert not torch.allclose(untrained, expected, atol=1e-3)
+    whole, info = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for model in (
+        peft.PeftModel.from_pretrained(base, tmp_path / "out"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
+        whole,
+    ):
+        assert torch.allclose(model(ids).logits, expected, atol=1e-5)
+    written = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+    assert written < 0.2 * (tmp_path / "whole" / "model.safetensors").stat().st_size
+    assert (
+        json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == bases["llama"]
+    )
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: peft\n")
+    assert "PeftModel.from_pretrained" in card
+    assert "library_name: transformers" in (tmp_path / "whole" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "lora", [{"targets": ["wte", "c_attn"]}, {"targets": "all-linear", "dora": True, "rslora": True}]
+)
+def test_exports_of_other_kinds_of_adapters(corpus, bases, tmp_path, lora):
+    config = lora_config(corpus, bases["gpt2"], lora=lora, train={"ema_decay": None})
+    trainer = Trainer(config, run_dir=tmp_path / "run", quiet=True)
+    trainer.fit()
+    trainer.export(tmp_path / "out")
+    ids = torch.arange(9)[None]
+    base = AutoModelForCausalLM.from_pretrained(bases["gpt2"])
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "out")
+    expected = trainer.model(ids).logits
+    assert torch.allclose(model(ids).logits, expected, atol=1e-5)
+    if "dora" in lora:
+        trainer.export(tmp_path / "whole", merge=True)
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+        assert torch.allclose(whole(ids).logits, expected, atol=1e-4)
+    else:
+        with pytest.raises(
+            UsageError, match=r"--merge: the weights of transformer.wte are those of another layer, too"
+        ):
+            trainer.export(tmp_path / "whole", merge=True)
+
+
+def test_a_run_without_adapters_has_nothing_to_merge(corpus, tmp_path):
+    config = lora_config(corpus, None)
+    config["task"] |= lm_cases.SMALL | {"model": None, "lora": None, "vocab_size": 300}
+    trainer = Trainer(config, run_dir=tmp_path / "run", quiet=True)
+    trainer.fit()
+    with pytest.raises(UsageError, match="--merge: the model has no adapters"):
+        trainer.export(tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_questions_are_answered_with_adapters(bases, tmp_path):
+    rows = [{"question": f"{number} and 1?", "answer": f"#### {number + 1}"} for number in range(12)]
+    file = lm_cases.json_lines(tmp_path / "qa.jsonl", rows)
+    config = lora_config(file, bases["llama"])
+    config["task"] |= {"exact_match": 3, "eval_fraction": 0.3}
+    trainer = Trainer(config, run_dir=tmp_path / "run", quiet=True)
+    assert 0 <= trainer.fit()["eval/exact_match"] <= 1
+    found = []
+    trainer.predict_rows(lambda rows, readable: found.extend(rows), ["3 and 1?"], 1)
+    assert isinstance(found[0]["text"], str)
+
+
+# ---- options
+
+
+def test_the_command_line_has_a_rate_for_adapters():
+    config = config_file.load("lm", ["task.model=somewhere", "task.lora.rank=8"])
+    assert config.optim.lr == 2e-4
+    assert config.task["lora"]["rank"] == 8
+    with pytest.raises(UsageError, match=r"lora needs a pretrained model: set model; of a run: lockstep export"):
+        config_file.load("lm", ["task.lora.rank=8"])
+
+
+def test_what_cannot_have_adapters_is_refused(corpus, bases, monkeypatch):
+    with pytest.raises(UsageError, match=r"task.lora: adapters need a pretrained model, and task.config has none"):
+        small_task(corpus, config=lm_cases.LLAMA, lora={"rank": 2}).model()
+    with pytest.raises(UsageError, match=r"peft refuses the model: \w+: Target modules.*\n.*q_proj"):
+        small_task(**options_of(corpus, bases["llama"], targets=["query"])).model()
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UsageError, match=r"task.lora: peft is not installed\n.*pip install 'torch-lockstep\[lora\]'"):
+        small_task(**options_of(corpus, bases["llama"])).model()
+
+
+@pytest.mark.parametrize("dtype", mainly(["bf16"], ["fp32", "bf16"]))
+def test_a_plan_counts_gradients_and_optimizer_state_of_adapters_alone(corpus, dtype):
+    lora = [
+        f"task.lora={{rank: 4, base_dtype: {dtype}}}",
+        "task.length=32",
+        "task.vocab_size=300",
+        "train.ema_decay=0.9",
+    ]
+    config = config_file.load("lm", [f"data.train={corpus}", f"task.config={json.dumps(lm_cases.LLAMA)}", *lora])
+    facts = facts_with_or_without_data(config, precisions=("fp32",), recompute=(False,))
+    task = small_task(corpus, config=lm_cases.LLAMA)
+    whole = sum(parameter.numel() for parameter in task.model().parameters())
+    trained = sum(p.elements for p in facts.parameters if p.trainable)
+    assert trained == 2 * (4 * 16 + 16 * 4 + 4 * 16 + 8 * 4)
+    found = estimate(facts, Setting(World(1, 1), "single", "fp32", 2))
+    assert found.memory.parameters_bytes - facts.buffers_bytes == whole * (4 if dtype == "fp32" else 2) + 4 * trained
+    assert found.memory.gradients_bytes == 4 * trained
+    assert found.memory.averages_bytes == 4 * trained
+    assert 8 * trained <= found.memory.optimizer_bytes < 9 * trained + 100
+    assert found.checkpoint_bytes < 4 * 5 * trained

@@ -75,7 +75,7 @@ def new_config(wanted: str | dict[str, Any], tokenizer: Any, length: int) -> Any
         limit = most_tokens(config)
         if limit is not None and limit < length and not {"n_positions", "max_position_embeddings"} & {*sizes}:
             config.max_position_embeddings = length
-    config.vocab_size = len(tokenizer)
+    config.vocab_size = max(len(tokenizer), sizes.get("vocab_size", 0))
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = None  # the embedding of a padding token would not be trained
     return config

@@ -148,7 +148,7 @@ class LmOptions(TableOptions):
         """Optimizer, length and schedule: docs/language_models.md."""
         optim: dict[str, Any] = {"name": "AdamW", "clip_norm": 1.0, "args": {"betas": [0.9, 0.95]}}
         optim["groups"] = [{"name": "no_decay", "match": ["*"], "ndim": 1, "weight_decay": 0.0}]
-        if self.model:
+        if self.model or self.lora:
             optim |= {"lr": 2e-4 if self.lora else 2e-5, "weight_decay": 0.01}
             train: dict[str, Any] = {"epochs": 3}
         else:
