@@ -152,7 +152,8 @@ def check_complete(model: nn.Module, *, also_frozen: bool) -> None:
         raise TrainingError(
             f"state_dict leaves out {listed(lost, _SHOWN)}: a checkpoint would not hold all that a resumed run needs",
             where="Task.model",
-            remedy="leave state_dict as torch has it; `lockstep export` writes what you need of the weights",
+            remedy="leave state_dict as torch has it; what is frozen may be left out where neither train.init_from nor "
+            "train.unfreeze is set. `lockstep export` writes what you need of the weights",
         )
     with torch.no_grad():
         load(model, state)

@@ -139,7 +139,7 @@ def _inject(model: nn.Module, lora: LoraOptions) -> None:
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # peft then sets what suits the layer
             peft.inject_adapter_in_model(config, model, ADAPTER)
     except (ValueError, KeyError, TypeError, NotImplementedError) as error:
-        layers = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "weight")}
+        layers = {name.split(".")[-2] for name, weight in model.named_parameters() if weight.ndim > 1}
         remedy = f"layers have names such as {listed(sorted(layers), _SHOWN)}; or use all-linear"
         raise UsageError(
             f"peft refuses the model: {first_line(error)}", where="task.lora.targets", remedy=remedy
