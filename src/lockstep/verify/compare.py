@@ -49,12 +49,12 @@ def difference(
     """Compare the parameters of two checkpoints, tensor by tensor. Buffers are left out: they may count forward passes.
 
     Args:
-        parameters: names of the model's parameters. Checkpoints may leave out frozen ones.
+        parameters: names of the model's parameters.
         moved: 2-norm of all that the reference training changed in them.
         losses: of the reference training, by step.
         other_losses: of the other training, by step.
     """
-    names = {f"model.{name}" for name in parameters} & (reference.names | other.names)
+    names = {f"model.{name}" for name in parameters}
     missing = tuple(sorted(names - (reference.names & other.names)))
     norms: dict[str, float] = {}
     both = names - set(missing)
