@@ -1,6 +1,7 @@
 """Full fine-tuning against adapters (LoRA) on questions with answers, over a small model that learned a book first.
 
-    python benchmarks/lm_lora.py [--base-steps 200] [--steps 150] [--questions 100] [--only NAME ...] [--dir FOLDER]
+    python benchmarks/lm_lora.py [--base-steps 200] [--steps 150] [--questions 100] [--only NAME ...]
+        [--set KEY=VALUE ...] [--dir FOLDER]
 
 Each system is a `lockstep train lm` in a process of its own, one after the other. Told are the results of an evaluation
 on the 400 test questions, before and after, the bytes of a checkpoint and of an export, and seconds.
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--only", nargs="*", choices=[*SYSTEMS], default=[*SYSTEMS])
+    parser.add_argument("--set", nargs="*", default=[])
     parser.add_argument("--dir", type=Path)
     options = parser.parse_args()
     folder = options.dir or Path(tempfile.mkdtemp())
@@ -82,7 +84,9 @@ def main() -> None:
     print("| system | " + " | ".join(RESULTS) + " | checkpoint, kB | export, kB | seconds |")
     for name in options.only:
         run, out = folder / name.replace(" ", "-"), folder / f"{name.replace(' ', '-')}-out"
-        seconds = lockstep("train", "lm", *answered, *steps(options.steps), *SYSTEMS[name], "--run-dir", str(run))
+        seconds = lockstep(
+            "train", "lm", *answered, *steps(options.steps), *SYSTEMS[name], *options.set, "--run-dir", str(run)
+        )
         lockstep("export", str(run), str(out))
         found = results(run)
         newest = max((run / "checkpoints").glob("step-*"))
