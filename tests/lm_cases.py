@@ -74,8 +74,11 @@ def loss_of_each(model, row):
     return torch.stack(losses).sum(), tokens
 
 
-def by_hand(options, steps, global_batch, lr):
+def by_hand(options, steps, global_batch, lr, make=None):
     """Train by SGD, document by document, with the mean over all tokens of a step.
+
+    Args:
+        make: a function that makes the model. None: the task does.
 
     Returns:
         weights by name, and the mean loss of each step.
@@ -83,7 +86,7 @@ def by_hand(options, steps, global_batch, lr):
     task = small_task(**options)
     data = task.train_data()
     torch.manual_seed(0)
-    model = task.model().double()
+    model = (make or task.model)().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     per_epoch = -(-len(data) // global_batch)
     losses = []

@@ -2,7 +2,10 @@
 
 import re
 
+import yaml
+
 from lockstep.recipes import config_file
+from lockstep.tasks.lm.lora.options import LoraOptions
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs" / "language_models.md").read_text()
@@ -28,5 +31,19 @@ def test_the_page_has_the_defaults_of_the_recipe():
     assert (config.schedule.name, config.schedule.warmup_share, config.schedule.end_factor) == ("cosine", 0.05, 0.1)
     tuned = config_file.load("lm", ["task.model=somewhere"])
     assert (tuned.optim.lr, tuned.optim.weight_decay, tuned.train.epochs) == (2e-5, 0.01, 3)
-    assert "| `task.model=NAME` | 2e-5, 0.01 | 3 epochs |\n| new | 2e-3, 0.1 | 3 epochs, at least 1,000 steps |" in PAGE
+    adapted = config_file.load("lm", ["task.model=somewhere", "task.lora.rank=16"])
+    assert (adapted.optim.lr, adapted.optim.weight_decay, adapted.train.epochs) == (2e-4, 0.01, 3)
+    for row in (
+        "| `task.model=NAME` | 2e-5, 0.01 | 3 epochs |",
+        "| `task.model=NAME` with `task.lora` | 2e-4, 0.01 | 3 epochs |",
+        "| new | 2e-3, 0.1 | 3 epochs, at least 1,000 steps |",
+    ):
+        assert row in PAGE
+
+
+def test_the_page_has_the_options_of_adapters():
+    rows = re.findall(r"^\| (`.*?) \|", PAGE.partition("## LoRA")[2].partition("## What comes out")[0], re.MULTILINE)
+    told = dict(re.findall(r"(\w+)(?:: ([\w.]+))?", " ".join(rows).replace("`dora`", "dora: false")))
+    defaults = {name: field.default for name, field in LoraOptions.model_fields.items()}
+    assert {name: yaml.safe_load(told[name]) for name in defaults} == defaults
     assert "32 rows of 256 tokens" in PAGE

@@ -22,6 +22,9 @@ def export(
         bool,
         typer.Option("--program/--no-program", help="Write model.pt2, which torch runs without the model's code."),
     ] = True,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Write weights with the adapters (task.lora) in them, not adapters alone.")
+    ] = False,
     checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
@@ -41,7 +44,7 @@ def export(
         if optimizer:
             print(trainer.export_training_state(out))
             return
-        print(trainer.export(out, program=program), flush=True)
+        print(trainer.export(out, program=program, merge=merge), flush=True)
         print(f"next, in Python: {next_step(out)}", file=sys.stderr)
 
 

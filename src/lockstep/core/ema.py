@@ -36,7 +36,7 @@ class Ema:
 
     Each update has the numbers of torch's `get_ema_multi_avg_fn(d)`, bit for bit, where parameters have 32 bits or
     more. Buffers are not averaged. Frozen parameters have averages too, so that nothing needs to change when they begin
-    to train.
+    to train, except those that the model's state, and so each checkpoint, leaves out.
 
     Args:
         model: already wrapped, if it will be wrapped: the averages keep its parameter objects.
@@ -50,7 +50,9 @@ class Ema:
         if not 0 <= decay <= 1:
             raise ValueError(f"decay is {decay}; use a number from 0 to 1")
         self.decay = decay
-        self._parameters = dict(model.named_parameters())
+        state = model.state_dict()
+        named = model.named_parameters()
+        self._parameters = {name: each for name, each in named if each.requires_grad or name in state}
         self.tensors: dict[str, Tensor] = {}
         """Averages by name of the parameter, on its device, without gradient; tied parameters once. They have the
         parameter's dtype, but float32 where that has fewer bits: it would lose most of a step of (1 - decay)."""

@@ -205,6 +205,25 @@ class Presenter:
 
     program.default = program  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
 
+    merged: bool = False
+    """Whether `lockstep export --merge` asks for adapters merged into the weights."""
+
+    def export_weights(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[str, Mapping[str, Tensor]]:
+        """The file of weights in an export, and its tensors. By default all of the model, under their names.
+
+        Args:
+            model: with the trained weights, of which it may hold shards.
+            tensors: of its `state_dict`, whole, in host memory.
+
+        Raises:
+            UsageError: `merged` is true, and there are no adapters.
+        """
+        if self.merged:
+            raise UsageError("the model has no adapters", where="--merge", remedy="leave it out")
+        return "model.safetensors", tensors
+
+    export_weights.default = export_weights  # type: ignore[attr-defined]  # see `core.data.loader.is_default`
+
     def export(self, model: nn.Module, folder: Path) -> Sequence[str] | None:
         """Write the files that users of the weights need besides `model.safetensors` (labels, a tokenizer).
 

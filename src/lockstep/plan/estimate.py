@@ -117,7 +117,7 @@ def estimate(facts: ModelFacts, setting: Setting) -> Estimate:
     if steps and facts.epochs:
         total_steps = max(math.ceil(steps * facts.epochs), facts.min_steps)
     states = sum(p.elements * p.state_element_bytes + p.state_other_bytes for p in facts.parameters if p.trainable)
-    parameters = sum(p.elements * p.element_bytes for p in facts.parameters) + facts.buffers_bytes
+    parameters = sum(p.saved * p.elements * p.element_bytes for p in facts.parameters) + facts.buffers_bytes
     averages = sum(_average_bytes(p) for p in facts.parameters) if facts.averages else 0
     return Estimate(
         setting=setting,
@@ -327,7 +327,7 @@ def _last_reduction(setting: Setting, gradients: int, sizes: _Sizes) -> dict[str
 
 
 def _average_bytes(parameter: ParameterFacts) -> int:
-    return parameter.elements * max(4, parameter.element_bytes)
+    return parameter.saved * parameter.elements * max(4, parameter.element_bytes)
 
 
 # ---- communication and time

@@ -265,6 +265,7 @@ def _affine(a: float, b: float, sizes: tuple[int, int]) -> Affine:
 def _parameter_facts(built: Built, of_block: dict[int, int]) -> Iterator[ParameterFacts]:
     known: dict[Any, tuple[float, int]] = {}
     group_of = {id(p): number for number, g in enumerate(built.optimizer.param_groups) for p in g["params"]}
+    held = built.model.state_dict()
     for name, parameter in built.model.named_parameters():
         states = (0.0, 0)
         if parameter.requires_grad:
@@ -280,6 +281,7 @@ def _parameter_facts(built: Built, of_block: dict[int, int]) -> Iterator[Paramet
             block=of_block.get(id(parameter)),
             state_element_bytes=states[0],
             state_other_bytes=states[1],
+            saved=name in held,
         )
 
 

@@ -46,6 +46,8 @@ class ParameterFacts:
     """Bytes of optimizer state for each element: of tensors with the shape of the parameter."""
     state_other_bytes: int = 0
     """Bytes of optimizer state of other shapes, such as a counter of steps."""
+    saved: bool = True
+    """Whether checkpoints and averages have it. A model may leave out what is frozen."""
 
     @property
     def elements(self) -> int:

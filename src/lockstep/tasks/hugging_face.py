@@ -139,7 +139,9 @@ def check_labels(config: Any, labels: Sequence[str], *, head: str, name: str, ne
     return theirs if set(theirs) == set(labels) else list(labels)
 
 
-def make_model(auto: Any, config: Any, name: str | None, *, what: str, new_head: bool) -> tuple[nn.Module, list[str]]:
+def make_model(
+    auto: Any, config: Any, name: str | None, *, what: str, new_head: bool, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, list[str]]:
     """A classifier with pretrained weights, or a new classifier.
 
     Args:
@@ -147,6 +149,7 @@ def make_model(auto: Any, config: Any, name: str | None, *, what: str, new_head:
         name: the pretrained model. None: all weights are new.
         what: the model does, for the error.
         new_head: replace the last layer of the pretrained model. A missing last layer is always new.
+        dtype: of the weights. Updates of half-precision weights vanish in rounding.
 
     Returns:
         the model, and the names of the weights that the pretrained model lacks.
@@ -159,12 +162,11 @@ def make_model(auto: Any, config: Any, name: str | None, *, what: str, new_head:
     on_meta = torch.empty(0).device.type == "meta"  # with FSDP, only rank 0 needs values
     try:
         if name is None or on_meta:
-            return auto.from_config(config, dtype=torch.float32), []
+            return auto.from_config(config, dtype=dtype), []
         before = transformers.logging.get_verbosity()
         transformers.logging.set_verbosity_error()  # no warning about the new last layer, which is intended
         try:
-            # float32, also if the file holds half precision: updates of half-precision weights vanish in rounding.
-            options = {"config": config, "dtype": torch.float32, "ignore_mismatched_sizes": new_head}
+            options = {"config": config, "dtype": dtype, "ignore_mismatched_sizes": new_head}
             model, info = load(auto.from_pretrained, "model", name, output_loading_info=True, **options)
         finally:
             transformers.logging.set_verbosity(before)

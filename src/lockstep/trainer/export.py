@@ -12,7 +12,6 @@ from torch import Tensor
 from lockstep.core import atomic
 from lockstep.core.errors import CheckpointError, UsageError
 
-_WEIGHTS = "model.safetensors"
 _STAGING = ".staging-export-"
 
 
@@ -21,8 +20,9 @@ def export_weights(
     folder: Path,
     about: Mapping[str, str],
     extras: Callable[[Path], None] = lambda _: None,
+    name: str = "model.safetensors",
 ) -> Path:
-    """Write `folder/model.safetensors`. A kill at any instant leaves the whole folder, or nothing of that name.
+    """Write `folder/NAME`. A kill at any instant leaves the whole folder, or nothing of that name.
 
     Args:
         tensors: whole tensors, on any device. Tied and non-contiguous tensors are each written separately.
@@ -30,12 +30,13 @@ def export_weights(
         about: text for the metadata of the file, besides `{"format": "pt"}`.
         extras: writes further files into the folder that it is given, which becomes `folder`, before the weights are
             there. What it raises comes through, except an OSError.
+        name: of the file.
 
     Returns:
         the file with the weights.
 
     Raises:
-        UsageError: `folder` is a file, or is not empty; or `extras` writes `model.safetensors`.
+        UsageError: `folder` is a file, or is not empty; or `extras` writes the file of weights.
         CheckpointError: the disk is full or not writable; nothing is left behind.
     """
     from safetensors import SafetensorError
@@ -53,15 +54,15 @@ def export_weights(
         missing = [parent for parent in folder.parents if not parent.exists()]
         with atomic.staged_folder(folder, folder.parent / f"{_STAGING}{folder.name}") as staging:
             extras(staging)
-            if (staging / _WEIGHTS).exists():
+            if (staging / name).exists():
                 raise UsageError(
-                    f"it writes {_WEIGHTS}",
+                    f"it writes {name}",
                     where="Presenter.export",
                     remedy="leave the weights to Lockstep, which writes this file under the names of Task.model, "
                     "or give the file another name",
                 )
-            save_file(_independent(tensors), staging / _WEIGHTS, metadata={"format": "pt", **about})
-            (staging / _WEIGHTS).chmod(staging.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read
+            save_file(_independent(tensors), staging / name, metadata={"format": "pt", **about})
+            (staging / name).chmod(staging.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read
     except BaseException as error:
         for parent in missing:
             with contextlib.suppress(OSError):
@@ -74,7 +75,7 @@ def export_weights(
             where=str(folder),
             remedy="free disk space, repair permissions, or give another folder",
         ) from error
-    return folder / _WEIGHTS
+    return folder / name
 
 
 def _independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from lockstep.core.build import Run
 from lockstep.core.checkpoint import choice, store
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig, all_values
-from lockstep.core.data.loader import MicroBatch
+from lockstep.core.data.loader import MicroBatch, is_default
 from lockstep.core.errors import LockstepError, Preempted, UsageError, exits_are_failures
 from lockstep.core.parallel import signals
 from lockstep.core.parallel.precision import Precision, check_supported
@@ -566,7 +566,9 @@ class Trainer:
                         else:
                             add(rows, True)
 
-    def export(self, folder: str | Path, task: Task | None = None, *, program: bool = True) -> Path:
+    def export(
+        self, folder: str | Path, task: Task | None = None, *, program: bool = True, merge: bool = False
+    ) -> Path:
         """Write the checkpoint's weights into `folder`: `model.safetensors`, files that the task adds, and `model.pt2`.
 
         The tensors have the names that they have in the task's model. A warning names values of `get_extra_state` that
@@ -575,9 +577,10 @@ class Trainer:
 
         Args:
             program: whether to write `model.pt2`.
+            merge: add adapters to the weights, and write whole weights. Otherwise adapters are written by themselves.
 
         Returns:
-            the file.
+            the file of weights.
 
         Raises:
             LockstepError: as `trainer.export.export_weights`.
@@ -590,21 +593,26 @@ class Trainer:
             held = model.state_dict()
             tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
             whole = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
-            warnings: list[str] = []
-            if left_out := sorted(held.keys() - tensors.keys()):
+            presenter, warnings = task.presenter(task), list[str]()
+            presenter.merged = merge
+            left_out = sorted(held.keys() - tensors.keys())
+            if left_out and is_default(presenter.export_weights):
                 warnings.append(
                     f"the file holds tensors only. It leaves out what get_extra_state returned: {', '.join(left_out)}. "
                     "lockstep export --optimizer writes all"
                 )
 
             def add_files(staging: Path) -> None:
-                presenter = task.presenter(task)
                 warnings.extend(presenter.export(model, staging) or ())
                 run_export.copy_source(self.run_dir, staging)
                 if program:
                     warnings.extend(run_export.write_program_of(task, presenter, held | whole, staging))
 
-            file: Path = world.on_rank0(lambda: export_weights(whole, Path(folder), about, add_files))
+            def write() -> Path:
+                name, weights = presenter.export_weights(model, whole)
+                return export_weights(weights, Path(folder), about, add_files, name)
+
+            file = world.on_rank0(write)
             for text in [] if self.quiet else warnings:
                 print(f"warning: {text}", file=sys.stderr)
             return file
@@ -766,8 +774,8 @@ def _finished(run: Run) -> nn.Module | None:
         return None
     if state.averages is not None:
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(state.averages.tensors[name])
+            for name, average in state.averages.tensors.items():
+                model.get_parameter(name).copy_(average)
     model.zero_grad(set_to_none=True)
     return model.eval()
 

@@ -99,7 +99,7 @@ class Recording:
     operations: list[tuple[str, int]] = field(default_factory=list)
     """(name, digest of the result) of each operation of one step."""
     parameters: list[str] = field(default_factory=list)
-    """Names of all parameters."""
+    """Names of all parameters, without those that are frozen and not saved."""
     trainable: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the parameters that train, unsharded. A complex number counts as two."""
     buffer_bytes: int = 0
@@ -205,7 +205,8 @@ class TrainingRecorder(Recorder):
         recording.steps_per_epoch = run.plan.steps_per_epoch
         recording.sharded = state.strategy.is_sharded
         recording.buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
-        recording.parameters = [name for name, _ in model.named_parameters()]
+        held = model.state_dict()
+        recording.parameters = [name for name, p in model.named_parameters() if p.requires_grad or name in held]
         recording.trainable = {
             name: (*p.shape, 2) if p.is_complex() else tuple(p.shape)
             for name, p in model.named_parameters()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.checkpoint.nested import structure
-from lockstep.core.errors import TrainingError, listed
+from lockstep.core.errors import LockstepError, TrainingError, listed
 from lockstep.core.parallel.sharded_tensor import is_sharded, local
 
 Kind = tuple[int | str, ...] | None
@@ -120,6 +120,8 @@ def load(model: nn.Module, state: Mapping[str, Any]) -> None:
     """
     try:
         model.load_state_dict(state)
+    except LockstepError:  # of a module that finds that a checkpoint is of another model
+        raise
     except Exception as error:
         raise TrainingError(
             f"load_state_dict does not take what state_dict returned: {type(error).__name__}: {error}",
@@ -150,7 +152,8 @@ def check_complete(model: nn.Module, *, also_frozen: bool) -> None:
         raise TrainingError(
             f"state_dict leaves out {listed(lost, _SHOWN)}: a checkpoint would not hold all that a resumed run needs",
             where="Task.model",
-            remedy="leave state_dict as torch has it; `lockstep export` writes what you need of the weights",
+            remedy="leave state_dict as torch has it; what is frozen may be left out where neither train.init_from nor "
+            "train.unfreeze is set. `lockstep export` writes what you need of the weights",
         )
     with torch.no_grad():
         load(model, state)

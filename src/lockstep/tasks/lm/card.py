@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from lockstep.tasks.lm.task import LanguageModel
 
 _RESULTS = ("eval/loss", "eval/perplexity", "eval/bits_per_byte", "eval/accuracy", "train/loss")
-_USE = """```python
+USE = """```python
 from transformers import pipeline
 
 print(pipeline("text-generation", model="FOLDER")("{prompt}")[0]["generated_text"])
 ```"""
 
 
-def write(task: LanguageModel, model: nn.Module) -> str:
+def write(task: LanguageModel, model: nn.Module, library: str = "transformers", use: str = USE) -> str:
     """The text of `README.md`: use, data, training, results and versions, as far as the run's folder has them."""
     run_dir = task.folder.parent if task.folder is not None else None
     entries = _entries(run_dir / "metrics.jsonl") if run_dir is not None else []
@@ -31,13 +31,13 @@ def write(task: LanguageModel, model: nn.Module) -> str:
     config = yaml.safe_load((run_dir / "config.yaml").read_text()) if run_dir and has_config else {}
     options = task.options
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [lockstep]"]
+    head = ["---", f"library_name: {library}", "pipeline_tag: text-generation", "tags: [lockstep]"]
     head += [f"base_model: {options.model}"] if options.model and not Path(options.model).is_dir() else []
     name = str(config.get("name", "Language model"))
     kind = f"A causal language model ({task.config.model_type}) of {parameters:,} parameters"
     base = f", fine-tuned from `{options.model}`" if options.model else ", trained from new weights"
     lines = [*head, "---", "", f"# {name}", "", f"{kind}{base} with Lockstep.", ""]
-    lines += [_USE.replace("{prompt}", "The"), "", "## Training", ""]
+    lines += [use.replace("{prompt}", "The"), "", "## Training", ""]
     lines += [f"- {line}" for line in _training(task, config, entries)]
     results = _results(entries)
     if results:

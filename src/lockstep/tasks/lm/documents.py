@@ -19,12 +19,8 @@ from lockstep.tasks.readers.input_files import find_files
 from lockstep.tasks.readers.table import SUFFIXES, Source, Table
 
 _TABLES = tuple(suffix for suffix in SUFFIXES if suffix != ".txt")
-_SAVED = (
-    "dataset_info.json",
-    "dataset_dict.json",
-    "state.json",
-    "*/dataset_info.json",
-)  # of a folder that `datasets` saved
+# Of a folder that `datasets` saved.
+_SAVED = ("dataset_info.json", "dataset_dict.json", "state.json", "*/dataset_info.json")
 _FEW = 10  # fewer documents of plain text are held back in part, and not as a whole
 _USUAL = {
     "messages": ("messages", "conversations", "conversation", "chat"),

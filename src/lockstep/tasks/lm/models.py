@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import UsageError, did_you_mean
 from lockstep.tasks import hugging_face
+from lockstep.tasks.lm.lora import adapters
 from lockstep.tasks.lm.model import SmallModel
 from lockstep.tasks.lm.options import LmOptions, SmallOptions
 from lockstep.tasks.text import hugging_face as text_models
@@ -74,7 +75,7 @@ def new_config(wanted: str | dict[str, Any], tokenizer: Any, length: int) -> Any
         limit = most_tokens(config)
         if limit is not None and limit < length and not {"n_positions", "max_position_embeddings"} & {*sizes}:
             config.max_position_embeddings = length
-    config.vocab_size = len(tokenizer)
+    config.vocab_size = max(len(tokenizer), sizes.get("vocab_size", 0))
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.pad_token_id = None  # the embedding of a padding token would not be trained
     return config
@@ -92,7 +93,7 @@ def most_tokens(config: Any) -> int | None:
 
 
 def make_model(options: LmOptions, config: Any, *, trained: bool) -> tuple[nn.Module, list[str]]:
-    """A language model in float32, and the names of the weights that the pretrained model lacks.
+    """A language model, in float32 where it trains, and the names of the weights that the pretrained model lacks.
 
     Args:
         trained: a checkpoint provides the weights.
@@ -103,8 +104,13 @@ def make_model(options: LmOptions, config: Any, *, trained: bool) -> tuple[nn.Mo
     if options.is_small:
         return SmallModel(config, options.small.dropout), []
     transformers = import_transformers()
-    name = None if trained else options.model
-    return hugging_face.make_model(transformers.AutoModelForCausalLM, config, name, what=_WHAT, new_head=False)
+    lora, auto = options.lora, transformers.AutoModelForCausalLM
+    if lora is None:
+        name = None if trained else options.model
+        return hugging_face.make_model(auto, config, name, what=_WHAT, new_head=False)
+    dtype = adapters.DTYPES[lora.base_dtype]
+    made = hugging_face.make_model(auto, config, options.model, what=_WHAT, new_head=False, dtype=dtype)
+    return adapters.adapt(*made, options, lora), []
 
 
 def called(

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from lockstep.core.config.config_section import Section
 from lockstep.recipes.task_options import TableOptions
+from lockstep.tasks.lm.lora.options import LoraOptions
 
 TRAINED_TOKENIZERS = ("bpe", "characters")
 """Tokenizers that are trained on the training texts, by the value of `task.tokenizer`."""
@@ -76,6 +77,8 @@ class LmOptions(TableOptions):
     with `model_type`, such as `{model_type: gpt2, n_layer: 4}`."""
     small: SmallOptions = SmallOptions()
     """Without `model` and `config`: the sizes of the own small model."""
+    lora: LoraOptions | None = None
+    """Low-rank adapters: `task.lora.rank=16` freezes the weights of `model`, and trains adapters. None: all trains."""
     tokenizer: str | None = None
     """`bpe` or `characters` are trained on the training texts; else a name on the hub or a local folder. None: that of
     `model` or `config`, where it is a name, else `bpe`."""
@@ -125,6 +128,8 @@ class LmOptions(TableOptions):
             raise ValueError("give either model (pretrained weights) or config (new weights), not both")
         if self.model is not None and self.tokenizer in TRAINED_TOKENIZERS:
             raise ValueError(f"tokenizer {self.tokenizer} is new, and the weights of model know other tokens")
+        if self.lora is not None and self.is_small:
+            raise ValueError("lora needs a pretrained model: set model; of a run: lockstep export RUN FOLDER")
         return self
 
     @property
@@ -143,8 +148,8 @@ class LmOptions(TableOptions):
         """Optimizer, length and schedule: docs/language_models.md."""
         optim: dict[str, Any] = {"name": "AdamW", "clip_norm": 1.0, "args": {"betas": [0.9, 0.95]}}
         optim["groups"] = [{"name": "no_decay", "match": ["*"], "ndim": 1, "weight_decay": 0.0}]
-        if self.model:
-            optim |= {"lr": 2e-5, "weight_decay": 0.01}
+        if self.model or self.lora:
+            optim |= {"lr": 2e-4 if self.lora else 2e-5, "weight_decay": 0.01}
             train: dict[str, Any] = {"epochs": 3}
         else:
             optim |= {"lr": 2e-3, "weight_decay": 0.1}

@@ -17,6 +17,7 @@ from lockstep.tasks.lm import losses, models, tokens, writing
 from lockstep.tasks.lm.answers import is_match, number_in
 from lockstep.tasks.lm.data import NOT_LEARNED, PaddedRows, Prompt, Row, Rows
 from lockstep.tasks.lm.documents import Corpus
+from lockstep.tasks.lm.lora.presenter import LoraPresenter
 from lockstep.tasks.lm.options import LmOptions
 from lockstep.tasks.lm.presenter import LmPresenter
 from lockstep.tasks.lm.tokens import Tokens
@@ -43,6 +44,8 @@ class LanguageModel(Task):
 
     def __init__(self, options: LmOptions, train: str, eval: str | None = None) -> None:
         self.options = options
+        if options.lora is not None:
+            self.presenter = LoraPresenter
         self.corpus = Corpus(train, options)
         self.eval_corpus = Corpus(eval, options, split="test") if eval else None
         self.folder: Path | None = None
@@ -110,10 +113,9 @@ class LanguageModel(Task):
             what = f"{self.options.length} is more than the {limit} positions that the model has"
             raise UsageError(what, where="task.length", remedy=f"use at most {limit}")
         found = tokens.tokenise(corpus, self.tokenizer, self.options, part=part)
-        if found.largest >= models.vocabulary(self.config):
-            what = (
-                f"the model has {models.vocabulary(self.config)} tokens, and the tokenizer makes token {found.largest}"
-            )
+        known = models.vocabulary(self.config)
+        if found.largest >= known:
+            what = f"the model has {known} tokens, and the tokenizer makes token {found.largest}"
             raise UsageError(what, where="task.tokenizer", remedy="use the tokenizer that the model was trained with")
         return found
 

@@ -158,30 +158,24 @@ def read_part(corpus: Corpus, tokenizer: Any, options: LmOptions, part: str) -> 
 
 def _store(documents: list[Document], tokenizer: Any, folder: Path) -> None:
     start, end = start_and_end(tokenizer)
-    ids: list[Array] = []
-    sizes: list[Array] = []
-    counts: list[Array] = []
-    ends = []
-    total = 0
+    columns: list[tuple[Array, Array, Array]] = []
+    lengths = []
     for document in documents:
         pieces = [(np.array(tokens, np.int32), np.zeros(len(tokens), np.uint32)) for tokens in (start, end)]
         found = [] if document.is_chat else [(*pieces[0], False)]
         for part in document.parts:
             found += [(*tokens, part.counts) for tokens in _encoded(part.text, tokenizer)]
         found += [] if document.is_chat else [(*pieces[1], True)]
-        ids += [tokens for tokens, _, _ in found]
-        sizes += [of_tokens for _, of_tokens, _ in found]
-        counts += [np.full(len(tokens), counted) for tokens, _, counted in found]
-        total += sum(len(tokens) for tokens, _, _ in found)
-        ends.append(total)
-    np.save(folder / "ids.npy", np.concatenate(ids))
-    np.save(folder / "sizes.npy", np.concatenate(sizes))
-    np.save(folder / "counts.npy", np.concatenate(counts))
-    np.save(folder / "ends.npy", np.array(ends, dtype=np.int64))
-    unknown = sum(int((tokens == tokenizer.unk_token_id).sum()) for tokens in ids) if tokenizer.unk_token_id else 0
+        columns += [(tokens, ended, np.full(len(tokens), counted)) for tokens, ended, counted in found]
+        lengths.append(sum(len(tokens) for tokens, _, _ in found))
+    ids, sizes, counts = (np.concatenate(column) for column in zip(*columns, strict=True))
+    saved = {"ids": ids, "sizes": sizes, "counts": counts, "ends": np.cumsum(lengths, dtype=np.int64)}
+    for name, array in saved.items():
+        np.save(folder / f"{name}.npy", array)
+    unknown = int((ids == tokenizer.unk_token_id).sum()) if tokenizer.unk_token_id else 0
     about: dict[str, Any] = {"places": [document.where for document in documents], "unknown": unknown}
     about["kind"] = "chats" if documents[0].is_chat else "plain" if documents[0].is_plain else "answers"
-    about["largest"] = max((int(tokens.max()) for tokens in ids if len(tokens)), default=0)
+    about["largest"] = int(ids.max(initial=0))
     about["bytes"] = sum(len(part.text.encode()) for document in documents for part in document.parts)
     (folder / "about.json").write_text(json.dumps(about))
 

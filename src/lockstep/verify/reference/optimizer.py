@@ -59,7 +59,8 @@ class ReferenceOptimizer:
                     for slot, value in slots.items()
                 }
         decay = config["train"]["ema_decay"]
-        self.averages = {name: copy.detach().clone() for name, copy in self.copies.items()} if decay else {}
+        held = self.model.state_dict() if decay else {}  # it may leave out what is frozen
+        self.averages = {name: copy.detach().clone() for name, copy in self.copies.items() if name in held}
         self.decay = decay or 0.0
         self.learning_rates = [group["lr"] for group in self._groups()]
         self.updates = 0

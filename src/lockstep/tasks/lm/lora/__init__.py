@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA) of peft for language models."""

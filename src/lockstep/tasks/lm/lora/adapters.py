@@ -1,0 +1,173 @@
+"""Adapters of peft in a language model, whose own weights are frozen and stay out of checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.errors import UsageError, listed
+from lockstep.tasks.faults import first_line, optional
+from lockstep.tasks.lm.lora.options import LoraOptions
+
+if TYPE_CHECKING:
+    from lockstep.tasks.lm.options import LmOptions
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ADAPTER = "default"  # peft's name of an adapter, where nobody gives another
+_BASE = "frozen_base"
+_SHOWN = 8
+
+
+def import_peft() -> Any:
+    """The module `peft`.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    remedy = "pip install 'torch-lockstep[lora]'"
+    return optional("peft", "peft is not installed", where="task.lora", remedy=remedy, kind=UsageError)
+
+
+class FrozenBase(nn.Module):
+    """Stands in a model for its frozen weights: a checkpoint holds their name and digest, and not their values.
+
+    Args:
+        name: of the model that has these weights.
+        digest: of the weights, (16), uint8. With FSDP, ranks without weights get it from rank 0.
+    """
+
+    digest: Tensor
+
+    def __init__(self, name: str, digest: Tensor) -> None:
+        super().__init__()
+        self.name = name
+        self.register_buffer("digest", digest, persistent=False)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The name and the digest."""
+        return {"model": self.name, "digest": self.digest}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Compare with a checkpoint.
+
+        Raises:
+            UsageError: its adapters are of other weights.
+        """
+        if torch.equal(state["digest"].cpu(), self.digest.cpu()):
+            return
+        then, now = (bytes(digest.tolist()).hex() for digest in (state["digest"], self.digest))
+        what = f"the adapters are of the weights of {state['model']} (digest {then}), and {self.name} has digest {now}"
+        remedy = "set task.model to the weights that the run began with, or start anew with --fresh"
+        raise UsageError(what, where="task.model", remedy=remedy)
+
+
+def adapt(model: nn.Module, missing: list[str], options: LmOptions, lora: LoraOptions) -> nn.Module:
+    """Freeze a model, and put adapters into it. Its `state_dict` then has what trains, and a digest of the rest.
+
+    Args:
+        model: changed in place, of transformers. Its tensors may be on the meta device.
+        missing: names of weights that the pretrained model lacks.
+
+    Raises:
+        UsageError: the model is not pretrained, or has no such layers, or peft refuses the options.
+    """
+    has_values = not next(model.parameters()).is_meta
+    if has_values and options.model is None:
+        remedy = "set task.model to a name or a folder; of a run of Lockstep: lockstep export RUN FOLDER"
+        raise UsageError("adapters need a pretrained model, and task.config has none", where="task.lora", remedy=remedy)
+    if missing:
+        what = f"{options.model} lacks weights, which adapters cannot replace: {listed(missing, _SHOWN)}"
+        raise UsageError(
+            what, where="task.model", remedy="train without task.lora, and use what lockstep export writes"
+        )
+    base = FrozenBase(str(options.model), _digest(model) if has_values else torch.empty(16, dtype=torch.uint8))
+    _inject(model, lora)
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # peft makes it in the number format of its layer
+            parameter.data = parameter.data.float()
+    kept = {name for name, parameter in model.named_parameters() if parameter.requires_grad} | {f"{_BASE}._extra_state"}
+    model.add_module(_BASE, base)
+    hooked: Any = model
+    hooked.register_state_dict_post_hook(partial(_leave_out, kept))
+    hooked.register_load_state_dict_post_hook(partial(_let_miss, kept))
+    return model
+
+
+def merge(model: nn.Module) -> dict[str, Tensor]:
+    """Add the adapters of a model to its weights, and take them out.
+
+    Returns:
+        the weights, under the names that they have without adapters.
+
+    Raises:
+        UsageError: an adapter belongs to the last layer, whose weights are those of the embeddings, too.
+    """
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_base_layer")}
+    counts = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for name, layer in layers.items():
+        inner: Any = layer
+        if counts[id(inner.get_base_layer().weight)] > 1:
+            what = f"the weights of {name} are those of another layer, too, which would get the adapter with them"
+            raise UsageError(what, where="--merge", remedy="leave --merge out: peft loads the adapters")
+        inner.merge()
+        model.set_submodule(name, inner.get_base_layer())
+    del model.frozen_base
+    return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+
+
+def _inject(model: nn.Module, lora: LoraOptions) -> None:
+    peft = import_peft()
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha or 2 * lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets,
+        use_dora=lora.dora,
+        use_rslora=lora.rslora,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # peft then sets what suits the layer
+            peft.inject_adapter_in_model(config, model, ADAPTER)
+    except (ValueError, KeyError, TypeError, NotImplementedError) as error:
+        layers = {name.split(".")[-2] for name, weight in model.named_parameters() if weight.ndim > 1}
+        remedy = f"layers have names such as {listed(sorted(layers), _SHOWN)}; or use all-linear"
+        raise UsageError(
+            f"peft refuses the model: {first_line(error)}", where="task.lora.targets", remedy=remedy
+        ) from error
+
+
+def _digest(model: nn.Module) -> Tensor:
+    """A digest of all tensors of a model: (16), uint8."""
+
+    def of_tensor(item: tuple[str, Tensor]) -> bytes:
+        name, tensor = item
+        found = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+        content: Any = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+        found.update(content)
+        return found.digest()
+
+    with ThreadPoolExecutor() as pool:
+        found = b"".join(pool.map(of_tensor, sorted(model.state_dict().items())))
+    return torch.frombuffer(bytearray(hashlib.blake2b(found, digest_size=16).digest()), dtype=torch.uint8)
+
+
+def _leave_out(kept: set[str], module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Keep of a state what trains, and the digest, as long as the model has adapters."""
+    if _BASE in module._modules:
+        for name in [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in kept]:
+            del state[name]
+
+
+def _let_miss(kept: set[str], _: nn.Module, keys: Any) -> None:
+    """Let the model load a state that `_leave_out` made."""
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name in kept]
