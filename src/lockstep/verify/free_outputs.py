@@ -89,7 +89,8 @@ def _is_replaced(tensor: Tensor) -> bool:
 def _constant_shape(tensor: Tensor, by_token: bool) -> tuple[int, ...]:
     """The shape of an output that is the same for every sample.
 
-    Outputs by token (samples, tokens, classes) have a number for each class. Maps (samples, channels, height, width) have a number for each channel: pictures may have different sizes, and a
+    Outputs by token (samples, tokens, classes) have a number for each class.
+    Maps (samples, channels, height, width) have a number for each channel: pictures may have different sizes, and a
     number for each place would learn where things usually are.
     """
     if by_token and tensor.ndim == 3:

@@ -16,6 +16,7 @@ from lockstep.core.presenter import Presenter
 from lockstep.tasks.hugging_face import config_for_pipeline
 from lockstep.tasks.lm import card, documents, models, writing
 from lockstep.tasks.lm.data import Prompts, Row, Rows
+from lockstep.tasks.lm.stream import Stream
 from lockstep.tasks.readers.table import SUFFIXES, Source, lines_of
 
 if TYPE_CHECKING:
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 
 
 _SHOWN = 8  # continued prompts in the log
+
+
+def _is_prompt(argument: str) -> bool:
+    names_file = os.path.isfile(argument) or (argument.endswith(SUFFIXES) and " " not in argument)
+    return argument != "-" and not names_file
 
 
 class LmPresenter(Presenter):
@@ -39,14 +45,20 @@ class LmPresenter(Presenter):
             if argument == "-":
                 lines = lines_of(sys.stdin.read())
                 found += [(text, f"standard input:{line}") for line, text in enumerate(lines, start=1)]
-            elif os.path.isfile(argument) or (argument.endswith(SUFFIXES) and " " not in argument):
-                found += self._of_file(argument)
-            else:
+            elif _is_prompt(argument):
                 found.append((argument, f"argument {number}"))
+            else:
+                found += self._of_file(argument)
         empty = next((where for text, where in found if not text), None)
         if empty is not None:
             raise UsageError("an empty prompt", where=empty, remedy="give a text that the model continues")
         return Prompts([self.task.prompt(text, where) for text, where in found])
+
+    def stream(self, arguments: Sequence[str]) -> bool:
+        """Show the text of a single prompt while it is written."""
+        streams = len(arguments) == 1 and _is_prompt(arguments[0])
+        self.task.stream = Stream(self.task) if streams else None
+        return streams
 
     def _of_file(self, name: str) -> list[tuple[str, str]]:
         options = self.task.options
@@ -62,17 +74,13 @@ class LmPresenter(Presenter):
 
     def describe(self, output: dict[str, Tensor]) -> dict[str, Any]:
         """The written texts; of evaluation rows, the number of tokens, the perplexity and the share of right tokens."""
-        texts = [self._text(tokens) for tokens in output["written"] if int(tokens[0]) != writing.NO_PROMPT]
+        texts = [self.task.decoded(tokens) for tokens in output["written"] if int(tokens[0]) != writing.NO_PROMPT]
         if not int(output["tokens"]):
             return {"text": texts[0] if texts else ""}
         count = int(output["tokens"])
         perplexity = round(math.exp(min(float(output["nats"]) / count, 700.0)), 6)
         described = {"tokens": count, "perplexity": perplexity, "accuracy": round(int(output["right"]) / count, 6)}
         return described | ({"texts": texts} if texts else {})
-
-    def _text(self, tokens: Tensor) -> str:
-        text: str = self.task.tokenizer.decode(tokens[tokens >= 0].tolist(), skip_special_tokens=True)
-        return text
 
     def show(self, sample: Row) -> dict[str, Any]:
         texts = [prompt.text for prompt in sample.prompts]
@@ -89,7 +97,7 @@ class LmPresenter(Presenter):
         if "exact_match" in values:
             lines.append(f"questions answered with the right number: {float(values['exact_match']):.1%}")
         texts = [
-            f"  {prompt.text!r} -> {self._text(tokens)!r}"
+            f"  {prompt.text!r} -> {self.task.decoded(tokens)!r}"
             for sample, output in samples
             for prompt, tokens in zip(sample.prompts, output["written"], strict=False)
         ]
