@@ -22,6 +22,10 @@ def export(
         bool,
         typer.Option("--program/--no-program", help="Write model.pt2, which torch runs without the model's code."),
     ] = True,
+    hub_name: Annotated[
+        str | None, typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Upload OUT to the Hugging Face hub.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="A new repository of the hub is private.")] = False,
     checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
@@ -35,13 +39,17 @@ def export(
         from lockstep.recipes import config_file
 
         settings = config_file.with_kept_task(config_file.read_run(run_dir), run_dir, tell_first)
+        from lockstep.trainer import hub
         from lockstep.trainer.trainer import Trainer
 
+        hub.check(hub_name, str(settings.task["kind"]), private=private, optimizer=optimizer)
         trainer = Trainer(settings, run_dir=run_dir, checkpoint=checkpoint)
         if optimizer:
             print(trainer.export_training_state(out))
             return
         print(trainer.export(out, program=program), flush=True)
+        if hub_name is not None:
+            print(hub.push(out, hub_name, private=private), flush=True)
         print(f"next, in Python: {next_step(out)}", file=sys.stderr)
 
 
