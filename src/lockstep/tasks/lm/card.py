@@ -33,10 +33,9 @@ def write(task: LanguageModel, model: nn.Module) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags: [lockstep]"]
     head += [f"base_model: {options.model}"] if options.model and not Path(options.model).is_dir() else []
-    name = str(config.get("name", "Language model"))
     kind = f"A causal language model ({task.config.model_type}) of {parameters:,} parameters"
     base = f", fine-tuned from `{options.model}`" if options.model else ", trained from new weights"
-    lines = [*head, "---", "", f"# {name}", "", f"{kind}{base} with Lockstep.", ""]
+    lines = [*head, "---", "", f"# {config.get('name', 'Language model')}", "", f"{kind}{base} with Lockstep.", ""]
     lines += [_USE.replace("{prompt}", "The"), "", "## Training", ""]
     lines += [f"- {line}" for line in _training(task, config, entries)]
     results = _results(entries)

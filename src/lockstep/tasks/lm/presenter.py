@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,19 +15,14 @@ from lockstep.core.presenter import Presenter
 from lockstep.tasks.hugging_face import config_for_pipeline
 from lockstep.tasks.lm import card, documents, models, writing
 from lockstep.tasks.lm.data import Prompts, Row, Rows
-from lockstep.tasks.lm.stream import Stream
-from lockstep.tasks.readers.table import SUFFIXES, Source, lines_of
+from lockstep.tasks.lm.stream import Stream, is_prompt
+from lockstep.tasks.readers.table import Source, lines_of
 
 if TYPE_CHECKING:
     from lockstep.tasks.lm.task import LanguageModel
 
 
 _SHOWN = 8  # continued prompts in the log
-
-
-def _is_prompt(argument: str) -> bool:
-    names_file = os.path.isfile(argument) or (argument.endswith(SUFFIXES) and " " not in argument)
-    return argument != "-" and not names_file
 
 
 class LmPresenter(Presenter):
@@ -45,7 +39,7 @@ class LmPresenter(Presenter):
             if argument == "-":
                 lines = lines_of(sys.stdin.read())
                 found += [(text, f"standard input:{line}") for line, text in enumerate(lines, start=1)]
-            elif _is_prompt(argument):
+            elif is_prompt(argument):
                 found.append((argument, f"argument {number}"))
             else:
                 found += self._of_file(argument)
@@ -56,9 +50,8 @@ class LmPresenter(Presenter):
 
     def stream(self, arguments: Sequence[str]) -> bool:
         """Show the text of a single prompt while it is written."""
-        streams = len(arguments) == 1 and _is_prompt(arguments[0])
-        self.task.stream = Stream(self.task) if streams else None
-        return streams
+        self.task.stream = Stream(self.task) if len(arguments) == 1 and is_prompt(arguments[0]) else None
+        return self.task.stream is not None
 
     def _of_file(self, name: str) -> list[tuple[str, str]]:
         options = self.task.options
@@ -120,13 +113,11 @@ class LmPresenter(Presenter):
 
     def _of_rows(self, name: str, rows: Rows) -> list[str]:
         tokens, plan, length = rows.tokens, rows.plan, rows.length
-        places = int(plan.sizes.sum())
-        learned = int(tokens.counts.sum())
         lines = [
             f"{name}: {len(tokens.places):,} documents, {tokens.bytes:,} bytes, {len(tokens.ids):,} tokens, of which "
-            f"{learned:,} can be learned"
+            f"{int(tokens.counts.sum()):,} can be learned"
         ]
-        padding = 1 - places / (len(rows) * length)
+        padding = 1 - int(plan.sizes.sum()) / (len(rows) * length)
         how = "several documents in a row" if rows.packed else "a document in a row, before micro-batches are cut"
         lines.append(f"  {len(rows):,} rows of {length} tokens, {how}: {padding:.2%} of them are padding")
         if plan.split:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from typing import TYPE_CHECKING, Any
@@ -9,11 +10,18 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lockstep.tasks.lm import writing
+from lockstep.tasks.readers.table import SUFFIXES
 
 if TYPE_CHECKING:
     from lockstep.tasks.lm.task import LanguageModel
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them
+
+
+def is_prompt(argument: str) -> bool:
+    """True for an argument of `lockstep predict` that is a prompt, and names no file and no standard input."""
+    names_file = os.path.isfile(argument) or (argument.endswith(SUFFIXES) and " " not in argument)
+    return argument != "-" and not names_file
 
 
 class Stream:

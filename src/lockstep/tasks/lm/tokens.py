@@ -162,7 +162,6 @@ def _store(documents: list[Document], tokenizer: Any, folder: Path) -> None:
     sizes: list[Array] = []
     counts: list[Array] = []
     ends = []
-    total = 0
     for document in documents:
         pieces = [(np.array(tokens, np.int32), np.zeros(len(tokens), np.uint32)) for tokens in (start, end)]
         found = [] if document.is_chat else [(*pieces[0], False)]
@@ -172,12 +171,11 @@ def _store(documents: list[Document], tokenizer: Any, folder: Path) -> None:
         ids += [tokens for tokens, _, _ in found]
         sizes += [of_tokens for _, of_tokens, _ in found]
         counts += [np.full(len(tokens), counted) for tokens, _, counted in found]
-        total += sum(len(tokens) for tokens, _, _ in found)
-        ends.append(total)
+        ends.append(sum(len(tokens) for tokens, _, _ in found))
     np.save(folder / "ids.npy", np.concatenate(ids))
     np.save(folder / "sizes.npy", np.concatenate(sizes))
     np.save(folder / "counts.npy", np.concatenate(counts))
-    np.save(folder / "ends.npy", np.array(ends, dtype=np.int64))
+    np.save(folder / "ends.npy", np.cumsum(ends, dtype=np.int64))
     unknown = sum(int((tokens == tokenizer.unk_token_id).sum()) for tokens in ids) if tokenizer.unk_token_id else 0
     about: dict[str, Any] = {"places": [document.where for document in documents], "unknown": unknown}
     about["kind"] = "chats" if documents[0].is_chat else "plain" if documents[0].is_plain else "answers"

@@ -17,8 +17,6 @@ NOTHING = -1
 """Stands behind the end of a text."""
 NO_PROMPT = -2
 """Stands where a row has fewer prompts than another row."""
-Draw = Callable[[Tensor, Tensor], Tensor]
-Put = Callable[[Tensor], object]
 _LOOK_EVERY = 16  # tokens between two questions whether all texts have ended: each question waits for the device
 
 
@@ -68,7 +66,7 @@ def write(
     temperature: float,
     top_k: int | None,
     end: int | None,
-    put: Put = lambda tokens: None,
+    put: Callable[[Tensor], object] = lambda tokens: None,
 ) -> Tensor:
     """Continue prompts.
 
@@ -116,7 +114,7 @@ def takes_keys(model: nn.Module) -> bool:
 
 
 def _write_alone(
-    model: nn.Module, ids: Tensor, mask: Tensor, draws: Tensor, draw: Draw, end: int | None, put: Put
+    model: nn.Module, ids: Tensor, mask: Tensor, draws: Tensor, draw: Any, end: int | None, put: Any
 ) -> Tensor:
     """The continuation of one prompt, whose tokens the model sees anew for each new token: (new tokens)."""
     text, count = ids[mask], int(mask.sum())
