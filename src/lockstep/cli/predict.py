@@ -7,7 +7,7 @@ import enum
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -124,23 +124,14 @@ def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None
                     rows.add(row, readable)
             bar.advance()
 
-        trainer.predict_rows(
-            add,
-            inputs,
-            samples,
-            task,
-            on_error=cast(Any, on_error and on_error.value),
-            begin=bar.begin,
-            by_row=predictions.takes_rows(out),
-            folder=out if predictions.is_folder(out) else None,
-        )
+        how: Any = {"on_error": on_error and on_error.value, "by_row": predictions.takes_rows(out)}
+        folder = out if predictions.is_folder(out) else None
+        trainer.predict_rows(add, inputs, samples, task, begin=bar.begin, folder=folder, **how)
     if rows is not None and out is not None:
         lacking = f"; left out: {', '.join(rows.left_out)}" if rows.left_out else ""
         print(f"{count} predictions: {out}{lacking}", file=sys.stderr)
     if unreadable:
         more = f"\n  and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
         listed = "\n  ".join(unreadable[:_NAMED])
-        print(
-            f"warning: {len(unreadable)} input{'s' * (len(unreadable) > 1)} could not be read:\n  {listed}{more}",
-            file=sys.stderr,
-        )
+        what = f"warning: {len(unreadable)} input{'s' * (len(unreadable) > 1)} could not be read"
+        print(f"{what}:\n  {listed}{more}", file=sys.stderr)

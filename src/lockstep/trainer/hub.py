@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shlex
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,10 @@ def check(name: str | None, kind: str, *, private: bool, optimizer: bool) -> Non
         remedy = "leave --push-to-hub out"
         raise UsageError(f"an export of task.kind {kind} is no folder for transformers", where=where, remedy=remedy)
     hub = _hub(where)
-    from huggingface_hub import constants, utils
+    from huggingface_hub import constants
 
     try:
-        utils.validate_repo_id(name)
+        importlib.import_module("huggingface_hub.utils").validate_repo_id(name)
         owner = name[: name.index("/")]
     except ValueError as error:
         what = first_line(error) if "/" in name else "the name has no owner"

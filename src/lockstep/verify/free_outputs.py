@@ -126,14 +126,13 @@ def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple
     first, parameters = objective(), list(outputs.outputs)
     if sum(parameter.numel() for parameter in parameters) > _MOST_NUMBERS:
         raise UsageError(f"the model's outputs have more than {_MOST_NUMBERS:,} numbers")
-    gradients: tuple[Tensor | None, ...] = ()
-    if parameters and first.requires_grad:
-        gradients = torch.autograd.grad(first, parameters, allow_unused=True)
+    reached = bool(parameters) and first.requires_grad
+    gradients = torch.autograd.grad(first, parameters, allow_unused=True) if reached else ()
     if all(gradient is None for gradient in gradients):
         raise UsageError("the loss does not come from tensors that the model returns")
     started = [_begin_at_frequencies(*pair) for pair in zip(parameters, gradients, strict=True)]
-    options: dict[str, Any] = {"tolerance_grad": 1e-3} if all(started) else {}
-    optimizer = torch.optim.LBFGS(parameters, max_iter=60, line_search_fn="strong_wolfe", **options)
+    least = 1e-3 if all(started) else 1e-7
+    optimizer = torch.optim.LBFGS(parameters, max_iter=60, tolerance_grad=least, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()

@@ -154,6 +154,9 @@ def test_prompts_and_new_tokens_share_the_positions_of_the_model(corpus):
     batch = task.collate([task.presenter(task).inputs(["the cat " * 40])[0]])
     assert batch["prompt_ids"].shape == (1, 16)
     assert task.predict(task.model(), batch)["written"].shape == (1, 1, 16)
+    assert not task.presenter(task).inputs(["the cat"]).notes
+    (note,) = task.presenter(task).inputs(["the cat", "the cat " * 40]).notes
+    assert note == "argument 2: only the last 16 tokens of this prompt are seen"
 
 
 def stand_in(tokenizer, tokens):

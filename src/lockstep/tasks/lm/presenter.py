@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.tasks.lm.task import LanguageModel
 
 
-_SHOWN = 8  # continued prompts in the log
+_SHOWN = 8  # continued prompts in the log, and prompts that are too long
 
 
 class LmPresenter(Presenter):
@@ -46,7 +46,10 @@ class LmPresenter(Presenter):
         empty = next((where for text, where in found if not text), None)
         if empty is not None:
             raise UsageError("an empty prompt", where=empty, remedy="give a text that the model continues")
-        return Prompts([self.task.prompt(text, where) for text, where in found])
+        prompts = [self.task.prompt(text, where) for text, where in found]
+        kept, _ = writing.room_for(models.most_tokens(self.task.config), self.task.options.new_tokens)
+        cut = [prompt.where for prompt in prompts if kept is not None and len(prompt.ids) > kept][:_SHOWN]
+        return Prompts(prompts, [f"{where}: only the last {kept} tokens of this prompt are seen" for where in cut])
 
     def stream(self, arguments: Sequence[str]) -> bool:
         """Show the text of a single prompt while it is written."""

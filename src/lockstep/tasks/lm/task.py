@@ -236,8 +236,7 @@ class LanguageModel(Task):
         return batch
 
     def weight(self, batch: Batch) -> Tensor:
-        count: Tensor = (batch["targets"] != NOT_LEARNED).sum()
-        return count
+        return torch.sum(batch["targets"] != NOT_LEARNED)
 
     # ---- from a batch to a loss and an output
 
@@ -299,8 +298,7 @@ class LanguageModel(Task):
     def decoded(self, written: Tensor) -> str:
         """The text of tokens, of which those below 0 stand for nothing."""
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        text: str = self.tokenizer.decode(written[written >= 0].tolist(), **options)
-        return text
+        return str(self.tokenizer.decode(written[written >= 0].tolist(), **options))
 
     def _written(self, model: nn.Module, batch: Batch) -> Tensor:
         counts, device = batch["prompts"], batch["targets"].device
