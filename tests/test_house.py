@@ -144,13 +144,23 @@ CODE_LINES = {
     "cli/first_hour.py": 85,
     "tasks/lm": 1_400,
     "tasks/lm/lora": 220,
+    "tasks/lm/stream.py": 40,
+    "trainer/hub.py": 70,
     "audit": 3_000,
 }
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
 
-What came new, such as a recipe, has a budget of its own, and does not count in all.
+What came new, such as a recipe, has a budget of its own, and does not count in the folder around it.
 """
-OF_THEIR_OWN = ("updates", "cli/first_hour.py", "tasks/lm", "tasks/lm/lora", "audit")
+OF_THEIR_OWN = (
+    "updates",
+    "cli/first_hour.py",
+    "tasks/lm",
+    "tasks/lm/lora",
+    "tasks/lm/stream.py",
+    "trainer/hub.py",
+    "audit",
+)
 
 
 def code_lines(text):
@@ -176,7 +186,8 @@ def test_code_lines_are_counted_without_blank_lines_comments_and_docstrings():
 
 @pytest.mark.parametrize("folder", CODE_LINES)
 def test_a_folder_keeps_its_budget(folder):
-    apart = [PACKAGE / other for other in OF_THEIR_OWN if other != folder and other.startswith(folder)]
+    inside = f"{folder}/" if folder else ""
+    apart = [PACKAGE / other for other in OF_THEIR_OWN if other.startswith(inside)]
     paths = [PACKAGE / folder] if folder.endswith(".py") else PACKAGE.joinpath(folder).rglob("*.py")
     counted = sum(code_lines(path.read_text()) for path in paths if not {*apart} & {path, *path.parents})
     assert counted <= CODE_LINES[folder]

@@ -11,6 +11,7 @@ from lockstep import LockstepError, Trainer
 from lockstep.cli.application import app
 from lockstep.cli.init import Library, page
 from lockstep.recipes import config_file
+from lockstep.tasks.lm.options import LmOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ["device=cpu", "log.writers=[json_lines]", "log.pictures=0", "log.model_summary=false"]
@@ -108,6 +109,20 @@ def test_every_key_in_the_table_of_a_page_is_a_key_of_the_config(library):
         if value and "my_file.py" not in value:
             data = ["train.eval_every_epochs=1"] if "stop_when" in name or "keep_best" in name else []
             config_file.load("toy", [*data, key])
+
+
+def test_every_option_of_language_models_in_a_table_is_one():
+    text = page(Library.TRANSFORMERS).partition("## From programs for language models")[2].partition("## Before")[0]
+    tables = [row.strip(" |").split(" | ")[1] for row in text.splitlines() if row.startswith("| ") and " | " in row]
+    found = {word for ours in tables for code in re.findall(r"`([^`]+)`", ours) for word in shlex.split(code)}
+    found = sorted(word for word in found if re.match(r"(task|optim|schedule|batch|compute|train|parallel)\.", word))
+    assert len(found) > 30
+    options = set(LmOptions.model_fields)
+    for word in found:
+        key, _, value = word.partition("=")
+        assert not key.startswith("task.") or key.split(".")[1] in options, word
+        if value and not value.startswith("NAME"):
+            config_file.load("lm", [word])
 
 
 @pytest.mark.parametrize("name", ["digits_task.py:Digits", "masked_task.py:Masked"])

@@ -150,9 +150,9 @@ def _nlst(folder):
 def _lm(folder):
     from tests import lm_cases
 
-    file = lm_cases.json_lines(folder / "texts.jsonl", [{"text": text} for text in lm_cases.texts(count=96)])
+    file = lm_cases.json_lines(folder / "texts.jsonl", [{"text": text} for text in lm_cases.texts(count=300)])
     sizes = ["task.small={layers: 1, width: 16, heads: 2}", "task.vocab_size=300", "task.length=32"]
-    return [f"data.train={file}", *sizes, "batch.global=8", "task.prompts=[]"]
+    return [f"data.train={file}", *sizes, "batch.global=8", "task.new_tokens=8", "optim.lr=0.02"]
 
 
 CASES = {

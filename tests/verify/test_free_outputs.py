@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from lockstep import Task
 from lockstep.core.errors import UsageError
+from lockstep.verify import free_outputs
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.constant_baseline import constant_baseline
 from lockstep.verify.free_outputs import FreeOutputs, fit_outputs, least_loss
-from tests import own_tasks, runs
+from tests import lm_cases, own_tasks, runs
 from tests.verify import odd_tasks
 
 HERE = Path(__file__).resolve().parent
@@ -34,6 +37,48 @@ def test_the_best_constant_of_cross_entropy_is_the_frequency_of_each_class():
     frequencies = torch.tensor([20, 12, 8]) / 40
     torch.testing.assert_close(logits.softmax(0), frequencies, atol=1e-4, rtol=0)
     assert loss == pytest.approx(-float((frequencies * frequencies.log()).sum()), abs=1e-6)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_the_best_constant_of_a_language_model_is_the_frequency_of_each_token(tmp_path, packing):
+    """Also where rows have different lengths, and while the evaluation writes texts."""
+    options = {"packing": packing, "eval_fraction": 0.3, "new_tokens": 4, "exact_match": 0}
+    task = lm_cases.small_task(lm_cases.corpus(tmp_path), **options)
+    model = task.model().eval()
+    outputs = FreeOutputs(model, constant=True)
+    _, loss = fit_outputs(task, outputs, CPU)
+    data = task.train_data()
+    targets = torch.cat([torch.from_numpy(data[index].targets) for index in range(len(data))])
+    frequencies = targets.bincount(minlength=len(task.tokenizer)) / len(targets)
+    (logits,) = outputs.outputs
+    torch.testing.assert_close(logits[0].softmax(0), frequencies, atol=2e-3, rtol=0)
+    assert loss == pytest.approx(-float(frequencies.xlogy(frequencies).sum()), abs=2e-3)
+    evaluated = task.eval_data()
+    batch = task.collate([evaluated[0], evaluated[1]])
+    assert int(batch["prompts"][0]) == 3
+    assert torch.equal(task.predict(outputs, batch)["written"], task.predict(model, batch)["written"])
+
+
+def test_outputs_of_tokens_whose_loss_is_no_cross_entropy_are_fitted_from_zero():
+    class Squares(Task):
+        def model(self):
+            return nn.Embedding(5, 3)
+
+        def train_data(self):
+            draw = torch.Generator().manual_seed(0)
+            return TensorDataset(torch.randint(5, (20, 4), generator=draw), torch.randn(20, 4, 3, generator=draw))
+
+        def loss(self, model, batch):
+            return (model(batch[0]) - batch[1]).square().sum()
+
+    _, (means,) = fitted(Squares())
+    torch.testing.assert_close(means, Squares().train_data().tensors[1].mean((0, 1))[None], atol=1e-4, rtol=0)
+
+
+def test_outputs_that_are_too_large_are_not_fitted(monkeypatch):
+    monkeypatch.setattr(free_outputs, "_MOST_NUMBERS", 2)
+    with pytest.raises(UsageError, match="the model's outputs have more than 2 numbers"):
+        fitted(odd_tasks.Classes())
 
 
 def test_the_best_constant_of_squared_error_is_the_mean():

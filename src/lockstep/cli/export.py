@@ -25,6 +25,10 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Write weights with the adapters (task.lora) in them, not adapters alone.")
     ] = False,
+    hub_name: Annotated[
+        str | None, typer.Option("--push-to-hub", metavar="OWNER/NAME", help="Upload OUT to the Hugging Face hub.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="A new repository of the hub is private.")] = False,
     checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
@@ -38,13 +42,17 @@ def export(
         from lockstep.recipes import config_file
 
         settings = config_file.with_kept_task(config_file.read_run(run_dir), run_dir, tell_first)
+        from lockstep.trainer import hub
         from lockstep.trainer.trainer import Trainer
 
+        hub.check(hub_name, str(settings.task["kind"]), private=private, optimizer=optimizer)
         trainer = Trainer(settings, run_dir=run_dir, checkpoint=checkpoint)
         if optimizer:
             print(trainer.export_training_state(out))
             return
         print(trainer.export(out, program=program, merge=merge), flush=True)
+        if hub_name is not None:
+            print(hub.push(out, hub_name, private=private), flush=True)
         print(f"next, in Python: {next_step(out)}", file=sys.stderr)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,11 +27,6 @@ class OnError(enum.StrEnum):
     SKIP = "skip"
 
 
-_POLICY: dict[OnError | None, Literal["raise", "skip"] | None] = {
-    None: None,
-    OnError.RAISE: "raise",
-    OnError.SKIP: "skip",
-}
 _NAMED = 10  # inputs that could not be read are named up to this number
 
 
@@ -103,10 +99,14 @@ def _check_is_no_source(out: Path, run_dir: Path, inputs: list[str]) -> None:
 def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None, on_error: OnError | None) -> None:
     """Predict, write each prediction as it comes, and say on stderr what was written and what could not be read."""
     from lockstep.cli import progress
+    from lockstep.core import task_checks
     from lockstep.trainer import predictions
 
     unreadable: list[str] = []
     count = 0
+    task = trainer.task()
+    to_terminal = out is None and os.environ.get("WORLD_SIZE", "1") == "1" and sys.stdout.isatty()
+    streams = to_terminal and task_checks.presenter(task).stream(inputs)
     # Where the predictions themselves go to the terminal, they show the progress.
     has_bar = is_first() and sys.stderr.isatty() and not (out is None and sys.stdout.isatty())
     with contextlib.ExitStack() as stack:
@@ -119,27 +119,19 @@ def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None
             count += readable
             if not readable:
                 unreadable.append(of_sample[0]["error"])
-            if rows is not None:
+            if rows is not None and not (streams and readable):
                 for row in of_sample:
                     rows.add(row, readable)
             bar.advance()
 
-        trainer.predict_rows(
-            add,
-            inputs,
-            samples,
-            on_error=_POLICY[on_error],
-            begin=bar.begin,
-            by_row=predictions.takes_rows(out),
-            folder=out if predictions.is_folder(out) else None,
-        )
+        how: Any = {"on_error": on_error and on_error.value, "by_row": predictions.takes_rows(out)}
+        folder = out if predictions.is_folder(out) else None
+        trainer.predict_rows(add, inputs, samples, task, begin=bar.begin, folder=folder, **how)
     if rows is not None and out is not None:
         lacking = f"; left out: {', '.join(rows.left_out)}" if rows.left_out else ""
         print(f"{count} predictions: {out}{lacking}", file=sys.stderr)
     if unreadable:
         more = f"\n  and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
         listed = "\n  ".join(unreadable[:_NAMED])
-        print(
-            f"warning: {len(unreadable)} input{'s' * (len(unreadable) > 1)} could not be read:\n  {listed}{more}",
-            file=sys.stderr,
-        )
+        what = f"warning: {len(unreadable)} input{'s' * (len(unreadable) > 1)} could not be read"
+        print(f"{what}:\n  {listed}{more}", file=sys.stderr)

@@ -47,6 +47,15 @@ class Presenter:
             remedy="write this method, or predict without INPUT",
         )
 
+    def stream(self, arguments: Sequence[str]) -> bool:
+        """Called before `inputs` where the prediction goes to a terminal, on a single process.
+
+        Returns:
+            whether the prediction will be written to stdout while it is computed, so that nothing else is to be
+            written. By default it is not.
+        """
+        return False
+
     def describe(self, output: Any) -> dict[str, Any]:
         """The output of a single sample, as plain values by name."""
         return {"output": output}

@@ -17,6 +17,9 @@ from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.reference import data
 
 _BATCH_SIZE = 64
+_MOST_NUMBERS = 8_000_000  # L-BFGS keeps up to 120 copies of them
+_ROUNDING = 1e-4
+_UNSEEN = 1e-3  # is shared by all classes: a class that is never the target has a probability, too
 
 
 class FreeOutputs(nn.Module):
@@ -24,8 +27,8 @@ class FreeOutputs(nn.Module):
 
     Args:
         model: runs to find the shapes.
-        constant: the same output for every sample, and for every place of a map; otherwise one output per sample, for a
-            single batch.
+        constant: the same output for every sample, and for every place of a map or token of a text; otherwise one
+            output per sample, for a single batch.
     """
 
     def __init__(self, model: nn.Module, constant: bool) -> None:
@@ -46,7 +49,10 @@ class FreeOutputs(nn.Module):
         return self.inner.parameters(recurse)  # type: ignore[no-any-return]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("use_cache"):  # the model writes a text, token by token: that is no part of the loss
+            return self.inner(*args, **kwargs)
         model_outputs = self._outputs_of_model(args, kwargs)
+        tokens = {tensor.shape for tensor in data.tensors((args, kwargs)) if not tensor.is_floating_point()}
         place = -1
 
         def replace(tensor: Tensor) -> Tensor:
@@ -54,7 +60,7 @@ class FreeOutputs(nn.Module):
             if not _is_replaced(tensor):
                 return tensor
             place += 1
-            shape = _constant_shape(tensor) if self.constant else tensor.shape
+            shape = _constant_shape(tensor, tensor.shape[:-1] in tokens) if self.constant else tensor.shape
             if place == len(self.outputs):
                 self.outputs.append(nn.Parameter(tensor.new_zeros(shape)))
             if self.outputs[place].shape != shape:
@@ -80,12 +86,15 @@ def _is_replaced(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.ndim > 0
 
 
-def _constant_shape(tensor: Tensor) -> tuple[int, ...]:
+def _constant_shape(tensor: Tensor, by_token: bool) -> tuple[int, ...]:
     """The shape of an output that is the same for every sample.
 
+    Outputs by token (samples, tokens, classes) have a number for each class.
     Maps (samples, channels, height, width) have a number for each channel: pictures may have different sizes, and a
     number for each place would learn where things usually are.
     """
+    if by_token and tensor.ndim == 3:
+        return (1, tensor.shape[2])
     if tensor.ndim < 4:
         return tuple(tensor.shape[1:])
     return (tensor.shape[1], *(1 for _ in tensor.shape[2:]))
@@ -100,7 +109,7 @@ def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple
         The loss of outputs that are all zero, and the loss of the fitted outputs.
 
     Raises:
-        UsageError: the loss does not come from tensors that the model returns.
+        UsageError: the loss does not come from tensors that the model returns, or they are too large.
     """
     batches = _batches(task, device)
     units = data.count_units(task, batches)
@@ -115,12 +124,15 @@ def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple
         return total
 
     first, parameters = objective(), list(outputs.outputs)
+    if sum(parameter.numel() for parameter in parameters) > _MOST_NUMBERS:
+        raise UsageError(f"the model's outputs have more than {_MOST_NUMBERS:,} numbers")
     reached = bool(parameters) and first.requires_grad
-    if reached:
-        reached = any(gradient is not None for gradient in torch.autograd.grad(first, parameters, allow_unused=True))
-    if not reached:
+    gradients = torch.autograd.grad(first, parameters, allow_unused=True) if reached else ()
+    if all(gradient is None for gradient in gradients):
         raise UsageError("the loss does not come from tensors that the model returns")
-    optimizer = torch.optim.LBFGS(parameters, max_iter=60, line_search_fn="strong_wolfe")
+    started = [_begin_at_frequencies(*pair) for pair in zip(parameters, gradients, strict=True)]
+    least = 1e-3 if all(started) else 1e-7
+    optimizer = torch.optim.LBFGS(parameters, max_iter=60, tolerance_grad=least, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -130,6 +142,25 @@ def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
     return float(first.detach()), float(objective().detach())
+
+
+def _begin_at_frequencies(output: nn.Parameter, gradient: Tensor | None) -> bool:
+    """Set an output by token to the logarithms of the frequencies of its classes, which are best for a cross-entropy.
+
+    Vocabularies are large, and L-BFGS takes long from zero. At zero, the gradient of a cross-entropy by class is
+    1 / classes minus the frequency of the class.
+
+    Returns:
+        whether the gradient can be that of a cross-entropy, and the output was set.
+    """
+    if gradient is None or output.ndim != 2 or len(output) != 1:
+        return False
+    frequencies = 1 / output.numel() - gradient
+    if float(frequencies.min()) < -_ROUNDING or float(gradient.sum().abs()) > _ROUNDING:
+        return False
+    with torch.no_grad():
+        output.copy_((frequencies.clamp(min=0) + _UNSEEN / output.numel()).log())
+    return True
 
 
 def _batches(task: Task, device: torch.device) -> list[tuple[Any, int]]:

@@ -39,6 +39,8 @@ def test_a_text_file_is_a_document_and_a_separator_makes_several(tmp_path):
     found = read(path, separator="--\n")
     assert parts(found) == [[("one\ntwo\n", True)], [("three", True)]]
     assert found[1].where == f"{path}, document 2"
+    path.write_bytes(b"one\r\ntwo\r\n")  # of Windows
+    assert parts(read(path, separator="\n")) == [[("one", True)], [("two", True)]]
 
 
 def test_a_folder_has_a_document_for_each_text_file(tmp_path):

@@ -2,18 +2,28 @@
 
 import json
 import math
+import os
+import pty
 import re
+import select
+import sys
+import termios
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from lockstep import Trainer
+from lockstep.cli import predict
+from lockstep.cli.application import app
 from lockstep.core.errors import UsageError
 from lockstep.tasks.lm import models, writing
-from tests import lm_cases, runs
+from tests import hub_server, lm_cases, runs
 from tests.lm_cases import json_lines, lm_task, small_task
 from tests.ranks import run_ranks
 
@@ -144,6 +154,105 @@ def test_prompts_and_new_tokens_share_the_positions_of_the_model(corpus):
     batch = task.collate([task.presenter(task).inputs(["the cat " * 40])[0]])
     assert batch["prompt_ids"].shape == (1, 16)
     assert task.predict(task.model(), batch)["written"].shape == (1, 1, 16)
+    assert not task.presenter(task).inputs(["the cat"]).notes
+    (note,) = task.presenter(task).inputs(["the cat", "the cat " * 40]).notes
+    assert note == "argument 2: only the last 16 tokens of this prompt are seen"
+
+
+def stand_in(tokenizer, tokens):
+    """A model that writes these tokens, each for a second prompt, too, and then the end."""
+    end = tokenizer.eos_token_id
+
+    class Written(torch.nn.Module):
+        def forward(self, input_ids, position_ids=None, attention_mask=None, past_key_values=0, use_cache=False):
+            seen = past_key_values or 0
+            logits = torch.zeros(*input_ids.shape, len(tokenizer))
+            logits[..., [*tokens, end][min(seen, len(tokens))]] = 100.0
+            return SimpleNamespace(logits=logits, past_key_values=seen + 1)
+
+    return Written()
+
+
+ODD = "a\N{GRINNING FACE} na\u00efve\n  \u6f22\u5b57,  and\n\n (more) \x1b[31m."
+
+
+def llamas_tokenizer():
+    """A tokenizer as Llama has: spaces begin words, letters that it does not know are bytes."""
+    known = ["<end>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"adehimnort", "an", "\u2581an"]
+    merges, vocabulary = [("a", "n"), ("\u2581", "an")], {token: number for number, token in enumerate(known)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    steps = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    made.decoder = tokenizers.decoders.Sequence([*steps, tokenizers.decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "characters", "llama"])
+def test_a_text_on_a_terminal_appears_letter_by_letter_and_is_the_text(tmp_path, monkeypatch, kind):
+    options = {"tokenizer": "characters" if kind == "characters" else "bpe", "temperature": 0.0, "length": 256}
+    task = small_task(json_lines(tmp_path / "a.jsonl", [{"text": ODD}] * 12), **options)
+    if kind == "llama":
+        task.__dict__["tokenizer"] = llamas_tokenizer()
+    model = stand_in(task.tokenizer, task.tokenizer(ODD, add_special_tokens=False)["input_ids"])
+    controller, terminal = pty.openpty()
+    termios.tcsetattr(terminal, termios.TCSANOW, [0, 0, termios.CS8, 0, 0, 0, [b"\0"] * 32])  # as it is written
+    shown, draw = [], writing._drawn
+
+    def drawn(*arguments, **options):
+        shown.append(read_now(controller))
+        return draw(*arguments, **options)
+
+    monkeypatch.setattr(writing, "_drawn", drawn)
+    presenter = task.presenter(task)
+    with open(terminal, "w", encoding="utf-8") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert presenter.stream(["the"])
+        data = presenter.inputs(["the"])
+        output = task.predict(model, task.collate([data[0]]))
+        shown.append(read_now(controller))
+    os.close(controller)
+    text = presenter.describe({name: values[0] for name, values in output.items()})["text"]
+    assert text == task.decoded(torch.tensor(task.tokenizer(ODD, add_special_tokens=False)["input_ids"]))
+    assert "\N{GRINNING FACE}" in text
+    assert "".join(shown) == text.replace("\x1b", "\N{REPLACEMENT CHARACTER}") + "\n"
+    assert len(list(filter(None, shown))) > 10
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(shown).replace("\N{REPLACEMENT CHARACTER}[31m", "")
+
+
+def read_now(controller):
+    """What has come to a terminal since the last time."""
+    found = b""
+    while select.select([controller], [], [], 0)[0]:
+        found += os.read(controller, 65536)
+    return found.decode()
+
+
+def test_only_a_single_prompt_of_the_command_line_is_shown_while_it_is_written(corpus, tmp_path):
+    presenter = (task := small_task(corpus)).presenter(task)
+    (tmp_path / "prompts.txt").write_text("the dog\n")
+    assert presenter.stream(["the cat"])
+    assert task.stream is not None
+    for several in (["the cat", "a"], ["-"], [str(tmp_path / "prompts.txt")], ["lacking.csv"], []):
+        assert not presenter.stream(several)
+        assert task.stream is None
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_command_writes_a_text_to_a_terminal_and_json_elsewhere(run_dir, monkeypatch, capsys, terminal):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    trainer = Trainer(settings_of(run_dir), run_dir=run_dir, quiet=True)
+    (expected,) = described(trainer, ["the cat"])
+    predict._predict(trainer, ["the cat"], 8, None, None)
+    written = capsys.readouterr().out
+    assert written == expected["text"] + "\n" if terminal else json.loads(written) == expected
+    predict._predict(trainer, ["the cat", "a"], 8, None, None)
+    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == ["the cat", "a"]
+
+
+def described(trainer, inputs):
+    found = []
+    trainer.predict_rows(lambda rows, readable: found.extend(rows), inputs, 8, by_row=False)
+    return found
 
 
 @pytest.mark.parametrize("kind", ["bloom", "mamba"])
@@ -238,6 +347,22 @@ def test_transformers_loads_an_export_without_lockstep(run_dir, tmp_path):
     assert model.generation_config.max_new_tokens == 8
     assert tokenizer.bos_token_id == ids[0, 0]  # as in the training, a document begins with its token
     assert tokenizer.decode(ids[0], skip_special_tokens=True) == "the cat"
+
+
+def test_an_export_is_uploaded(run_dir, tmp_path, monkeypatch):
+    with hub_server.running() as hub:
+        hub_server.use(hub, monkeypatch)
+        out = tmp_path / "out"
+        call = ["export", str(run_dir), str(out), "--push-to-hub", "someone/plays"]
+        refused = CliRunner().invoke(app, [*call[:-1], "plays"])
+        assert refused.exit_code == 2
+        assert "--push-to-hub plays: the name has no owner" in refused.stderr
+        assert not out.exists()
+        done = CliRunner().invoke(app, call)
+        assert done.exit_code == 0, done.output
+        assert f"{hub.address}/someone/plays" in done.stdout
+        assert hub.files == {path.name: path.read_bytes() for path in out.iterdir()}
+        assert "README.md" in hub.files
 
 
 def load(trainer):

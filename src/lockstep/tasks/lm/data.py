@@ -159,8 +159,8 @@ class PaddedRows(Rows):
 class Prompts(Dataset[Row]):
     """Prompts that `lockstep predict` continues."""
 
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self.prompts = prompts
+    def __init__(self, prompts: Sequence[Prompt], notes: Sequence[str] = ()) -> None:
+        self.prompts, self.notes = prompts, notes
 
     def __len__(self) -> int:
         return len(self.prompts)

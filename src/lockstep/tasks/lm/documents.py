@@ -109,7 +109,7 @@ class Corpus:
     def _of_texts(self) -> Iterator[Document]:
         separator = self.options.separator
         for path in self.files():
-            text = read_text(path)
+            text = read_text(path).replace("\r\n", "\n")
             texts = [text] if separator is None else text.split(separator)
             for number, part in enumerate(texts):
                 place = str(path) if separator is None else f"{path}, document {number}"
@@ -178,9 +178,7 @@ def choose(table: Table, given: ColumnsOptions, *, needs_answer: bool = True) ->
         return {"prompt": [prompt, *more]} | ({} if answer is None else {"answer": [answer]})
     if len(names) == 1:
         return {"text": names}
-    text = usual(_USUAL["text"], names, role="text", where=where, names=names, needed=True)
-    assert text is not None
-    return {"text": [text]}
+    return {"text": [str(usual(_USUAL["text"], names, role="text", where=where, names=names, needed=True))]}
 
 
 def _text(value: Any, where: str, column: str) -> str:

@@ -30,6 +30,7 @@ class TokenScores(Metric):
     def __init__(self, has_questions: bool = False, **options: Any) -> None:
         super().__init__(**options)
         self.has_questions = has_questions
+        self.counts = ["tokens", "right", "bytes", *["asked", "matched"] * has_questions]
         self.add_state("nats", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         for name in ("tokens", "right", "bytes", "asked", "matched"):
             self.add_state(name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
@@ -37,12 +38,8 @@ class TokenScores(Metric):
     def update(self, output: dict[str, Tensor]) -> None:
         """Add the sums of a batch, as `LanguageModel.predict` returns them."""
         self.nats += output["nats"].double().sum()
-        self.tokens += output["tokens"].sum()
-        self.right += output["right"].sum()
-        self.bytes += output["bytes"].sum()
-        if self.has_questions:
-            self.asked += output["asked"].sum()
-            self.matched += output["matched"].sum()
+        for name in self.counts:
+            setattr(self, name, getattr(self, name) + output[name].sum())
 
     def compute(self) -> dict[str, Tensor]:
         per_token = self.nats / self.tokens

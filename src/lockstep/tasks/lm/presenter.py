@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,13 +15,14 @@ from lockstep.core.presenter import Presenter
 from lockstep.tasks.hugging_face import config_for_pipeline
 from lockstep.tasks.lm import card, documents, models, writing
 from lockstep.tasks.lm.data import Prompts, Row, Rows
-from lockstep.tasks.readers.table import SUFFIXES, Source, lines_of
+from lockstep.tasks.lm.stream import Stream, is_prompt
+from lockstep.tasks.readers.table import Source, lines_of
 
 if TYPE_CHECKING:
     from lockstep.tasks.lm.task import LanguageModel
 
 
-_SHOWN = 8  # continued prompts in the log
+_SHOWN = 8  # continued prompts in the log, and prompts that are too long
 
 
 class LmPresenter(Presenter):
@@ -39,14 +39,22 @@ class LmPresenter(Presenter):
             if argument == "-":
                 lines = lines_of(sys.stdin.read())
                 found += [(text, f"standard input:{line}") for line, text in enumerate(lines, start=1)]
-            elif os.path.isfile(argument) or (argument.endswith(SUFFIXES) and " " not in argument):
-                found += self._of_file(argument)
-            else:
+            elif is_prompt(argument):
                 found.append((argument, f"argument {number}"))
+            else:
+                found += self._of_file(argument)
         empty = next((where for text, where in found if not text), None)
         if empty is not None:
             raise UsageError("an empty prompt", where=empty, remedy="give a text that the model continues")
-        return Prompts([self.task.prompt(text, where) for text, where in found])
+        prompts = [self.task.prompt(text, where) for text, where in found]
+        kept, _ = writing.room_for(models.most_tokens(self.task.config), self.task.options.new_tokens)
+        cut = [prompt.where for prompt in prompts if kept is not None and len(prompt.ids) > kept][:_SHOWN]
+        return Prompts(prompts, [f"{where}: only the last {kept} tokens of this prompt are seen" for where in cut])
+
+    def stream(self, arguments: Sequence[str]) -> bool:
+        """Show the text of a single prompt while it is written."""
+        self.task.stream = Stream(self.task) if len(arguments) == 1 and is_prompt(arguments[0]) else None
+        return self.task.stream is not None
 
     def _of_file(self, name: str) -> list[tuple[str, str]]:
         options = self.task.options
@@ -62,17 +70,13 @@ class LmPresenter(Presenter):
 
     def describe(self, output: dict[str, Tensor]) -> dict[str, Any]:
         """The written texts; of evaluation rows, the number of tokens, the perplexity and the share of right tokens."""
-        texts = [self._text(tokens) for tokens in output["written"] if int(tokens[0]) != writing.NO_PROMPT]
+        texts = [self.task.decoded(tokens) for tokens in output["written"] if int(tokens[0]) != writing.NO_PROMPT]
         if not int(output["tokens"]):
             return {"text": texts[0] if texts else ""}
         count = int(output["tokens"])
         perplexity = round(math.exp(min(float(output["nats"]) / count, 700.0)), 6)
         described = {"tokens": count, "perplexity": perplexity, "accuracy": round(int(output["right"]) / count, 6)}
         return described | ({"texts": texts} if texts else {})
-
-    def _text(self, tokens: Tensor) -> str:
-        text: str = self.task.tokenizer.decode(tokens[tokens >= 0].tolist(), skip_special_tokens=True)
-        return text
 
     def show(self, sample: Row) -> dict[str, Any]:
         texts = [prompt.text for prompt in sample.prompts]
@@ -89,7 +93,7 @@ class LmPresenter(Presenter):
         if "exact_match" in values:
             lines.append(f"questions answered with the right number: {float(values['exact_match']):.1%}")
         texts = [
-            f"  {prompt.text!r} -> {self._text(tokens)!r}"
+            f"  {prompt.text!r} -> {self.task.decoded(tokens)!r}"
             for sample, output in samples
             for prompt, tokens in zip(sample.prompts, output["written"], strict=False)
         ]
@@ -112,13 +116,11 @@ class LmPresenter(Presenter):
 
     def _of_rows(self, name: str, rows: Rows) -> list[str]:
         tokens, plan, length = rows.tokens, rows.plan, rows.length
-        places = int(plan.sizes.sum())
-        learned = int(tokens.counts.sum())
         lines = [
             f"{name}: {len(tokens.places):,} documents, {tokens.bytes:,} bytes, {len(tokens.ids):,} tokens, of which "
-            f"{learned:,} can be learned"
+            f"{int(tokens.counts.sum()):,} can be learned"
         ]
-        padding = 1 - places / (len(rows) * length)
+        padding = 1 - int(plan.sizes.sum()) / (len(rows) * length)
         how = "several documents in a row" if rows.packed else "a document in a row, before micro-batches are cut"
         lines.append(f"  {len(rows):,} rows of {length} tokens, {how}: {padding:.2%} of them are padding")
         if plan.split:

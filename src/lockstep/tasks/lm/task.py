@@ -20,6 +20,7 @@ from lockstep.tasks.lm.documents import Corpus
 from lockstep.tasks.lm.lora.presenter import LoraPresenter
 from lockstep.tasks.lm.options import LmOptions
 from lockstep.tasks.lm.presenter import LmPresenter
+from lockstep.tasks.lm.stream import Stream
 from lockstep.tasks.lm.tokens import Tokens
 from lockstep.tasks.readers.cache import digest_of
 from lockstep.tasks.text import hugging_face
@@ -55,6 +56,8 @@ class LanguageModel(Task):
         self.parameters = 0
         """Number of parameters. Known after `model`."""
         self._trained = False
+        self.stream: Stream | None = None
+        """Shows the next text that is written."""
 
     def setup(self, folder: Path, trained: bool) -> None:
         """Keep the tokenizer and the model's config in `folder`, as Hugging Face writes them."""
@@ -235,8 +238,7 @@ class LanguageModel(Task):
         return batch
 
     def weight(self, batch: Batch) -> Tensor:
-        count: Tensor = (batch["targets"] != NOT_LEARNED).sum()
-        return count
+        return torch.sum(batch["targets"] != NOT_LEARNED)
 
     # ---- from a batch to a loss and an output
 
@@ -291,10 +293,14 @@ class LanguageModel(Task):
             for tokens_of in written[row, :count]:
                 answer = next(answers)
                 if answer is not None:
-                    text = self.tokenizer.decode(tokens_of[tokens_of >= 0].tolist(), skip_special_tokens=True)
                     asked[row] += 1
-                    matched[row] += is_match(text, answer)
+                    matched[row] += is_match(self.decoded(tokens_of), answer)
         return {"asked": asked, "matched": matched}
+
+    def decoded(self, written: Tensor) -> str:
+        """The text of tokens, of which those below 0 stand for nothing."""
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(written[written >= 0].tolist(), **options))
 
     def _written(self, model: nn.Module, batch: Batch) -> Tensor:
         counts, device = batch["prompts"], batch["targets"].device
@@ -305,7 +311,7 @@ class LanguageModel(Task):
         options = self.options
         inputs = (batch["prompt_ids"], batch["prompt_mask"], batch["draws"])
         chosen: Any = {"temperature": options.temperature, "top_k": options.top_k, "end": self.tokenizer.eos_token_id}
-        texts = writing.write(model, *inputs, **chosen)
+        texts = (self.stream or writing).write(model, *inputs, **chosen)
         places = [(row, number) for row, count in enumerate(counts) for number in range(count)]
         for text, (row, number) in zip(texts, places, strict=True):
             by_row[row, number] = text

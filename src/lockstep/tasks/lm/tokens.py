@@ -20,7 +20,7 @@ from lockstep.tasks.text.data import OfFolder, mapped
 END = "<|endoftext|>"
 """The token before and behind each document, of a tokenizer that is trained here."""
 _UNKNOWN = "<|unknown|>"
-_FORMAT = 2  # of the cached files
+_FORMAT = 3  # of the cached files
 _BLOCK = 2**20  # letters that are tokenised at a time
 
 
@@ -86,8 +86,8 @@ def renderer(tokenizer: Any) -> Callable[..., str] | None:
         return None
 
     def render(messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-        return text
+        options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        return str(tokenizer.apply_chat_template(messages, **options))
 
     return render
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ def write(
     temperature: float,
     top_k: int | None,
     end: int | None,
+    put: Callable[[Tensor], object] = lambda tokens: None,
 ) -> Tensor:
     """Continue prompts.
 
@@ -73,13 +75,15 @@ def write(
         temperature: 0 takes the most probable token.
         top_k: draw from so many most probable tokens. None: from all.
         end: the token behind a text.
+        put: is called with the next token of each prompt, (prompts), as soon as they are drawn.
 
     Returns:
         new tokens: (prompts, new tokens). `NOTHING` stands where a text has ended.
     """
+    draw = functools.partial(_drawn, temperature=temperature, top_k=top_k)
     if not takes_keys(model):
-        alone = [_write_alone(model, *parts, temperature, top_k, end) for parts in zip(ids, mask, draws, strict=True)]
-        return torch.stack(alone)
+        each = zip(ids, mask, draws, strict=True)
+        return torch.stack([_write_alone(model, *parts, draw, end, put) for parts in each])
     written: list[Tensor] = []
     ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     seen: Any = None
@@ -88,10 +92,11 @@ def write(
         given = mask.long() if models.has_windows(model) else _mask_of(mask, ids.shape[1])
         output = models.called(model, ids, positions, given, past_key_values=seen, use_cache=True)
         seen = output.past_key_values
-        token = _drawn(output.logits[:, -1], draws[:, number], temperature, top_k)
+        token = draw(output.logits[:, -1], draws[:, number])
         if end is not None:
             ended = ended | (token == end)
         written.append(token.masked_fill(ended, NOTHING))
+        put(written[-1])
         if number % _LOOK_EVERY == _LOOK_EVERY - 1 and bool(ended.all()):
             break
         ids, positions = token[:, None], positions[:, -1:] + 1
@@ -109,16 +114,16 @@ def takes_keys(model: nn.Module) -> bool:
 
 
 def _write_alone(
-    model: nn.Module, ids: Tensor, mask: Tensor, draws: Tensor, temperature: float, top_k: int | None, end: int | None
+    model: nn.Module, ids: Tensor, mask: Tensor, draws: Tensor, draw: Any, end: int | None, put: Any
 ) -> Tensor:
     """The continuation of one prompt, whose tokens the model sees anew for each new token: (new tokens)."""
     text, count = ids[mask], int(mask.sum())
-    for draw in draws:
-        logits = models.called(model, text[None]).logits
-        token = _drawn(logits[:, -1], draw[None], temperature, top_k)
+    for number in draws[:, None]:
+        token = draw(models.called(model, text[None]).logits[:, -1], number)
         if end is not None and int(token) == end:
             break
         text = torch.cat([text, token])
+        put(token)
     found = torch.full_like(draws, NOTHING, dtype=torch.int64)
     found[: len(text) - count] = text[count:]
     return found
