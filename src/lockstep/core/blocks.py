@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Generator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -49,6 +50,32 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict
         if not any(name.startswith(f"{outer}.") for outer in outermost) and module not in outermost.values():
             outermost[name] = module
     return _without_shared_parameters(model, outermost)
+
+
+def find_ends(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """The large embeddings of tokens, and the large last layers, by name. FSDP gathers each by itself, as a block.
+
+    They are what the methods `get_input_embeddings` and `get_output_embeddings` of the model's modules return, as
+    transformers' models have them. Left out are ends that share parameters (tied weights), and those with fewer than
+    an eighth of the parameters of the largest block, which are not worth a collective.
+    """
+    least = max((_count(block) for block in blocks), default=math.inf) / 8
+    names = {id(module): name for name, module in model.named_modules()}
+    inside = {id(module) for block in blocks for module in block.modules()}
+    found = []
+    for method in ("get_input_embeddings", "get_output_embeddings"):
+        ends: dict[str, nn.Module] = {}
+        for module in model.modules():
+            with contextlib.suppress(NotImplementedError, AttributeError):  # of a model that has no such end
+                end = getattr(module, method)()
+                if isinstance(end, nn.Embedding | nn.Linear) and id(end) not in inside and _count(end) >= least:
+                    ends[names[id(end)]] = end
+        found.append(_without_shared_parameters(model, ends))
+    return found[0], found[1]
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -41,7 +41,8 @@ class ParameterFacts:
     element_bytes: int
     trainable: bool
     block: int | None
-    """Index of the block that holds it. None: it is outside of the blocks, in the root."""
+    """Index of the block that holds it, where large embeddings and last layers count as blocks. None: it is in the
+    root."""
     state_element_bytes: float = 0.0
     """Bytes of optimizer state for each element: of tensors with the shape of the parameter."""
     state_other_bytes: int = 0
@@ -124,8 +125,8 @@ class ModelFacts:
     flops_per_sample: float | None
     """Forward and backward pass, without recomputation. None: not known."""
     forward_flops_per_sample: float | None
-    block_flops_per_sample: float | None
-    """Forward pass of the blocks: what recomputation adds."""
+    recomputed_flops_per_sample: float | None
+    """What recomputation adds. None: not known, or there is none."""
     samples: int | None
     """Samples of an epoch. None: the data are not here."""
     global_batch: int
@@ -149,6 +150,13 @@ class ModelFacts:
     """Where the traced batch came from, for people."""
     notes: list[str] = field(default_factory=list)
     """Limits of the model and of the facts, for people."""
+    ends: tuple[int, int] = (0, 0)
+    """Number of large embeddings, which count as blocks before the others, and of large last layers, behind them."""
+
+    @property
+    def stay_from(self) -> int:
+        """Index of the first block that always stays gathered until the backward pass: of the last layers."""
+        return self.ends[0] + len(self.blocks)
 
     @property
     def elements(self) -> int:

@@ -369,7 +369,8 @@ def _kept(facts: ModelFacts, setting: Setting) -> int | None:
         return kept
     if setting.param_dtype == setting.precision:  # what is gathered needs no copies
         kept -= passes.kept_casts.at(setting.micro_batch)
-    stay = (p for p in facts.parameters if p.block is None or not setting.reshard_after_forward)
+    stay_from = facts.stay_from if setting.reshard_after_forward else 0
+    stay = (p for p in facts.parameters if p.block is None or p.block >= stay_from)
     return kept + sum(gathered_bytes(p, setting) for p in stay)
 
 

@@ -43,6 +43,14 @@ class SmallModel(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         self.apply(self._begin)
 
+    def get_input_embeddings(self) -> nn.Module:
+        """The layer that every token passes first, under the name of transformers."""
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The last layer, under the name of transformers."""
+        return self.lm_head
+
     def _begin(self, module: nn.Module) -> None:
         """New weights as in GPT-2 (Radford et al. 2019, section 2.3): what layers add begins smaller in deep models."""
         if isinstance(module, nn.Linear | nn.Embedding):
