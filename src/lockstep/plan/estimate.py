@@ -311,7 +311,9 @@ def _sharded_moment(
         waiting = sizes.reduced.get(done, 0)
         given = sum(sizes.sharded.get(other, 0) for other in range(done, last + 1))
     gradient_bytes = segment.gradients_of_block.at(samples)
-    if setting.accumulate > 1:  # without reduction, gradients stay whole until the last micro-batch
+    if setting.accumulate > 1 and setting.reduce_each_micro_batch:  # the sum of the micro-batches before
+        given = gradients
+    elif setting.accumulate > 1:  # without reduction, gradients stay whole until the last micro-batch
         gradient_bytes, given = 0, 0
         unsharded = sum(sizes.reduced.values())
     casts = 0 if setting.param_dtype == setting.precision else segment.casts.at(samples)
@@ -358,7 +360,8 @@ def _communication(facts: ModelFacts, setting: Setting) -> Communication:
         twice = range(facts.stay_from if setting.reshard_after_forward else 0)  # before and after they are let go of
         per_micro_batch = sum(size * (1 + (block in twice)) for block, size in sizes.gathered.items())
         sent["all_gather"] = (setting.accumulate * share * per_micro_batch, *group)
-        sent["reduce_scatter"] = (share * reduced, *group)
+        reductions = setting.accumulate if setting.reduce_each_micro_batch else 1
+        sent["reduce_scatter"] = (reductions * share * reduced, *group)
         if (replicas := setting.replicas) > 1:
             of_shard = 2 * (replicas - 1) / replicas * reduced / shards
             sent["all_reduce"] = (of_shard, gpus, max(1, everyone[1] // shards))

@@ -191,7 +191,7 @@ def _trace_all(
 
     for again in sorted(recompute):
         if again and blocks:
-            recompute_activations(blocks, _CPU)
+            recompute_activations(blocks, _CPU, config.compute)
         for precision in reversed(traced) if blocks or not again else ():
             try:
                 found[precision, again, None], second = trace(precision)

@@ -247,6 +247,8 @@ class Setting:
     reduce_dtype: PrecisionName | None = None
     """fsdp: number format in which gradients are reduced. None: fp32 with `param_dtype`, else the stored format."""
     reshard_after_forward: bool = True
+    reduce_each_micro_batch: bool = False
+    """fsdp: gradients are reduced after each micro-batch, and added up in shards."""
     gradient_as_bucket_view: bool = True
     global_batch: int | None = None
     """Samples of an update over all GPUs. None: every micro-batch is full."""

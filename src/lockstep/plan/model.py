@@ -148,8 +148,7 @@ def _wrapped(task: Task, config: RunConfig, model: nn.Module, fake: FakeTensorMo
         notes.append("compute.channels_last is not modelled: the bytes stay the same, but some kernels copy")
     model = built.strategy.unwrapped.model
     blocks = {name: model.get_submodule(name) for name in built.blocks}
-    first, last = ({}, {}) if config.parallel.shard_modules else find_ends(model, list(blocks.values()))
-    ends = list(first.values()), list(last.values())
+    ends = ([], []) if config.parallel.shard_modules else find_ends(model, list(blocks.values()))
     return Built(built.strategy.forward, model, blocks, ends, optimizer, of_fp16, notes)
 
 

@@ -265,7 +265,9 @@ def trace_pass(
         except Exception as error:
             raise Untraceable(stack.innermost, error) from error
     batch_bytes = sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
-    return TracedPass(samples, live.segments, batch_bytes, kept_bytes, kept_casts_bytes, counted.total, counted.recomputed)
+    return TracedPass(
+        samples, live.segments, batch_bytes, kept_bytes, kept_casts_bytes, counted.total, counted.recomputed
+    )
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -19,7 +19,7 @@ from lockstep.core.parallel.meta_init import build_on_meta, materialise
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.sharded_tensor import is_sharded
 from lockstep.core.parallel.single import Single, constant_loss_error, leaves
-from lockstep.core.parallel.strategy import CallsVary, Forward, Losses
+from lockstep.core.parallel.strategy import CallsVary, Forward, Losses, Waits
 from lockstep.core.parallel.world import World
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,7 +35,7 @@ class FSDP(Single):
         super().__init__(world)
         self.options = options
         self._waits: list[tuple[Any, Any]] | None = []  # marks around the gathering of blocks; None: not marked
-        self._modules: list[Any] = []  # those to which `fully_shard` was applied
+        self._modules: list[Any] = []  # those to which `fully_shard` was applied, the root first
         self._units: list[tuple[Any, bool]] = []  # without the root, and whether they are freed after a forward pass
         self._writes: GatheredWrites | None = None  # until the first step has been looked at
         self._values: dict[str, Tensor] = {}  # on rank 0, from `build_model` to `wrap`: the values of the model
@@ -50,15 +50,15 @@ class FSDP(Single):
             for parameter, gathered in self._gathered():  # else a block gets its value when it is gathered again
                 gathered.requires_grad_(parameter.requires_grad)
             return
-        first, last = ({}, {}) if self.options.shard_modules else find_ends(forward.model, blocks)
+        first, last = ([], []) if self.options.shard_modules else find_ends(forward.model, blocks)
         frees = self.options.reshard_after_forward
-        self._units = [(unit, frees) for unit in (*first.values(), *blocks)]
-        self._units += [(unit, False) for unit in last.values()]  # the backward pass begins with it
+        self._units = [(unit, frees) for unit in (*first, *blocks)]
+        self._units += [(unit, False) for unit in last]  # the backward pass begins with it
         _check_parameters(forward, [unit for unit, _ in self._units])
         mesh = _mesh(self.world, self.options.shard_ranks)
         self._shard(forward, mesh)
         self.forward = self.unwrapped = forward
-        self._modules = _fsdp_modules(forward)
+        self._modules = [forward, *(unit for unit, _ in self._units)]
         device = torch.device("cpu") if self.options.cpu_offload else self.world.device
         materialise(forward.model, self._values, self.world, device)
         self._let_passes_agree(forward)
@@ -88,7 +88,7 @@ class FSDP(Single):
             if module.training and waits is not None:
                 waits.append((begun[0], device.mark()))
 
-        for module in _fsdp_modules(forward):  # whose own hook gathers, between these two
+        for module in self._modules:  # whose own hook gathers, between these two
             module.register_forward_pre_hook(begin, prepend=True)
             module.register_forward_pre_hook(end)
 
@@ -111,8 +111,15 @@ class FSDP(Single):
                 module.largest_over_ranks = largest
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        self.forward.set_requires_gradient_sync(last)
+        self.forward.set_requires_gradient_sync(last or self.options.reduce_each_micro_batch)
+        self.forward.set_requires_all_reduce(last)  # over the replicas of a hybrid mesh
         return contextlib.nullcontext()
+
+    def backward(self, losses: Losses, factors: Losses, last: bool) -> Waits | None:
+        waits = super().backward(losses, factors, last or self.options.reduce_each_micro_batch)
+        if waits is None or not self.options.reduce_each_micro_batch:
+            return waits
+        return Waits(waits.ended, None) if last else None  # it has waited in earlier backward passes, too
 
     def _changed_while_gathered(self) -> set[int]:
         return {id(p) for p, gathered in self._gathered() if p.requires_grad != gathered.requires_grad}
@@ -155,7 +162,7 @@ class FSDP(Single):
         names = {id(module): name for name, module in self.unwrapped.model.named_modules()}
         return [
             f"{names.get(id(owner), '')}.{key}".lstrip(".")
-            for module in _fsdp_modules(self.forward)
+            for module in self._modules
             for owner, key, known in torch_internals.sharded_places(module)
             if (now := owner._parameters.get(key)) is not None
             and not any(now is one for one in known)
@@ -166,7 +173,7 @@ class FSDP(Single):
         # Blocks are gathered one by one: the graph knows the tensors into which the parameters were gathered.
         used = leaves(losses)
         unused: dict[str, bool] = {}
-        for block in (None, *(unit for unit, _ in self._units)):
+        for block in (None, *self._modules[1:]):
             was_sharded = block is not None and any(is_sharded(parameter) for parameter in block.parameters())
             if was_sharded:
                 block.unshard()
@@ -207,12 +214,6 @@ class FSDP(Single):
                 unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + options.forward_prefetch])
             if options.backward_prefetch:
                 unit.set_modules_to_backward_prefetch(units[max(0, place - options.backward_prefetch) : place][::-1])
-
-
-def _fsdp_modules(model: nn.Module) -> list[Any]:
-    from torch.distributed.fsdp import FSDPModule
-
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _check_parameters(forward: nn.Module, blocks: Sequence[nn.Module]) -> None:
