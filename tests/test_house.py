@@ -143,13 +143,14 @@ CODE_LINES = {
     "updates": 355,
     "cli/first_hour.py": 85,
     "tasks/lm": 1_400,
+    "tasks/lm/attention.py": 90,
     "audit": 3_000,
 }
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
 
 What came new, such as a recipe, has a budget of its own, and does not count in all.
 """
-OF_THEIR_OWN = ("updates", "cli/first_hour.py", "tasks/lm", "audit")
+OF_THEIR_OWN = ("updates", "cli/first_hour.py", "tasks/lm", "tasks/lm/attention.py", "audit")
 
 
 def code_lines(text):
@@ -175,7 +176,7 @@ def test_code_lines_are_counted_without_blank_lines_comments_and_docstrings():
 
 @pytest.mark.parametrize("folder", CODE_LINES)
 def test_a_folder_keeps_its_budget(folder):
-    apart = [PACKAGE / other for other in OF_THEIR_OWN if not folder]
+    apart = [PACKAGE / other for other in OF_THEIR_OWN if other != folder and other.startswith(folder)]
     paths = [PACKAGE / folder] if folder.endswith(".py") else PACKAGE.joinpath(folder).rglob("*.py")
     counted = sum(code_lines(path.read_text()) for path in paths if not {*apart} & {path, *path.parents})
     assert counted <= CODE_LINES[folder]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from lockstep import Trainer
 from lockstep.core.errors import UsageError
-from lockstep.tasks.lm import models, writing
+from lockstep.tasks.lm import attention, models, writing
 from tests import lm_cases, runs
 from tests.lm_cases import json_lines, lm_task, small_task
 from tests.ranks import run_ranks
@@ -265,7 +265,7 @@ def test_the_small_model_is_llama(corpus):
     theirs = LlamaForCausalLM(task.config)
     theirs.load_state_dict(own.state_dict())
     batch = task.collate([task.train_data()[0], task.train_data()[1]])
-    mask = models.document_mask(batch["documents"])
+    mask = attention.document_mask(batch["documents"])
     logits = [models.called(model, batch["input_ids"], batch["positions"], mask).logits for model in (own, theirs)]
     assert torch.allclose(*logits, atol=1e-5)
     for of_model in logits:

@@ -43,7 +43,7 @@ def total_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int
     Args:
         hidden: (tokens, width).
     """
-    forward, own = head.forward, {key: value for key, value in vars(head).items() if key == "forward"}
+    forward = head.forward
 
     def of_chunk(part: Tensor, wanted: Tensor) -> Tensor:
         return total(forward(part), wanted)
@@ -57,8 +57,7 @@ def total_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int
     try:
         summed: Tensor = head(hidden)
     finally:
-        del head.forward
-        vars(head).update(own)
+        head.forward = forward
     return summed
 
 
