@@ -41,7 +41,7 @@ def test_a_shipped_preset_changes_nothing_that_determines_the_training_but_preci
     before = config_file.load(recipe)
     after = config_preset.read(name).apply(before)
     changed = {key for key, value in training_keys(after).items() if training_keys(before)[key] != value}
-    assert changed <= {"precision"}
+    assert changed <= ({"precision", "parallel.param_dtype"} if recipe == "lm" else {"precision"})
     assert after.train == before.train
     assert after.schedule == before.schedule
     assert after.name == before.name
@@ -50,7 +50,7 @@ def test_a_shipped_preset_changes_nothing_that_determines_the_training_but_preci
 def test_the_keys_that_a_preset_may_set_are_free_when_a_run_goes_on():
     fixed = set(training_keys(RunConfig()))
     assert fixed <= {key for key, determines in all_keys() if determines} | {"task"}
-    assert set(config_preset.allowed_keys()) & fixed == {"precision"}
+    assert set(config_preset.allowed_keys()) & fixed == {"precision", "parallel.param_dtype"}
     assert {"batch.micro", "data.workers", "device", "parallel.strategy", "compute.channels_last"} <= set(
         config_preset.allowed_keys()
     )
@@ -137,6 +137,22 @@ def test_a_preset_applies_to_a_run_that_was_recorded(tmp_path):
     config = config_preset.read("local").apply(config_file.read_run(tmp_path))
     assert config == recorded.model_copy(update={"data": config.data, "batch": config.batch})
     assert (config.data.workers, config.batch.micro) == (2, 32)
+
+
+def test_a_preset_has_keys_for_a_kind_of_task(tmp_path):
+    def gathered_in(recipe, *overrides):
+        before = config_file.load(recipe, overrides)
+        after = config_preset.read("h100x8").apply(before, overrides)
+        return after.parallel.param_dtype, config_preset.read("h100x8").notes(before, after)
+
+    dtype, notes = gathered_in("lm", "parallel.strategy=fsdp", "precision=bf16")
+    assert dtype == "bf16"
+    assert "parallel.param_dtype=bf16 instead of null" in notes[0]
+    assert gathered_in("lm", "parallel.param_dtype=fp32")[0] == "fp32"
+    assert gathered_in("ag_news")[0] is None
+    (tmp_path / "mine.yaml").write_text("nproc: 2\ntasks: {lm: {optim: {lr: 1}}}\n")
+    with pytest.raises(UsageError, match=r"mine.yaml, tasks.lm: the preset has errors:\s+optim.lr: determines"):
+        config_preset.read(str(tmp_path / "mine.yaml"))
 
 
 def test_what_people_should_know_is_said():

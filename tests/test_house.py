@@ -139,23 +139,27 @@ def test_folders_stand_on_few_floors():
 
 CODE_LINES = {
     "core": 9_885,
-    "": 42_405,
+    "": 42_480,
     "updates": 355,
     "cli/first_hour.py": 85,
     "tasks/lm": 1_400,
     "tasks/lm/lora": 220,
     "tasks/lm/stream.py": 40,
     "trainer/hub.py": 70,
+    "tasks/lm/attention.py": 90,
     "audit": 3_000,
 }
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
 
 What came new, such as a recipe, has a budget of its own, and does not count in the folder around it.
+What language models need of the engine (units and recomputation of large models, seams of adapters and uploads) took 75
+lines beside these.
 """
 OF_THEIR_OWN = (
     "updates",
     "cli/first_hour.py",
     "tasks/lm",
+    "tasks/lm/attention.py",
     "tasks/lm/lora",
     "tasks/lm/stream.py",
     "trainer/hub.py",

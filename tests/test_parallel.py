@@ -27,6 +27,8 @@ def by_hand():
 SWITCHES = {
     "resharding not": ("fsdp 2", {"parallel": {"reshard_after_forward": False}}),
     "prefetching": ("fsdp 2", {"parallel": {"forward_prefetch": 2, "backward_prefetch": 2}}),
+    "reduce each micro-batch": ("fsdp 2", {"parallel": {"reduce_each_micro_batch": True}}),
+    "reduce each micro-batch hybrid": ("hybrid 2x2", {"parallel": {"reduce_each_micro_batch": True}}),
     "cpu offload": ("fsdp 2", {"parallel": {"cpu_offload": True}}),
     "shard modules": ("fsdp 2", {"parallel": {"shard_modules": ["blocks.1", "head"]}}),
     "static graph": ("ddp 2", {"parallel": {"static_graph": True}}),
@@ -35,6 +37,11 @@ SWITCHES = {
     "no bucket views": ("ddp 2", {"parallel": {"gradient_as_bucket_view": False}}),
     "recompute": ("single", {"compute": {"activation_checkpointing": True}}),
     "recompute ddp": ("ddp 2", {"compute": {"activation_checkpointing": True}}),
+    "selective": ("fsdp 2", {"compute": {"activation_checkpointing": "selective", "recompute_every_blocks": 2}}),
+    "selective compile": (
+        "single",
+        {"compute": {"compile": "blocks", "compile_backend": "aot_eager", "activation_checkpointing": "selective"}},
+    ),
     "recompute fsdp": ("fsdp 2", {"compute": {"activation_checkpointing": True}}),
     "compile blocks": ("single", {"compute": {"compile": "blocks", "compile_backend": "aot_eager"}}),
     "compile blocks fsdp": ("fsdp 2", {"compute": {"compile": "blocks", "compile_backend": "aot_eager"}}),
@@ -51,6 +58,7 @@ SWITCHES = {
 
 
 OTHERS_COVER = (
+    "reduce each micro-batch",
     "static graph 3",
     "recompute ddp",
     "recompute compile fsdp",

@@ -1,5 +1,6 @@
 """Repeated blocks: which modules they are. Recomputing or compiling them changes only memory and speed."""
 
+import collections
 import copy
 import weakref
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from lockstep.core import devices
-from lockstep.core.blocks import compile_modules, find_blocks, recompute_activations
+from lockstep.core.blocks import _keeps, compile_modules, find_blocks, recompute_activations
 from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.errors import UsageError
 from tests import own_tasks
@@ -239,8 +242,8 @@ class Stack(nn.Module):
         return hidden.square().sum() + extra
 
 
-def pass_through(recompute, autocast=False):
-    """A forward and a backward pass.
+def pass_through(recompute, autocast=False, **compute):
+    """A forward and a backward pass, with recomputation as `compute` says.
 
     Returns:
         the bits of the loss and the gradients, the bytes that the forward pass kept for the backward pass, and which
@@ -249,7 +252,7 @@ def pass_through(recompute, autocast=False):
     torch.manual_seed(0)
     model, inputs = Stack(), torch.randn(16, 8, requires_grad=True)
     if recompute:
-        recompute_activations(list(find_blocks(model).values()), CPU)
+        recompute_activations(list(find_blocks(model).values()), CPU, ComputeConfig(**compute))
     kept = []
     with (
         torch.autograd.graph.saved_tensors_hooks(
@@ -277,11 +280,66 @@ def test_recomputing_gives_the_same_bits_with_dropout_and_keywords_and_keeps_les
     assert kept_less < kept / 4
 
 
+class Products(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func._overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_matrix_products_are_not_computed_again_where_recomputation_is_selective(autocast, every):
+    found = {}
+    for mode in (None, "selective", "full"):
+        with Products() as products:
+            compute = {"activation_checkpointing": mode or "none", "recompute_every_blocks": every}
+            bits, _, alive, drawn = pass_through(mode is not None, autocast, **compute)
+        found[mode] = products.counts["addmm"], products.counts["tanh"], bits, drawn
+        assert alive == ([True] * 3 if mode is None else [False] * 3 if every == 1 else [True, False, True])
+    recomputed = 3 // every
+    assert found["selective"][2:] == found["full"][2:] == found[None][2:]
+    assert found["selective"][0] == found[None][0] == 6
+    assert found["full"][0] > 6
+    assert found["selective"][1] == found["full"][1] == 3 + recomputed
+
+
+def test_more_blocks_apart_than_there_are_is_an_error():
+    with pytest.raises(UsageError, match=r"recompute_every_blocks: the model has 3 repeated blocks"):
+        recompute_activations(list(Stack().blocks), CPU, ComputeConfig(recompute_every_blocks=4))
+
+
+def test_attention_is_kept_and_with_dropout_computed_again():
+    """Attention on a GPU draws random numbers: where it is left out, later dropout would draw other numbers."""
+    aten = torch.ops.aten
+    inputs = [torch.zeros(1, 1, 2, 2)] * 3
+    for operation in (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_for_cpu):
+        assert _keeps(None, operation.default, *inputs) is CheckpointPolicy.MUST_SAVE
+        assert _keeps(None, operation.default, *inputs, 0.0, True) is CheckpointPolicy.MUST_SAVE
+        assert _keeps(None, operation.default, *inputs, 0.1) is CheckpointPolicy.PREFER_RECOMPUTE
+        assert _keeps(None, operation.default, *inputs, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert _keeps(None, aten.convolution.default) is CheckpointPolicy.MUST_SAVE
+    assert _keeps(None, torch.ops.higher_order.flex_attention) is CheckpointPolicy.MUST_SAVE
+    assert _keeps(None, aten.native_dropout.default, *inputs) is CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(("given", "mode"), [("none", False), ("full", True), (True, True), ("selective", "selective")])
+def test_recomputation_has_the_names_of_torchtitan_too(given, mode):
+    assert ComputeConfig(activation_checkpointing=given).activation_checkpointing == mode
+    with pytest.raises(ValueError, match="selective"):
+        ComputeConfig(activation_checkpointing="some")
+
+
 def test_recomputing_changes_no_name_and_nothing_without_gradients():
     torch.manual_seed(0)
     model = Stack().eval()
     names, expected = list(model.state_dict()), model(torch.ones(2, 8)).tolist()
-    recompute_activations(list(find_blocks(model).values()), CPU)
+    recompute_activations(list(find_blocks(model).values()), CPU, ComputeConfig())
     with torch.no_grad():
         assert model(torch.ones(2, 8)).tolist() == expected
     assert list(model.state_dict()) == names
@@ -293,7 +351,7 @@ def test_recomputing_changes_no_buffer_twice():
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(2)])
         if recompute:
-            recompute_activations(list(model), CPU)
+            recompute_activations(list(model), CPU, ComputeConfig())
         for _ in range(2):
             model(torch.randn(8, 4)).square().sum().backward()
         return {name: buffer.tolist() for name, buffer in model.named_buffers()}
@@ -332,7 +390,7 @@ def gradients_on_device(device, recompute):
     model, inputs = KeywordsAlone(), torch.randn(16, 8)
     model, inputs = model.to(place), inputs.to(place)
     if recompute:
-        recompute_activations(list(model.blocks), place)
+        recompute_activations(list(model.blocks), place, ComputeConfig())
     devices.of(place).seed(3)
     device.log.clear()
     loss = model(inputs)
@@ -410,7 +468,7 @@ def test_blocks_of_each_class_are_compiled_also_where_there_are_many(kind, recom
     torch._dynamo.reset()
     blocks = nn.ModuleList(BLOCKS[kind]() for _ in range(10))
     if recomputes:
-        recompute_activations(list(blocks), CPU)
+        recompute_activations(list(blocks), CPU, ComputeConfig())
     compile_modules(blocks, list(blocks), ComputeConfig(compile="blocks", compile_backend="eager"))
     hidden = torch.ones(2, 3, 8, requires_grad=True)
     for block in blocks:
@@ -430,7 +488,7 @@ def test_compiled_blocks_with_buffers_are_recomputed():
     def trained(compute):
         model = normed_blocks()
         if compute is not None:
-            recompute_activations(list(model), CPU)
+            recompute_activations(list(model), CPU, ComputeConfig())
             compile_modules(model, list(model), compute)
         for _ in range(2):
             model(torch.randn(8, 4)).square().sum().backward()
@@ -438,7 +496,7 @@ def test_compiled_blocks_with_buffers_are_recomputed():
 
     assert trained(ComputeConfig(compile="blocks", compile_backend="aot_eager")) == trained(None)
     model = normed_blocks()
-    recompute_activations(list(model), CPU)
+    recompute_activations(list(model), CPU, ComputeConfig())
     with pytest.raises(UsageError, match="recomputation of blocks with buffers") as caught:
         compile_modules(model, list(model), ComputeConfig(compile="model", compile_backend="aot_eager"))
     assert "activation_checkpointing" in str(caught.value.where)

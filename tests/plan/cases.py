@@ -43,7 +43,7 @@ def written_facts(parameters=None, *, blocks=2, activations=1e6, global_batch=64
         "passes": passes,
         "flops_per_sample": 6e9,
         "forward_flops_per_sample": 2e9,
-        "block_flops_per_sample": 1.5e9,
+        "recomputed_flops_per_sample": 1.5e9,
         "samples": 1000,
         "global_batch": global_batch,
         "epochs": 3,

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from lockstep.core.errors import UsageError
-from lockstep.plan.estimate import estimate
-from lockstep.plan.inputs import OptimizerFacts, ParameterFacts, Setting, World
+from lockstep.plan.estimate import _sharded_moment, _sizes, estimate
+from lockstep.plan.inputs import OptimizerFacts, ParameterFacts, Segment, Setting, World
 from tests.plan.cases import adam_parameter, world, written_facts
 
 BLOCK, ROOT = 40 * 20 * 4, 40 * 2 * 4  # bytes of the parameters of a block, and of the root
@@ -67,6 +67,31 @@ def test_rows_that_do_not_divide_are_filled_up():
 def test_fsdp_with_accumulation_keeps_whole_gradients():
     assert memory("fsdp", accumulate=2).at_peak["gradients"] == ALL
     assert memory("fsdp").gradients_bytes == ALL / 8
+
+
+def test_gradients_that_are_reduced_with_each_micro_batch_are_never_whole():
+    early = {"accumulate": 2, "reduce_each_micro_batch": True}
+    assert memory("fsdp", **early).gradients_bytes == ALL / 8
+    assert memory("fsdp", **early).peak_bytes < memory("fsdp", accumulate=2).peak_bytes
+    assert sent("fsdp", **early)["reduce_scatter"] == 2 * sent("fsdp", accumulate=2)["reduce_scatter"]
+
+
+def test_large_embeddings_and_last_layers_are_gathered_as_blocks():
+    """An embedding, two blocks, and a last layer that stays gathered until the backward pass; all of the same size."""
+    parameters = [adam_parameter(name, (40, 20), n) for n, name in enumerate(("embedding", "0", "1", "last"))]
+    facts = written_facts(parameters, activations=0.0, ends=(1, 1))
+    inside, behind = (Segment("forward", block, before) for block, before in ((3, 2), (None, 3)))
+    begin, first = Segment("backward", None, None), Segment("backward", 0, 1)
+    gathered = {}
+    for segment in (inside, behind, begin, first):
+        passes = {("fp32", False, None): replace(facts.passes["fp32", False, None], segments=(segment,))}
+        setting = Setting(world(), "fsdp", "fp32", 4)
+        gathered[segment] = _sharded_moment(replace(facts, passes=passes), setting, segment, 0, _sizes(facts, setting))
+    assert gathered[inside]["communication"] == 2 * BLOCK  # with the buffer of its gathering
+    assert gathered[behind]["communication"] == 2 * BLOCK
+    assert gathered[begin]["communication"] == BLOCK
+    assert gathered[first]["communication"] == 2 * BLOCK  # it, and the gradients of the block before
+    assert estimate(facts, setting).communication.sent_bytes["all_gather"] == 7 / 8 * 7 * BLOCK
 
 
 def test_gathered_in_bf16_parameters_take_half():

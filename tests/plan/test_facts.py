@@ -88,7 +88,7 @@ def test_blocks_precision_and_recomputation():
     assert kept["bf16", False, None] < kept["fp32", False, None]
     assert {p.block for p in facts.parameters} == {None, 0, 1, 2}
     of_blocks = 3 * 2 * 2 * 4 * 32 * 32 * Blocks.length  # two products of 32 x 128 for each token
-    assert facts.block_flops_per_sample == of_blocks
+    assert facts.recomputed_flops_per_sample == of_blocks
     casts = max(segment.casts.at(4) for segment in facts.passes["bf16", False, None].segments)
     matrices = [p for p in facts.parameters if p.name != "embed.weight" and "norm" not in p.name]
     assert casts == sum(p.elements * 2 for p in matrices)  # autocast keeps a copy of each weight and bias

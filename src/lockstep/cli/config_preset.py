@@ -1,7 +1,8 @@
 """Machine presets: YAML files that say how a kind of machine runs a training, whichever recipe it is.
 
-A preset sets the number of ranks (`nproc`), and keys of the config that may differ when a run goes on. The exception is
-`precision`, which determines the training: a note says so. This module imports no torch.
+A preset sets the number of ranks (`nproc`), and keys of the config that may differ when a run goes on. Exceptions are
+`precision` and `parallel.param_dtype`, which determine the training: a note says so. `tasks` has keys for kinds of
+tasks. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from lockstep.core.errors import UsageError, did_you_mean
 from lockstep.recipes import config_file, config_layers
 
 _NPROC = "nproc"
-_EXCEPTION = "precision"
+_EXCEPTIONS = ("precision", "parallel.param_dtype")
 # These keys are free when a run goes on, but they say which run it is, how long it is, and when it is evaluated.
 _OF_THE_RUN = ("name", "train.", "schedule.")
 
@@ -26,7 +27,7 @@ _OF_THE_RUN = ("name", "train.", "schedule.")
 def allowed_keys() -> list[str]:
     """The keys of the config that a preset may set, by dotted path."""
     free = [path for path, determines in all_keys() if not determines and not path.startswith(_OF_THE_RUN)]
-    return sorted([*free, _EXCEPTION])
+    return sorted([*free, *_EXCEPTIONS])
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class Preset:
     """Ranks on this machine: a number, or auto. None: the preset does not say."""
     keys: Mapping[str, Any]
     """Values of keys of the config, by dotted path."""
+    tasks: Mapping[str, Mapping[str, Any]]
+    """Further keys by the kind of the task, which take precedence."""
+
+    def keys_for(self, config: RunConfig) -> dict[str, Any]:
+        """The values for the config's kind of task, by dotted path."""
+        return {**self.keys, **self.tasks.get(str(config.task.get("kind")), {})}
 
     def apply(self, config: RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
         """`config` with the values of this preset.
@@ -56,7 +63,7 @@ class Preset:
         """
         values = config.model_dump(by_alias=True)
         given = [f"{override.partition('=')[0]}." for override in overrides]
-        for path, value in self.keys.items():
+        for path, value in self.keys_for(config).items():
             if any(f"{path}.".startswith(key) or key.startswith(f"{path}.") for key in given):
                 continue
             if path == "batch.micro":
@@ -74,12 +81,14 @@ class Preset:
             before, after: the config without and with the preset.
         """
         lines = []
-        if before.precision != after.precision:
-            lines.append(
-                f"preset {self.name}: precision={after.precision} instead of {before.precision}. It changes how "
-                "numbers are rounded, so a run goes on only with its own precision; "
-                f"precision={before.precision} on the command line takes precedence"
-            )
+        both: Any = [(before.precision, after.precision), (before.parallel.param_dtype, after.parallel.param_dtype)]
+        for key, (old, new) in zip(_EXCEPTIONS, both, strict=True):
+            old = old or "null"
+            if new not in (None, old):
+                lines.append(
+                    f"preset {self.name}: {key}={new} instead of {old}. It changes how numbers are rounded, so a run "
+                    f"goes on only with its own value; {key}={old} on the command line takes precedence"
+                )
         if before.batch.per_rank and self.nproc not in (None, "1"):
             lines.append(
                 f"preset {self.name}: with batch.per_rank, the global batch of a new run depends on the number "
@@ -137,7 +146,8 @@ def read(target: str) -> Preset:
 
 
 def _checked(name: str, values: dict[str, Any], where: str) -> Preset:
-    determining = {path for path, determines in all_keys() if determines} - {_EXCEPTION}
+    tasks = values.pop("tasks", {})
+    determining = {path for path, determines in all_keys() if determines} - {*_EXCEPTIONS}
     allowed = allowed_keys()
     keys: dict[str, Any] = {}
     problems: list[str] = []
@@ -162,7 +172,8 @@ def _checked(name: str, values: dict[str, Any], where: str) -> Preset:
             f"A preset may set {_NPROC}, {', '.join(allowed)}",
         )
     nproc = values.get(_NPROC)
-    return Preset(name=name, where=where, nproc=None if nproc is None else str(nproc), keys=keys)
+    of_tasks = {kind: _checked(name, dict(own), f"{where}, tasks.{kind}").keys for kind, own in tasks.items()}
+    return Preset(name, where, None if nproc is None else str(nproc), keys, of_tasks)
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

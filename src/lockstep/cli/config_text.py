@@ -47,7 +47,7 @@ def resolved(target: str, overrides: Sequence[str] = (), *, preset: str | None =
     def source(path: str, value: Any) -> str:
         if config_file.related(path, given):
             return "command line"
-        if machine is not None and config_file.related(path, machine.keys) and _at(before, path) != value:
+        if machine is not None and config_file.related(path, machine.keys_for(config)) and _at(before, path) != value:
             return f"preset {machine.name}"
         file = config_file.related(path, layers.sources)
         if file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Generator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -10,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.flop_counter import flop_registry
 
 from lockstep.core import devices
 from lockstep.core.config.sections import ComputeConfig
@@ -49,6 +51,32 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict
         if not any(name.startswith(f"{outer}.") for outer in outermost) and module not in outermost.values():
             outermost[name] = module
     return _without_shared_parameters(model, outermost)
+
+
+def find_ends(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The large embeddings of tokens, and the large last layers. FSDP gathers each by itself, as a block.
+
+    They are what the methods `get_input_embeddings` and `get_output_embeddings` of the model's modules return, as
+    transformers' models have them. Left out are ends that share parameters (tied weights), and those with fewer than
+    an eighth of the parameters of the largest block, which are not worth a collective.
+    """
+    least = max((_count(block) for block in blocks), default=math.inf) / 8
+    names = {id(module): name for name, module in model.named_modules()}
+    inside = {id(module) for block in blocks for module in block.modules()}
+    found = []
+    for method in ("get_input_embeddings", "get_output_embeddings"):
+        ends: dict[str, nn.Module] = {}
+        for module in model.modules():
+            with contextlib.suppress(NotImplementedError, AttributeError):  # of a model that has no such end
+                end = getattr(module, method)()
+                if isinstance(end, nn.Embedding | nn.Linear) and id(end) not in inside and _count(end) >= least:
+                    ends[names[id(end)]] = end
+        found.append(list(_without_shared_parameters(model, ends).values()))
+    return found[0], found[1]
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -97,7 +125,7 @@ def _without_shared_parameters(model: nn.Module, blocks: dict[str, nn.Module]) -
     return {name: block for name, block in blocks.items() if all(is_inside(p, block) for p in block.parameters())}
 
 
-def recompute_activations(blocks: Sequence[nn.Module], device: torch.device) -> None:
+def recompute_activations(blocks: Sequence[nn.Module], device: torch.device, compute: ComputeConfig) -> None:
     """Do not keep the activations of the blocks: compute them again in the backward pass.
 
     This is activation checkpointing (Chen et al. 2016, arXiv:1604.06174). The numbers stay the same, also with dropout
@@ -105,16 +133,19 @@ def recompute_activations(blocks: Sequence[nn.Module], device: torch.device) -> 
 
     Args:
         device: on which the blocks compute.
+        compute: which blocks, and which of their operations.
 
     Raises:
-        UsageError: the model has no blocks.
+        UsageError: the model has too few blocks.
     """
-    if not blocks:
-        remedy = "name them in parallel.shard_modules"
-        raise UsageError("the model has no repeated blocks", where="compute.activation_checkpointing", remedy=remedy)
-    for block in blocks:
+    selective, every = compute.activation_checkpointing == "selective", compute.recompute_every_blocks
+    if len(blocks) < every:
+        what = f"the model has {len(blocks) or 'no'} repeated blocks"
+        where = "compute.activation_checkpointing, compute.recompute_every_blocks"
+        raise UsageError(what, where=where, remedy="name blocks in parallel.shard_modules, or give a smaller number")
+    for block in blocks[every - 1 :: every]:
         has_buffers = any(True for _ in block.buffers())
-        block.forward = partial(_recomputed, block.forward, block if has_buffers else None, device)
+        block.forward = partial(_recomputed, block.forward, block if has_buffers else None, device, selective)
 
 
 def _is_recomputed(block: nn.Module) -> bool:
@@ -122,31 +153,48 @@ def _is_recomputed(block: nn.Module) -> bool:
 
 
 def _recomputed(
-    forward: Callable[..., Any], block: nn.Module | None, device: torch.device, /, *args: Any, **options: Any
+    forward: Callable[..., Any], block: nn.Module | None, device: torch.device, selective: bool, *args: Any, **keys: Any
 ) -> Any:
-    contexts: dict[str, Any] = {}
-    if block is not None or (devices.of(device).has_own_generator and not torch.compiler.is_compiling()):
-        contexts["context_fn"] = partial(_contexts, block, device)
-    return checkpoint(forward, *args, use_reentrant=False, **contexts, **options)
+    contexts: dict[str, Any] = {"context_fn": partial(_contexts, block, device, selective)}
+    if block is None and torch.compiler.is_compiling():
+        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _keeps)} if selective else {}
+    return checkpoint(forward, *args, use_reentrant=False, **contexts, **keys)
 
 
-def _contexts(
-    block: nn.Module | None, device: torch.device
-) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+def _keeps(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    """Keep the results of matrix products, convolutions and attention, as those that torch counts the operations of.
+
+    Attention with dropout is computed again: where it is left out, later dropout would draw other random numbers.
+    """
+    packet, schema = getattr(operation, "_overloadpacket", operation), getattr(operation, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    drops = (dict(zip(names, args, strict=False)) | options).get("dropout_p")
+    is_dear = packet in flop_registry or any(word in str(packet) for word in ("attention", "flash_attn"))
+    return CheckpointPolicy.MUST_SAVE if is_dear and not drops else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts(block: nn.Module | None, device: torch.device, selective: bool) -> tuple[Any, Any]:
     """Contexts of a block's forward pass and of its recomputation.
 
     torch restores the CPU's generator. It restores that of a GPU only where a positional argument is a tensor on it:
     a block that is called with keywords alone would draw another dropout. It never restores that of mps.
     """
-    return contextlib.nullcontext(), _as_in_forward(block, device, devices.of(device).generator_state())
+    make: Any = partial(create_selective_checkpoint_contexts, _keeps) if selective else noop_context_fn
+    kept, taken = make()
+    return kept, _as_in_forward(block, device, devices.of(device).generator_state(), taken)
 
 
 @contextlib.contextmanager
 def _as_in_forward(
-    block: nn.Module | None, device: torch.device, generator_state: Tensor | None
+    block: nn.Module | None, device: torch.device, generator_state: Tensor | None, taken: Any
 ) -> Generator[None, None, None]:
-    """Inside, a block is recomputed: the device draws the same random numbers, and buffers stay as they are."""
+    """Inside, a block is recomputed: the device draws the same random numbers, and buffers stay as they are.
+
+    Args:
+        taken: a context in which results that were kept are taken.
+    """
     with contextlib.ExitStack() as restored:
+        restored.enter_context(taken)
         if generator_state is not None:
             restored.enter_context(devices.of(device).restored_generators())
             devices.of(device).set_generator_state(generator_state)

@@ -122,15 +122,17 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[backward],
         }
         self.formulas: dict[Any, Any] = {**flop_registry, **on_cpu}
-        self.total = 0
+        self.total, self.recomputed = 0, 0  # in forward and backward passes; in forward passes that are run again
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         formula = self.formulas.get(func._overloadpacket)
-        if formula is not None and not _is_recomputation():
-            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        if formula is not None:
+            counted = formula(*args, **(kwargs or {}), out_val=result)
+            again = counted if _is_recomputation() else 0
+            self.recomputed, self.total = self.recomputed + again, self.total + counted - again
         return result
 
 

@@ -92,7 +92,7 @@ def _unneeded_savings(figures: Figures) -> Iterator[Advice]:
     limit_mib = limit / MIB
     wait = figures.late("train/wait_share") or 0.0
     source = f"memory/peak_mb {peak:,.0f} of {limit_mib:,.0f} MiB"
-    if figures.key("compute.activation_checkpointing") and peak < _MUCH_FREE * limit_mib:
+    if figures.key("compute.activation_checkpointing") is True and peak < _MUCH_FREE * limit_mib:
         share = 0.25 * (1 - wait) * figures.training_share
         yield Advice(
             name="recomputation",

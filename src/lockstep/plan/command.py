@@ -72,8 +72,10 @@ def plan_of(
     facts = facts_with_or_without_data(resolved, precisions=chosen, made_up=made_up)
     facts = replace(facts, notes=[*_notes_on_the_batch(facts, world), *facts.notes])
     names = ("param_dtype", "reduce_dtype", "reshard_after_forward", "shard_ranks", "gradient_as_bucket_view")
-    details = {name: getattr(config.parallel, name) for name in names}
+    details = {name: getattr(config.parallel, name) for name in (*names, "reduce_each_micro_batch")}
     found = search(facts, world, precisions=chosen, reserve=reserve, details=details)
+    mode = config.compute.activation_checkpointing or True
+    found.keys[:] = [key.replace("checkpointing=true", f"checkpointing={mode}".lower()) for key in found.keys]
     keys = [*found.keys, *_switched_off(config, found.keys, facts.global_batch)]
     return replace(found, keys=keys, save_every_seconds=interval)
 

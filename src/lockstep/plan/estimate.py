@@ -191,9 +191,9 @@ def memory_of(facts: ModelFacts, setting: Setting) -> Memory:
     found: list[tuple[str, dict[str, int]]]
     segments = passes.segments if passes else (_UNKNOWN,)
     if setting.is_sharded:
-        sizes, last = _sizes(facts, setting), len(facts.blocks) - 1
-        found = [(s.phase, _sharded_moment(setting, s, gradients, sizes=sizes, last=last)) for s in segments]
-        found.append(("backward", _last_reduction(setting, gradients, sizes)))
+        sizes = _sizes(facts, setting)
+        found = [(s.phase, _sharded_moment(facts, setting, s, gradients, sizes)) for s in segments]
+        found.append(("backward", _last_reduction(facts, setting, gradients, sizes)))
     else:
         found = [(s.phase, _whole_moment(setting, s, gradients)) for s in segments]
     moments = [(phase, {**on_gpu, **parts, "batch": batch}) for phase, parts in found]
@@ -275,7 +275,9 @@ def _reduce_bytes(parameter: ParameterFacts, setting: Setting) -> int:
     return 4 if setting.param_dtype else parameter.element_bytes
 
 
-def _sharded_moment(setting: Setting, segment: Segment, gradients: int, *, sizes: _Sizes, last: int) -> dict[str, int]:
+def _sharded_moment(
+    facts: ModelFacts, setting: Setting, segment: Segment, gradients: int, sizes: _Sizes
+) -> dict[str, int]:
     """fsdp, hybrid: the root is gathered all the time, and one block while it runs, with buffers around it.
 
     In the forward pass, the buffer of a gathering is kept until the next block is gathered. In the backward pass, the
@@ -283,9 +285,9 @@ def _sharded_moment(setting: Setting, segment: Segment, gradients: int, *, sizes
 
     Args:
         gradients: bytes of all gradients of a rank.
-        last: index of the last block.
     """
     samples, gathered, block = setting.micro_batch, sizes.gathered, segment.block
+    last = facts.stay_from + facts.ends[1] - 1
     root = gathered.get(None, 0)
     unsharded, given, waiting = 0, 0, 0
     if segment is _UNKNOWN:
@@ -293,8 +295,9 @@ def _sharded_moment(setting: Setting, segment: Segment, gradients: int, *, sizes
     elif segment.phase == "forward":
         current = block if block is not None else segment.before
         around = gathered.get(block, 0) if block is not None else 0
-        if not setting.reshard_after_forward and current is not None:
-            around = sum(gathered.get(other, 0) for other in range(current + 1))
+        stay_from = facts.stay_from if setting.reshard_after_forward else 0
+        if current is not None and current >= stay_from:
+            around = sum(gathered.get(other, 0) for other in range(stay_from, current + 1))
         around += gathered.get(current, 0)
     else:
         current = block if block is not None else segment.before
@@ -308,7 +311,9 @@ def _sharded_moment(setting: Setting, segment: Segment, gradients: int, *, sizes
         waiting = sizes.reduced.get(done, 0)
         given = sum(sizes.sharded.get(other, 0) for other in range(done, last + 1))
     gradient_bytes = segment.gradients_of_block.at(samples)
-    if setting.accumulate > 1:  # without reduction, gradients stay whole until the last micro-batch
+    if setting.accumulate > 1 and setting.reduce_each_micro_batch:  # the sum of the micro-batches before
+        given = gradients
+    elif setting.accumulate > 1:  # without reduction, gradients stay whole until the last micro-batch
         gradient_bytes, given = 0, 0
         unsharded = sum(sizes.reduced.values())
     casts = 0 if setting.param_dtype == setting.precision else segment.casts.at(samples)
@@ -320,10 +325,11 @@ def _sharded_moment(setting: Setting, segment: Segment, gradients: int, *, sizes
     }
 
 
-def _last_reduction(setting: Setting, gradients: int, sizes: _Sizes) -> dict[str, int]:
-    """fsdp, hybrid: at the end of the backward pass, the gradients of the root are reduced."""
-    root = sizes.reduced.get(None, 0)
-    return {"gradients": 0 if setting.offload else gradients, "activations": 0, "communication": 2 * root}
+def _last_reduction(facts: ModelFacts, setting: Setting, gradients: int, sizes: _Sizes) -> dict[str, int]:
+    """fsdp, hybrid: at the end of the backward pass, the gradients of the root and of embeddings are reduced."""
+    units = [sizes.reduced.get(unit, 0) for unit in (None, *range(facts.ends[0]))]
+    communication = sum(units) + max(units)
+    return {"gradients": 0 if setting.offload else gradients, "activations": 0, "communication": communication}
 
 
 def _average_bytes(parameter: ParameterFacts) -> int:
@@ -351,11 +357,11 @@ def _communication(facts: ModelFacts, setting: Setting) -> Communication:
     else:
         sizes, share = _sizes(facts, setting), (shards - 1) / shards
         group, reduced = (shards, min(shards, world.gpus_per_node)), sum(sizes.reduced.values())
-        blocks = sum(size for block, size in sizes.gathered.items() if block is not None)
-        times = 2 if setting.reshard_after_forward else 1
-        per_micro_batch = blocks * times + sizes.gathered.get(None, 0)
+        twice = range(facts.stay_from if setting.reshard_after_forward else 0)  # before and after they are let go of
+        per_micro_batch = sum(size * (1 + (block in twice)) for block, size in sizes.gathered.items())
         sent["all_gather"] = (setting.accumulate * share * per_micro_batch, *group)
-        sent["reduce_scatter"] = (share * reduced, *group)
+        reductions = setting.accumulate if setting.reduce_each_micro_batch else 1
+        sent["reduce_scatter"] = (reductions * share * reduced, *group)
         if (replicas := setting.replicas) > 1:
             of_shard = 2 * (replicas - 1) / replicas * reduced / shards
             sent["all_reduce"] = (of_shard, gpus, max(1, everyone[1] // shards))
@@ -370,5 +376,5 @@ def _compute_seconds(facts: ModelFacts, setting: Setting) -> float | None:
     peaks = setting.world.peak_flops
     if facts.flops_per_sample is None or not peaks or not peaks.get(setting.precision):
         return None
-    flops = facts.flops_per_sample + ((facts.block_flops_per_sample or 0) if setting.recompute else 0)
+    flops = facts.flops_per_sample + ((facts.recomputed_flops_per_sample or 0) if setting.recompute else 0)
     return flops * setting.micro_batch * setting.accumulate / (peaks[setting.precision] * setting.world.utilisation)

@@ -80,27 +80,29 @@ def facts_of(
         trace = partial(_trace_all, config, precisions=precisions, recompute=recompute, gpu=device == "cuda")
         try:
             with_fakes = {n: map_tensors(batches[n], lambda tensor: fake.from_tensor(tensor)) for n in _SIZES}
-            passes, plain, notes = trace(built, with_fakes, inside=fake)
+            passes, traced, notes = trace(built, with_fakes, inside=fake)
         except Untraceable as error:
-            passes, plain, notes = Passes(), None, ["activations are not known"]
+            passes, traced, notes = Passes(), {}, ["activations are not known"]
             if sum(parameter.numel() for parameter in built.model.parameters()) <= _REAL_ELEMENTS:
                 real = model.with_values(task, config, gpu=device == "cuda")
-                passes, plain, notes = trace(real, {n: batches[n] for n in _REAL_SIZES}, inside=None)
+                passes, traced, notes = trace(real, {n: batches[n] for n in _REAL_SIZES}, inside=None)
                 notes = ["they were computed on this machine instead, in small"] * bool(passes) + notes
             notes = [f"the passes cannot be traced without values: {error.where}: {error}", *notes]
+    plain, recomputed = traced.get(False), traced.get(True)
     dtype = next(p.dtype for p in built.model.parameters() if p.requires_grad)
-    of_block = {id(p): i for i, block in enumerate(built.blocks.values()) for p in block.parameters()}
+    of_unit = {id(p): i for i, unit in enumerate(built.units) for p in unit.parameters()}
     return ModelFacts(
         name=config.name,
-        parameters=tuple(_parameter_facts(built, of_block)),
+        parameters=tuple(_parameter_facts(built, of_unit)),
         blocks=tuple(built.blocks),
+        ends=(len(built.ends[0]), len(built.ends[1])),
         buffers_bytes=sum(buffer.nbytes for buffer in built.model.buffers()),
         optimizer=_optimizer_facts(built.optimizer, dtype),
         optimizer_of_fp16=_optimizer_facts(built.optimizer_of_fp16, dtype),
         passes=passes,
         flops_per_sample=plain.flops / plain.samples if plain else None,
         forward_flops_per_sample=plain.forward_flops / plain.samples if plain else None,
-        block_flops_per_sample=plain.block_flops / plain.samples if plain else None,
+        recomputed_flops_per_sample=recomputed.recomputed_flops / recomputed.samples if recomputed else None,
         samples=length if has_data else None,
         **_of_config(config),
         data=("samples of the training data" if has_data else "made-up samples")
@@ -159,7 +161,7 @@ def _trace_all(
     recompute: Sequence[bool],
     inside: FakeTensorMode | None,
     gpu: bool,
-) -> tuple[Passes, TracedPass | None, list[str]]:
+) -> tuple[Passes, dict[bool, TracedPass], list[str]]:
     """Trace the passes in these precisions, with and without recomputation.
 
     Args:
@@ -167,12 +169,14 @@ def _trace_all(
         inside: the mode of the tensors. None: they have values.
 
     Returns:
-        the passes, the first of them as it was traced with more samples, and notes on passes that are left out.
+        the passes; by recomputation, the first as it was traced with more samples; and notes on passes that are left
+        out.
 
     Raises:
         Untraceable: a pass could not be traced without values. With values, such a pass is left out, and noted.
     """
-    found, plain, notes, blocks = Passes(), None, list[str](), list(built.blocks.values())
+    found, notes, blocks = Passes(), list[str](), list(built.blocks.values())
+    first_traced: dict[bool, TracedPass] = {}
     gathered_in = config.parallel.param_dtype
     traced: dict[PrecisionName, PrecisionName] = {"bf16" if p == "fp16" else p: p for p in reversed(precisions)}
 
@@ -180,18 +184,18 @@ def _trace_all(
         with inside or contextlib.nullcontext():
             autocast: Callable[[], Any] = Precision(precision, _CPU).autocast
             first, second = (
-                trace_pass(built.forward, batch, n, blocks=blocks, autocast=autocast, as_on_gpu=gpu)
+                trace_pass(built.forward, batch, n, blocks=built.units, autocast=autocast, as_on_gpu=gpu)
                 for n, batch in batches.items()
             )
         return _pass_facts(first, second), second
 
     for again in sorted(recompute):
         if again and blocks:
-            recompute_activations(blocks, _CPU)
+            recompute_activations(blocks, _CPU, config.compute)
         for precision in reversed(traced) if blocks or not again else ():
             try:
                 found[precision, again, None], second = trace(precision)
-                plain = plain or second
+                first_traced.setdefault(again, second)
             except Untraceable as error:
                 if inside is not None:
                     raise
@@ -205,7 +209,7 @@ def _trace_all(
             except Untraceable as error:
                 what = f"parallel.param_dtype={gathered_in} in {traced[precision]} cannot be traced: {error.where}: "
                 notes.append(f"{what}{error}; activations are told as without it")
-    return found, plain, notes
+    return found, first_traced, notes
 
 
 def _pass_facts(first: TracedPass, second: TracedPass) -> PassFacts:
@@ -262,7 +266,7 @@ def _affine(a: float, b: float, sizes: tuple[int, int]) -> Affine:
     return Affine(a - slope * sizes[0], slope)
 
 
-def _parameter_facts(built: Built, of_block: dict[int, int]) -> Iterator[ParameterFacts]:
+def _parameter_facts(built: Built, of_unit: dict[int, int]) -> Iterator[ParameterFacts]:
     known: dict[Any, tuple[float, int]] = {}
     group_of = {id(p): number for number, g in enumerate(built.optimizer.param_groups) for p in g["params"]}
     held = built.model.state_dict()
@@ -278,7 +282,7 @@ def _parameter_facts(built: Built, of_block: dict[int, int]) -> Iterator[Paramet
             shape=tuple(parameter.shape),
             element_bytes=parameter.element_size(),
             trainable=parameter.requires_grad,
-            block=of_block.get(id(parameter)),
+            block=of_unit.get(id(parameter)),
             state_element_bytes=states[0],
             state_other_bytes=states[1],
             saved=name in held,

@@ -41,7 +41,8 @@ class ParameterFacts:
     element_bytes: int
     trainable: bool
     block: int | None
-    """Index of the block that holds it. None: it is outside of the blocks, in the root."""
+    """Index of the block that holds it, where large embeddings and last layers count as blocks. None: it is in the
+    root."""
     state_element_bytes: float = 0.0
     """Bytes of optimizer state for each element: of tensors with the shape of the parameter."""
     state_other_bytes: int = 0
@@ -126,8 +127,8 @@ class ModelFacts:
     flops_per_sample: float | None
     """Forward and backward pass, without recomputation. None: not known."""
     forward_flops_per_sample: float | None
-    block_flops_per_sample: float | None
-    """Forward pass of the blocks: what recomputation adds."""
+    recomputed_flops_per_sample: float | None
+    """What recomputation adds. None: not known, or there is none."""
     samples: int | None
     """Samples of an epoch. None: the data are not here."""
     global_batch: int
@@ -151,6 +152,13 @@ class ModelFacts:
     """Where the traced batch came from, for people."""
     notes: list[str] = field(default_factory=list)
     """Limits of the model and of the facts, for people."""
+    ends: tuple[int, int] = (0, 0)
+    """Number of large embeddings, which count as blocks before the others, and of large last layers, behind them."""
+
+    @property
+    def stay_from(self) -> int:
+        """Index of the first block that always stays gathered until the backward pass: of the last layers."""
+        return self.ends[0] + len(self.blocks)
 
     @property
     def elements(self) -> int:
@@ -241,6 +249,8 @@ class Setting:
     reduce_dtype: PrecisionName | None = None
     """fsdp: number format in which gradients are reduced. None: fp32 with `param_dtype`, else the stored format."""
     reshard_after_forward: bool = True
+    reduce_each_micro_batch: bool = False
+    """fsdp: gradients are reduced after each micro-batch, and added up in shards."""
     gradient_as_bucket_view: bool = True
     global_batch: int | None = None
     """Samples of an update over all GPUs. None: every micro-batch is full."""

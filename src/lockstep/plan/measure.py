@@ -145,7 +145,7 @@ def _measure(config: RunConfig, run: build.Run, ranks: Ranks) -> Measured:
         precision=config.precision,
         micro_batch=max(len(each.indices) for each in best.micro_batches),
         accumulate=len(best.micro_batches),
-        recompute=config.compute.activation_checkpointing,
+        recompute=bool(config.compute.activation_checkpointing),
         **best.figures,
         flops_per_sample=None if counted is None else counted / max(1, len(first.indices)),
         step_seconds=statistics.median(seconds),
@@ -344,7 +344,7 @@ def setting_of(config: RunConfig, measured: Measured, utilisation: float) -> Set
     strategy = measured.strategy
     if strategy == "fsdp":
         strategy = "hybrid" if parallel.shard_ranks and parallel.shard_ranks < measured.world else "fsdp"
-        names = ("shard_ranks", "param_dtype", "reduce_dtype", "reshard_after_forward")
+        names = ("shard_ranks", "param_dtype", "reduce_dtype", "reshard_after_forward", "reduce_each_micro_batch")
         sharded = {name: getattr(parallel, name) for name in names}
         sharded["offload"] = parallel.cpu_offload and measured.on_gpu  # the memory of a CPU is that of the host
     return Setting(
@@ -369,7 +369,8 @@ def _kept(facts: ModelFacts, setting: Setting) -> int | None:
         return kept
     if setting.param_dtype == setting.precision:  # what is gathered needs no copies
         kept -= passes.kept_casts.at(setting.micro_batch)
-    stay = (p for p in facts.parameters if p.block is None or not setting.reshard_after_forward)
+    stay_from = facts.stay_from if setting.reshard_after_forward else 0
+    stay = (p for p in facts.parameters if p.block is None or p.block >= stay_from)
     return kept + sum(gathered_bytes(p, setting) for p in stay)
 
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from lockstep.core import run_model, task_checks
+from lockstep.core.blocks import find_ends
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.meta_init import take_values
 from lockstep.core.parallel.world import World as Ranks
@@ -33,10 +34,17 @@ class Built(NamedTuple):
     """From a batch to losses."""
     model: nn.Module
     blocks: dict[str, nn.Module]
+    ends: tuple[list[nn.Module], list[nn.Module]]
+    """What FSDP gathers separately before and behind the blocks."""
     optimizer: torch.optim.Optimizer
     optimizer_of_fp16: torch.optim.Optimizer
     """The same, as a training in fp16 makes it: without torch's fused kernels."""
     notes: list[str]
+
+    @property
+    def units(self) -> list[nn.Module]:
+        """What FSDP gathers separately, in the order of a forward pass."""
+        return [*self.ends[0], *self.blocks.values(), *self.ends[1]]
 
 
 def alone() -> Ranks:
@@ -140,7 +148,8 @@ def _wrapped(task: Task, config: RunConfig, model: nn.Module, fake: FakeTensorMo
         notes.append("compute.channels_last is not modelled: the bytes stay the same, but some kernels copy")
     model = built.strategy.unwrapped.model
     blocks = {name: model.get_submodule(name) for name in built.blocks}
-    return Built(built.strategy.forward, model, blocks, optimizer, of_fp16, notes)
+    ends = ([], []) if config.parallel.shard_modules else find_ends(model, list(blocks.values()))
+    return Built(built.strategy.forward, model, blocks, ends, optimizer, of_fp16, notes)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -65,17 +64,12 @@ class TracedPass:
     kept_casts_bytes: int
     flops: int
     """Forward and backward pass, without recomputation."""
+    recomputed_flops: int
 
     @property
     def forward_flops(self) -> int:
         """Of the forward pass."""
         return next(segment.flops for segment in self.segments if segment.phase == "backward")
-
-    @property
-    def block_flops(self) -> int:
-        """Of the forward pass of the blocks."""
-        pairs = itertools.pairwise(self.segments)
-        return sum(b.flops - a.flops for a, b in pairs if a.phase == "forward" and a.block is not None)
 
 
 class Untraceable(Exception):
@@ -271,7 +265,9 @@ def trace_pass(
         except Exception as error:
             raise Untraceable(stack.innermost, error) from error
     batch_bytes = sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
-    return TracedPass(samples, live.segments, batch_bytes, kept_bytes, kept_casts_bytes, counted.total)
+    return TracedPass(
+        samples, live.segments, batch_bytes, kept_bytes, kept_casts_bytes, counted.total, counted.recomputed
+    )
 
 
 def tensors_of(value: Any) -> list[Tensor]:

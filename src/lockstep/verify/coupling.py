@@ -28,7 +28,7 @@ Batch = tuple[Any, int]
 class Coupling:
     """The facts that a batch and its halves show about the loss."""
 
-    epsilon: float
+    epsilon: float = 0.0
     """Relative rounding of the coarsest number format in which the model or the loss computes."""
     coarse: str = ""
     """This number format and a place, where the model or the loss converts to it on the way."""
@@ -37,7 +37,7 @@ class Coupling:
     coupling: float = 0.0
     """Difference between the loss of a batch and the sum over its halves, relative to the loss; of the worst head."""
     mean_heads: list[str] = field(default_factory=list)
-    """Heads whose loss of a batch is a mean, instead of a sum."""
+    """Heads whose loss of a batch is the mean over its halves, instead of the sum."""
     without_labels: bool = False
     """True if every tensor of a batch goes into the model."""
     has_comparison: bool = False

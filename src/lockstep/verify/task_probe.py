@@ -40,7 +40,7 @@ _NOT_ADDED_UP = 1e-3  # relative difference from which a weight does not add up
 
 
 @dataclass
-class TaskProbe:
+class TaskProbe(Coupling):
     """The facts that a forward and a backward pass over some samples show about a task."""
 
     random: list[str] = field(default_factory=list)
@@ -67,14 +67,6 @@ class TaskProbe:
     """True if the task runs in float64."""
     float64_error: str = ""
     """Why the task does not run in float64."""
-    epsilon: float = 0.0
-    """Relative rounding of the coarsest number format in which the model or the loss computes."""
-    coarse: str = ""
-    """This number format and a place, where the model or the loss converts to it on the way."""
-    coupling: float = 0.0
-    """Difference between the loss of a batch and the sum over its halves, relative to the loss; of the worst head."""
-    mean_heads: list[str] = field(default_factory=list)
-    """Heads whose loss of a batch is the mean over its halves, instead of the sum."""
     weight_difference: str = ""
     """The difference of the weight of a batch from the sum over its samples."""
     model_difference: str = ""
@@ -92,21 +84,13 @@ class TaskProbe:
     """Buffers that a training pass moves, so that a second pass over the same batch has another loss."""
     moving: float = 0.0
     """Difference of the losses of two training passes over the same batch, with those buffers put back, relative."""
-    without_labels: bool = False
-    """True if every tensor of a batch goes into the model."""
-    has_comparison: bool = False
-    """True if the loss makes a number for each pair of samples, or sorts them. Then its weight need not add up."""
     players: tuple[Player, ...] = ()
     """The players of the task, which update in turn."""
     gathers: bool = False
     """True if the task has `embed`, whose outputs ranks gather."""
-    compares_samples: str = ""
-    """The way in which the loss compares the samples of a batch on purpose; empty where it does not."""
     collectives: list[str] = field(default_factory=list)
     """Collectives that the loss makes by itself, where there are several ranks."""
 
-    own_backwards: list[str] = field(default_factory=list)
-    """Classes of `torch.autograd.Function` in the graph of the loss, with file and line."""
     derivative: Literal["compared", "wrong", ""] = ""
     """True if the gradient was compared with a numerical derivative, and differs."""
 
@@ -340,9 +324,7 @@ def _look_at_coupling(
                 break
     if needs_global_batch(task):  # samples are compared on purpose, and all of a global batch are there
         found = Coupling(found.epsilon, found.coarse, found.own_backwards)
-    probe.coupling, probe.mean_heads = found.coupling, found.mean_heads
-    probe.epsilon, probe.coarse, probe.own_backwards = found.epsilon, found.coarse, found.own_backwards
-    probe.without_labels = found.without_labels
+    vars(probe).update(vars(found))
     probe.has_comparison = found.has_comparison and bool(found.compares_samples)
     probe.compares_samples = "" if found.mean_heads else found.compares_samples
 

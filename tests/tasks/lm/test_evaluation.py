@@ -22,7 +22,7 @@ from lockstep import Trainer
 from lockstep.cli import predict
 from lockstep.cli.application import app
 from lockstep.core.errors import UsageError
-from lockstep.tasks.lm import models, writing
+from lockstep.tasks.lm import attention, models, writing
 from tests import hub_server, lm_cases, runs
 from tests.lm_cases import json_lines, lm_task, small_task
 from tests.ranks import run_ranks
@@ -390,7 +390,7 @@ def test_the_small_model_is_llama(corpus):
     theirs = LlamaForCausalLM(task.config)
     theirs.load_state_dict(own.state_dict())
     batch = task.collate([task.train_data()[0], task.train_data()[1]])
-    mask = models.document_mask(batch["documents"])
+    mask = attention.document_mask(batch["documents"])
     logits = [models.called(model, batch["input_ids"], batch["positions"], mask).logits for model in (own, theirs)]
     assert torch.allclose(*logits, atol=1e-5)
     for of_model in logits:

@@ -127,6 +127,10 @@ class TrainConfig(Section):
         return None if self.steps or self.min_steps else self.epochs or 1
 
 
+def _of_torchtitan(mode: Any) -> Any:
+    return {"none": False, "full": True}.get(mode, mode) if isinstance(mode, str) else mode
+
+
 class ComputeConfig(Section):
     """The ways to compute the forward pass. The training is the same to rounding."""
 
@@ -137,8 +141,11 @@ class ComputeConfig(Section):
     """The effort with which inductor searches for fast code. `reduce-overhead` and `max-autotune` use CUDA graphs."""
     compile_dynamic: bool | None = None
     """True if compiled code takes tensors of any size. None: torch decides when it meets a second size."""
-    activation_checkpointing: bool = False
-    """Recompute the activations of each block in the backward pass."""
+    activation_checkpointing: Annotated[bool | Literal["selective"], BeforeValidator(_of_torchtitan)] = False
+    """Recompute the activations of blocks in the backward pass, also called `none` (false) and `full` (true).
+    `selective`: results of matrix products, convolutions and attention are kept, and the rest is computed again."""
+    recompute_every_blocks: PositiveInt = 1
+    """With `activation_checkpointing`: recompute only blocks whose number, counted from 1, is a multiple of this."""
     channels_last: bool = False
     """Memory format of images and convolutions."""
     deterministic: bool = False

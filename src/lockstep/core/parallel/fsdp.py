@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core import devices
+from lockstep.core.blocks import find_ends
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel import torch_internals
 from lockstep.core.parallel import world as worlds
@@ -18,7 +19,7 @@ from lockstep.core.parallel.meta_init import build_on_meta, materialise
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.sharded_tensor import is_sharded
 from lockstep.core.parallel.single import Single, constant_loss_error, leaves
-from lockstep.core.parallel.strategy import CallsVary, Forward, Losses
+from lockstep.core.parallel.strategy import CallsVary, Forward, Losses, Waits
 from lockstep.core.parallel.world import World
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,7 +35,8 @@ class FSDP(Single):
         super().__init__(world)
         self.options = options
         self._waits: list[tuple[Any, Any]] | None = []  # marks around the gathering of blocks; None: not marked
-        self._modules: list[Any] = []  # those to which `fully_shard` was applied
+        self._modules: list[Any] = []  # those to which `fully_shard` was applied, the root first
+        self._units: list[tuple[Any, bool]] = []  # without the root, and whether they are freed after a forward pass
         self._writes: GatheredWrites | None = None  # until the first step has been looked at
         self._values: dict[str, Tensor] = {}  # on rank 0, from `build_model` to `wrap`: the values of the model
 
@@ -48,11 +50,15 @@ class FSDP(Single):
             for parameter, gathered in self._gathered():  # else a block gets its value when it is gathered again
                 gathered.requires_grad_(parameter.requires_grad)
             return
-        _check_parameters(forward, blocks)
+        first, last = ([], []) if self.options.shard_modules else find_ends(forward.model, blocks)
+        frees = self.options.reshard_after_forward
+        self._units = [(unit, frees) for unit in (*first, *blocks)]
+        self._units += [(unit, False) for unit in last]  # the backward pass begins with it
+        _check_parameters(forward, [unit for unit, _ in self._units])
         mesh = _mesh(self.world, self.options.shard_ranks)
-        self._shard(forward, blocks, mesh)
+        self._shard(forward, mesh)
         self.forward = self.unwrapped = forward
-        self._modules = _fsdp_modules(forward)
+        self._modules = [forward, *(unit for unit, _ in self._units)]
         device = torch.device("cpu") if self.options.cpu_offload else self.world.device
         materialise(forward.model, self._values, self.world, device)
         self._let_passes_agree(forward)
@@ -82,7 +88,7 @@ class FSDP(Single):
             if module.training and waits is not None:
                 waits.append((begun[0], device.mark()))
 
-        for module in _fsdp_modules(forward):  # whose own hook gathers, between these two
+        for module in self._modules:  # whose own hook gathers, between these two
             module.register_forward_pre_hook(begin, prepend=True)
             module.register_forward_pre_hook(end)
 
@@ -105,8 +111,15 @@ class FSDP(Single):
                 module.largest_over_ranks = largest
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        self.forward.set_requires_gradient_sync(last)
+        self.forward.set_requires_gradient_sync(last or self.options.reduce_each_micro_batch)
+        self.forward.set_requires_all_reduce(last)  # over the replicas of a hybrid mesh
         return contextlib.nullcontext()
+
+    def backward(self, losses: Losses, factors: Losses, last: bool) -> Waits | None:
+        waits = super().backward(losses, factors, last or self.options.reduce_each_micro_batch)
+        if waits is None or not self.options.reduce_each_micro_batch:
+            return waits
+        return Waits(waits.ended, None) if last else None  # it has waited in earlier backward passes, too
 
     def _changed_while_gathered(self) -> set[int]:
         return {id(p) for p, gathered in self._gathered() if p.requires_grad != gathered.requires_grad}
@@ -129,15 +142,14 @@ class FSDP(Single):
         self._reshard()
         # A block that stays gathered after its first call needs no collective in further calls, of which other ranks
         # may have less. The root always stays gathered.
-        blocks = [module for module in self._modules if module is not self.forward]
-        kept = blocks if self.forward.calls_vary else []
-        for block in kept:
-            block.set_reshard_after_forward(False, recurse=False)
+        kept = self._units if self.forward.calls_vary else []
+        for unit, _ in kept:
+            unit.set_reshard_after_forward(False, recurse=False)
         try:
             yield self.unwrapped
         finally:
-            for block in kept:
-                block.set_reshard_after_forward(self.options.reshard_after_forward, recurse=False)
+            for unit, frees in kept:
+                unit.set_reshard_after_forward(frees, recurse=False)
             self._reshard()
 
     def _reshard(self) -> None:
@@ -150,7 +162,7 @@ class FSDP(Single):
         names = {id(module): name for name, module in self.unwrapped.model.named_modules()}
         return [
             f"{names.get(id(owner), '')}.{key}".lstrip(".")
-            for module in _fsdp_modules(self.forward)
+            for module in self._modules
             for owner, key, known in torch_internals.sharded_places(module)
             if (now := owner._parameters.get(key)) is not None
             and not any(now is one for one in known)
@@ -161,7 +173,7 @@ class FSDP(Single):
         # Blocks are gathered one by one: the graph knows the tensors into which the parameters were gathered.
         used = leaves(losses)
         unused: dict[str, bool] = {}
-        for block in (None, *(module for module in self._modules if module is not self.forward)):
+        for block in (None, *self._modules[1:]):
             was_sharded = block is not None and any(is_sharded(parameter) for parameter in block.parameters())
             if was_sharded:
                 block.unshard()
@@ -172,18 +184,13 @@ class FSDP(Single):
                 block.reshard()
         return unused
 
-    def _shard(self, forward: nn.Module, blocks: Sequence[nn.Module], mesh: Any) -> None:
-        """Apply `fully_shard` to each of `blocks`, then to `forward` as the root.
+    def _shard(self, forward: nn.Module, mesh: Any) -> None:
+        """Apply `fully_shard` to each of the units, then to `forward` as the root.
 
-        Parameters outside the blocks belong to the root: they are gathered for the whole forward and backward pass. All
+        Parameters outside the units belong to the root: they are gathered for the whole forward and backward pass. All
         parameters stay in their own dtype, whatever dtype they are gathered in. They may be on the meta device.
         """
-        from torch.distributed.fsdp import (
-            CPUOffloadPolicy,
-            FSDPModule,
-            MixedPrecisionPolicy,
-            fully_shard,
-        )
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         options = self.options
         attributes = {name: vars(parameter) for name, parameter in forward.named_parameters()}
@@ -196,23 +203,17 @@ class FSDP(Single):
         common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         if options.cpu_offload:
             common["offload_policy"] = CPUOffloadPolicy(pin_memory=devices.of(self.world.device).has_own_memory)
-        for block in blocks:
-            fully_shard(block, reshard_after_forward=options.reshard_after_forward, **common)
+        for unit, frees in self._units:
+            fully_shard(unit, reshard_after_forward=frees, **common)
         fully_shard(forward, **common)
         for name, parameter in forward.named_parameters():
             vars(parameter).update(attributes[name])  # those that a model sets; FSDP makes new objects
-        sharded: list[Any] = [block for block in blocks if isinstance(block, FSDPModule)]
-        for place, block in enumerate(sharded):
+        units = [unit for unit, _ in self._units]
+        for place, unit in enumerate(units):
             if options.forward_prefetch:
-                block.set_modules_to_forward_prefetch(sharded[place + 1 : place + 1 + options.forward_prefetch])
+                unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + options.forward_prefetch])
             if options.backward_prefetch:
-                block.set_modules_to_backward_prefetch(sharded[max(0, place - options.backward_prefetch) : place][::-1])
-
-
-def _fsdp_modules(model: nn.Module) -> list[Any]:
-    from torch.distributed.fsdp import FSDPModule
-
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+                unit.set_modules_to_backward_prefetch(units[max(0, place - options.backward_prefetch) : place][::-1])
 
 
 def _check_parameters(forward: nn.Module, blocks: Sequence[nn.Module]) -> None:

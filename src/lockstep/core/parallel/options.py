@@ -34,6 +34,9 @@ class ParallelConfig(Section):
     """FSDP: number of blocks that are gathered ahead in the forward pass. 0: FSDP's default."""
     backward_prefetch: Annotated[int, Field(ge=0)] = 0
     """FSDP: number of blocks that are gathered ahead in the backward pass. 0: FSDP's default."""
+    reduce_each_micro_batch: bool = False
+    """FSDP: reduce gradients after each micro-batch, and add them up in shards. False: add up whole gradients, and
+    reduce the sum once in a step."""
     cpu_offload: bool = False
     """FSDP: keep parameters, gradients and optimizer state in host memory."""
     param_dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, DETERMINES_TRAINING] = None

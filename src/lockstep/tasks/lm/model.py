@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lockstep.tasks.lm.attention import attend, rotated, rotations
+
 Seen = list[tuple[Tensor, Tensor]]
 """Keys and values of the tokens so far, for each layer: (samples, heads of keys, tokens, head width)."""
 
@@ -43,6 +45,14 @@ class SmallModel(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         self.apply(self._begin)
 
+    def get_input_embeddings(self) -> nn.Module:
+        """The layer that every token passes first, under the name of transformers."""
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The last layer, under the name of transformers."""
+        return self.lm_head
+
     def _begin(self, module: nn.Module) -> None:
         """New weights as in GPT-2 (Radford et al. 2019, section 2.3): what layers add begins smaller in deep models."""
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -56,7 +66,7 @@ class SmallModel(nn.Module):
         self,
         input_ids: Tensor,
         position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Any = None,
         past_key_values: Seen | None = None,
         use_cache: bool = False,
     ) -> Output:
@@ -65,8 +75,8 @@ class SmallModel(nn.Module):
         Args:
             input_ids: (samples, tokens).
             position_ids: (samples, tokens), counted from 0 in each document. None: a row is one document.
-            attention_mask: (samples, 1, tokens, tokens seen), true where a token sees another. None: each token sees
-                itself and all before it.
+            attention_mask: (samples, 1, tokens, tokens seen), true where a token sees another; or what
+                `attention.mask_for` returns. None: each token sees itself and all before it.
             past_key_values: of the tokens before these.
             use_cache: return the keys and values of all tokens.
         """
@@ -87,12 +97,7 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
-        self,
-        ids: Tensor,
-        positions: Tensor | None,
-        mask: Tensor | None,
-        before: Seen | None = None,
-        seen: Seen | None = None,
+        self, ids: Tensor, positions: Tensor | None, mask: Any, before: Seen | None = None, seen: Seen | None = None
     ) -> Tensor:
         if positions is None:
             begin = before[0][0].shape[2] if before else 0
@@ -119,7 +124,7 @@ class Layer(nn.Module):
         self,
         hidden: Tensor,
         turns: tuple[Tensor, Tensor],
-        mask: Tensor | None,
+        mask: Any,
         before: tuple[Tensor, Tensor] | None,
         seen: Seen | None,
     ) -> Tensor:
@@ -145,7 +150,7 @@ class Attention(nn.Module):
         self,
         hidden: Tensor,
         turns: tuple[Tensor, Tensor],
-        mask: Tensor | None,
+        mask: Any,
         before: tuple[Tensor, Tensor] | None,
         seen: Seen | None,
     ) -> Tensor:
@@ -158,7 +163,7 @@ class Attention(nn.Module):
         if self.groups > 1:
             key, value = (part.repeat_interleave(self.groups, dim=1) for part in (key, value))
         is_causal = mask is None and before is None
-        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
+        mixed = attend(query, key, value, mask, is_causal)
         summed: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return summed
 
@@ -178,16 +183,3 @@ class FeedForward(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         down: Tensor = self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
         return down
-
-
-def rotations(positions: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles of each position: (samples, 1, tokens, width). Su et al. 2021, arXiv:2104.09864."""
-    rates = base ** -(torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
-    angles = (positions[..., None].float() * rates).repeat(1, 1, 2)[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotated(heads: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    """Queries or keys, turned by their positions. Number i makes a pair with number i + width / 2."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * turns[0] + torch.cat([-second, first], dim=-1) * turns[1]

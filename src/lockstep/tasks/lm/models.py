@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import UsageError, did_you_mean
 from lockstep.tasks import hugging_face
+from lockstep.tasks.lm.attention import document_mask, finds_documents
 from lockstep.tasks.lm.lora import adapters
 from lockstep.tasks.lm.model import SmallModel
 from lockstep.tasks.lm.options import LmOptions, SmallOptions
@@ -113,9 +114,7 @@ def make_model(options: LmOptions, config: Any, *, trained: bool) -> tuple[nn.Mo
     return adapters.adapt(*made, options, lora), []
 
 
-def called(
-    model: nn.Module, ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None, **options: Any
-) -> Any:
+def called(model: nn.Module, ids: Tensor, positions: Tensor | None = None, mask: Any = None, **options: Any) -> Any:
     """The output of a model: `logits`, and `past_key_values` where they were asked for.
 
     Args:
@@ -124,16 +123,16 @@ def called(
         options: `past_key_values` and `use_cache`.
     """
     given = {} if positions is None else {"position_ids": positions}
-    if mask is not None and not (has_windows(model) and not options):
+    if mask is not None and not (finds_documents(model) and not options):
         if getattr(getattr(model, "config", None), "_attn_implementation", "sdpa") == "eager":  # it adds the mask
             mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
         given["attention_mask"] = mask
-    # In training, a model with windows finds the documents by their positions. The mask would replace its windows.
+    # In training, such a model finds the documents by their positions. A mask would replace its windows.
     return model(input_ids=ids, **given, **{"use_cache": False, **options})
 
 
 def hidden_and_head(
-    model: Any, ids: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+    model: Any, ids: Tensor, positions: Tensor | None = None, mask: Any = None
 ) -> tuple[Tensor, nn.Module]:
     """What the last layer gets, (samples, tokens, width), and the last layer. For the arguments, see `called`."""
     if isinstance(model, SmallModel):
@@ -165,27 +164,11 @@ def check_head(model: nn.Module, vocab_size: int, name: str) -> None:
         raise UsageError(f"{name} makes its logits by more than its last layer", where="task.loss_chunk", remedy=remedy)
 
 
-def has_windows(model: nn.Module) -> bool:
-    """True if some layers of a model see a window of tokens, and not all tokens before."""
-    config = getattr(model, "config", None)
-    return bool(config is not None and getattr(config.get_text_config(), "sliding_window", None))
-
-
-def document_mask(documents: Tensor) -> Tensor:
-    """The mask in which each token sees itself and the tokens before it of its own document.
+def check_no_leak(model: nn.Module, vocab_size: int, name: str, masked: bool = True) -> None:
+    """Compare the logits of two documents in one row with those of each alone.
 
     Args:
-        documents: the document's number of each token: (samples, tokens).
-
-    Returns:
-        (samples, 1, tokens, tokens).
-    """
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
-
-
-def check_no_leak(model: nn.Module, vocab_size: int, name: str) -> None:
-    """Compare the logits of two documents in one row with those of each alone.
+        masked: the model gets a mask. Otherwise it must find the documents by their positions.
 
     Raises:
         UsageError: they differ, so that this model cannot be trained on packed rows.
@@ -198,7 +181,7 @@ def check_no_leak(model: nn.Module, vocab_size: int, name: str) -> None:
     model.eval()
     try:
         with torch.no_grad():
-            together = called(model, ids, positions, document_mask(documents)).logits
+            together = called(model, ids, positions, document_mask(documents) if masked else None).logits
             alone = torch.cat([called(model, part).logits for part in torch.split(ids, sizes, dim=1)], dim=1)
         apart = float((together - alone).abs().max() / alone.abs().max())
     except (TypeError, ValueError, RuntimeError, IndexError) as error:  # of a model that takes no positions, or no mask

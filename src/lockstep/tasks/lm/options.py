@@ -89,6 +89,10 @@ class LmOptions(TableOptions):
     packing: bool = True
     """Fill rows with several documents. Attention and positions do not cross documents. Otherwise a row is a document
     or a piece of one, and rows are padded to the longest of their micro-batch."""
+    attention: Literal["sdpa", "flex", "flash"] = "sdpa"
+    """How attention keeps to documents in packed rows. `sdpa`: with a mask of tokens by tokens. `flex` and `flash` need
+    CUDA and hold no such mask: torch's flex attention, and flash attention, in 16 bits; for models of transformers with
+    the package `flash-attn`."""
     columns: ColumnsOptions = ColumnsOptions()
     chat: bool = False
     """Write prompts and answers as the tokenizer's chat template does."""

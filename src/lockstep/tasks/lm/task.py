@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from lockstep.core.errors import UsageError
 from lockstep.core.task import Metrics, Task
 from lockstep.tasks.kept import keep
-from lockstep.tasks.lm import losses, models, tokens, writing
+from lockstep.tasks.lm import attention, losses, models, tokens, writing
 from lockstep.tasks.lm.answers import is_match, number_in
 from lockstep.tasks.lm.data import NOT_LEARNED, PaddedRows, Prompt, Row, Rows
 from lockstep.tasks.lm.documents import Corpus
@@ -191,13 +191,15 @@ class LanguageModel(Task):
     def model(self) -> nn.Module:
         model, self.new_weights = models.make_model(self.options, self.config, trained=self._trained)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        on_meta = torch.empty(0).device.type == "meta"
-        if not self.options.is_small and not on_meta:
+        if self.options.is_small:
+            return model
+        if torch.empty(0).device.type != "meta":
             checked = (model, models.vocabulary(self.config), type(model).__name__)
             if self.options.packing:
-                models.check_no_leak(*checked)
+                models.check_no_leak(*checked, masked=self.options.attention == "sdpa")
             if self.options.loss_chunk is not None:
                 models.check_head(*checked)
+        attention.use(model, self.options.attention)
         return model
 
     # ---- from rows to a batch
@@ -228,6 +230,8 @@ class LanguageModel(Task):
         batch["bytes"] = torch.tensor([row.bytes for row in samples])
         if any(len(row.documents) and row.documents[-1] for row in samples):
             batch["documents"], batch["positions"] = padded("documents", -1), padded("positions", 0)
+            if self.options.attention == "flash":
+                batch["begins"] = attention.begins_of(batch["positions"])
         prompts = [prompt for row in samples for prompt in row.prompts]
         if prompts:
             kept, new_tokens = writing.room_for(models.most_tokens(self.config), self.options.new_tokens)
@@ -248,23 +252,22 @@ class LanguageModel(Task):
             return output["nats"].sum(), output
         chunk, targets = self.options.loss_chunk, batch["targets"].flatten()
         if chunk is None:
-            return losses.total(models.called(model, *self._inputs(batch)).logits.flatten(0, 1), targets)
-        hidden, head = models.hidden_and_head(model, *self._inputs(batch))
+            return losses.total(models.called(model, *self._inputs(model, batch)).logits.flatten(0, 1), targets)
+        hidden, head = models.hidden_and_head(model, *self._inputs(model, batch))
         return losses.total_in_chunks(head, hidden.flatten(0, 1), targets, chunk)
 
-    def _inputs(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _inputs(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None, Any]:
         """Tokens, positions and mask."""
-        mask = models.document_mask(batch["documents"]) if "documents" in batch else None
-        return batch["input_ids"], batch.get("positions"), mask
+        return batch["input_ids"], batch.get("positions"), attention.mask_for(self.options.attention, model, batch)
 
     def _by_token(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of each token, and whether the most probable token was right: (rows, tokens)."""
         chunk, targets = self.options.loss_chunk, batch["targets"]
         if chunk is None:
-            logits = models.called(model, *self._inputs(batch)).logits.flatten(0, 1)
+            logits = models.called(model, *self._inputs(model, batch)).logits.flatten(0, 1)
             found = losses.by_token(logits, targets.flatten())
         else:
-            hidden, head = models.hidden_and_head(model, *self._inputs(batch))
+            hidden, head = models.hidden_and_head(model, *self._inputs(model, batch))
             found = losses.by_token_in_chunks(head, hidden.flatten(0, 1), targets.flatten(), chunk)
         return found[0].view_as(targets), found[1].view_as(targets)
 

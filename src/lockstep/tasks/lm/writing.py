@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.tasks.lm import models
+from lockstep.tasks.lm import attention, models
 
 NOTHING = -1
 """Stands behind the end of a text."""
@@ -89,7 +89,7 @@ def write(
     seen: Any = None
     positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
     for number in range(draws.shape[1]):
-        given = mask.long() if models.has_windows(model) else _mask_of(mask, ids.shape[1])
+        given = mask.long() if attention.finds_documents(model) else _mask_of(mask, ids.shape[1])
         output = models.called(model, ids, positions, given, past_key_values=seen, use_cache=True)
         seen = output.past_key_values
         token = draw(output.logits[:, -1], draws[:, number])

@@ -1,0 +1,149 @@
+"""Attention within documents: SDPA with a mask, flex attention with a block mask, or flash attention over documents."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lockstep.core.errors import UsageError
+
+_OF_TRANSFORMERS = {"flex": "flex_attention", "flash": "flash_attention_2"}
+
+
+class Pieces(NamedTuple):
+    """Documents one behind the other, over all rows."""
+
+    begins: Tensor
+    """The first place of each, and the number of places: int32 (documents + 1)."""
+    longest: int
+    """No document has more places."""
+
+
+def begins_of(positions: Tensor) -> Tensor:
+    """`Pieces.begins` from positions in documents, (rows, tokens). Each padding has position 0, and stands alone."""
+    begins = (positions.flatten() == 0).nonzero().flatten()
+    return torch.cat([begins, torch.tensor([positions.numel()])]).int()
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """The mask in which each token sees itself and the tokens before it of its own document.
+
+    Args:
+        documents: the document's number of each token: (samples, tokens).
+
+    Returns:
+        (samples, 1, tokens, tokens).
+    """
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same & torch.ones(same.shape[-2:], dtype=torch.bool, device=same.device).tril()
+
+
+def block_mask(documents: Tensor) -> Any:
+    """`document_mask` for flex attention."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (documents[row, query] == documents[row, key]) & (query >= key)
+
+    rows, tokens = documents.shape
+    return create_block_mask(sees, rows, None, tokens, tokens, device=documents.device)
+
+
+def mask_for(kind: str, model: nn.Module, batch: dict[str, Any]) -> Any:
+    """What a model needs to know of the documents in a batch. None: rows are documents, or positions say it all.
+
+    Args:
+        kind: `task.attention`. In evaluations without CUDA, SDPA takes its place.
+
+    Raises:
+        UsageError: this kind of attention cannot train on the device.
+    """
+    device = batch["input_ids"].device
+    if model.training and kind != "sdpa" and not has_kernels(device):
+        what = f"{kind} attention has no backward pass on {device.type}"
+        raise UsageError(what, where=f"task.attention={kind}", remedy="use task.attention=sdpa, or a GPU with CUDA")
+    documents = batch.get("documents")
+    if documents is None or finds_documents(model):
+        return None
+    if kind == "sdpa" or not has_kernels(device):
+        return document_mask(documents)
+    return Pieces(batch["begins"], documents.shape[1]) if kind == "flash" else block_mask(documents)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """True if flex and flash attention can train on a device."""
+    return device.type == "cuda"
+
+
+def use(model: nn.Module, kind: str) -> None:
+    """Let a model of transformers use this kind of attention, where there is CUDA.
+
+    Raises:
+        UsageError: the model or this machine does not have it.
+    """
+    if kind == "sdpa" or not torch.cuda.is_available():
+        return
+    try:
+        model.set_attn_implementation(_OF_TRANSFORMERS[kind])  # type: ignore[operator]
+    except (ImportError, ValueError) as error:
+        what = f"{type(model).__name__} cannot use it: {str(error).splitlines()[0]}"
+        remedy = "use task.attention=sdpa, or pip install flash-attn for flash"
+        raise UsageError(what, where=f"task.attention={kind}", remedy=remedy) from error
+
+
+def finds_documents(model: nn.Module) -> bool:
+    """True if a model must find documents by their positions: some layers see a window of tokens, and not all tokens
+    before, or its attention takes no mask of tokens by tokens."""
+    config = getattr(model, "config", None)
+    has_windows = config is not None and getattr(config.get_text_config(), "sliding_window", None)
+    return bool(has_windows) or getattr(config, "_attn_implementation", None) in _OF_TRANSFORMERS.values()
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool) -> Tensor:
+    """Attention: (samples, heads, tokens, width), as its arguments.
+
+    Args:
+        mask: from `mask_for`, or a mask as SDPA takes it. None: see `is_causal`.
+
+    Raises:
+        UsageError: flash attention was called with numbers of more than 16 bits.
+    """
+    if mask is None or isinstance(mask, Tensor):
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast does not know these functions
+    if not isinstance(mask, Pieces):
+        return _flex(value.device)(query, key, value, block_mask=mask)  # type: ignore[no-any-return]
+    from torch.nn.attention.varlen import varlen_attn
+
+    if value.dtype not in (torch.bfloat16, torch.float16):
+        what = f"flash attention computes in 16 bits, and not in {str(value.dtype).removeprefix('torch.')}"
+        raise UsageError(what, where="task.attention=flash", remedy="use precision=bf16, or task.attention=flex")
+    flat = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+    places: Any = (mask.begins, mask.begins, mask.longest, mask.longest)
+    attention: Any = functools.partial(varlen_attn, window_size=(-1, 0))  # each token sees itself and those before it
+    mixed: Tensor = attention(*flat, *places).unflatten(0, (len(value), -1)).transpose(1, 2)
+    return mixed
+
+
+@functools.cache
+def _flex(device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention) if has_kernels(device) else flex_attention
+
+
+def rotations(positions: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles of each position: (samples, 1, tokens, width). Su et al. 2021, arXiv:2104.09864."""
+    rates = base ** -(torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
+    angles = (positions[..., None].float() * rates).repeat(1, 1, 2)[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotated(heads: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+    """Queries or keys, turned by their positions. Number i makes a pair with number i + width / 2."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * turns[0] + torch.cat([-second, first], dim=-1) * turns[1]

@@ -1,0 +1,96 @@
+"""Attention within documents: flex and flash attention give what SDPA with a mask gives."""
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn.attention import flex_attention, varlen
+
+from lockstep.core.errors import UsageError
+from lockstep.tasks.lm import attention, models
+from tests import lm_cases
+from tests.lm_cases import small_task
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 2, 2, -1, -1]])
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 0, 1, 0, 0]])
+
+
+@pytest.fixture
+def model(tmp_path):
+    torch.manual_seed(0)
+    return small_task(lm_cases.corpus(tmp_path)).model()
+
+
+def logits_and_gradients(model, mask):
+    ids = torch.arange(20).view(2, 10) * 7 % 300
+    logits = models.called(model, ids, POSITIONS, mask).logits
+    model.zero_grad()
+    logits[DOCUMENTS >= 0].float().square().sum().backward()
+    return logits[DOCUMENTS >= 0], {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def apart(one, other):
+    one, other = one.detach(), other.detach()
+    return float((one - other).abs().max() / other.abs().max())
+
+
+def test_flex_attention_is_that_of_the_mask(model, monkeypatch):
+    logits, gradients = logits_and_gradients(model, attention.document_mask(DOCUMENTS))
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # it refuses backward passes on CPUs
+    with pytest.warns(UserWarning, match="flex_attention called without torch.compile"):
+        found, of_flex = logits_and_gradients(model, attention.block_mask(DOCUMENTS))
+    assert apart(found, logits) < 1e-5
+    assert max(apart(of_flex[name], gradients[name]) for name in gradients) < 1e-4
+
+
+def varlen_by_hand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+    """What the documentation of `varlen_attn` says, sequence by sequence. It stands in for a function of GPUs."""
+    assert query.dtype == key.dtype == value.dtype == torch.bfloat16
+    assert cu_seq_q.dtype == torch.int32
+    assert torch.equal(cu_seq_q, cu_seq_k)
+    assert cu_seq_q[-1] == len(query)
+    assert int(cu_seq_q.diff().max()) <= min(max_q, max_k)
+    sizes = cu_seq_q.diff().tolist()
+    parts = zip(*(torch.split(tensor.transpose(0, 1), sizes, dim=1) for tensor in (query, key, value)), strict=True)
+    causal = window_size == (-1, 0)
+    found = [functional.scaled_dot_product_attention(*each, is_causal=causal) for each in parts]
+    return torch.cat(found, dim=1).transpose(0, 1)
+
+
+def test_flash_attention_gets_the_documents_one_behind_the_other(model, monkeypatch):
+    pieces = attention.Pieces(attention.begins_of(POSITIONS), 10)
+    assert pieces.begins.tolist() == [0, 3, 5, 10, 11, 16, 18, 19, 20]  # each padding stands alone
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_by_hand)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, gradients = logits_and_gradients(model, attention.document_mask(DOCUMENTS))
+        found, of_flash = logits_and_gradients(model, pieces)
+    assert apart(found, logits) < 0.02
+    assert max(apart(of_flash[name], gradients[name]) for name in gradients) < 0.05
+    with pytest.raises(UsageError, match=r"task.attention=flash: .* in 16 bits, and not in float32"):
+        logits_and_gradients(model, pieces)
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "flex", "flash"])
+def test_a_batch_has_what_its_attention_needs(tmp_path, monkeypatch, kind):
+    task = small_task(lm_cases.corpus(tmp_path), attention=kind)
+    data, model = task.train_data(), task.model()
+    batch = task.collate([data[index] for index in range(len(data) - 4, len(data))])
+    masks = {"sdpa": torch.Tensor, "flex": flex_attention.BlockMask, "flash": attention.Pieces}
+    assert isinstance(attention.mask_for(kind, model.eval(), batch), torch.Tensor)  # without CUDA
+    assert task.predict(model.eval(), batch)["nats"].sum() > 0
+    if kind != "sdpa":
+        with pytest.raises(UsageError, match=f"task.attention={kind}: {kind} attention has no backward pass on cpu"):
+            task.loss(model.train(), batch)
+    monkeypatch.setattr(attention, "has_kernels", lambda device: True)
+    assert type(attention.mask_for(kind, model.eval(), batch)) is masks[kind]
+
+
+def test_models_of_transformers_find_documents_by_positions_with_flex_and_flash(tmp_path, monkeypatch):
+    corpus = lm_cases.corpus(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model = small_task(corpus, config=lm_cases.LLAMA, attention="flex").model()
+    assert model.config._attn_implementation == "flex_attention"
+    assert attention.finds_documents(model)
+    assert not attention.finds_documents(small_task(corpus, config=lm_cases.LLAMA).model())
+    assert not attention.finds_documents(small_task(corpus, attention="flex").model())
+    with pytest.raises(UsageError, match=r"task.attention=flash: LlamaForCausalLM cannot use it"):
+        small_task(corpus, config=lm_cases.LLAMA, attention="flash").model()
