@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.audit.observe import communication, data, files, models, places, stuck, training
+from lockstep.audit.observe import communication, data, files, models, stuck, training
 from lockstep.audit.observe.recorder import recorder
 
 Observer = Callable[..., data.After]
@@ -74,7 +74,8 @@ def _patches() -> list[Patch]:
         Patch(c10d, "init_process_group", communication.initialized, ("torch.distributed",)),
         Patch(c10d, "new_group", communication.group_made, ("torch.distributed",)),
         Patch("accelerate.accelerator", "Accelerator.gather_for_metrics", data.gathered),
-    ] + _of_files()
+        *_of_files(),
+    ]
     for name in communication.COLLECTIVES:
         observer = functools.partial(communication.collective, name)
         found.append(Patch(c10d, name, observer, ("torch.distributed",), is_optional="coalesced" in name))
