@@ -33,17 +33,17 @@ def _watch() -> None:
     main = torch_internals.MainThread()
     while not recorder.has_ended:
         time.sleep(min(recorder.patience / _LOOKS, 5.0))
-        since = time.monotonic() - recorder.moved
+        since, moves = time.monotonic() - recorder.moved, main.has_moved()  # since the look before
         if since < recorder.patience or recorder.rank is None:
             seen = ""
             continue
         told = recorder.guard("stuck", _told)
         if told is None:
             return
-        now = json.dumps(told, default=str)
-        if now != seen and time.monotonic() - noted > recorder.patience / 2:
+        now, last = json.dumps([told, moves], default=str), time.monotonic() - noted
+        if last > recorder.patience or (now != seen and last > recorder.patience / 2):
             seen, noted = now, time.monotonic()
-            recorder.emit_still("stuck", **told, moves=main.has_moved(), since_s=round(since, 1))
+            recorder.emit_still("stuck", **told, moves=moves, since_s=round(since, 1))
 
 
 def _told() -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _blocked_in(frame: FrameType | None) -> str | None:
     found = None
     while frame is not None and places.kind_of(frame.f_code)[0] is not places.USER:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith("torch.") or module == "torch":
+        if module.partition(".")[0] == "torch" and "<locals>" not in frame.f_code.co_qualname:
             found = f"{module}.{frame.f_code.co_qualname}"
         frame = frame.f_back
     return found
