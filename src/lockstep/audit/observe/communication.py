@@ -16,6 +16,7 @@ from lockstep.audit.observe.recorder import recorder
 from lockstep.core.parallel import torch_internals
 
 _EACH_LINE = 2000
+_LOOKS = 8
 _depth = 0
 _sequences: Counter[str] = Counter()
 _groups: set[str] = set()
@@ -142,16 +143,19 @@ class Gradients:
         self.reduced: dict[int, dict[str, Any]] = {}
         self._places: dict[int, torch.Tensor] = {}
         self._is_fresh = False
+        self._looks = 0
 
     def at_backward(self, is_sampled: bool) -> None:
         """Remember sums of the gradients."""
         self._is_fresh = False
         self.after_backward = {}
-        if is_sampled and dist.is_initialized() and dist.get_world_size() > 1:
-            with torch.no_grad():
-                for parameter, _ in self.parameters.items():
-                    if parameter.grad is not None:
-                        self.after_backward[id(parameter)] = _size(parameter.grad)
+        if not (is_sampled or self._looks < _LOOKS) or not torch_state.has_other_ranks():
+            return
+        with torch.no_grad():
+            for parameter, _ in self.parameters.items():
+                if parameter.grad is not None:
+                    self.after_backward[id(parameter)] = _size(parameter.grad)
+        self._looks += bool(self.after_backward)
 
     def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The parameter whose gradient a tensor is."""
@@ -220,7 +224,7 @@ class _Reduction:
     def __init__(self, tensor: torch.Tensor, at: list[str | int] | None, op: str) -> None:
         self.parameter = gradients.find(tensor)
         self.tensor, self.at, self.op = tensor, at, op
-        self.is_sampled = recorder.is_sampled(recorder.counts.optimizer_steps)
+        self.is_sampled = bool(gradients.after_backward)
         self.before = _size(tensor) if self.parameter is not None and self.is_sampled else None
 
     def after(self, result: Any, error: BaseException | None) -> None:

@@ -232,7 +232,7 @@ def _ready(step: Step) -> None:
         is_clean = not _clips and step.known.scaler is None
         line["divided"] = line.get("divided") if is_clean or line.get("divided") else None
         model = owner[0].number if owner else None
-        recorder.emit("hand_reduce", limit=1 + step.is_sampled * 8, model=model, optimizer=step.known.number, **line)
+        recorder.emit("hand_reduce", limit=4, model=model, optimizer=step.known.number, **line)
     if step.is_sampled:
         step.told |= _digests(step.optimizer, "gradients")
         found = [digests.local(p.grad.detach()) for p in parameters if p.grad is not None]
