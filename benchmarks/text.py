@@ -33,6 +33,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEMS = ("lockstep", "trainer", "plain", "lockstep-grouped", "trainer-grouped")
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+NAMES = ("ranks", "steps", "micro", "accumulate", "data", "model", "window")
 WARM_UP = 2
 LR = 1e-4
 
@@ -95,6 +96,7 @@ def lockstep_worker(options, grouped=False):
     }
     with tempfile.TemporaryDirectory() as own:
         Trainer(settings, run_dir=options.folder or own, quiet=True).fit(task, Clock())
+    counts = counts[-(options.steps + WARM_UP) * options.accumulate :]  # without those of the checks before
     return times[WARM_UP : WARM_UP + options.steps + 1], counts
 
 
@@ -217,8 +219,8 @@ class Measured(NamedTuple):
     """Without padding, per second of processor time of all ranks."""
 
 
-def measure(system, options):
-    """A run of `system`."""
+def measure(system, options, program=__file__, names=NAMES):
+    """A run of `system`: `program --worker system` on each rank, with the options of these names."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -227,10 +229,10 @@ def measure(system, options):
             "--standalone",
             "--nproc-per-node",
             str(options.ranks),
-            __file__,
+            program,
         ]
         command += ["--worker", system, "--result", folder, "--folder", f"{folder}/run"]
-        for name in ("ranks", "steps", "micro", "accumulate", "data", "model", "window"):
+        for name in names:
             if getattr(options, name) is not None:
                 command += [f"--{name}", str(getattr(options, name))]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
