@@ -5,7 +5,7 @@ so that whatever ends the script leaves what was seen. Rules (`audit.rules`) are
 ranks. They import neither torch nor an observer.
 
 Every event has `kind`, `rank`, `number` (of the event on its rank, from 0), `time` (seconds since the epoch), `step`
-(optimizer steps that this rank has taken so far, over all optimizers) and, where a line of the script led to it, `at`:
+(optimizer steps that this rank has finished, over all optimizers: the first `step` event has 0) and, where a line of the script led to it, `at`:
 `[file, line, function]` of the innermost frame that belongs to the user: neither the standard library, nor an installed
 package, nor Lockstep. The file is absolute. Keys that do not apply are left out. A place is such a list; an `id` is a
 number that a rank gives to an object, in order of its appearance; ids of the same object agree over ranks only if all
@@ -14,7 +14,10 @@ ranks ran the same code, so rules match objects by `at` or `made_at`.
     kind          written when                              keys
     ------------  ----------------------------------------  ------------------------------------------------------------
     start         observers are installed                   world_size, local_rank, pid, host, script (path), argv,
-                                                            torch, python, every (sampling), frameworks: {name: version}
+                                                            torch, python, every (sampling), is_child (of the script's
+                                                            process: mp.spawn)
+    framework     accelerate, lightning and the like are    name, version
+                  imported
     group         a process group is made                   name, ranks, backend, timeout_s
     device        the first optimizer step                  device ("cpu", "cuda:0"), uuid (of a GPU)
     split         torch.utils.data.random_split             lengths, digest (of the drawn indices)
@@ -25,12 +28,16 @@ ranks ran the same code, so rules match objects by `at` or `made_at`.
                                                             num_workers, is_iterable, sampler (id), sampler_kind (class
                                                             name, of the innermost sampler), shuffles (bool or null),
                                                             distributed: {replicas, rank, shuffle, epoch, seed,
-                                                            drop_last, total_size} of a DistributedSampler in it
+                                                            drop_last, total_size, kind (class name)} of a
+                                                            DistributedSampler in it, or of Accelerate's
+                                                            BatchSamplerShard {kind, replicas, rank, even_batches,
+                                                            split_batches}
     indices       every 50 batches, and at an epoch's end   loader, epoch, first (number of the first batch), batches:
                                                             [[index, ...], ...] of map-style data; at most 100,000
                                                             indices an epoch
     batch         sampled batches that a loader gave        loader, epoch, batch (number), samples (first dimension of
-                                                            the first tensor), digest (of all tensors)
+                                                            the first tensor), digest (of all tensors), valid (labels
+                                                            that are not -100, if any is)
     loader_end    an iteration ends, also at exit           loader, epoch, batches (given), samples, is_complete (it was
                                                             exhausted), backwards, optimizer_steps, forwards_training,
                                                             forwards_eval (of watched models, during it),
@@ -45,7 +52,8 @@ ranks ran the same code, so rules match objects by `at` or `made_at`.
                   module is called with gradients, in
                   training, without its wrapper
     unfrozen      parameters whose requires_grad differs    model, names: [name, ...]
-                  from the wrapping, at an optimizer step
+                  from the wrapping, at a sampled optimizer   (now trainable; frozen: now frozen)
+                  step or every 10th
     optimizer     the first step of an optimizer            optimizer (id), class, made_at, groups: [{parameters, lr,
                                                             ...}], hyperparameters by group without parameters; owned
                                                             (its parameters that watched models have), foreign (those
@@ -54,9 +62,12 @@ ranks ran the same code, so rules match objects by `at` or `made_at`.
                                                             gradients_none (of its parameters, at this step)
     step          every step of an optimizer                optimizer, index (its own steps, from 0), backwards: [{at,
                                                             synced (bool: gradients of a watched DDP model were
-                                                            exchanged, null: not DDP), flag_set_late (bool), loss
-                                                            (number, sampled steps only), items (weights of the loss, if
-                                                            known)}] since the last step, micro_batches: [{loader,
+                                                            exchanged; left out: not DDP), flag_set_late (bool),
+                                                            forwards (training forward passes through the wrapper since
+                                                            the backward before), loss (number) and ops (names of the
+                                                            last autograd functions that made the loss, the last first;
+                                                            `DivBackward0` is a division), of sampled steps}]
+                                                            since the last step of this optimizer, micro_batches: [{loader,
                                                             batch, samples, valid (labels that are not -100, if any)}]
                                                             given since the last step, hyperparameters: [{lr, ...}] by
                                                             group, where they changed; clips: [{at, how ("norm",
@@ -64,11 +75,16 @@ ranks ran the same code, so rules match objects by `at` or `made_at`.
                                                             scaler: {scale, found_inf, unscaled_before_clip}; skipped
                                                             (the scaler skipped the step);
                                                             sampled (bool); of sampled steps of models with replicas:
-                                                            model, gradients and parameters: {name: digest} (after the
-                                                            step; gradients before it; a missing gradient is null),
+                                                            model (left out: no watched model has the parameters; names
+                                                            are then GROUP.NUMBER), gradients and parameters:
+                                                            {name: digest} (after the step; gradients before; a missing
+                                                            gradient is null; no shards),
                                                             gradient_norm (local, before the step)
-    hand_reduce   dist.all_reduce of gradients by the       model, op, parameters (number), divided (bool or null: the
-                  script, once for each line                gradients were divided before the step)
+    hand_reduce   dist.all_reduce of gradients by the       model, optimizer, op, parameters (number), divided (bool:
+                  script, once for each line; `step` is     the script divided by the number of ranks, before or after
+                  that of the optimizer step that follows   the all-reduce; left out: not known, or clipped or scaled
+                                                            between), factor (what the script multiplied by in all).
+                                                            A loss divided before its backward shows in `ops` only
     scheduler     a scheduler's step, where the number of   scheduler (id), class, per_step (its steps since the last
                   steps since the last optimizer step is    optimizer step), metric (of ReduceLROnPlateau), lr
                   not the number of before
@@ -77,18 +93,19 @@ ranks ran the same code, so rules match objects by `at` or `made_at`.
     collective    torch.distributed calls of Python, at     op, group, shape, dtype, reduce_op, sequence (of calls in
                   most 2,000 for each line                  this group), divided_integer (bool)
     save          torch.save, safetensors' save_file, DCP,  path (absolute), keys (top-level names, if a dict), how
-                  and open(..., "w") by the script          ("torch.save", "open", ...), by_rank_name (bool: the path
-                                                            has the rank in it is for rules to see from all ranks)
+                  and open(..., "w") by the script          ("torch.save", "safetensors", "dcp", "open", then also mode)
     load          torch.load and the like                   path, keys, saved_step (if the file tells)
-    state         load_state_dict of a model, optimizer,    what ("model", "optimizer", "scheduler", "scaler",
-                  scheduler, scaler, sampler, loader        "sampler", "loader"), id
+    state         load_state_dict of a model, optimizer,    what ("model", "optimizer", "scheduler", "scaler"), id
+                  scheduler, scaler
     stuck         no event and no collective for a while    stacks: {thread: [place, ...]}, collectives: [{group,
                                                             sequence, name, sizes, dtypes, state}] newest last (flight
                                                             recorder), blocked_in (name of the call the main thread is
-                                                            in, if torch's), since_s
+                                                            in, if torch's), since_s, moves (the main thread runs
+                                                            Python code; false: it is inside one call of C++)
     exit          the script ends                           code, error: {type, message, at}, collectives: {group:
                                                             number of collectives made}, cut: {what: number} of events
-                                                            that were left out
+                                                            that were left out, backwards_left (backward passes after
+                                                            the last optimizer step)
     note          an observer could not be installed        what, reason
 
 A digest is a string of 16 hexadecimal characters: a position-weighted sum over the bits of a tensor modulo 2**64, equal

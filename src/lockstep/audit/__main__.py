@@ -1,0 +1,122 @@
+"""`python -m lockstep.audit SCRIPT.py ...`: runs a script as Python would, and notes what the script does.
+
+Each rank runs this by itself, under any launcher. `lockstep audit` starts ranks with this, and reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from lockstep.audit.observe import boot, places
+from lockstep.audit.observe.recorder import recorder
+
+_NOTEBOOK = (
+    "lockstep audit observes scripts, and this is a notebook. Save the notebook as a script "
+    "(jupyter nbconvert --to script NOTEBOOK.ipynb), and run: lockstep audit --nproc 2 NOTEBOOK.py"
+)
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lockstep.audit", allow_abbrev=False)
+    get = os.environ.get
+    parser.add_argument("--folder", type=Path, default=get(boot.FOLDER), help="where events go")
+    parser.add_argument(
+        "--every", type=int, default=int(get(boot.EVERY, "50")), help="look closely at each so many steps"
+    )
+    parser.add_argument("--patience", type=float, default=float(get(boot.PATIENCE, "60")), help="seconds until a hang")
+    parser.add_argument("--probe", action="store_true", default=get(boot.PROBE) == "1", help="compare data sets")
+    parser.add_argument("-m", dest="module", help="run a module")
+    parser.add_argument("script", nargs="?", help="the script")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a script or module as `__main__`, observed. Ends the process as the script would."""
+    given = sys.argv[1:] if arguments is None else arguments
+    own, rest = _split(given)
+    parser = _options()
+    options = parser.parse_args(own)
+    if "ipykernel" in sys.modules:
+        parser.exit(2, _NOTEBOOK + "\n")
+    if options.every < 1 or options.patience <= 0:
+        parser.error(f"--every {options.every} must be at least 1, and --patience {options.patience} above 0")
+    if not options.module and not options.script:
+        parser.error("name a script, or a module with -m")
+    if options.script and not Path(options.script).exists():
+        parser.error(f"there is no script {options.script}")
+    folder = options.folder or Path(f"lockstep-audit-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}")
+    boot.activate(folder, every=options.every, patience=options.patience, probe=options.probe)
+    recorder.is_main = True
+    run(options.module, options.script, rest)
+
+
+def _split(given: list[str]) -> tuple[list[str], list[str]]:
+    """Our options with the name of the script or module, and the script's arguments."""
+    takes_value = {"--folder", "--every", "--patience"}
+    number = 0
+    while number < len(given):
+        if given[number] == "-m":
+            return given[: number + 2], given[number + 2 :]
+        if not given[number].startswith("-"):
+            return given[: number + 1], given[number + 1 :]
+        number += 2 if given[number] in takes_value else 1
+    return given, []
+
+
+def run(module: str | None, script: str | None, arguments: list[str]) -> None:
+    """Run a module or script as `__main__`, with its own arguments and search path."""
+    try:
+        if module:
+            sys.argv = [module, *arguments]
+            sys.path[0] = os.getcwd()
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            assert script is not None
+            sys.argv = [script, *arguments]
+            _run_script(script)
+    except SystemExit as ended:
+        recorder.exit_code = ended.code if isinstance(ended.code, (int, type(None))) else 1
+        recorder.exit_code = recorder.exit_code or 0
+        raise
+    except KeyboardInterrupt as error:
+        recorder.error, recorder.exit_code = error, 130
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        recorder.error, recorder.exit_code = error, 1
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        sys.excepthook(type(error), error, trace)
+        sys.exit(1)
+
+
+def _is_ours(path: str) -> bool:
+    return path == __file__ or path == "<frozen runpy>"
+
+
+def _run_script(script: str) -> None:
+    """What `python SCRIPT` does. `__main__` stays the script until the process ends: children and `atexit` need it."""
+    path = os.path.abspath(script)
+    if os.path.isdir(path) or not path.endswith(".py"):
+        runpy.run_path(path, run_name="__main__")
+        return
+    places.declare_user(path)
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    main_module: Any = types.ModuleType("__main__")
+    main_module.__file__, main_module.__spec__, main_module.__loader__ = path, None, None
+    main_module.__builtins__ = __builtins__
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    sys.modules["__main__"] = main_module
+    exec(code, main_module.__dict__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Observes torch.distributed: process groups, collectives that Python calls, and gradients that a script sums itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.audit.observe import digests, places, torch_state
+from lockstep.audit.observe.data import After
+from lockstep.audit.observe.objects import Registry
+from lockstep.audit.observe.recorder import recorder
+from lockstep.core.parallel import torch_internals
+
+_EACH_LINE = 2000
+_depth = 0
+_sequences: Counter[str] = Counter()
+_groups: set[str] = set()
+
+COLLECTIVES = (
+    *(
+        "all_reduce",
+        "broadcast",
+        "reduce",
+        "all_gather",
+        "gather",
+        "scatter",
+        "reduce_scatter",
+        "all_to_all",
+        "barrier",
+    ),
+    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "monitored_barrier"),
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("all_reduce_coalesced", "all_gather_coalesced", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
+)
+
+
+def initialized(*_: Any, **__: Any) -> After:
+    """init_process_group: the rank is known."""
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if error is None and dist.is_initialized():
+            if recorder.rank is None:
+                recorder.adopt(dist.get_rank())
+            note_groups()
+
+    return after
+
+
+def group_made(*_: Any, **__: Any) -> After:
+    """new_group and the like."""
+    return lambda result, error: note_groups() if error is None else None
+
+
+def note_groups() -> None:
+    """Write an event of each process group that has none."""
+    at = places.here()
+    for told in torch_state.groups():
+        if told["name"] not in _groups:
+            _groups.add(told["name"])
+            recorder.emit("group", limit=200, at=at, **told)
+
+
+def collective(name: str, *arguments: Any, **named: Any) -> After:
+    """A function of torch.distributed."""
+    global _depth
+    _depth += 1
+    if _depth > 1:
+        return _leave
+    values = [*arguments, *named.values()]
+    group = next((value for value in values if isinstance(value, dist.ProcessGroup)), None)
+    reduce_op = next((str(value).rpartition(".")[2] for value in values if isinstance(value, _OPS)), None)
+    tensor = _tensor(values)
+    group_name = torch_state.name_of(group)
+    at = places.here()
+    _sequences[group_name] += 1
+    recorder.counts.collectives_python += 1
+    recorder.emit(
+        "collective",
+        limit=_EACH_LINE,
+        at=at,
+        op=name,
+        group=group_name,
+        shape=None if tensor is None else list(tensor.shape),
+        dtype=None if tensor is None else str(tensor.dtype).removeprefix("torch."),
+        reduce_op=reduce_op or ("SUM" if name in ("all_reduce", "reduce", "reduce_scatter") else None),
+        sequence=_sequences[group_name] - 1,
+        divided_integer=True if reduce_op == "AVG" and tensor is not None and _is_integer(tensor) else None,
+    )
+    if name == "all_reduce" and tensor is not None:
+        return _Reduction(tensor, at, reduce_op or "SUM").after
+    return _leave
+
+
+_OPS: tuple[Any, ...] = (dist.ReduceOp, dist.ReduceOp.RedOpType)
+
+
+def _leave(result: Any, error: BaseException | None) -> None:
+    global _depth
+    _depth -= 1
+    recorder.progress()
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _tensor(values: Sequence[Any]) -> torch.Tensor | None:
+    return next((tensor for value in values for tensor in digests.tensors_in(value, 2)), None)
+
+
+class Gradients:
+    """The gradients that optimizers will use next, and what a script that sums them by hand does to them."""
+
+    def __init__(self) -> None:
+        self.parameters: Registry[None] = Registry()
+        """Of optimizers that have stepped or were made, and of no wrapped model."""
+        self.after_backward: dict[int, float] = {}
+        self.reduced: dict[int, dict[str, Any]] = {}
+        self._places: dict[int, torch.Tensor] = {}
+        self._is_fresh = False
+
+    def at_backward(self, is_sampled: bool) -> None:
+        """Remember sums of the gradients."""
+        self._is_fresh = False
+        self.after_backward = {}
+        if is_sampled and dist.is_initialized() and dist.get_world_size() > 1:
+            with torch.no_grad():
+                for parameter, _ in self.parameters.items():
+                    if parameter.grad is not None:
+                        self.after_backward[id(parameter)] = _size(parameter.grad)
+
+    def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The parameter whose gradient a tensor is."""
+        if not self._is_fresh:
+            self._is_fresh = True
+            living = [parameter for parameter, _ in self.parameters.items()]
+            self._places = {p.grad.data_ptr(): p for p in living if p.grad is not None and not _is_sharded(p.grad)}
+        found = self._places.get(tensor.data_ptr()) if not _is_sharded(tensor) else None
+        return found if found is not None and found.grad is not None and found.grad.shape == tensor.shape else None
+
+    def take(self, parameters: list[torch.Tensor]) -> list[dict[str, Any]]:
+        """What the script summed of these parameters since the last call, a dictionary for each line."""
+        lines: dict[str, dict[str, Any]] = {}
+        for parameter in parameters:
+            told = self.reduced.pop(id(parameter), None)
+            if told is None:
+                continue
+            line = lines.setdefault(str(told["at"]), {"at": told["at"], "op": told["op"], "parameters": 0})
+            line["parameters"] += 1
+            if told["after"] and parameter.grad is not None and told["op"] == "SUM":
+                left = _size(parameter.grad) / told["after"]
+                came = told["before"] / told["first"] if told.get("first") else 1.0
+                world = dist.get_world_size()
+                line.setdefault("factor", left * came)
+                line.setdefault("divided", abs(left * came * world - 1) < 0.01)
+            elif told["op"] == "AVG":
+                line["divided"] = True
+        return list(lines.values())
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "_local_tensor")
+
+
+def _size(tensor: torch.Tensor) -> float:
+    return float(digests.local(tensor).detach().double().abs().sum())
+
+
+gradients = Gradients()
+
+
+class _Reduction:
+    """An all-reduce, perhaps of a gradient."""
+
+    def __init__(self, tensor: torch.Tensor, at: list[str | int] | None, op: str) -> None:
+        self.parameter = gradients.find(tensor)
+        self.tensor, self.at, self.op = tensor, at, op
+        self.is_sampled = recorder.is_sampled(recorder.counts.optimizer_steps)
+        self.before = _size(tensor) if self.parameter is not None and self.is_sampled else None
+
+    def after(self, result: Any, error: BaseException | None) -> None:
+        _leave(result, error)
+        if error is None and self.parameter is not None:
+            told: dict[str, Any] = {"at": self.at, "op": self.op, "after": None}
+            if self.is_sampled and result is None:  # not asynchronous
+                told |= {"before": self.before, "after": _size(self.tensor)}
+                told["first"] = gradients.after_backward.get(id(self.parameter))
+            gradients.reduced[id(self.parameter)] = told
+
+
+def at_exit() -> dict[str, Any]:
+    """How many collectives each group made."""
+    note_groups()
+    counted: dict[str, int] = dict(_sequences)
+    for entry in torch_internals.recorded_collectives():
+        name = str(entry["process_group"][0])
+        counted[name] = max(counted.get(name, 0), entry["collective_seq_id"])
+    return {"collectives": counted or None}

@@ -1,0 +1,340 @@
+"""Observes data: loaders, samplers, splits, and the batches that the script gets."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import torch
+
+from lockstep.audit.observe import digests, places
+from lockstep.audit.observe.objects import Numbers, Registry
+from lockstep.audit.observe.recorder import recorder
+
+_INDICES = 100_000
+_EACH = 50
+_MOST_GIVEN = 256
+_IGNORED = -100
+_PROBED = 4
+_SHUFFLING = {"RandomSampler": True, "SeedableRandomSampler": True, "WeightedRandomSampler": True}
+_SHUFFLING |= {"SubsetRandomSampler": True, "SequentialSampler": False, "LengthGroupedSampler": True}
+
+After = Callable[[Any, BaseException | None], None] | None
+
+
+@dataclasses.dataclass
+class Loader:
+    """What is known of a DataLoader."""
+
+    number: int
+    made_at: list[str | int] | None
+    epochs: int = 0
+    open: Pass | None = None
+    is_probed: bool = False
+
+
+@dataclasses.dataclass
+class Pass:
+    """An iteration over a DataLoader."""
+
+    loader: Loader
+    epoch: int
+    at: list[str | int] | None
+    before: dict[str, int]
+    is_map_style: bool
+    drawn: deque[Any] = dataclasses.field(default_factory=deque)
+    unwritten: list[list[int]] = dataclasses.field(default_factory=list)
+    first_unwritten: int = 0
+    written: int = 0
+    batches: int = 0
+    samples: int = 0
+    is_closed: bool = False
+
+
+_loaders: Registry[Loader] = Registry()
+_passes: Registry[Pass] = Registry()
+_samplers = Numbers()
+_made_for: Registry[list[str | int] | None] = Registry()
+_count = 0
+given: list[tuple[Pass, dict[str, Any]]] = []
+"""Batches since the last optimizer step."""
+
+
+def loader_made(loader: Any, dataset: Any, *_: Any, **__: Any) -> After:
+    """DataLoader.__init__. A framework makes a loader anew: its place is that of the user's loader of the same data."""
+    at, by_user = places.here(), places.is_by_user(sys._getframe(3))
+
+    def after(result: Any, error: BaseException | None) -> None:
+        global _count
+        if error is None:
+            known = _weak(_made_for.get, dataset)
+            made_at = at if by_user or known is None else known
+            if by_user:
+                _weak(_made_for.put, dataset, at)
+            _loaders.put(loader, Loader(_count, made_at))
+            _count += 1
+
+    return after
+
+
+def _weak(function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except TypeError:  # a list has no weak references
+        return None
+
+
+def iteration_begins(loader: Any) -> After:
+    """DataLoader.__iter__."""
+    at = places.here()
+
+    def after(result: Any, error: BaseException | None) -> None:
+        global _count
+        if error is not None:
+            return
+        known = _loaders.get(loader)
+        if known is None:
+            known = _loaders.put(loader, Loader(_count, None))
+            _count += 1
+        if known.open is not None:
+            close(known.open, is_complete=False)
+        is_map_style = not isinstance(loader.dataset, torch.utils.data.IterableDataset)
+        known.open = Pass(known, known.epochs, at, dict(vars(recorder.counts)), is_map_style)
+        known.epochs += 1
+        early = getattr(result, "_sampler_iter", None)  # workers have drawn indices before this returns
+        if isinstance(early, _Drawing):
+            known.open.drawn = early.drawn
+        _passes.put(result, known.open)
+        recorder.emit("loader", limit=500, at=at, **_described(loader, known))
+        if recorder.probe and not known.is_probed and is_map_style:
+            known.is_probed = True
+            _probe(loader, known)
+
+    return after
+
+
+class _Drawing:
+    """An iterator over a sampler, which keeps what it gave."""
+
+    def __init__(self, inner: Iterator[Any]) -> None:
+        self._inner = inner
+        self.drawn: deque[Any] = deque(maxlen=10_000)
+
+    def __iter__(self) -> _Drawing:
+        return self
+
+    def __next__(self) -> Any:
+        drawn = next(self._inner)
+        self.drawn.append(drawn)
+        return drawn
+
+
+def iterator_made(iterator: Any, *_: Any, **__: Any) -> After:
+    """_BaseDataLoaderIter.__init__ and _reset: the iterator over the sampler is exchanged for one that keeps indices."""
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if error is None and not isinstance(iterator._sampler_iter, _Drawing):
+            iterator._sampler_iter = _Drawing(iterator._sampler_iter)
+
+    return after
+
+
+def _samplers_in(loader: Any) -> list[Any]:
+    """The samplers of a loader, the innermost last."""
+    found: list[Any] = []
+    inner = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    while inner is not None and not any(inner is one for one in found):
+        found.append(inner)
+        inner = getattr(inner, "batch_sampler", None) or getattr(inner, "sampler", None)
+    return found
+
+
+def _described(loader: Any, known: Loader) -> dict[str, Any]:
+    samplers = _samplers_in(loader)
+    inner = samplers[-1] if samplers else None
+    distributed = next((told for told in map(_distribution, samplers) if told), None)
+    kind = type(inner).__name__ if inner is not None else None
+    shuffles = distributed.get("shuffle") if distributed else None
+    return {
+        "loader": known.number,
+        "made_at": known.made_at,
+        "epoch": known.epochs - 1,
+        "dataset": type(loader.dataset).__name__,
+        "dataset_size": _length(loader.dataset),
+        "batches": _length(loader),
+        "batch_size": loader.batch_size or next((s.batch_size for s in samplers if hasattr(s, "batch_size")), None),
+        "drop_last": bool(loader.drop_last or any(getattr(s, "drop_last", False) for s in samplers)),
+        "num_workers": loader.num_workers,
+        "is_iterable": isinstance(loader.dataset, torch.utils.data.IterableDataset),
+        "sampler": None if inner is None else _weak(_samplers.of, inner),
+        "sampler_kind": kind,
+        "shuffles": shuffles if shuffles is not None else _SHUFFLING.get(kind or ""),
+        "distributed": distributed,
+    }
+
+
+def _distribution(sampler: Any) -> dict[str, Any] | None:
+    """How a sampler shares samples among ranks: torch's DistributedSampler and those like it, Accelerate's shards."""
+    names = {"replicas": "num_replicas", "rank": "rank", "shuffle": "shuffle", "epoch": "epoch", "seed": "seed"}
+    names |= {"drop_last": "drop_last", "total_size": "total_size"}
+    if not hasattr(sampler, "num_replicas"):
+        names = {"replicas": "num_processes", "rank": "process_index", "even_batches": "even_batches"}
+        names |= {"split_batches": "split_batches"}
+        if not hasattr(sampler, "num_processes"):
+            return None
+    told = {key: getattr(sampler, name) for key, name in names.items() if hasattr(sampler, name)}
+    return {"kind": type(sampler).__name__} | {k: v for k, v in told.items() if isinstance(v, (bool, int))}
+
+
+def _length(thing: Any) -> int | None:
+    try:
+        return len(thing)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def batch_asked(iterator: Any) -> After:
+    """_BaseDataLoaderIter.__next__."""
+    turn = _passes.get(iterator)
+    if turn is None or turn.is_closed:
+        return None
+
+    def after(batch: Any, error: BaseException | None) -> None:
+        if error is None:
+            _give(turn, batch)
+        elif isinstance(error, StopIteration):
+            close(turn, is_complete=True)
+
+    return after
+
+
+def _give(turn: Pass, batch: Any) -> None:
+    number = turn.batches
+    recorder.progress()
+    first = next(digests.tensors_in(batch), None)
+    samples = int(first.shape[0]) if first is not None and first.ndim else _length(batch) or 1
+    turn.batches += 1
+    turn.samples += samples
+    told: dict[str, Any] = {"loader": turn.loader.number, "batch": number, "samples": samples}
+    if turn.is_map_style and turn.drawn:
+        _keep_indices(turn, turn.drawn.popleft())
+    if recorder.is_sampled(number):
+        valid = _valid(batch)
+        told |= {"valid": valid} if valid is not None else {}
+        digest = digests.of_value(batch)
+        recorder.emit("batch", epoch=turn.epoch, digest=digest, **told)
+    if len(given) < _MOST_GIVEN:
+        given.append((turn, told))
+    else:
+        recorder.cut["micro_batches"] += 1
+
+
+def _valid(batch: Any) -> int | None:
+    """The number of labels that are not -100, if any is."""
+    for tensor in digests.tensors_in(batch):
+        if tensor.dtype == torch.int64 and tensor.device.type == "cpu":
+            ignored = int((tensor == _IGNORED).sum())
+            if ignored:
+                return tensor.numel() - ignored
+    return None
+
+
+def _keep_indices(turn: Pass, drawn: Any) -> None:
+    if turn.written > _INDICES:
+        recorder.cut["indices"] += 1
+        return
+    try:
+        indices = [int(index) for index in (drawn if isinstance(drawn, (list, tuple)) else [drawn])]
+    except (TypeError, ValueError):
+        return
+    turn.unwritten.append(indices)
+    turn.written += len(indices)
+    if len(turn.unwritten) >= _EACH:
+        _write_indices(turn)
+
+
+def _write_indices(turn: Pass) -> None:
+    if turn.unwritten:
+        recorder.emit(
+            "indices", loader=turn.loader.number, epoch=turn.epoch, first=turn.first_unwritten, batches=turn.unwritten
+        )
+        turn.first_unwritten, turn.unwritten = turn.first_unwritten + len(turn.unwritten), []
+
+
+def close(turn: Pass, is_complete: bool) -> None:
+    """Note the end of an iteration."""
+    if turn.is_closed:
+        return
+    turn.is_closed = True
+    turn.loader.open = None
+    _write_indices(turn)
+    done = {name: value - turn.before[name] for name, value in vars(recorder.counts).items()}
+    if not done["backwards"]:  # no training: its batches belong to no optimizer step
+        given[:] = [pair for pair in given if pair[0] is not turn]
+    recorder.emit(
+        "loader_end",
+        limit=500,
+        at=turn.at,
+        loader=turn.loader.number,
+        epoch=turn.epoch,
+        batches=turn.batches,
+        samples=turn.samples,
+        is_complete=is_complete,
+        **{**done, "gathered": done["gathered"] > 0},
+    )
+
+
+def at_exit() -> dict[str, Any]:
+    """Close what is open."""
+    for _, loader in _loaders.items():
+        if loader.open is not None:
+            close(loader.open, is_complete=False)
+    return {}
+
+
+def gathered(*_: Any, **__: Any) -> After:
+    """Accelerator.gather_for_metrics and the like."""
+    recorder.counts.gathered += 1
+    return None
+
+
+def splitted(*_: Any, **__: Any) -> After:
+    """torch.utils.data.random_split."""
+    at = places.here()
+
+    def after(subsets: Any, error: BaseException | None) -> None:
+        if error is None:
+            digest = digests.of_numbers(tuple(map(int, subset.indices)) for subset in subsets)
+            recorder.emit("split", limit=20, at=at, lengths=[len(subset) for subset in subsets], digest=digest)
+
+    return after
+
+
+def epoch_set(sampler: Any, epoch: Any) -> After:
+    """DistributedSampler.set_epoch."""
+    recorder.emit("set_epoch", limit=2000, at=places.here(), sampler=_samplers.of(sampler), epoch=int(epoch))
+    return None
+
+
+def _probe(loader: Any, known: Loader) -> None:
+    """Read a few samples. All generators of random numbers stay as they were."""
+    size = _length(loader.dataset)
+    if not size:
+        return
+    states = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    try:
+        chosen = sorted({size * part // _PROBED for part in range(_PROBED)} | {size - 1})
+        samples = {index: digests.of_value(loader.dataset[index]) for index in chosen}
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+    recorder.emit("probe", at=known.made_at, loader=known.number, dataset_size=size, samples=samples)

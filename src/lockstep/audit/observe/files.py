@@ -1,0 +1,100 @@
+"""Observes what the script saves, opens for writing and loads, and states that it restores."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.audit.observe import places
+from lockstep.audit.observe.data import After
+from lockstep.audit.observe.objects import Numbers
+from lockstep.audit.observe.recorder import recorder
+
+_EACH_LINE = 50
+_KEYS = 30
+_STEPS = ("step", "global_step", "steps", "epoch", "iteration", "iter")
+_depth = 0
+_numbers = {what: Numbers() for what in ("model", "optimizer", "scheduler", "scaler")}
+
+
+def saved(how: str, value: Any, to: Any = None, *_: Any, **named: Any) -> After:
+    """torch.save, safetensors' save_file, and DCP's save."""
+    global _depth
+    to = next((named[name] for name in ("f", "filename", "checkpoint_id") if name in named), to)
+    _depth += 1
+    at = places.here()
+    if _depth == 1 and (path := _path(to)):
+        recorder.emit("save", limit=_EACH_LINE, at=at, path=path, keys=_keys(value), how=how)
+
+    def after(result: Any, error: BaseException | None) -> None:
+        global _depth
+        _depth -= 1
+
+    return after
+
+
+def loaded(how: str, source: Any = None, *_: Any, **named: Any) -> After:
+    """torch.load, and safetensors' load_file."""
+    source = next((named[name] for name in ("f", "filename") if name in named), source)
+    at, path = places.here(), _path(source)
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if error is None and path:
+            keys = _keys(result)
+            step = {name: result[name] for name in _STEPS if name in (keys or ()) and isinstance(result[name], int)}
+            recorder.emit("load", limit=_EACH_LINE, at=at, path=path, keys=keys, saved_step=step or None, how=how)
+
+    return after
+
+
+def loaded_in_place(state: Any, *_: Any, **named: Any) -> After:
+    """DCP's load."""
+    if path := _path(named.get("checkpoint_id")):
+        recorder.emit("load", limit=_EACH_LINE, at=places.here(), path=path, keys=_keys(state), how="dcp")
+    return None
+
+
+def _path(to: Any) -> str | None:
+    """The absolute path of a path or of an open file."""
+    to = getattr(to, "name", to) if not isinstance(to, os.PathLike) else os.fspath(to)
+    to = os.fsdecode(to) if isinstance(to, bytes) else to
+    return os.path.abspath(to) if isinstance(to, str) else None
+
+
+def _keys(value: Any) -> list[str] | None:
+    return [str(key) for key in list(value)[:_KEYS]] if isinstance(value, Mapping) else None
+
+
+def restored(what: str, thing: Any, *_: Any, **__: Any) -> After:
+    """load_state_dict of a model, an optimizer, a scheduler or a scaler."""
+    recorder.emit("state", limit=_EACH_LINE, at=places.here(), what=what, id=_numbers[what].of(thing))
+    return None
+
+
+def watch_open() -> None:
+    """Observe `open` for writing by the script, or by a package that writes for the script, such as NumPy.
+
+    `sys.addaudithook` would do too, but is called for each call of `id`, and slows all steps.
+    """
+    original = builtins.open
+
+    def observed(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        if isinstance(mode, str) and not mode.startswith("r"):
+            recorder.guard("open", _opened, file, mode, sys._getframe(1))
+        return original(file, mode, *arguments, **named)
+
+    observed.__name__, observed.__doc__, observed.__module__ = "open", original.__doc__, "_io"
+    builtins.open = observed  # type: ignore[assignment]
+    io.open = observed  # type: ignore[assignment]
+
+
+def _opened(file: Any, mode: str, caller: Any) -> None:
+    if not isinstance(file, (str, bytes, os.PathLike)) or not places.is_by_user(caller):
+        return
+    path = _path(file)
+    if path and not path.startswith(("/dev/", "/proc/")):
+        recorder.emit("save", limit=_EACH_LINE, at=places.here(caller), path=path, how="open", mode=mode)

@@ -1,0 +1,270 @@
+"""Observes models that are wrapped for several ranks: their parameters, forward passes, and calls past the wrapper."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lockstep.audit.observe import digests, places
+from lockstep.audit.observe.data import After
+from lockstep.audit.observe.objects import Registry
+from lockstep.audit.observe.recorder import recorder
+
+_NAMES = 50
+_WATCH_STEPS = 4
+
+
+@dataclasses.dataclass
+class Model:
+    """A wrapped model."""
+
+    number: int
+    how: str
+    at: list[str | int] | None
+    wrapper: weakref.ref[Any]
+    inner: weakref.ref[Any]
+    trainable: dict[str, bool]
+    """By name, of each parameter at the wrapping."""
+    is_told: bool = False
+    active: int = 0
+    """Forward passes through the wrapper that run just now."""
+    pending: int = 0
+    """Training forward passes through the wrapper since the last backward."""
+    synced: bool | None = None
+    """Whether gradients are exchanged in the backward of the last training forward pass. None: not DDP."""
+    bypassed: int = 0
+    trained: bool = False
+    """Whether a training forward pass came after the last evaluation."""
+
+
+_models: Registry[Model] = Registry()
+_inner: Registry[Model] = Registry()
+_owners: Registry[tuple[Model, str]] = Registry()
+_count = 0
+
+
+def wrapped(how: str, wrapper: Any, module: Any = None, *arguments: Any, **named: Any) -> After:
+    """DDP(...), FSDP(...), DataParallel(...), fully_shard(...)."""
+    at = places.here()
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if error is None:
+            _watch(how, at, wrapper)
+
+    return after
+
+
+def _watch(how: str, at: list[str | int] | None, wrapper: Any) -> None:
+    global _count
+    inner = wrapper if how == "fsdp2" else wrapper.module
+    trainable = {name: parameter.requires_grad for name, parameter in inner.named_parameters()}
+    model = Model(_count, how, at, weakref.ref(wrapper), weakref.ref(inner), trainable)
+    _count += 1
+    _models.put(wrapper, model)
+    if inner is not wrapper:
+        _inner.put(inner, model)
+    if how in ("ddp", "data_parallel"):  # FSDP's root is known at the first forward pass
+        _tell(model)
+    watch_forwards()
+
+
+def _tell(model: Model) -> None:
+    """Write the event of a wrapping."""
+    model.is_told = True
+    wrapper, inner = model.wrapper(), model.inner()
+    refresh(model)
+    group = getattr(wrapper, "process_group", None)
+    recorder.emit(
+        "wrap",
+        limit=100,
+        at=model.at,
+        model=model.number,
+        how=model.how,
+        **{"class": type(inner).__name__},
+        group=getattr(group, "group_name", None),
+        parameters=len(model.trainable),
+        trainable=sum(model.trainable.values()),
+        frozen=[name for name, is_on in model.trainable.items() if not is_on][:_NAMES],
+        names_digest=digests.of_numbers(model.trainable),
+        find_unused=getattr(wrapper, "find_unused_parameters", None),
+        static_graph=getattr(wrapper, "static_graph", None),
+        buffers=sum(1 for _ in inner.buffers()),
+    )
+
+
+def refresh(model: Model) -> None:
+    """Remember whose the parameters are. FSDP exchanges them."""
+    for name, parameter in _parameters(model):
+        _owners.put(parameter, (model, name))
+
+
+def _parameters(model: Model) -> Iterator[tuple[str, Any]]:
+    inner = model.inner()
+    return iter(()) if inner is None else inner.named_parameters()
+
+
+def told() -> list[Model]:
+    """The models of which an event was written, and which live."""
+    return [model for _, model in _models.items() if model.is_told]
+
+
+def owner(parameter: torch.Tensor) -> tuple[Model, str] | None:
+    """The model that has a parameter, and the parameter's name there."""
+    return _owners.get(parameter)
+
+
+def missing(known: set[int]) -> dict[int, list[str]]:
+    """By model, names of trainable parameters whose ids are not known."""
+    return {
+        model.number: [name for name, p in _parameters(model) if p.requires_grad and id(p) not in known][:_NAMES]
+        for model in told()
+    }
+
+
+def forward(wrapper: Any, *_: Any, **__: Any) -> After:
+    """DDP.forward, FSDP.forward, DataParallel.forward."""
+    model = _models.get(wrapper)
+    if model is None:
+        return None
+    if torch.is_grad_enabled() and wrapper.training:
+        model.synced = getattr(wrapper, "require_backward_grad_sync", None) if model.how == "ddp" else None
+    model.active += 1
+
+    def after(result: Any, error: BaseException | None) -> None:
+        model.active -= 1
+        if error is None and (model.how != "fsdp1" or wrapper._is_root):
+            _count_forward(model, wrapper)
+
+    return after
+
+
+def forward_of_shards(state: Any, module: Any, *_: Any, **__: Any) -> After:
+    """FSDPState._pre_forward."""
+
+    def after(result: Any, error: BaseException | None) -> None:
+        model = _models.get(module)
+        if model is not None and error is None and state._is_root:
+            _count_forward(model, module)
+
+    return after
+
+
+def _count_forward(model: Model, wrapper: Any) -> None:
+    if not model.is_told:
+        _tell(model)
+    recorder.progress()
+    if torch.is_grad_enabled() and wrapper.training:
+        recorder.counts.forwards_training += 1
+        model.pending += 1
+        model.trained = True
+    else:
+        recorder.counts.forwards_eval += 1
+        if not wrapper.training:
+            _note_buffers(model)
+
+
+def _note_buffers(model: Model) -> None:
+    """Digests of the buffers, once between two times of training."""
+    inner = model.inner()
+    if not model.trained or inner is None:
+        return
+    model.trained = False
+    buffers = dict(inner.named_buffers())
+    if buffers and model.how in ("ddp", "data_parallel"):
+        found = digests.of_tensors(buffers)
+        recorder.emit("buffers", limit=50, at=places.here(), model=model.number, digests=found)
+
+
+class _Locator:
+    """A hook of all modules, in place for a few steps and during evaluation: sees calls past a wrapper."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._until_step = 0
+        self._evaluating = False
+
+    def watch(self, steps: int = _WATCH_STEPS) -> None:
+        self._until_step = max(self._until_step, recorder.counts.optimizer_steps + steps)
+        self._set()
+
+    def evaluate(self, is_on: bool) -> None:
+        self._evaluating = is_on
+        self._set()
+
+    def _set(self) -> None:
+        is_on = self._evaluating or recorder.counts.optimizer_steps < self._until_step
+        if is_on and self._handle is None and not recorder.is_compiled:
+            self._handle = torch.nn.modules.module.register_module_forward_pre_hook(_called)
+        elif self._handle is not None and (not is_on or recorder.is_compiled):
+            self._handle.remove()
+            self._handle = None
+
+    step = _set
+
+
+_locator = _Locator()
+watch_forwards = _locator.watch
+after_step = _locator.step
+
+
+def _called(module: Any, arguments: Any) -> None:
+    """A forward pass of any module."""
+    if not torch.compiler.is_compiling():
+        model = _inner.get(module)
+        if model is not None and not model.active:
+            recorder.guard("calls past a wrapper", _called_past, module, model)
+
+
+def _called_past(module: Any, model: Model) -> None:
+    if not module.training:
+        recorder.counts.forwards_eval += 1
+        _note_buffers(model)
+    elif torch.is_grad_enabled():
+        model.bypassed += 1
+        if model.bypassed == 1:
+            recorder.emit("bypass", at=places.here(), model=model.number, forwards_bypassed=1)
+
+
+def mode_set(module: Any, mode: bool = True) -> After:
+    """Module.train, which Module.eval calls."""
+    if _models.get(module) is not None or _inner.get(module) is not None:
+        _locator.evaluate(not mode)
+    return None
+
+
+def compiled(*_: Any, **__: Any) -> After:
+    """torch.compile: compiled forward passes are not seen, so nothing is said about them."""
+    recorder.is_compiled = True
+    _locator.step()
+    return None
+
+
+def backward_begins() -> dict[int, dict[str, Any]]:
+    """Of each DDP model: whether this backward exchanges gradients. A model with no forward pass does not."""
+    found: dict[int, dict[str, Any]] = {}
+    for model in told():
+        wrapper = model.wrapper()
+        if model.how != "ddp" or wrapper is None or recorder.is_compiled:
+            continue
+        flag = bool(wrapper.require_backward_grad_sync)
+        is_late = model.pending > 0 and flag != model.synced
+        found[model.number] = {"synced": model.pending > 0 and bool(model.synced), "flag_set_late": is_late}
+        found[model.number]["pending"], model.pending = model.pending, 0
+    return found
+
+
+_unfrozen: dict[int, tuple[list[str], list[str]]] = {}
+
+
+def note_unfrozen(model: Model, at: list[str | int] | None) -> None:
+    """Note parameters of a model that were frozen or unfrozen after its wrapping."""
+    now = [(name, parameter.requires_grad) for name, parameter in _parameters(model)]
+    on = [name for name, is_on in now if is_on and model.trainable.get(name) is False]
+    off = [name for name, is_on in now if not is_on and model.trainable.get(name)]
+    if (on or off) and _unfrozen.get(model.number) != (on, off):
+        _unfrozen[model.number] = (on, off)
+        recorder.emit("unfrozen", limit=50, at=at, model=model.number, names=on[:_NAMES], frozen=off[:_NAMES])

@@ -1,0 +1,60 @@
+"""Numbers for objects of the script, and what is known of each, for as long as the object lives."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """What is known of objects, by identity. An object that dies is forgotten."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], T]] = {}
+
+    def get(self, thing: Any) -> T | None:
+        """What is known of an object. None: nothing."""
+        found = self._known.get(id(thing))
+        return found[1] if found is not None and found[0]() is thing else None
+
+    def put(self, thing: Any, known: T) -> T:
+        """Remember something of an object."""
+        key = id(thing)
+
+        def forget(reference: weakref.ref[Any]) -> None:
+            if key in self._known and self._known[key][0] is reference:
+                del self._known[key]
+
+        self._known[key] = (weakref.ref(thing, forget), known)
+        return known
+
+    def get_or_put(self, thing: Any, make: Callable[[], T]) -> T:
+        """What is known of an object, made at the first time."""
+        found = self.get(thing)
+        return self.put(thing, make()) if found is None else found
+
+    def items(self) -> Iterator[tuple[Any, T]]:
+        """The living objects, and what is known of each."""
+        for reference, known in list(self._known.values()):
+            thing = reference()
+            if thing is not None:
+                yield thing, known
+
+
+class Numbers:
+    """Numbers objects in the order of their appearance."""
+
+    def __init__(self) -> None:
+        self._known: Registry[int] = Registry()
+        self._next = 0
+
+    def of(self, thing: Any) -> int:
+        """The number of an object."""
+        return self._known.get_or_put(thing, self._new)
+
+    def _new(self) -> int:
+        self._next += 1
+        return self._next - 1

@@ -1,0 +1,84 @@
+"""Lines of the user's script: which file belongs to the user, and where the script is just now."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+
+_LOCKSTEP = str(Path(__file__).resolve().parents[2]) + os.sep
+_STANDARD = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_CARRIERS = ("numpy", "pandas", "PIL", "matplotlib", "torchvision")  # packages that write files for their caller
+_START = os.getcwd()
+
+USER, STANDARD, CARRIER, OTHER = "user", "standard", "carrier", "other"
+_kinds: dict[str, tuple[str, str]] = {}
+
+
+def declare_user(path: str) -> None:
+    """Say that a file is the user's, wherever the file lies: the script."""
+    _kinds[path] = (USER, os.path.abspath(path))
+
+
+def _classify(name: str) -> tuple[str, str]:
+    """What kind of file a code object's file is, and its absolute path."""
+    path = os.path.join(_START, name)
+    real = os.path.realpath(path)
+    if (name.startswith("<") and name.endswith(">")) or name.startswith("<frozen "):
+        return OTHER, name
+    if real.startswith(_LOCKSTEP):
+        return OTHER, path
+    for mark in _INSTALLED:
+        if mark in path:
+            return (CARRIER if path.rpartition(mark)[2].startswith(_CARRIERS) else OTHER), path
+    if real.startswith(_STANDARD):
+        return STANDARD, path
+    return (OTHER if any(_holds_packages(str(folder)) for folder in Path(real).parents) else USER), path
+
+
+@functools.cache
+def _holds_packages(folder: str) -> bool:
+    """True of a folder that `pip install --target` filled."""
+    return folder in sys.path and any(name.endswith(".dist-info") for name in os.listdir(folder))
+
+
+def kind_of(code: CodeType) -> tuple[str, str]:
+    """(kind, absolute path) of the file of a code object."""
+    name = code.co_filename
+    found = _kinds.get(name)
+    if found is None:
+        found = _kinds[name] = _classify(name)
+    return found
+
+
+def here(frame: FrameType | None = None) -> list[str | int] | None:
+    """`[file, line, function]` of the innermost frame of the user, of this thread or of a given stack."""
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        kind, path = kind_of(frame.f_code)
+        if kind is USER:
+            return [path, frame.f_lineno, frame.f_code.co_name]
+        frame = frame.f_back
+    return None
+
+
+def is_by_user(frame: FrameType | None) -> bool:
+    """True if the user's code made a call, by itself or through a package that writes files for its caller."""
+    while frame is not None:
+        kind = kind_of(frame.f_code)[0]
+        if kind is USER or kind is OTHER:
+            return kind is USER or frame.f_code.co_filename.startswith(_LOCKSTEP) and is_by_user(frame.f_back)
+        frame = frame.f_back
+    return False
+
+
+def stack(frame: FrameType | None, limit: int = 40) -> Iterator[list[str | int]]:
+    """The places of a stack, the innermost first."""
+    while frame is not None and limit > 0:
+        yield [kind_of(frame.f_code)[1], frame.f_lineno, frame.f_code.co_name]
+        frame, limit = frame.f_back, limit - 1

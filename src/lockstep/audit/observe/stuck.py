@@ -1,0 +1,82 @@
+"""A thread that notes where this process is when nothing moves."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from lockstep.audit.observe import communication, places
+from lockstep.audit.observe.recorder import recorder
+from lockstep.core.parallel import torch_internals
+
+_LOOKS = 8
+_ENTRIES = 20
+_thread: tuple[int, threading.Thread] | None = None
+
+
+def start() -> None:
+    """Start the thread. A forked process needs another."""
+    global _thread
+    if _thread is None or _thread[0] != os.getpid():
+        thread = threading.Thread(target=_watch, name="lockstep-audit", daemon=True)
+        _thread = (os.getpid(), thread)
+        thread.start()
+
+
+def _watch() -> None:
+    seen, noted = "", 0.0
+    main = torch_internals.MainThread()
+    while not recorder.has_ended:
+        time.sleep(min(recorder.patience / _LOOKS, 5.0))
+        since = time.monotonic() - recorder.moved
+        if since < recorder.patience or recorder.rank is None:
+            seen = ""
+            continue
+        told = recorder.guard("stuck", _told)
+        if told is None:
+            return
+        now = json.dumps(told, default=str)
+        if now != seen and time.monotonic() - noted > recorder.patience / 2:
+            seen, noted = now, time.monotonic()
+            recorder.emit_still("stuck", **told, moves=main.has_moved(), since_s=round(since, 1))
+
+
+def _told() -> dict[str, Any]:
+    communication.note_groups()
+    frames = sys._current_frames()
+    main = threading.main_thread()
+    stacks = {
+        thread.name: list(places.stack(frames[thread.ident]))
+        for thread in threading.enumerate()
+        if thread.ident in frames and thread.ident != threading.get_ident()
+    }
+    frame = frames.get(main.ident or 0)
+    entries = [
+        {
+            "group": str(entry["process_group"][0]),
+            "sequence": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+            "name": entry["profiling_name"],
+            "sizes": entry["input_sizes"],
+            "dtypes": entry["input_dtypes"],
+            "state": "completed" if entry["retired"] else entry["state"],
+        }
+        for entry in torch_internals.recorded_collectives()[-_ENTRIES:]
+    ]
+    at = places.here(frame) if frame is not None else None
+    return {"at": at, "stacks": stacks, "collectives": entries, "blocked_in": _blocked_in(frame)}
+
+
+def _blocked_in(frame: FrameType | None) -> str | None:
+    """The outermost function of torch that the main thread is in, below the user's code."""
+    found = None
+    while frame is not None and places.kind_of(frame.f_code)[0] is not places.USER:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("torch.") or module == "torch":
+            found = f"{module}.{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return found

@@ -1,0 +1,212 @@
+"""What observers put around functions of torch and of frameworks. Each patch has a name, and can be tested.
+
+A function is exchanged for one that calls the observer, the function, and what the observer returned. The observer gets
+the arguments. What it returns gets the result and the error, of which one is None.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lockstep.audit.observe import communication, data, files, models, places, stuck, training
+from lockstep.audit.observe.recorder import recorder
+
+Observer = Callable[..., data.After]
+
+
+class Patch(NamedTuple):
+    """A function that is observed."""
+
+    module: str
+    name: str
+    """Of the function in the module: `Class.method` or `function`."""
+    observer: Observer
+    aliases: tuple[str, ...] = ()
+    """Other modules that have the function by the same name."""
+    is_optional: bool = False
+    """Whether versions exist that lack the function."""
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+def _patches() -> list[Patch]:
+    loader, ddp = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
+    c10d, fsdp = "torch.distributed.distributed_c10d", "torch.distributed.fsdp"
+    wrapped = {how: functools.partial(models.wrapped, how) for how in ("ddp", "fsdp1", "fsdp2", "data_parallel")}
+    clip = {how: functools.partial(training.clipped, how) for how in ("norm", "value")}
+    found = [
+        Patch(loader, "DataLoader.__init__", data.loader_made),
+        Patch(loader, "DataLoader.__iter__", data.iteration_begins),
+        Patch(loader, "_BaseDataLoaderIter.__init__", data.iterator_made),
+        Patch(loader, "_BaseDataLoaderIter._reset", data.iterator_made),
+        Patch(loader, "_BaseDataLoaderIter.__next__", data.batch_asked),
+        Patch("torch.utils.data.dataset", "random_split", data.splitted, ("torch.utils.data",)),
+        Patch("torch.utils.data.distributed", "DistributedSampler.set_epoch", data.epoch_set),
+        Patch("torch.nn.modules.module", "Module.train", models.mode_set),
+        Patch(ddp, "DistributedDataParallel.__init__", wrapped["ddp"]),
+        Patch(ddp, "DistributedDataParallel.forward", models.forward),
+        Patch("torch.nn.parallel.data_parallel", "DataParallel.__init__", wrapped["data_parallel"]),
+        Patch("torch.nn.parallel.data_parallel", "DataParallel.forward", models.forward),
+        Patch(fsdp, "FullyShardedDataParallel.__init__", wrapped["fsdp1"]),
+        Patch(fsdp, "FullyShardedDataParallel.forward", models.forward),
+        Patch(fsdp, "FullyShardedDataParallel.clip_grad_norm_", _without_self(clip["norm"])),
+        Patch(fsdp, "fully_shard", wrapped["fsdp2"], (f"{fsdp}._fully_shard", f"{fsdp}._fully_shard._fully_shard")),
+        Patch(f"{fsdp}._fully_shard._fsdp_state", "FSDPState._pre_forward", models.forward_of_shards),
+        Patch("torch", "compile", models.compiled),
+        Patch("torch.autograd", "backward", training.backward),
+        Patch("torch.nn.utils.clip_grad", "clip_grad_norm_", clip["norm"], ("torch.nn.utils",)),
+        Patch("torch.nn.utils.clip_grad", "clip_grad_value_", clip["value"], ("torch.nn.utils",)),
+        Patch("torch.optim.optimizer", "Optimizer.__init__", training.optimizer_made),
+        Patch("torch.amp.grad_scaler", "GradScaler.unscale_", training.scaler_unscales),
+        Patch("torch.amp.grad_scaler", "GradScaler.step", training.scaler_steps),
+        Patch("torch.optim.lr_scheduler", "LRScheduler._initial_step", training.scheduler_begins),
+        Patch(c10d, "init_process_group", communication.initialized, ("torch.distributed",)),
+        Patch(c10d, "new_group", communication.group_made, ("torch.distributed",)),
+        Patch("accelerate.accelerator", "Accelerator.gather_for_metrics", data.gathered),
+    ] + _of_files()
+    for name in communication.COLLECTIVES:
+        observer = functools.partial(communication.collective, name)
+        found.append(Patch(c10d, name, observer, ("torch.distributed",), is_optional="coalesced" in name))
+    schedulers = ("LRScheduler", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler", "CosineAnnealingWarmRestarts")
+    return found + [Patch("torch.optim.lr_scheduler", f"{name}.step", training.scheduler_steps) for name in schedulers]
+
+
+def _of_files() -> list[Patch]:
+    dcp, safe = "torch.distributed.checkpoint", "safetensors.torch"
+    saved = {how: functools.partial(files.saved, how) for how in ("torch.save", "safetensors", "dcp")}
+    loaded = {how: functools.partial(files.loaded, how) for how in ("torch.load", "safetensors")}
+    restored = {what: functools.partial(files.restored, what) for what in ("model", "optimizer", "scheduler", "scaler")}
+    return [
+        Patch("torch.serialization", "save", saved["torch.save"], ("torch",)),
+        Patch("torch.serialization", "load", loaded["torch.load"], ("torch",)),
+        Patch(safe, "save_file", saved["safetensors"]),
+        Patch(safe, "load_file", loaded["safetensors"]),
+        Patch(dcp, "save", saved["dcp"]),
+        Patch(dcp, "load", files.loaded_in_place),
+        Patch("torch.nn.modules.module", "Module.load_state_dict", restored["model"]),
+        Patch("torch.optim.optimizer", "Optimizer.load_state_dict", restored["optimizer"]),
+        Patch("torch.optim.lr_scheduler", "LRScheduler.load_state_dict", restored["scheduler"]),
+        Patch("torch.optim.lr_scheduler", "LambdaLR.load_state_dict", restored["scheduler"]),
+        Patch("torch.amp.grad_scaler", "GradScaler.load_state_dict", restored["scaler"]),
+    ]
+
+
+def _without_self(observer: Observer) -> Observer:
+    return lambda module, *arguments, **named: observer(None, *arguments, **named)
+
+
+def around(name: str, original: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
+    """The function with its observer around it."""
+    guard, is_compiling = recorder.guard, torch.compiler.is_compiling
+
+    @functools.wraps(original)
+    def observed(*arguments: Any, **named: Any) -> Any:
+        if is_compiling():
+            return original(*arguments, **named)
+        after = guard(name, observer, *arguments, **named)
+        if after is None:
+            return original(*arguments, **named)
+        try:
+            result = original(*arguments, **named)
+        except BaseException as error:
+            guard(name, after, None, error)
+            raise
+        guard(name, after, result, None)
+        return result
+
+    return observed
+
+
+def apply(patch: Patch) -> None:
+    """Exchange the function of a patch.
+
+    Raises:
+        AttributeError: the module has no such function.
+    """
+    owner: Any = sys.modules[patch.module]
+    *outer, last = patch.name.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    original = getattr(owner, last)
+    if not callable(original):
+        raise AttributeError(f"{patch} is no function")
+    observed = around(str(patch), original, patch.observer)
+    setattr(owner, last, observed)
+    for alias in patch.aliases:
+        module = sys.modules.get(alias)
+        if module is not None and getattr(module, last, None) is original:
+            setattr(module, last, observed)
+
+
+def _apply(patch: Patch, module: ModuleType) -> None:
+    try:
+        apply(patch)
+    except AttributeError as error:
+        if not patch.is_optional:
+            recorder.emit("note", what=str(patch), reason=f"not installed: {error}")
+
+
+def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -> None:
+    """Install all observers: at once, or once the module of each is imported."""
+    recorder.on_open.append(stuck.start)
+    for told_at_exit in (data.at_exit, training.at_exit, communication.at_exit):
+        recorder.at_exit.append(told_at_exit)
+    recorder.emit("start", **_start())
+    recorder.find_rank()
+    for patch in _patches():
+        after_import(patch.module, functools.partial(_apply, patch))
+    files.watch_open()
+    register_optimizer_step_pre_hook(training.step_begins)
+    register_optimizer_step_post_hook(training.step_ends)
+
+
+def _start() -> dict[str, Any]:
+    environment = os.environ
+    return {
+        "world_size": int(environment.get("WORLD_SIZE", "1")),
+        "local_rank": int(environment.get("LOCAL_RANK", "0")),
+        "pid": os.getpid(),
+        "host": os.uname().nodename,
+        "script": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else None,
+        "argv": sys.argv[1:],
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "every": recorder.every,
+        "is_child": multiprocessing.parent_process() is not None,
+    }
+
+
+def failing() -> dict[str, str]:
+    """By name, why a patch does not work with what is installed. A framework that is not installed is left out."""
+    failed = {}
+    for patch in _patches():
+        package = patch.module.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            continue
+        try:
+            owner: Any = importlib.import_module(patch.module)
+            for part in patch.name.split("."):
+                owner = getattr(owner, part)
+            for alias in patch.aliases:
+                if getattr(importlib.import_module(alias), patch.name) is not owner:
+                    failed[str(patch)] = f"{alias} has another"
+        except (ImportError, AttributeError) as error:
+            if not patch.is_optional:
+                failed[str(patch)] = str(error)
+    return failed
+
+
+def count() -> int:
+    """How many patches there are."""
+    return len(_patches())

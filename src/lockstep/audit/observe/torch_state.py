@@ -1,0 +1,40 @@
+"""Private state of torch.distributed that observers read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.core.parallel import torch_internals
+
+
+def groups() -> list[dict[str, Any]]:
+    """The process groups of this process: name, ranks, backend, timeout_s."""
+    if not dist.is_initialized():
+        return []
+    world = dist.distributed_c10d._world
+    return [
+        {"name": str(name), "ranks": sorted(world.pg_group_ranks[group]), "backend": world.pg_map[group][0]}
+        | {"timeout_s": _timeout(group)}
+        for group, name in list(world.pg_names.items())
+    ]
+
+
+def _timeout(group: dist.ProcessGroup) -> float | None:
+    try:
+        return max((each.total_seconds() for each in torch_internals.timeouts(group)), default=None)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def name_of(group: dist.ProcessGroup | None) -> str:
+    """The name of a group as the flight recorder has it. None: the group of all ranks."""
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    return str(getattr(group, "group_name", "0"))
+
+
+def has_other_ranks() -> bool:
+    """True if there are several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

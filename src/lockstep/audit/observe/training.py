@@ -1,0 +1,465 @@
+"""Observes training: backward passes, clipping, gradient scaling, optimizer steps and schedulers."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+
+from lockstep.audit.observe import communication, data, digests, models, places, torch_state
+from lockstep.audit.observe.communication import gradients
+from lockstep.audit.observe.data import After
+from lockstep.audit.observe.objects import Numbers, Registry
+from lockstep.audit.observe.recorder import recorder
+
+_MOST = 256
+_UNFROZEN_EVERY = 10
+_SCHEDULERS = 100
+
+
+@dataclasses.dataclass
+class Optimizer:
+    """What is known of an optimizer."""
+
+    number: int
+    made_at: list[str | int] | None
+    index: int = 0
+    """Its steps."""
+    backwards_seen: int = 0
+    hyperparameters: list[dict[str, Any]] | None = None
+    unscaled_at: int | None = None
+    """How many clips had been called when a scaler unscaled its gradients; None: not since the last step."""
+    scaler: dict[str, Any] | None = None
+    is_told: bool = False
+
+
+@dataclasses.dataclass
+class Step:
+    """A step that runs just now."""
+
+    optimizer: Any
+    known: Optimizer
+    at: list[str | int] | None
+    frame: Any
+    is_sampled: bool
+    told: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_ready: bool = False
+
+
+_optimizers: Registry[Optimizer] = Registry()
+_count = 0
+_depth = 0
+_steps: list[Step] = []
+_backwards: list[dict[str, Any]] = []
+_first_backward = 0
+_last_seen = 0
+_clips: list[tuple[int, dict[str, Any]]] = []
+_clips_called = 0
+_known_parameters: set[int] = set()
+
+
+def _next_is_sampled() -> bool:
+    return recorder.is_sampled(recorder.counts.optimizer_steps)
+
+
+def backward(tensors: Any, *_: Any, **__: Any) -> After:
+    """torch.autograd.backward, which Tensor.backward calls. Backward passes within one are checkpoints'."""
+    global _depth, _first_backward
+    _depth += 1
+    if _depth > 1:
+        return _leave
+    told: dict[str, Any] = {"at": places.here(), "models": models.backward_begins()}
+    is_sampled = _next_is_sampled()
+    if is_sampled:
+        told |= _loss(tensors)
+
+    def after(result: Any, error: BaseException | None) -> None:
+        global _depth, _first_backward
+        _depth -= 1
+        recorder.progress()
+        if error is None:
+            recorder.counts.backwards += 1
+            _backwards.append(told)
+            if len(_backwards) > _MOST:
+                _backwards.pop(0)
+                _first_backward += 1
+                recorder.cut["backwards"] += 1
+            recorder.guard("gradients after backward", gradients.at_backward, is_sampled)
+
+    return after
+
+
+def _leave(result: Any, error: BaseException | None) -> None:
+    global _depth
+    _depth -= 1
+
+
+def _loss(tensors: Any) -> dict[str, Any]:
+    """The value of a loss, and the last operations that made the loss, the last first."""
+    root = next(digests.tensors_in(tensors), None)
+    if root is None or root.numel() != 1:
+        return {}
+    names: list[str] = []
+    function = root.grad_fn
+    while function is not None and len(names) < 4:
+        names.append(type(function).__name__)
+        function = next((inner for inner, _ in function.next_functions if inner is not None), None)
+    return {"loss": float(root.detach()), "ops": names}
+
+
+def clipped(how: str, parameters: Any, limit: Any = None, *_: Any, **named: Any) -> After:
+    """clip_grad_norm_ and clip_grad_value_. The parameters may be an iterator, so nothing is taken from them."""
+    global _clips_called
+    _clips_called += 1
+    limit = named.get("max_norm", named.get("clip_value", limit))
+    told = {"at": places.here(), "how": how, "limit": float(limit), "backwards_before": recorder.counts.backwards}
+    sequence, is_sampled = _clips_called, _next_is_sampled()
+
+    def after(norm: Any, error: BaseException | None) -> None:
+        if error is None:
+            if is_sampled and isinstance(norm, torch.Tensor):
+                told["norm"] = float(norm.full_tensor() if _is_replicated(norm) else digests.local(norm))
+            _clips.append((sequence, told))
+            del _clips[:-_MOST]
+
+    return after
+
+
+def _is_replicated(tensor: Any) -> bool:
+    """True of a DTensor that each rank holds whole: then `full_tensor` needs no other rank."""
+    return hasattr(tensor, "placements") and all(placement.is_replicate() for placement in tensor.placements)
+
+
+def optimizer_made(optimizer: Any, *_: Any, **__: Any) -> After:
+    """Optimizer.__init__."""
+    at = places.here()
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if error is None:
+            _note_parameters(optimizer, _know(optimizer, at))
+
+    return after
+
+
+def _know(optimizer: Any, at: list[str | int] | None = None) -> Optimizer:
+    global _count
+    known = _optimizers.get(optimizer)
+    if known is None:
+        known = _optimizers.put(optimizer, Optimizer(_count, at, backwards_seen=recorder.counts.backwards))
+        _count += 1
+    return known
+
+
+def _note_parameters(optimizer: Any, known: Optimizer) -> None:
+    for parameter in _parameters(optimizer):
+        _known_parameters.add(id(parameter))
+        owner = models.owner(parameter)
+        if owner is None or owner[0].how == "data_parallel":
+            gradients.parameters.put(parameter, None)
+
+
+def _parameters(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def step_begins(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """A hook of all optimizers."""
+    if recorder.folder is not None and not torch.compiler.is_compiling():
+        return recorder.guard("optimizer step", _begin, optimizer, arguments, named)
+    return None
+
+
+def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    frame = sys._getframe(3)
+    while _steps and not _runs(_steps[-1].frame, frame):  # it raised an error
+        _steps.pop()
+    known = _know(optimizer)
+    at = places.here(frame)
+    step = Step(optimizer, known, at, frame, recorder.is_sampled(known.index))
+    _steps.append(step)
+    if len(_steps) > 1:  # a step within a step of an optimizer that holds another
+        return None
+    closure = named.get("closure") or (arguments[1] if len(arguments) > 1 else None)
+    if not callable(closure):
+        _ready(step)
+        return None
+
+    def observed() -> Any:
+        result = closure()
+        recorder.guard("gradients of a closure", _ready, step)
+        return result
+
+    if "closure" in named:
+        return arguments, {**named, "closure": observed}
+    return (arguments[0], observed, *arguments[2:]), named
+
+
+def _runs(frame: Any, inner: Any) -> bool:
+    """True if a frame is on the stack of another."""
+    while inner is not None and inner is not frame:
+        inner = inner.f_back
+    return inner is frame
+
+
+def _ready(step: Step) -> None:
+    """The gradients are there, and the optimizer will use them."""
+    if step.is_ready:
+        return
+    step.is_ready = True
+    if not step.known.is_told:
+        step.known.is_told = True
+        if recorder.rank is None and recorder.is_main:  # one process, without a process group
+            recorder.adopt(0)
+        _tell_optimizer(step)
+    parameters = _parameters(step.optimizer)
+    for line in gradients.take(parameters):
+        owner = next((owner for owner in map(models.owner, parameters) if owner), None)
+        is_clean = not _clips and step.known.scaler is None
+        line["divided"] = line.get("divided") if is_clean or line.get("divided") else None
+        model = owner[0].number if owner else None
+        recorder.emit("hand_reduce", limit=1 + step.is_sampled * 8, model=model, optimizer=step.known.number, **line)
+    if step.is_sampled:
+        step.told |= _digests(step.optimizer, "gradients")
+        found = [digests.local(p.grad.detach()) for p in parameters if p.grad is not None]
+        found = [tensor for tensor in found if tensor.layout == torch.strided and tensor.numel()]
+        if found:
+            norms = [float(norm) for norm in torch._foreach_norm([tensor.float() for tensor in found])]
+            step.told["gradient_norm"] = sum(norm * norm for norm in norms) ** 0.5
+
+
+def _digests(optimizer: Any, what: str) -> dict[str, Any]:
+    """Digests of gradients or parameters that all ranks should have alike. Shards are left out."""
+    tensors: dict[str, torch.Tensor | None] = {}
+    numbers: dict[int, None] = {}
+    if not torch_state.has_other_ranks():
+        return {}
+    for group_number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"{group_number}.{number}" for number in range(len(group["params"]))]
+        for name, parameter in zip(names, group["params"], strict=True):
+            owner = models.owner(parameter)
+            if (owner and owner[0].how.startswith("fsdp")) or hasattr(parameter, "_local_tensor"):
+                continue
+            if owner:
+                numbers[owner[0].number] = None
+                name = owner[1] if next(iter(numbers)) == owner[0].number else f"{owner[0].number}:{owner[1]}"
+            tensors[name] = parameter.grad if what == "gradients" else parameter
+    return {"model": next(iter(numbers), None), what: digests.of_tensors(tensors)} if tensors else {}
+
+
+def _tell_optimizer(step: Step) -> None:
+    communication.note_groups()
+    for model in models.told():
+        models.refresh(model)
+    _note_parameters(step.optimizer, step.known)
+    parameters = _parameters(step.optimizer)
+    owners = [models.owner(parameter) for parameter in parameters]
+    recorder.emit(
+        "optimizer",
+        limit=100,
+        at=step.at,
+        optimizer=step.known.number,
+        **{"class": type(step.optimizer).__name__},
+        made_at=step.known.made_at,
+        groups=[{"parameters": len(g["params"]), **_hyperparameters(g)} for g in step.optimizer.param_groups],
+        owned=sum(owner is not None for owner in owners),
+        foreign=sum(owner is None for owner in owners),
+        missing=models.missing(_known_parameters),
+        gradients_none=sum(parameter.grad is None for parameter in parameters),
+    )
+    if recorder.counts.optimizer_steps == 0 and parameters:
+        device = parameters[0].device
+        uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        recorder.emit("device", device=str(device), uuid=uuid)
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for name, value in group.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+            value = float(value)
+        if isinstance(value, (bool, int, float, str)) or (isinstance(value, tuple) and len(value) < 5):
+            kept[name] = value
+    return kept
+
+
+def step_ends(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """A hook of all optimizers."""
+    if recorder.folder is not None and _steps and _steps[-1].optimizer is optimizer:
+        step = _steps.pop()
+        if not _steps:
+            recorder.guard("optimizer step", _end, step)
+
+
+def _end(step: Step) -> None:
+    if not step.is_ready:  # a closure that was never called
+        _ready(step)
+    _write_step(step)
+    step.known.index += 1
+    recorder.counts.optimizer_steps += 1
+    recorder.progress()
+    models.after_step()
+    _note_schedulers()
+
+
+def _write_step(step: Step, skipped: bool | None = None) -> None:
+    known, optimizer = step.known, step.optimizer
+    owners = dict.fromkeys(owner[0].number for owner in map(models.owner, _parameters(optimizer)[:2000]) if owner)
+    if step.is_sampled and skipped is None:
+        step.told |= _digests(optimizer, "parameters")
+    if step.is_sampled or known.index % _UNFROZEN_EVERY == 0:
+        for model in models.told():
+            if model.number in owners and model.how == "ddp":
+                models.note_unfrozen(model, step.at)
+    backwards = [_told_backward(told, owners) for told in _backwards[max(0, known.backwards_seen - _first_backward) :]]
+    if any(told.pop("is_past") for told in backwards):
+        models.watch_forwards()
+    hyperparameters = [_hyperparameters(group) for group in optimizer.param_groups]
+    clips = [{**told, "backwards_before": _since(known, told)} for _, told in _clips]
+    scaler = known.scaler
+    if scaler is not None and _clips:
+        scaler["unscaled_before_clip"] = known.unscaled_at is not None and known.unscaled_at < _clips[0][0]
+    recorder.emit(
+        "step",
+        at=step.at,
+        optimizer=known.number,
+        index=known.index,
+        backwards=backwards,
+        micro_batches=[told for _, told in data.given] or None,
+        hyperparameters=hyperparameters if hyperparameters != known.hyperparameters else None,
+        clips=clips or None,
+        scaler=scaler,
+        skipped=skipped,
+        sampled=step.is_sampled,
+        **step.told,
+    )
+    known.hyperparameters, known.scaler, known.unscaled_at = hyperparameters, None, None
+    known.backwards_seen = recorder.counts.backwards
+    data.given.clear()
+    _clips.clear()
+    seen = min(other.backwards_seen for _, other in _optimizers.items())
+    del _backwards[: max(0, seen - _first_backward)]
+    _note_seen(max(seen, _first_backward), recorder.counts.backwards)
+
+
+def _note_seen(first: int, last: int) -> None:
+    global _first_backward, _last_seen
+    _first_backward, _last_seen = first, last
+
+
+def _since(known: Optimizer, told: dict[str, Any]) -> int:
+    return max(0, int(told["backwards_before"]) - known.backwards_seen)
+
+
+def _told_backward(told: dict[str, Any], owners: dict[int, None]) -> dict[str, Any]:
+    """A backward as a step tells it: of the models whose parameters the optimizer has."""
+    kept = {key: value for key, value in told.items() if key != "models" and value is not None}
+    mine = [each for number, each in told["models"].items() if number in owners]
+    kept["is_past"] = any(not each["pending"] for each in mine)
+    if mine:
+        kept["synced"] = any(each["synced"] for each in mine)
+        kept["flag_set_late"] = any(each["flag_set_late"] for each in mine)
+        kept["forwards"] = sum(each["pending"] for each in mine)
+    return kept
+
+
+def scaler_unscales(scaler: Any, optimizer: Any) -> After:
+    """GradScaler.unscale_."""
+    if scaler._enabled:
+        _know(optimizer).unscaled_at = _clips_called
+    return None
+
+
+def scaler_steps(scaler: Any, optimizer: Any, *_: Any, **__: Any) -> After:
+    """GradScaler.step: a step that the scaler skips is told here."""
+    if not scaler._enabled:
+        return None
+    inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
+    known, at = _know(inner), places.here()
+    index, unscaled_at = known.index, known.unscaled_at
+    is_sampled = recorder.is_sampled(index)
+    scale = float(scaler._scale) if is_sampled and scaler._scale is not None else None
+    known.scaler = {"scale": scale, "found_inf": False, "enabled": True}
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if error is None and known.index == index:
+            known.unscaled_at = unscaled_at
+            known.scaler = {"scale": scale, "found_inf": True, "enabled": True}
+            _write_step(Step(inner, known, at, None, is_sampled), skipped=True)
+
+    return after
+
+
+@dataclasses.dataclass
+class Scheduler:
+    """What is known of a scheduler."""
+
+    number: int
+    calls: int = 0
+    before: int | None = None
+    at: list[str | int] | None = None
+
+
+_schedulers: Registry[Scheduler] = Registry()
+_scheduler_numbers = Numbers()
+_scheduler_depth = 0
+
+
+def scheduler_begins(*_: Any, **__: Any) -> After:
+    """A scheduler's first step, in its constructor, which is not the script's."""
+    global _scheduler_depth
+    _scheduler_depth += 1
+    return _leave_scheduler
+
+
+def _leave_scheduler(result: Any, error: BaseException | None) -> None:
+    global _scheduler_depth
+    _scheduler_depth -= 1
+
+
+def scheduler_steps(scheduler: Any, *arguments: Any, **named: Any) -> After:
+    """The step of any scheduler. A scheduler may step others within its step."""
+    global _scheduler_depth
+    _scheduler_depth += 1
+    if _scheduler_depth > 1:
+        return _leave_scheduler
+    known = _schedulers.get_or_put(scheduler, lambda: Scheduler(_scheduler_numbers.of(scheduler)))
+    known.calls += 1
+    known.at = places.here()
+    metric = next(iter([*arguments, *named.values()]), None) if "Plateau" in type(scheduler).__name__ else None
+
+    def after(result: Any, error: BaseException | None) -> None:
+        _leave_scheduler(result, error)
+        if metric is not None and error is None:
+            _tell_scheduler(scheduler, known, float(metric))
+
+    return after
+
+
+def _tell_scheduler(scheduler: Any, known: Scheduler, metric: float | None = None) -> None:
+    optimizer = getattr(scheduler, "optimizer", None)
+    recorder.emit(
+        "scheduler",
+        limit=_SCHEDULERS,
+        at=known.at,
+        scheduler=known.number,
+        **{"class": type(scheduler).__name__},
+        per_step=known.calls,
+        metric=metric,
+        lr=[float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else None,
+    )
+
+
+def _note_schedulers() -> None:
+    """After an optimizer's step: how often schedulers stepped since the step before."""
+    for scheduler, known in _schedulers.items():
+        if known.calls != known.before:
+            _tell_scheduler(scheduler, known)
+        known.before, known.calls = known.calls, 0
+
+
+def at_exit() -> dict[str, Any]:
+    """What came after the last optimizer step."""
+    _note_schedulers()
+    return {"backwards_left": recorder.counts.backwards - _last_seen or None}
