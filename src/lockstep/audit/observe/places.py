@@ -72,7 +72,7 @@ def is_by_user(frame: FrameType | None) -> bool:
     while frame is not None:
         kind = kind_of(frame.f_code)[0]
         if kind is USER or kind is OTHER:
-            return kind is USER or frame.f_code.co_filename.startswith(_LOCKSTEP) and is_by_user(frame.f_back)
+            return kind is USER or (frame.f_code.co_filename.startswith(_LOCKSTEP) and is_by_user(frame.f_back))
         frame = frame.f_back
     return False
 

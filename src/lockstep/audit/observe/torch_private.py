@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.audit.observe import communication, data, files, models, places, stuck, training
+from lockstep.audit.observe import communication, data, files, models, stuck, training
 from lockstep.audit.observe.recorder import recorder
 
 Observer = Callable[..., data.After]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
-from lockstep.audit.rules.facts import each_rank, place, replicas, rule, steps
+from lockstep.audit.rules.facts import each_rank, passes, place, replicas, rule, steps
 from lockstep.audit.rules.loaders import Iteration, iterations
 
 _NONE = "no step took several backward passes"
@@ -18,7 +18,7 @@ _UNEQUAL = 1.25
 
 def _usual(events: Iterable[Event]) -> int:
     """The usual number of backward passes before a step; 0 without steps."""
-    counts = Counter(len(event.get("backwards") or ()) for event in events)
+    counts = Counter(len(passes(event)) for event in events)
     return counts.most_common(1)[0][0] if counts else 0
 
 
@@ -28,9 +28,19 @@ def _accumulating(history: History) -> list[tuple[int, int, list[Event]]]:
     for by_rank in steps(history).values():
         for rank, by_index in by_rank.items():
             events = [by_index[index] for index in sorted(by_index)]
-            if (usual := _usual(events)) > 1:
+            if (usual := _usual(events)) > 1 and _only_optimizer(history, rank):
                 found.append((rank, usual, events))
     return found
+
+
+def is_divided(ops: Sequence[str]) -> bool:
+    """True if the last operations of a loss divide it, or multiply it with a number."""
+    return any(name.startswith(("Div", "Mul")) for name in ops)
+
+
+def _is_mean(ops: Sequence[str]) -> bool:
+    """True if the loss is a mean that the loss function computes, divided by nothing, or by the accumulation."""
+    return any(name.startswith(("NllLoss", "Mean", "CrossEntropy")) for name in ops[:2])
 
 
 @rule("LS401", "leftover-micro-batches", "the last micro-batches of an epoch make no step of their own")
@@ -48,7 +58,7 @@ def leftover_micro_batches(history: History) -> Iterable[Finding] | str:
     findings: dict[str, Finding] = {}
     for rank, usual, events in accumulating:
         its = sorted(trained.get(rank, []), key=lambda it: int(it.begin["number"]))
-        found = _leftover(usual, events, its) if _only_optimizer(history, rank) else None
+        found = _leftover(usual, events, its)
         if found:
             earlier = findings.get(str(found.where))
             ranks = (*earlier.ranks, rank) if earlier else (rank,)
@@ -72,9 +82,9 @@ def _leftover(usual: int, events: list[Event], its: list[Iteration]) -> Finding 
         end: Any = it.end
         within = [e for e in events if it.begin["number"] < e["number"] < end["number"]]
         later = [e for e in events if e["number"] > end["number"]]
-        left = end["backwards"] - sum(len(e.get("backwards") or ()) for e in within)
+        left = end["backwards"] - sum(len(passes(e)) for e in within)
         if number == 0 and left > 0:
-            count = len(later[0].get("backwards") or ()) if later else 0
+            count = len(passes(later[0])) if later else 0
             what = f"{end['backwards']} backward passes in an epoch, a step after {usual}, and {left} left over"
             if later and count == usual:
                 return None  # steps reach over the ends of epochs
@@ -95,8 +105,9 @@ def undivided_loss(history: History) -> Iterable[Finding] | str:
     findings: dict[str, Finding] = {}
     accumulating = _accumulating(history)
     for rank, usual, events in accumulating:
-        backwards = [each for event in events for each in event.get("backwards") or ()]
-        if not backwards or any("divisor" not in each or each["divisor"] for each in backwards):
+        backwards = [each for event in events for each in passes(event)]
+        known = [each["ops"] for each in backwards if "ops" in each]
+        if not known or any(is_divided(each) for each in known):
             continue
         at = backwards[0].get("at")
         evidence = f"a step adds {usual} backward passes, and none of their losses ends with a division"
@@ -126,9 +137,8 @@ def unequal_weights(history: History) -> Iterable[Finding] | str:
                 if len(flat) < 2:
                     continue
                 known = True
-                backwards = [each for event in events.values() for each in event.get("backwards") or ()]
-                divisors = {each.get("divisor") for each in backwards}
-                is_plain = all("divisor" in each for each in backwards) and divisors <= {None, len(flat) // len(ranks)}
+                backwards = [each for event in events.values() for each in passes(event)]
+                is_plain = all("ops" in each and _is_mean(each["ops"]) for each in backwards)
                 if min(flat) * _UNEQUAL < max(flat) and is_plain and backwards:
                     return [_unequal(events[ranks[0]], backwards, counts, tuple(ranks))]
     return findings if known else "no step had several micro-batches with labels that are masked"
@@ -151,7 +161,7 @@ def sync_each_micro_batch(history: History) -> Iterable[Finding] | str:
     findings: dict[str, Finding] = {}
     accumulating = _accumulating(history)
     for rank, usual, events in accumulating:
-        full = [event["backwards"] for event in events if len(event.get("backwards") or ()) == usual]
+        full = [passes(event) for event in events if len(passes(event)) == usual]
         if any(each.get("synced") is not True for backwards in full for each in backwards):
             continue
         at = full[0][0].get("at")
@@ -168,12 +178,12 @@ def sync_each_micro_batch(history: History) -> Iterable[Finding] | str:
 def clip_each_micro_batch(history: History) -> Iterable[Finding] | str:
     """Clipping inside the accumulation: the limit then holds for a part of the gradient."""
     accumulating, seen = _accumulating(history), False
-    for rank, _, events in accumulating:
+    for _, _, events in accumulating:
         for event in events:
             clips, total = event.get("clips") or [], len(event.get("backwards") or ())
             seen = seen or bool(clips)
             early = [clip for clip in clips if clip.get("backwards_before", total) < total]
-            if early and _only_optimizer(history, rank):
+            if early:
                 evidence = f"clipped after {early[0]['backwards_before']} of {total} backward passes of this step"
                 remedy = "clip once, after the last backward pass and before optimizer.step()"
                 cause = "clip_grad_norm_ is called for each micro-batch"

@@ -120,8 +120,17 @@ def steps(history: History) -> dict[Key, dict[int, dict[int, Event]]]:
     for event in history.of("step"):
         key = known.get((event["rank"], event["optimizer"]))
         if key is not None:
-            found[key][event["rank"]][event["index"]] = event
+            by_index = found[key][event["rank"]]
+            skipped = by_index.get(event["index"], {})  # a step that a scaler skipped has the number of the next
+            backwards = [*skipped.get("backwards", ()), *(event.get("backwards") or ())]
+            by_index[event["index"]] = {**event, "backwards": backwards}
     return found
+
+
+def passes(event: Event) -> list[Event]:
+    """The backward passes of a step that gave gradients to the model of its optimizer."""
+    backwards = list(event.get("backwards") or ())
+    return [each for each in backwards if "synced" in each] or backwards
 
 
 def optimizer_at(history: History, key: Key) -> Sequence[Any] | None:
@@ -135,4 +144,4 @@ def optimizer_at(history: History, key: Key) -> Sequence[Any] | None:
 
 def uses(history: History, framework: str) -> bool:
     """True if the script has imported this framework."""
-    return any(framework in event.get("frameworks", {}) for event in history.of("start"))
+    return any(event["name"] == framework for event in history.of("framework"))

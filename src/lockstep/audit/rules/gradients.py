@@ -22,7 +22,9 @@ from lockstep.audit.rules.facts import (
 )
 
 _NOTHING = "no step of replicas was compared"
-_HOOK = "a registered communication hook"
+_AVERAGING = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
+_FEW = 8
+"""A tensor with no more elements may hold metrics. A larger one may hold parameters."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,12 @@ def partings(history: History) -> tuple[list[Parting], bool]:
     groups, found, compared = replicas(history, "ddp"), [], False
     if not groups and not any(history.of("wrap")):
         groups = replicas(history)
-    averaged = any(history.of("hand_average"))
+    averaged = any(history.of("hand_average")) or _averages(history)
+    ignored = {name for wrap in history.of("wrap") for name in wrap.get("ignored") or ()}
     for by_rank in steps(history).values():
         for group in groups:
             ranks = tuple(rank for rank in group if rank in by_rank)
-            pairs = list(_compared(by_rank, ranks)) if len(ranks) > 1 else []
+            pairs = list(_compared(by_rank, ranks, ignored)) if len(ranks) > 1 else []
             compared = compared or bool(pairs)
             first = next((parting for parting in pairs if parting.gradients or parting.parameters), None)
             together = any(not each.parameters for each in pairs[pairs.index(first) :]) if first else True
@@ -72,11 +75,11 @@ def partings(history: History) -> tuple[list[Parting], bool]:
     return found, compared
 
 
-def _compared(by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...]) -> Iterator[Parting]:
+def _compared(by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...], ignored: set[str]) -> Iterator[Parting]:
     for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))):
         events = {rank: by_rank[rank][index] for rank in ranks}
         if all("parameters" in event for event in events.values()):
-            names = set.intersection(*(set(event["parameters"]) for event in events.values()))
+            names = set.intersection(*(set(event["parameters"]) for event in events.values())) - ignored
             kinds = [
                 [
                     name
@@ -88,9 +91,20 @@ def _compared(by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...]) -> I
             yield Parting(ranks, events, kinds[0], kinds[1], len(names))
 
 
+def _averages(history: History) -> bool:
+    """True if the script exchanges tensors itself between steps: perhaps parameters."""
+    shapes: dict[tuple[str, int], set[str]] = {}
+    for call in history.of("collective"):
+        if call["step"] > 0 and "float" in str(call.get("dtype")) and call.get("op") in _AVERAGING:
+            shapes.setdefault((str(call.get("at")), call["step"]), set()).add(str(call.get("shape")))
+            if _elements(call) > _FEW:
+                return True
+    return any(len(each) > 1 for each in shapes.values())
+
+
 def _hooked(history: History) -> bool:
     """True if a communication hook (local SGD, compression) exchanges in its own way."""
-    return any(event.get("hook") for event in history.of("wrap", "step"))
+    return any(event.get("hook") for event in history.of("wrap", "step")) or any(history.of("hook"))
 
 
 def _meet(history: History, ranks: tuple[int, ...]) -> bool:
@@ -250,11 +264,14 @@ def _elements(call: Event) -> int:
 
 
 def _divided_loss(history: History, event: Event) -> bool:
-    """True if the loss was divided by a multiple of the number of ranks."""
-    divisors = [
-        each.get("divisor") for step in history.of("step", rank=event["rank"]) for each in step.get("backwards") or ()
+    """True if the last operations of the loss divide it: perhaps by the number of ranks."""
+    known = [
+        each["ops"][:2]
+        for step in history.of("step", rank=event["rank"])
+        for each in step.get("backwards") or ()
+        if "ops" in each
     ]
-    return any(divisor and divisor % len(history.ranks) == 0 for divisor in divisors)
+    return any(name.startswith(("Div", "Mul")) for ops in known for name in ops)
 
 
 @rule("LS206", "steps-differ", "ranks make different numbers of steps or backward passes")
