@@ -5,9 +5,9 @@ so that whatever ends the script leaves what was seen. Rules (`audit.rules`) are
 ranks. They import neither torch nor an observer.
 
 Every event has `kind`, `rank`, `number` (of the event on its rank, from 0), `time` (seconds since the epoch), `step`
-(optimizer steps that this rank has finished, over all optimizers: the first `step` event has 0) and, where a line of the script led to it, `at`:
-`[file, line, function]` of the innermost frame that belongs to the user: neither the standard library, nor an installed
-package, nor Lockstep. The file is absolute. Keys that do not apply are left out. A place is such a list; an `id` is a
+(optimizer steps that this rank has finished, over all optimizers: the first `step` event has 0) and, where a line of
+the script led to it, `at`: `[file, line, function]` of the innermost frame that belongs to the user: neither the
+standard library, nor an installed package, nor Lockstep. The file is absolute. Keys that do not apply are left out. A place is such a list; an `id` is a
 number that a rank gives to an object, in order of its appearance; ids of the same object agree over ranks only if all
 ranks ran the same code, so rules match objects by `at` or `made_at`.
 
@@ -67,7 +67,8 @@ ranks ran the same code, so rules match objects by `at` or `made_at`.
                                                             the backward before), loss (number) and ops (names of the
                                                             last autograd functions that made the loss, the last first;
                                                             `DivBackward0` is a division), of sampled steps}]
-                                                            since the last step of this optimizer, micro_batches: [{loader,
+                                                            since the last step of this optimizer,
+                                                            micro_batches: [{loader,
                                                             batch, samples, valid (labels that are not -100, if any)}]
                                                             given since the last step, hyperparameters: [{lr, ...}] by
                                                             group, where they changed; clips: [{at, how ("norm",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,10 +18,13 @@ from lockstep.audit.judge import FAILED, HANG, judge
 from lockstep.audit.rules.collectives import stuck
 from lockstep.audit.settings import JUDGED_OUTSIDE, Settings
 from lockstep.core.errors import UsageError
+from lockstep.launch import left_behind
 
 _LOOK_S = 0.5
 _END_S = 10.0
-"""So long may ranks take to end after SIGTERM."""
+"""So long may killed ranks take to end."""
+_SLOW = 10
+"""Ranks that still run Python code may take so many times the patience: one may prepare data for the others."""
 
 
 def run(
@@ -63,7 +65,7 @@ def run(
         process = subprocess.Popen(command, env=os.environ | {JUDGED_OUTSIDE: "1"}, start_new_session=True)
         failed = True
         try:
-            failed = _wait(process, place, nproc) != 0
+            failed = _wait(process, place, nproc, patience) != 0
         except KeyboardInterrupt:
             print("lockstep audit: stopped; the report is about what was seen", file=sys.stderr, flush=True)
         finally:
@@ -88,9 +90,9 @@ def _folder(given: Path | None) -> Iterator[Path]:
     yield given.resolve()
 
 
-def _wait(process: subprocess.Popen[bytes], folder: Path, nproc: int) -> int:
+def _wait(process: subprocess.Popen[bytes], folder: Path, nproc: int, patience: float) -> int:
     """Wait until the ranks have ended, or hang."""
-    files = _Tails(folder)
+    files = _Tails(folder, patience)
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(_LOOK_S)
@@ -101,8 +103,8 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, nproc: int) -> int:
 class _Tails:
     """The last events of each rank, read as files grow."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, patience: float) -> None:
+        self._folder, self._patience = folder, patience
         self._read: dict[str, int] = {}
         self._events: dict[str, list[Any]] = {}
 
@@ -121,18 +123,32 @@ class _Tails:
         history = History(event for each in self._events.values() for event in each)
         waiting = stuck(history)
         gone = {event["rank"] for event in history.of("exit")}
-        return bool(waiting) and len(set(waiting) | gone) >= max(nproc, len(history.ranks))
+        if len(set(waiting) | gone) < max(nproc, len(history.ranks)):
+            return False
+        return bool(waiting) and all(_is_over(event, self._patience) for event in waiting.values())
+
+
+def _is_over(event: events.Event, patience: float) -> bool:
+    """True if a rank that is stuck is inside one call of C++, or has made no progress for very long."""
+    return event.get("moves") is False or (event.get("since_s") or 0) > _SLOW * patience
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher and its ranks, which are a session of their own."""
+    """Kill the launcher and its ranks, each of which leads a session. SIGTERM would fill the screen with tracebacks."""
     if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_S)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        ranks = _children(process.pid)
+        process.kill()
+        process.wait()
+        left_behind.end_sessions({process.pid, *ranks}, _END_S)
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended by now
+            if int(path.read_text().rpartition(")")[2].split()[1]) == parent:
+                found.append(int(path.parent.name))
+    return found
 
 
 def _tell_stacks(folder: Path, code: int) -> None:

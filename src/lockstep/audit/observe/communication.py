@@ -1,4 +1,4 @@
-"""Observes torch.distributed: process groups, collectives that Python calls, and gradients that a script sums itself."""
+"""Observes torch.distributed: process groups, collectives that Python calls, and gradients summed by a script."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class _Drawing:
 
 
 def iterator_made(iterator: Any, *_: Any, **__: Any) -> After:
-    """_BaseDataLoaderIter.__init__ and _reset: the iterator over the sampler is exchanged for one that keeps indices."""
+    """_BaseDataLoaderIter.__init__ and _reset: the sampler's iterator is exchanged for one that keeps indices."""
 
     def after(result: Any, error: BaseException | None) -> None:
         if error is None and not isinstance(iterator._sampler_iter, _Drawing):
@@ -327,7 +327,7 @@ def _probe(loader: Any, known: Loader) -> None:
     if not size:
         return
     states = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
         chosen = sorted({size * part // _PROBED for part in range(_PROBED)} | {size - 1})
         samples = {index: digests.of_value(loader.dataset[index]) for index in chosen}

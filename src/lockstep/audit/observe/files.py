@@ -88,8 +88,8 @@ def watch_open() -> None:
         return original(file, mode, *arguments, **named)
 
     observed.__name__, observed.__doc__, observed.__module__ = "open", original.__doc__, "_io"
-    builtins.open = observed  # type: ignore[assignment]
-    io.open = observed  # type: ignore[assignment]
+    builtins.open = observed
+    io.open = observed
 
 
 def _opened(file: Any, mode: str, caller: Any) -> None:

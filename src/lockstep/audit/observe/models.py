@@ -75,7 +75,8 @@ def _watch(how: str, at: list[str | int] | None, wrapper: Any) -> None:
 def _tell(model: Model) -> None:
     """Write the event of a wrapping."""
     model.is_told = True
-    wrapper, inner = model.wrapper(), model.inner()
+    wrapper: Any = model.wrapper()
+    inner: Any = model.inner()
     refresh(model)
     group = getattr(wrapper, "process_group", None)
     recorder.emit(
@@ -92,7 +93,7 @@ def _tell(model: Model) -> None:
         names_digest=digests.of_numbers(model.trainable),
         find_unused=getattr(wrapper, "find_unused_parameters", None),
         static_graph=getattr(wrapper, "static_graph", None),
-        buffers=sum(1 for _ in inner.buffers()),
+        buffers=len(list(inner.buffers())),
     )
 
 

@@ -33,17 +33,17 @@ def _watch() -> None:
     main = torch_internals.MainThread()
     while not recorder.has_ended:
         time.sleep(min(recorder.patience / _LOOKS, 5.0))
-        since = time.monotonic() - recorder.moved
+        since, moves = time.monotonic() - recorder.moved, main.has_moved()  # since the look before
         if since < recorder.patience or recorder.rank is None:
             seen = ""
             continue
         told = recorder.guard("stuck", _told)
         if told is None:
             return
-        now = json.dumps(told, default=str)
-        if now != seen and time.monotonic() - noted > recorder.patience / 2:
+        now, last = json.dumps([told, moves], default=str), time.monotonic() - noted
+        if last > recorder.patience or (now != seen and last > recorder.patience / 2):
             seen, noted = now, time.monotonic()
-            recorder.emit_still("stuck", **told, moves=main.has_moved(), since_s=round(since, 1))
+            recorder.emit_still("stuck", **told, moves=moves, since_s=round(since, 1))
 
 
 def _told() -> dict[str, Any]:

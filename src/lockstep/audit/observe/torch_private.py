@@ -74,7 +74,8 @@ def _patches() -> list[Patch]:
         Patch(c10d, "init_process_group", communication.initialized, ("torch.distributed",)),
         Patch(c10d, "new_group", communication.group_made, ("torch.distributed",)),
         Patch("accelerate.accelerator", "Accelerator.gather_for_metrics", data.gathered),
-    ] + _of_files()
+        *_of_files(),
+    ]
     for name in communication.COLLECTIVES:
         observer = functools.partial(communication.collective, name)
         found.append(Patch(c10d, name, observer, ("torch.distributed",), is_optional="coalesced" in name))

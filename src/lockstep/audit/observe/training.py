@@ -119,17 +119,17 @@ def clipped(how: str, parameters: Any, limit: Any = None, *_: Any, **named: Any)
 
     def after(norm: Any, error: BaseException | None) -> None:
         if error is None:
-            if is_sampled and isinstance(norm, torch.Tensor):
-                told["norm"] = float(norm.full_tensor() if _is_replicated(norm) else digests.local(norm))
+            if is_sampled and isinstance(norm, torch.Tensor) and _is_whole(norm):
+                told["norm"] = float(digests.local(norm))
             _clips.append((sequence, told))
             del _clips[:-_MOST]
 
     return after
 
 
-def _is_replicated(tensor: Any) -> bool:
-    """True of a DTensor that each rank holds whole: then `full_tensor` needs no other rank."""
-    return hasattr(tensor, "placements") and all(placement.is_replicate() for placement in tensor.placements)
+def _is_whole(tensor: Any) -> bool:
+    """True if this rank holds all of a tensor: a DTensor may need other ranks."""
+    return all(placement.is_replicate() for placement in getattr(tensor, "placements", ()))
 
 
 def optimizer_made(optimizer: Any, *_: Any, **__: Any) -> After:

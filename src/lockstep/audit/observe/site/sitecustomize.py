@@ -1,4 +1,4 @@
-"""Python imports this at its start where `lockstep audit` put this folder into PYTHONPATH: children are observed, too."""
+"""Python imports this at its start where `lockstep audit` put this folder into PYTHONPATH: children are observed."""
 
 import importlib.machinery
 import importlib.util
