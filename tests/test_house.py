@@ -142,6 +142,7 @@ CODE_LINES = {
     "": 42_405,
     "updates": 355,
     "cli/first_hour.py": 85,
+    "cli/audit.py": 60,
     "tasks/lm": 1_400,
     "audit": 3_000,
 }
@@ -149,7 +150,7 @@ CODE_LINES = {
 
 What came new, such as a recipe, has a budget of its own, and does not count in all.
 """
-OF_THEIR_OWN = ("updates", "cli/first_hour.py", "tasks/lm", "audit")
+OF_THEIR_OWN = ("updates", "cli/first_hour.py", "cli/audit.py", "tasks/lm", "audit")
 
 
 def code_lines(text):

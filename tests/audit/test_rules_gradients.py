@@ -86,7 +86,7 @@ def test_steps_without_any_exchange_are_named():
     for event in script.events:
         for each in event.get("backwards", []):
             each["flag_set_late"] = True
-    assert "after the forward pass" in script.found("LS204")[0].cause
+    assert "the forward pass decides" in script.found("LS204")[0].cause
     assert together(synced=False).errors() == set()  # the script reduces gradients itself
     averaged = parted(synced=False).add("hand_average", at=at(40), op="avg")
     assert averaged.errors() == set()

@@ -330,7 +330,7 @@ def whole_data(history: History) -> Iterable[Finding] | str:
             seen = True
             orders = {rank: it.indices for rank, it in its.items()}
             whole = [_is_whole(it) for it in its.values()]
-            subsets = differ({rank: it.begin.get("subset") for rank, it in its.items()})
+            subsets = differ({rank: (it.begin.get("subset"), it.begin.get("dataset_size")) for rank, it in its.items()})
             if all(whole) and differ(orders) and not subsets:
                 findings.append(_whole(next(iter(its.values())), tuple(its)))
     return findings if seen else "no loader gave every rank a whole epoch without a sampler that deals it"

@@ -213,8 +213,10 @@ def step_without_sync(history: History) -> Iterable[Finding] | str:
             continue
         last = _backwards(parting)[-1]
         if any(each.get("flag_set_late") for each in _backwards(parting)):
-            cause = "require_backward_grad_sync was set after the forward pass, which reads it"
-            remedy = "set model.require_backward_grad_sync before the forward pass of the last micro-batch"
+            cause = (
+                "the forward pass decides whether gradients are exchanged, and no_sync() or the flag was off only later"
+            )
+            remedy = "end no_sync(), or set require_backward_grad_sync, before the forward pass of the last micro-batch"
         else:
             cause = "all backward passes before this step were under no_sync()"
             remedy = "leave no_sync() for forward and backward of the last micro-batch before each step"
