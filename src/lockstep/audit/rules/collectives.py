@@ -65,7 +65,7 @@ def collectives_mismatch(history: History) -> Iterable[Finding] | str:
         if differ(what):
             lines = {rank: f"{what[rank]} at {line(event.get('at'))}" for rank, event in by_rank.items()}
             evidence = f"call {sequence} in group {group}: {each_rank(lines)}"
-            event = by_rank[_odd(what)]
+            event = by_rank[_odd(history, {rank: place(each.get("at")) for rank, each in by_rank.items()})]
             cause = "ranks took different ways through the script before this call" if _ops(by_rank) else None
             remedy = "make the same collectives with the same shapes in the same order on all ranks"
             ranks = tuple(by_rank)
@@ -85,10 +85,19 @@ def _ops(by_rank: Mapping[int, Event]) -> bool:
     return differ({rank: event["op"] for rank, event in by_rank.items()})
 
 
-def _odd(what: Mapping[int, str]) -> int:
-    """The rank whose call the fewest ranks make; of these, the last."""
-    values = list(what.values())
-    return min(what, key=lambda rank: (values.count(what[rank]), -rank))
+def _odd(history: History, lines: Mapping[int, Place | None]) -> int:
+    """The rank whose line the fewest other ranks have ever come to; of these, the first."""
+    came: dict[int, set[tuple[str, int]]] = {rank: set() for rank in history.ranks}
+    for event in history.events:
+        for each in (event, *(event.get("backwards") or ())):
+            if each.get("at"):
+                came[event["rank"]].add(tuple(each["at"][:2]))
+
+    def visitors(rank: int) -> int:
+        at = lines[rank]
+        return sum(at is None or at[:2] in came[other] for other in came if other != rank)
+
+    return min(lines, key=visitors)
 
 
 def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Finding]:
@@ -102,7 +111,10 @@ def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Findin
                 by_number[str(entry.get("group")), entry["sequence"]][rank] = words
     for (group, number), what in sorted(by_number.items(), key=lambda item: item[0][1]):
         if len(what) > 1 and differ(what):
-            at = waits_at(stuck(history)[_odd(what)])
+            lines = {rank: waits_at(stuck(history)[rank]) for rank in what}
+            if differ(lines):
+                continue  # LS502
+            at = next(iter(lines.values()))
             evidence = f"collective {number} of group {group}: {each_rank(what)}"
             remedy = "make the same collectives with the same shapes in the same order on all ranks"
             return [Finding("LS501", at, evidence, None, remedy, tuple(what), None)]
@@ -123,7 +135,7 @@ def ranks_wait(history: History) -> Iterable[Finding] | str:
     }
     if gone or not differ(where):
         return []
-    rank = _odd(where)
+    rank = _odd(history, lines)
     evidence = f"nothing moved for {max(e.get('since_s') or 0 for e in waiting.values()):.0f} s: {each_rank(where)}"
     words = _differences(waiting)
     cause = words or f"{named([rank])} came to {line(lines[rank])}, and the others did not"
@@ -159,7 +171,6 @@ def rank_left(history: History) -> Iterable[Finding] | str:
         return "no rank was stuck, and none lost another"
     if not gone:
         return []
-    events = _last_steps(history)
     rank = min(gone)
     ends = {rank: event["step"] for rank, event in {**gone, **needy}.items()}
     where = {
@@ -168,18 +179,16 @@ def rank_left(history: History) -> Iterable[Finding] | str:
     at = next((each for each in where.values() if each), None)
     evidence = f"{named(gone)} ended without an error after {ends[rank]} steps, while "
     evidence += each_rank({r: f"step {ends[r]} waits at {line(each)}" for r, each in where.items()})
-    cause = (
-        f"{named(gone)} made fewer steps or batches: an early stop, a `break`, or less data" if differ(ends) else None
-    )
-    last = events.get(rank)
-    if last is not None and differ(ends):
-        at = place(last.get("at")) or at
+    cause = f"{named(gone)} made fewer steps or batches than others" if differ(ends) else None
+    for event in history.of("loader_end", rank=rank):
+        if not event.get("is_complete") and event.get("backwards"):
+            count, loop = event.get("batches"), line(event.get("at"))
+            cause = f"{named([rank])} left the loop of {loop} after {count} batches: a `break` or an exit of one rank"
+    last = [event for event in history.of("step", "collective", "save", "scheduler", rank=rank) if event.get("at")]
+    if last:
+        at = place(last[-1]["at"]) or at
     remedy = "decide on all ranks together whether to stop: all_reduce the flag, and make loaders equally long"
     return [Finding("LS503", at, evidence, cause, remedy, tuple(sorted({**gone, **needy})), ends[rank])]
-
-
-def _last_steps(history: History) -> dict[int, Event]:
-    return {event["rank"]: event for event in history.of("step")}
 
 
 @rule("LS504", "stuck", "the script is stuck")
