@@ -96,18 +96,17 @@ def run(module: str | None, script: str | None, arguments: list[str]) -> None:
             sys.argv = [script, *arguments]
             _run_script(script)
     except SystemExit as ended:
-        recorder.exit_code = ended.code if isinstance(ended.code, (int, type(None))) else 1
-        recorder.exit_code = recorder.exit_code or 0
+        recorder.note_exit(ended.code, None)
         raise
     except KeyboardInterrupt as error:
-        recorder.error, recorder.exit_code = error, 130
+        recorder.note_exit(130, error)
         raise
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
             trace = trace.tb_next
         error.__traceback__ = trace
-        recorder.error, recorder.exit_code = error, 1
+        recorder.note_exit(1, error)
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
         sys.exit(1)

@@ -7,9 +7,9 @@ ranks. They import neither torch nor an observer.
 Every event has `kind`, `rank`, `number` (of the event on its rank, from 0), `time` (seconds since the epoch), `step`
 (optimizer steps that this rank has finished, over all optimizers: the first `step` event has 0) and, where a line of
 the script led to it, `at`: `[file, line, function]` of the innermost frame that belongs to the user: neither the
-standard library, nor an installed package, nor Lockstep. The file is absolute. Keys that do not apply are left out. A place is such a list; an `id` is a
-number that a rank gives to an object, in order of its appearance; ids of the same object agree over ranks only if all
-ranks ran the same code, so rules match objects by `at` or `made_at`.
+standard library, nor an installed package, nor Lockstep. The file is absolute. Keys that do not apply are left out. A
+place is such a list; an `id` is a number that a rank gives to an object, in order of its appearance; ids of the same
+object agree over ranks only if all ranks ran the same code, so rules match objects by `at` or `made_at`.
 
     kind          written when                              keys
     ------------  ----------------------------------------  ------------------------------------------------------------
@@ -35,19 +35,24 @@ ranks ran the same code, so rules match objects by `at` or `made_at`.
     indices       every 50 batches, and at an epoch's end   loader, epoch, first (number of the first batch), batches:
                                                             [[index, ...], ...] of map-style data; at most 100,000
                                                             indices an epoch
-    batch         sampled batches that a loader gave        loader, epoch, batch (number), samples (first dimension of
-                                                            the first tensor), digest (of all tensors), valid (labels
+    batch         sampled batches that a loader gave        loader, epoch, batch (number), digests: [of each tensor],
+                                                            samples (first dimension of the first tensor), digest (of
+                                                            all tensors), valid (labels
                                                             that are not -100, if any is)
     loader_end    an iteration ends, also at exit           loader, epoch, batches (given), samples, is_complete (it was
                                                             exhausted), backwards, optimizer_steps, forwards_training,
                                                             forwards_eval (of watched models, during it),
                                                             collectives_python (torch.distributed calls during it),
-                                                            gathered (gather_for_metrics or the like removed duplicates)
+                                                            gathered (gather_for_metrics or the like removed
+                                                            duplicates), joined (in or after a `join`). Frameworks draw
+                                                            batches ahead: then the counts go on until the next
+                                                            iteration begins, and the event is written then
     probe         opt-in                                    loader, dataset_size, samples: {index: digest}
     wrap          DDP(...), FSDP(...), DataParallel(...),   model (id), how ("ddp", "fsdp1", "fsdp2", "data_parallel"),
                   fully_shard(...) of a root                class, group, parameters (number of tensors), trainable,
                                                             frozen: [name, ...] (at most 50), names_digest,
-                                                            find_unused, static_graph, buffers
+                                                            find_unused, static_graph, buffers, ranks (of the group),
+                                                            ignored: [name, ...] (that DDP does not exchange)
     bypass        the first time that a watched model's     model, forwards_bypassed; `at` is the call's line
                   module is called with gradients, in
                   training, without its wrapper
@@ -66,8 +71,10 @@ ranks ran the same code, so rules match objects by `at` or `made_at`.
                                                             forwards (training forward passes through the wrapper since
                                                             the backward before), loss (number) and ops (names of the
                                                             last autograd functions that made the loss, the last first;
-                                                            `DivBackward0` is a division), of sampled steps}]
-                                                            since the last step of this optimizer,
+                                                            `DivBackward0` is a division) and divisor (what these
+                                                            divided by; 1: nothing), of sampled steps}]
+                                                            since the last step of any optimizer; of this optimizer,
+                                                            where there is none (two optimizers, one backward);
                                                             micro_batches: [{loader,
                                                             batch, samples, valid (labels that are not -100, if any)}]
                                                             given since the last step, hyperparameters: [{lr, ...}] by
@@ -89,6 +96,10 @@ ranks ran the same code, so rules match objects by `at` or `made_at`.
     scheduler     a scheduler's step, where the number of   scheduler (id), class, per_step (its steps since the last
                   steps since the last optimizer step is    optimizer step), metric (of ReduceLROnPlateau), lr
                   not the number of before
+    hook          DDP.register_comm_hook                    model, name
+    hand_average  dist.all_reduce or broadcast of           model, collective, op, elements
+                  parameters after the first step, once
+                  for each line
     buffers       a watched model's first evaluation        model, digests: {name: digest}
                   forward after training
     collective    torch.distributed calls of Python, at     op, group, shape, dtype, reduce_op, sequence (of calls in
@@ -106,7 +117,9 @@ ranks ran the same code, so rules match objects by `at` or `made_at`.
     exit          the script ends                           code, error: {type, message, at}, collectives: {group:
                                                             number of collectives made}, cut: {what: number} of events
                                                             that were left out, backwards_left (backward passes after
-                                                            the last optimizer step)
+                                                            the last optimizer step), steps: {optimizer: number},
+                                                            parameters: {model: digest of all, when the process group
+                                                            ended or at exit, if the model lived}
     note          an observer could not be installed        what, reason
 
 A digest is a string of 16 hexadecimal characters: a position-weighted sum over the bits of a tensor modulo 2**64, equal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from lockstep.audit.observe.recorder import recorder
 
@@ -86,10 +87,18 @@ def activate(folder: Path, *, every: int = 50, patience: float = 60.0, probe: bo
     if not any(name in os.environ for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")):
         os.environ["TORCH_FR_BUFFER_SIZE"] = _RECORDS
     recorder.configure(folder, every, patience, probe)
+    os._exit = functools.partial(_leave, os._exit)
     sys.meta_path.insert(0, hook)
     for name in _FRAMEWORKS:
         hook.after_import(name, _note_framework)
     hook.after_import("torch", _install)
+
+
+def _leave(leave: Callable[[int], NoReturn], status: int) -> NoReturn:
+    """`os._exit`, noted."""
+    recorder.note_exit(status, None)
+    recorder.guard("exit", recorder.end)
+    leave(status)
 
 
 def activate_from_environment() -> None:
@@ -97,6 +106,13 @@ def activate_from_environment() -> None:
     if folder := os.environ.get(FOLDER):
         every, patience = int(os.environ.get(EVERY, "50")), float(os.environ.get(PATIENCE, "60"))
         activate(Path(folder), every=every, patience=patience, probe=os.environ.get(PROBE) == "1")
+        sys.exit = _exit  # the code of a process that only Python itself runs is seen nowhere else
+
+
+def _exit(status: Any = None) -> NoReturn:
+    """`sys.exit`, noted. mp.spawn calls this where it handles an error of the script."""
+    recorder.note_exit(status, sys.exc_info()[1])
+    raise SystemExit(status)
 
 
 def _note_framework(module: ModuleType) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.audit.observe import digests, places, torch_state
+from lockstep.audit.observe import digests, models, places, torch_state
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
@@ -85,14 +85,32 @@ def collective(name: str, *arguments: Any, **named: Any) -> After:
         op=name,
         group=group_name,
         shape=None if tensor is None else list(tensor.shape),
+        elements=None if tensor is None else tensor.numel(),
         dtype=None if tensor is None else str(tensor.dtype).removeprefix("torch."),
         reduce_op=reduce_op or ("SUM" if name in ("all_reduce", "reduce", "reduce_scatter") else None),
         sequence=_sequences[group_name] - 1,
         divided_integer=True if reduce_op == "AVG" and tensor is not None and _is_integer(tensor) else None,
     )
+    if name in ("all_reduce", "broadcast") and tensor is not None:
+        recorder.guard("parameters averaged by hand", _note_average, name, tensor, at, reduce_op)
     if name == "all_reduce" and tensor is not None:
         return _Reduction(tensor, at, reduce_op or "SUM").after
     return _leave
+
+
+_averages: set[str] = set()
+
+
+def _note_average(name: str, tensor: torch.Tensor, at: list[str | int] | None, op: str | None) -> None:
+    """Note a line that exchanges parameters after the first step: averages of replicas, by hand."""
+    if str(at) in _averages or not recorder.counts.optimizer_steps:
+        return
+    found = gradients.parameter_of(tensor)
+    if found is not None:
+        _averages.add(str(at))
+        owner = models.owner(found)
+        model = owner[0].number if owner else None
+        recorder.emit("hand_average", at=at, model=model, collective=name, op=op, elements=tensor.numel())
 
 
 _OPS: tuple[Any, ...] = (dist.ReduceOp, dist.ReduceOp.RedOpType)
@@ -118,6 +136,8 @@ class Gradients:
     def __init__(self) -> None:
         self.parameters: Registry[None] = Registry()
         """Of optimizers that have stepped or were made, and of no wrapped model."""
+        self.all: Registry[None] = Registry()
+        """Of any optimizer."""
         self.after_backward: dict[int, float] = {}
         self.reduced: dict[int, dict[str, Any]] = {}
         self._places: dict[int, torch.Tensor] = {}
@@ -140,7 +160,28 @@ class Gradients:
             living = [parameter for parameter, _ in self.parameters.items()]
             self._places = {p.grad.data_ptr(): p for p in living if p.grad is not None and not _is_sharded(p.grad)}
         found = self._places.get(tensor.data_ptr()) if not _is_sharded(tensor) else None
-        return found if found is not None and found.grad is not None and found.grad.shape == tensor.shape else None
+        if found is not None and found.grad is not None and found.grad.shape == tensor.shape:
+            return found
+        with_gradients = [parameter for parameter in self._places.values() if parameter.grad is not None]
+        total = sum(parameter.grad.numel() for parameter in with_gradients if parameter.grad is not None)
+        if tensor.ndim == 1 and with_gradients and tensor.numel() == total:  # a flat copy of all
+            first = with_gradients[0].grad
+            if first is not None and torch.equal(tensor[: first.numel()].detach(), first.detach().flatten()):
+                return with_gradients[0]
+        return None
+
+    def sum(self) -> float:
+        """The sum of the absolute values of all gradients."""
+        return sum(_size(parameter.grad) for parameter, _ in self.parameters.items() if parameter.grad is not None)
+
+    def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The parameter that a tensor is, or the first of all that the tensor is a flat copy of."""
+        living = [parameter for parameter, _ in self.all.items() if not _is_sharded(parameter)]
+        if tensor.ndim == 1 and living and tensor.numel() == sum(parameter.numel() for parameter in living):
+            first = living[0].detach().flatten()
+            return living[0] if torch.equal(tensor[: first.numel()].detach(), first) else None
+        places_of = {parameter.data_ptr(): parameter for parameter in living}
+        return None if _is_sharded(tensor) else places_of.get(tensor.data_ptr())
 
     def take(self, parameters: list[torch.Tensor]) -> list[dict[str, Any]]:
         """What the script summed of these parameters since the last call, a dictionary for each line."""
@@ -152,7 +193,7 @@ class Gradients:
             line = lines.setdefault(str(told["at"]), {"at": told["at"], "op": told["op"], "parameters": 0})
             line["parameters"] += 1
             if told["after"] and parameter.grad is not None and told["op"] == "SUM":
-                left = _size(parameter.grad) / told["after"]
+                left = (self.sum() if told["is_flat"] else _size(parameter.grad)) / told["after"]
                 came = told["before"] / told["first"] if told.get("first") else 1.0
                 world = dist.get_world_size()
                 line.setdefault("factor", left * came)
@@ -185,10 +226,13 @@ class _Reduction:
     def after(self, result: Any, error: BaseException | None) -> None:
         _leave(result, error)
         if error is None and self.parameter is not None:
-            told: dict[str, Any] = {"at": self.at, "op": self.op, "after": None}
+            grad = self.parameter.grad
+            is_flat = grad is not None and grad.shape != self.tensor.shape
+            told: dict[str, Any] = {"at": self.at, "op": self.op, "after": None, "is_flat": is_flat}
             if self.is_sampled and result is None:  # not asynchronous
                 told |= {"before": self.before, "after": _size(self.tensor)}
-                told["first"] = gradients.after_backward.get(id(self.parameter))
+                sums = gradients.after_backward
+                told["first"] = sum(sums.values()) if told["is_flat"] else sums.get(id(self.parameter))
             gradients.reduced[id(self.parameter)] = told
 
 

@@ -33,6 +33,7 @@ class Loader:
 
     number: int
     made_at: list[str | int] | None
+    subset: str | None = None
     epochs: int = 0
     open: Pass | None = None
     is_probed: bool = False
@@ -53,6 +54,7 @@ class Pass:
     written: int = 0
     batches: int = 0
     samples: int = 0
+    is_complete: bool = False
     is_closed: bool = False
 
 
@@ -101,6 +103,7 @@ def iteration_begins(loader: Any) -> After:
         if known is None:
             known = _loaders.put(loader, Loader(_count, None))
             _count += 1
+        close_complete()
         if known.open is not None:
             close(known.open, is_complete=False)
         is_map_style = not isinstance(loader.dataset, torch.utils.data.IterableDataset)
@@ -110,12 +113,29 @@ def iteration_begins(loader: Any) -> After:
         if isinstance(early, _Drawing):
             known.open.drawn = early.drawn
         _passes.put(result, known.open)
+        if known.epochs == 1:
+            known.subset = _subset(loader.dataset)
         recorder.emit("loader", limit=500, at=at, **_described(loader, known))
         if recorder.probe and not known.is_probed and is_map_style:
             known.is_probed = True
             _probe(loader, known)
 
     return after
+
+
+def _subset(dataset: Any) -> str | None:
+    """A digest of the indices that `Subset`s within each other have. None: there is none."""
+    found = []
+    while isinstance(dataset, torch.utils.data.Subset):
+        found.append(digests.of_numbers(map(int, dataset.indices)))
+        dataset = dataset.dataset
+    return digests.of_numbers(found) if found else None
+
+
+def joining(*_: Any, **__: Any) -> After:
+    """Join.__enter__, which DDP.join uses, too."""
+    recorder.counts.joined += 1
+    return None
 
 
 class _Drawing:
@@ -166,6 +186,8 @@ def _described(loader: Any, known: Loader) -> dict[str, Any]:
         "epoch": known.epochs - 1,
         "dataset": type(loader.dataset).__name__,
         "dataset_size": _length(loader.dataset),
+        "subset": known.subset,
+        "replacement": next((bool(s.replacement) for s in samplers if hasattr(s, "replacement")), None),
         "batches": _length(loader),
         "batch_size": loader.batch_size or next((s.batch_size for s in samplers if hasattr(s, "batch_size")), None),
         "drop_last": bool(loader.drop_last or any(getattr(s, "drop_last", False) for s in samplers)),
@@ -203,12 +225,15 @@ def batch_asked(iterator: Any) -> After:
     turn = _passes.get(iterator)
     if turn is None or turn.is_closed:
         return None
+    is_by_user = places.is_by_user(sys._getframe(3))
 
     def after(batch: Any, error: BaseException | None) -> None:
         if error is None:
             _give(turn, batch)
-        elif isinstance(error, StopIteration):
+        elif isinstance(error, StopIteration) and is_by_user:
             close(turn, is_complete=True)
+        elif isinstance(error, StopIteration):  # a framework draws ahead of what it uses
+            turn.is_complete = True
 
     return after
 
@@ -226,8 +251,9 @@ def _give(turn: Pass, batch: Any) -> None:
     if recorder.is_sampled(number):
         valid = _valid(batch)
         told |= {"valid": valid} if valid is not None else {}
-        digest = digests.of_value(batch)
-        recorder.emit("batch", epoch=turn.epoch, digest=digest, **told)
+        each = digests.of_batch(batch)
+        digest = digests.of_numbers(each)
+        recorder.emit("batch", epoch=turn.epoch, digest=digest, digests=each[:20], **told)
     if len(given) < _MOST_GIVEN:
         given.append((turn, told))
     else:
@@ -285,12 +311,20 @@ def close(turn: Pass, is_complete: bool) -> None:
         batches=turn.batches,
         samples=turn.samples,
         is_complete=is_complete,
-        **{**done, "gathered": done["gathered"] > 0},
+        **{**done, "gathered": done["gathered"] > 0, "joined": recorder.counts.joined > 0},
     )
+
+
+def close_complete() -> None:
+    """Note the end of iterations that gave all batches."""
+    for _, loader in _loaders.items():
+        if loader.open is not None and loader.open.is_complete:
+            close(loader.open, is_complete=True)
 
 
 def at_exit() -> dict[str, Any]:
     """Close what is open."""
+    close_complete()
     for _, loader in _loaders.items():
         if loader.open is not None:
             close(loader.open, is_complete=False)
@@ -330,7 +364,7 @@ def _probe(loader: Any, known: Loader) -> None:
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     try:
         chosen = sorted({size * part // _PROBED for part in range(_PROBED)} | {size - 1})
-        samples = {index: digests.of_value(loader.dataset[index]) for index in chosen}
+        samples = {index: digests.of_numbers(digests.of_batch(loader.dataset[index])) for index in chosen}
     finally:
         random.setstate(states[0])
         numpy.random.set_state(states[1])

@@ -123,7 +123,7 @@ def tensors_in(value: Any, depth: int = 6) -> Iterator[torch.Tensor]:
         yield from tensors_in(list(vars(value).values()), depth - 1)
 
 
-def of_value(value: Any) -> str:
-    """The digest of all tensors of a batch, or of the text of a batch without a tensor."""
+def of_batch(value: Any) -> list[str | None]:
+    """The digest of each tensor of a batch, or of the text of a batch without a tensor."""
     tensors = {str(number): tensor for number, tensor in enumerate(tensors_in(value))}
-    return of_numbers(of_tensors(tensors).values()) if tensors else of_numbers([value])
+    return list(of_tensors(tensors).values()) if tensors else [of_numbers([value])]

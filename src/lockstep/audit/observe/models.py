@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import digests, places
+from lockstep.audit.observe import digests, places, torch_state
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
@@ -87,6 +87,8 @@ def _tell(model: Model) -> None:
         how=model.how,
         **{"class": type(inner).__name__},
         group=getattr(group, "group_name", None),
+        ranks=torch_state.ranks_of(group),
+        ignored=sorted(getattr(wrapper, "parameters_to_ignore", ()))[:_NAMES] or None,
         parameters=len(model.trainable),
         trainable=sum(model.trainable.values()),
         frozen=[name for name, is_on in model.trainable.items() if not is_on][:_NAMES],
@@ -235,6 +237,33 @@ def mode_set(module: Any, mode: bool = True) -> After:
     if _models.get(module) is not None or _inner.get(module) is not None:
         _locator.evaluate(not mode)
     return None
+
+
+def hooked(wrapper: Any, state: Any, hook: Any, *_: Any, **__: Any) -> After:
+    """DDP.register_comm_hook."""
+    model = _models.get(wrapper)
+    name = getattr(hook, "__qualname__", type(hook).__name__)
+    if model is not None:
+        recorder.emit("hook", limit=20, at=places.here(), model=model.number, name=name)
+    return None
+
+
+_last: dict[int, str] = {}
+
+
+def note_parameters(*_: Any, **__: Any) -> After:
+    """Remember digests of the parameters of replicas: before the process group ends, and at exit."""
+    for model in told():
+        parameters = {name: parameter.detach() for name, parameter in _parameters(model)}
+        if model.how == "ddp" and parameters:
+            _last[model.number] = digests.of_numbers(digests.of_tensors(parameters).values())
+    return None
+
+
+def at_exit() -> dict[str, Any]:
+    """What the parameters are at the end."""
+    note_parameters()
+    return {"parameters": dict(_last) or None}
 
 
 def compiled(*_: Any, **__: Any) -> After:

@@ -80,5 +80,8 @@ def is_by_user(frame: FrameType | None) -> bool:
 def stack(frame: FrameType | None, limit: int = 40) -> Iterator[list[str | int]]:
     """The places of a stack, the innermost first."""
     while frame is not None and limit > 0:
-        yield [kind_of(frame.f_code)[1], frame.f_lineno, frame.f_code.co_name]
-        frame, limit = frame.f_back, limit - 1
+        path = kind_of(frame.f_code)[1]
+        if not path.startswith((_LOCKSTEP, "<frozen")):
+            yield [path, frame.f_lineno, frame.f_code.co_name]
+            limit -= 1
+        frame = frame.f_back

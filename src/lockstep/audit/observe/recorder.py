@@ -31,6 +31,7 @@ class Counts:
     forwards_eval: int = 0
     collectives_python: int = 0
     gathered: int = 0
+    joined: int = 0
 
 
 class Recorder:
@@ -68,7 +69,7 @@ class Recorder:
 
     def find_rank(self) -> None:
         """Take the rank from the environment, unless this is a child of a rank."""
-        if "RANK" in os.environ and multiprocessing.parent_process() is None:
+        if "RANK" in os.environ and not is_child():
             self.adopt(int(os.environ["RANK"]))
 
     def adopt(self, rank: int) -> None:
@@ -150,6 +151,11 @@ class Recorder:
         line = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
         self.emit("note", what=name, reason=f"{type(error).__name__}: {error}{line}")
 
+    def note_exit(self, status: Any, error: BaseException | None) -> None:
+        """Remember how the process ends: the argument of `sys.exit`."""
+        self.exit_code = status if isinstance(status, int) else int(status is not None)
+        self.error = error or self.error
+
     def end(self) -> None:
         """Write the last events. Called once, by whatever ends the process."""
         if self.has_ended or self.folder is None:
@@ -163,6 +169,11 @@ class Recorder:
             told |= self.guard(f"exit: {function.__module__}", function) or {}
         code = self.exit_code if self.exit_code is not None else int(error is not None)
         self.emit("exit", code=code, error=_told(error), cut=dict(self.cut) or None, **told)
+
+
+def is_child() -> bool:
+    """True of a process of `multiprocessing`. While such a process starts, only its command line tells."""
+    return multiprocessing.parent_process() is not None or "--multiprocessing-fork" in sys.orig_argv
 
 
 def _told(error: BaseException | None) -> dict[str, Any] | None:

@@ -76,7 +76,7 @@ def _blocked_in(frame: FrameType | None) -> str | None:
     found = None
     while frame is not None and places.kind_of(frame.f_code)[0] is not places.USER:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith("torch.") or module == "torch":
+        if module.partition(".")[0] == "torch" and "<locals>" not in frame.f_code.co_qualname:
             found = f"{module}.{frame.f_code.co_qualname}"
         frame = frame.f_back
     return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep.audit.observe import communication, data, files, models, stuck, training
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import is_child, recorder
 
 Observer = Callable[..., data.After]
 
@@ -56,6 +55,9 @@ def _patches() -> list[Patch]:
         Patch("torch.nn.modules.module", "Module.train", models.mode_set),
         Patch(ddp, "DistributedDataParallel.__init__", wrapped["ddp"]),
         Patch(ddp, "DistributedDataParallel.forward", models.forward),
+        Patch(ddp, "DistributedDataParallel.register_comm_hook", models.hooked),
+        Patch("torch.distributed.algorithms.join", "Join.__enter__", data.joining),
+        Patch(c10d, "destroy_process_group", models.note_parameters, ("torch.distributed",)),
         Patch("torch.nn.parallel.data_parallel", "DataParallel.__init__", wrapped["data_parallel"]),
         Patch("torch.nn.parallel.data_parallel", "DataParallel.forward", models.forward),
         Patch(fsdp, "FullyShardedDataParallel.__init__", wrapped["fsdp1"]),
@@ -161,7 +163,7 @@ def _apply(patch: Patch, module: ModuleType) -> None:
 def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -> None:
     """Install all observers: at once, or once the module of each is imported."""
     recorder.on_open.append(stuck.start)
-    for told_at_exit in (data.at_exit, training.at_exit, communication.at_exit):
+    for told_at_exit in (data.at_exit, training.at_exit, models.at_exit, communication.at_exit):
         recorder.at_exit.append(told_at_exit)
     recorder.emit("start", **_start())
     recorder.find_rank()
@@ -184,7 +186,7 @@ def _start() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "every": recorder.every,
-        "is_child": multiprocessing.parent_process() is not None,
+        "is_child": is_child(),
     }
 
 

@@ -35,6 +35,11 @@ def name_of(group: dist.ProcessGroup | None) -> str:
     return str(getattr(group, "group_name", "0"))
 
 
+def ranks_of(group: dist.ProcessGroup | None) -> list[int] | None:
+    """The ranks of a group."""
+    return dist.get_process_group_ranks(group) if group is not None else None
+
+
 def has_other_ranks() -> bool:
     """True if there are several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -58,6 +58,7 @@ _last_seen = 0
 _clips: list[tuple[int, dict[str, Any]]] = []
 _clips_called = 0
 _known_parameters: set[int] = set()
+_finished: dict[int, int] = {}
 
 
 def _next_is_sampled() -> bool:
@@ -102,11 +103,22 @@ def _loss(tensors: Any) -> dict[str, Any]:
     if root is None or root.numel() != 1:
         return {}
     names: list[str] = []
+    divisor = 1.0
     function = root.grad_fn
     while function is not None and len(names) < 4:
         names.append(type(function).__name__)
+        divisor *= _divisor(function)
         function = next((inner for inner, _ in function.next_functions if inner is not None), None)
-    return {"loss": float(root.detach()), "ops": names}
+    return {"loss": float(root.detach()), "ops": names, "divisor": divisor}
+
+
+def _divisor(function: Any) -> float:
+    """The number that an autograd function divides by: of a division, or of a multiplication by less than 1."""
+    other = getattr(function, "_saved_other", None)
+    if not isinstance(other, torch.Tensor) or other.numel() != 1 or not float(other):
+        return 1.0
+    name, number = type(function).__name__, float(other)
+    return number if name == "DivBackward0" else 1 / number if name == "MulBackward0" and 0 < number < 1 else 1.0
 
 
 def clipped(how: str, parameters: Any, limit: Any = None, *_: Any, **named: Any) -> After:
@@ -155,6 +167,7 @@ def _know(optimizer: Any, at: list[str | int] | None = None) -> Optimizer:
 def _note_parameters(optimizer: Any, known: Optimizer) -> None:
     for parameter in _parameters(optimizer):
         _known_parameters.add(id(parameter))
+        gradients.all.put(parameter, None)
         owner = models.owner(parameter)
         if owner is None or owner[0].how == "data_parallel":
             gradients.parameters.put(parameter, None)
@@ -297,6 +310,7 @@ def _end(step: Step) -> None:
         _ready(step)
     _write_step(step)
     step.known.index += 1
+    _finished[step.known.number] = step.known.index
     recorder.counts.optimizer_steps += 1
     recorder.progress()
     models.after_step()
@@ -312,7 +326,9 @@ def _write_step(step: Step, skipped: bool | None = None) -> None:
         for model in models.told():
             if model.number in owners and model.how == "ddp":
                 models.note_unfrozen(model, step.at)
-    backwards = [_told_backward(told, owners) for told in _backwards[max(0, known.backwards_seen - _first_backward) :]]
+    fresh = _backwards[max(0, _last_seen - _first_backward) :]  # since the last step of any optimizer
+    own = _backwards[max(0, known.backwards_seen - _first_backward) :]
+    backwards = [_told_backward(told, owners) for told in fresh or own]
     if any(told.pop("is_past") for told in backwards):
         models.watch_forwards()
     hyperparameters = [_hyperparameters(group) for group in optimizer.param_groups]
@@ -462,4 +478,4 @@ def _note_schedulers() -> None:
 def at_exit() -> dict[str, Any]:
     """What came after the last optimizer step."""
     _note_schedulers()
-    return {"backwards_left": recorder.counts.backwards - _last_seen or None}
+    return {"backwards_left": recorder.counts.backwards - _last_seen or None, "steps": dict(_finished) or None}

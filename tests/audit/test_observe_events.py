@@ -1,0 +1,204 @@
+"""What observers write about a script with DDP, and that the script computes the same bits with and without them."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.audit.events import History, read
+from tests import processes
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def start(script, *arguments, rank, port, folder=None, **extra):
+    """A rank of a script, observed if a folder is given."""
+    observed = ["-m", "lockstep.audit", "--folder", str(folder)] if folder else []
+    ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    environment = processes.environment(**ranks, MASTER_PORT=str(port), **extra)
+    command = [sys.executable, *observed, str(script), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def run_both(script, folder, *arguments):
+    """(outputs, exit codes, errors) of two ranks without observers, and with them; events in `folder`."""
+    started = {}
+    for is_observed in (False, True):
+        port = free_port()
+        own = folder / f"observed-{is_observed}"
+        own.mkdir()
+        events = folder / "events" if is_observed else None
+        given = [own if one == "FOLDER" else one for one in arguments]
+        started[is_observed] = [start(script, *given, rank=rank, port=port, folder=events) for rank in range(2)]
+    done = {}
+    for is_observed, ranks in started.items():
+        ended = [rank.communicate(timeout=processes.HANG_S) for rank in ranks]
+        lines = [[line for line in out.splitlines() if line.startswith("HASH")] for out, _ in ended]
+        done[is_observed] = lines, [rank.returncode for rank in ranks], [error for _, error in ended]
+    return done[False], done[True]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("audit")
+    plain, observed = run_both(SCRIPTS / "with_ddp.py", folder, "FOLDER")
+    return plain, observed, History(read(folder / "events"))
+
+
+def events(both, kind, rank=1):
+    return list(both[2].of(kind, rank=rank))
+
+
+def line_of(text):
+    lines = (SCRIPTS / "with_ddp.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def test_observers_change_no_bit_and_no_exit_code(both):
+    plain, observed, _ = both
+    assert plain[0] == observed[0] != [[], []], (plain[2], observed[2])
+    assert plain[1] == observed[1] == [7, 7]
+
+
+def test_no_observer_failed(both):
+    assert events(both, "note", 0) == events(both, "note", 1) == []
+
+
+def test_the_start_and_the_end_are_told(both):
+    (start_event,), (end,) = events(both, "start"), events(both, "exit")
+    assert (start_event["world_size"], start_event["local_rank"]) == (2, 1)
+    assert start_event["script"] == str(SCRIPTS / "with_ddp.py")
+    assert end["code"] == 7
+    assert end["steps"] == {"0": 18, "1": 2}
+    assert end["collectives"]["0"] > 10
+
+
+def test_each_epoch_of_a_loader_is_told_with_its_sampler_and_indices(both):
+    first = [event for event in events(both, "loader") if event["loader"] == 0]
+    assert [event["epoch"] for event in first] == [0, 1]
+    assert first[0]["at"][1] == line_of("in enumerate(loader)")
+    assert first[0]["made_at"][1] == line_of("loader = DataLoader(train_part")
+    assert first[1]["distributed"] | {"kind": "DistributedSampler", "replicas": 2, "rank": 1} == first[1]["distributed"]
+    assert (first[0]["shuffles"], first[0]["batches"], first[0]["dataset_size"]) == (True, 6, 48)
+    seen = {}
+    for rank in range(2):
+        parts = [event for event in events(both, "indices", rank) if (event["loader"], event["epoch"]) == (0, 1)]
+        seen[rank] = [index for event in parts for batch in event["batches"] for index in batch]
+    assert sorted(seen[0] + seen[1]) == list(range(48))
+
+
+def test_the_end_of_an_iteration_counts_what_was_done(both):
+    train, evaluation = list(events(both, "loader_end"))[:2]
+    assert (train["batches"], train["backwards"], train["optimizer_steps"], train["is_complete"]) == (6, 6, 3, True)
+    assert (evaluation["forwards_eval"], evaluation["backwards"], evaluation["samples"]) == (4, 0, 16)
+
+
+def test_a_step_tells_its_backwards_its_clipping_and_its_scaler(both):
+    first = events(both, "step")[0]
+    assert [told["synced"] for told in first["backwards"]] == [False, True]
+    assert all(told["divisor"] == 2 for told in first["backwards"])
+    assert [batch["samples"] for batch in first["micro_batches"]] == [4, 4]
+    assert first["clips"][0]["limit"] == 1.0
+    assert first["scaler"] == {"scale": 16.0, "found_inf": False, "enabled": True, "unscaled_before_clip": True}
+
+
+def test_replicas_have_equal_digests_until_a_call_past_the_wrapper(both):
+    steps = {rank: {e["step"]: e for e in events(both, "step", rank) if e["sampled"]} for rank in range(2)}
+    assert steps[0][0]["gradients"] == steps[1][0]["gradients"]
+    assert steps[0][3]["parameters"] == steps[1][3]["parameters"]
+    assert len(set(steps[0][0]["gradients"].values())) == len(steps[0][0]["gradients"]) == 6
+    assert steps[0][0]["gradients"]["0.bias"] is None
+
+
+def test_a_call_past_the_wrapper_is_told_with_its_line(both):
+    (bypass,) = events(both, "bypass")
+    assert bypass["at"][1] == line_of("line of the bypass")
+    step = next(e for e in events(both, "step") if e["step"] == 6)
+    assert [told["synced"] for told in step["backwards"]] == [False]
+
+
+def test_a_parameter_unfrozen_after_the_wrapping_is_told(both):
+    (unfrozen,) = events(both, "unfrozen")
+    assert unfrozen["names"] == ["0.bias"]
+
+
+def test_gradients_summed_by_hand_are_told_with_whether_they_were_divided(both):
+    undivided, divided = sorted(events(both, "hand_reduce"), key=lambda event: event["step"])
+    assert (undivided["divided"], divided["divided"]) == (False, True)
+    assert undivided["at"][1] == line_of("            else:") + 1
+    (average,) = events(both, "hand_average")
+    assert average["at"][1] == line_of("all_reduce(parameter.data)")
+
+
+def test_files_and_states_are_told(both):
+    saves = {Path(event["path"]).name: event for event in events(both, "save", 0)}
+    assert saves["model.pt"]["keys"] == ["model", "step"]
+    assert saves["note.txt"]["how"] == "open"
+    assert events(both, "save", 1) == []
+    (load,) = events(both, "load")
+    assert load["saved_step"] == {"step": 6}
+    assert "model" in [event["what"] for event in events(both, "state")]
+
+
+def test_wrapping_splits_buffers_and_collectives_are_told(both):
+    (wrap,) = events(both, "wrap")
+    assert (wrap["how"], wrap["parameters"], wrap["ranks"]) == ("ddp", 6, [0, 1])
+    splits = [events(both, "split", rank)[0] for rank in range(2)]
+    assert splits[0]["lengths"] == [48, 16]
+    assert splits[0]["digest"] == splits[1]["digest"]
+    assert len(events(both, "buffers")) == 2
+    assert (
+        events(both, "optimizer")[0] | {"owned": 6, "foreign": 0, "gradients_none": 1} == events(both, "optimizer")[0]
+    )
+    assert "barrier" in [event["op"] for event in events(both, "collective")]
+    assert next(event["per_step"] for event in events(both, "scheduler")) == 1
+
+
+def test_all_patches_work_with_the_installed_torch():
+    """In a process of its own: observers import much of torch."""
+    command = [sys.executable, "-m", "lockstep.audit.observe.self_test"]
+    done = subprocess.run(command, capture_output=True, text=True, env=processes.environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+EXTRA = os.environ.get("LOCKSTEP_TEST_EXTRA", "")  # a folder of `pip install --target` with Lightning
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["fsdp2", "accelerate", "transformers"])
+def test_frameworks_train_the_same_bits(name, tmp_path):
+    plain, observed = run_both(SCRIPTS / f"with_{name}.py", tmp_path, "FOLDER")
+    assert plain[0] == observed[0] != [[], []], (plain[2], observed[2])
+    assert plain[1] == observed[1] == [0, 0]
+    history = History(read(tmp_path / "events"))
+    assert list(history.of("note")) == []
+    assert all(history.by_rank("step").values())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not EXTRA, reason="LOCKSTEP_TEST_EXTRA names no folder with Lightning")
+def test_lightning_s_own_launcher_is_observed(tmp_path):
+    outputs = []
+    for observed in ([], ["-m", "lockstep.audit", "--folder", str(tmp_path / "events")]):
+        environment = processes.environment(PYTHONPATH=EXTRA)
+        command = [sys.executable, *observed, str(SCRIPTS / "with_lightning.py"), str(tmp_path / str(len(observed)))]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        hashes = {
+            word for line in done.stdout.splitlines() if "HASH" in line for word in line.split() if len(word) == 64
+        }
+        outputs.append(hashes)
+    assert outputs[0] == outputs[1]
+    assert outputs[0]
+    history = History(read(tmp_path / "events"))
+    assert history.ranks == [0, 1]
+    assert list(history.of("note")) == []
+    assert all(history.by_rank("step").values())
