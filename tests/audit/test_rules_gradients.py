@@ -92,13 +92,13 @@ def test_steps_without_any_exchange_are_named():
     assert averaged.errors() == set()
 
 
-def reduced(script=None, ops=("NllLossBackward0",), **keys):
+def reduced(script=None, ops=("NllLossBackward0",), divisor=None, **keys):
     script = (script or Script(how=None)).optimizer()
     script.add("hand_reduce", at=at(27), op="SUM", parameters=2, **keys)
     script.step()
     for event in script.events:
         for each in event.get("backwards", []):
-            each["ops"] = list(ops)
+            each |= {"ops": list(ops), "divisor": divisor}
     return script
 
 
@@ -106,6 +106,9 @@ def test_a_sum_of_gradients_that_nobody_divides_is_named():
     (finding,) = reduced(divided=False).found("LS205")
     assert finding.where.line == 27
     assert reduced(divided=False).errors() == {"LS205"}
+    assert reduced(divided=False, divisor=3).errors() == {"LS205"}  # by the accumulation
+    bias = Script(how=None).add("collective", at=at(27), op="all_reduce", shape=[2], dtype="torch.float32")
+    assert reduced(bias, divided=False).errors() == {"LS205"}
 
 
 @pytest.mark.parametrize(
@@ -114,11 +117,12 @@ def test_a_sum_of_gradients_that_nobody_divides_is_named():
         reduced(divided=True),
         reduced(),  # not known
         reduced(divided=False, ops=("DivBackward0", "SumBackward0")),  # by the global batch
+        reduced(divided=False, divisor=64),
         reduced(
             Script(how=None).add("collective", at=at(24), op="all_reduce", shape=[], dtype="torch.int64"), divided=False
         ),
     ],
-    ids=["divided", "unknown", "loss divided", "count"],
+    ids=["divided", "unknown", "loss divided", "by the batch", "count"],
 )
 def test_sums_that_are_divided_elsewhere_are_right(script):
     assert script.found("LS205") == []

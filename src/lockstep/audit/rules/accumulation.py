@@ -33,9 +33,11 @@ def _accumulating(history: History) -> list[tuple[int, int, list[Event]]]:
     return found
 
 
-def is_divided(ops: Sequence[str]) -> bool:
+def is_divided(backward: Event) -> bool:
     """True if the last operations of a loss divide it, or multiply it with a number."""
-    return any(name.startswith(("Div", "Mul")) for name in ops)
+    if backward.get("divisor") is not None:
+        return bool(backward["divisor"] != 1)
+    return any(name.startswith(("Div", "Mul")) for name in backward.get("ops", ()))
 
 
 def _is_mean(ops: Sequence[str]) -> bool:
@@ -106,7 +108,7 @@ def undivided_loss(history: History) -> Iterable[Finding] | str:
     accumulating = _accumulating(history)
     for rank, usual, events in accumulating:
         backwards = [each for event in events for each in passes(event)]
-        known = [each["ops"] for each in backwards if "ops" in each]
+        known = [each for each in backwards if "ops" in each]
         if not known or any(is_divided(each) for each in known):
             continue
         at = backwards[0].get("at")

@@ -23,6 +23,7 @@ from lockstep.audit.rules.facts import (
 
 _NOTHING = "no step of replicas was compared"
 _AVERAGING = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
+_NUMBERS = 4
 _FEW = 8
 """A tensor with no more elements may hold metrics. A larger one may hold parameters."""
 
@@ -253,7 +254,8 @@ def _counts_before(history: History, event: Event) -> bool:
         call.get("op") == "all_reduce"
         and call["number"] < event["number"]
         and call["step"] == event["step"]
-        and _elements(call) <= 4
+        and _elements(call) <= _NUMBERS
+        and (call.get("at") or [])[:2] != (event.get("at") or [])[:2]
         for call in history.of("collective", rank=event["rank"])
     )
 
@@ -266,14 +268,15 @@ def _elements(call: Event) -> int:
 
 
 def _divided_loss(history: History, event: Event) -> bool:
-    """True if the last operations of the loss divide it: perhaps by the number of ranks."""
-    known = [
-        each["ops"][:2]
-        for step in history.of("step", rank=event["rank"])
-        for each in step.get("backwards") or ()
-        if "ops" in each
-    ]
-    return any(name.startswith(("Div", "Mul")) for ops in known for name in ops)
+    """True if the loss was divided: by a multiple of the number of ranks, or by an unknown number."""
+    for step in history.of("step", rank=event["rank"]):
+        for each in step.get("backwards") or ():
+            divisor = each.get("divisor")
+            if divisor is not None and divisor != 1 and divisor % len(history.ranks) == 0:
+                return True
+            if divisor is None and any(name.startswith(("Div", "Mul")) for name in each.get("ops", ())[:2]):
+                return True
+    return False
 
 
 @rule("LS206", "steps-differ", "ranks make different numbers of steps or backward passes")
