@@ -14,23 +14,25 @@ GROUPS = {
 }
 TEXT = """# Audit: what is silently wrong in a training script
 
-`lockstep audit` runs your own script on several ranks, unchanged, and names what is wrong in it: file, line, ranks, step, cause and
-remedy. The script may use plain DistributedDataParallel or FSDP2, Lightning, Accelerate or transformers. It needs nothing of Lockstep.
+`lockstep audit` runs your own script on several ranks, unchanged, and names what is wrong in it: file, line, ranks,
+step, cause and remedy. The script may use plain DistributedDataParallel or FSDP2, Lightning, Accelerate or
+transformers. It needs nothing of Lockstep.
 
 ```
-lockstep audit --nproc 2 train.py --lr 1e-3          # options of audit come first; the rest belongs to the script
+lockstep audit --nproc 2 train.py --lr 1e-3          # options of audit come first, then the script and its own
 lockstep audit --nproc 2 -m package.train --lr 1e-3  # a module
 torchrun --nproc-per-node 2 -m lockstep audit train.py --lr 1e-3    # or under a launcher of yours
 torchrun --nproc-per-node 2 -m lockstep.audit train.py --lr 1e-3    # the same, as a module
 ```
 
-Observers inside the script write events to a file for each rank. They make no collective and draw no random number. When the ranks have
-ended, rules compare the events. A short run is enough: two epochs of a few batches show most faults. Two ranks on CPUs are enough, too.
+Observers inside the script write events to a file for each rank. They make no collective and draw no random number.
+When the ranks have ended, rules compare the events. A short run is enough: two epochs of a few batches show most
+faults. Two ranks on CPUs are enough, too.
 
 ```
 train.py:10: error[LS101]: several ranks train on the same samples
     loader = DataLoader(dataset, batch_size=4, shuffle=True)
-  seen: in epoch 0 of this loader, the first 64 indices are equal (20, 3, 29, 25, 59 and 59 more), and ...
+  seen: in epoch 0 of this loader, the first 64 indices are equal (20, 3, 29, 25, 59 and 59 more) ...
   cause: no DistributedSampler: the RandomSampler draws the same order on every rank, where seeds are equal
   remedy: DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)
   see docs/audit/same-data.md
@@ -38,8 +40,8 @@ train.py:10: error[LS101]: several ranks train on the same samples
 lockstep audit: 1 error, 0 warnings; 12 rules checked, 24 not exercised (-v tells why), 0 findings switched off
 ```
 
-What was seen and what explains it are kept apart: the cause is `unknown` where no rule knows it. A rule that the script did not
-exercise counts as not exercised, and never as passed.
+What was seen and what explains it are kept apart: the cause is `unknown` where no rule knows it. A rule that the
+script did not exercise counts as not exercised, and never as passed.
 
 ## Rules
 
@@ -56,14 +58,14 @@ exercise counts as not exercised, and never as passed.
 | `--format text`, `json`, `sarif`, `github` | the form of the report |
 | `--output FILE` | a file for the report; default: standard output |
 | `--folder DIR` | keep the events in this new or empty folder; default: a temporary folder, which is deleted |
-| `--previous DIR` | the events of the run that this run goes on from: rules LS703 and LS704 |
+| `--previous DIR` | the events of the run that this run goes on from: rules LS703, LS704 |
 | `--read DIR` | judge the events of a folder, and run no script |
 | `--baseline FILE`, `--write-baseline FILE` | leave out findings that are known; write that file |
 | `--strict` | exit code 1 for warnings, too |
 | `-v` | tell for each rule why the script did not exercise it |
 
-Nothing is written into the folder of the script, except under a launcher of yours without `--folder`: then the events are in
-`lockstep-audit-ID` in the current folder.
+Nothing is written into the folder of the script, except under a launcher of yours without `--folder`: then the events
+are in `lockstep-audit-ID` in the current folder.
 
 ## Exit codes
 
@@ -84,8 +86,8 @@ Write the reason into the script, on the line of the finding or above. A comment
 loader = DataLoader(files_of_this_rank, shuffle=True)  # lockstep: ignore[LS106] each rank has files of its own
 ```
 
-Or keep all findings of today in a file, and look only at new ones: `--write-baseline known.json`, then `--baseline known.json`. A
-finding is known by its rule, the name of the file and the text of the line.
+Or keep all findings of today in a file, and look only at new ones: `--write-baseline known.json`, then `--baseline
+known.json`. A finding is known by its rule, the name of the file and the text of the line.
 
 ## In CI
 
@@ -105,12 +107,13 @@ def test_the_training_is_right(lockstep_audit):
     lockstep_audit("train.py", "--epochs", 1, nproc=2)
 ```
 
-`--format sarif --output audit.sarif` is for other systems. A script that hangs ends after `--patience` seconds with exit code 4.
+`--format sarif --output audit.sarif` is for other systems. A script that hangs ends after `--patience` seconds with
+exit code 4.
 
 ## The lines on the pages
 
-The wrong and the right lines on the page of each rule stand behind these lines, and `dist.destroy_process_group()` follows.
-`tests/audit/test_pages.py` runs them.
+The wrong and the right lines on the page of each rule stand behind these lines, and `dist.destroy_process_group()`
+follows. `tests/audit/test_pages.py` runs them.
 
 ```python
 import contextlib
@@ -132,9 +135,10 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 ## Limits
 
 - A fault is found only if the run shows the fault: an uneven end of an epoch needs an epoch that ends.
-- Steps are looked at closely at the beginning and then each `--every` steps. Between them, parameters are not compared.
-- Several nodes: the folder of `--folder` must be on a disk that all nodes share. Or collect the files `rank-*.jsonl` in one
-  folder, and judge them with `lockstep audit --read FOLDER`.
+- Steps are looked at closely at the beginning and then each `--every` steps. Between them, parameters are not
+compared.
+- Several nodes: the folder of `--folder` must be on a disk that all nodes share. Or collect the files `rank-*.jsonl`
+in one folder, and judge them with `lockstep audit --read FOLDER`.
 - A notebook cannot be observed. Save the notebook as a script: `jupyter nbconvert --to script NOTEBOOK.ipynb`.
 - All of this was tried on CPUs with gloo. On GPUs and with NCCL nothing was tried.
 """
