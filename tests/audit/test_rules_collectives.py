@@ -125,3 +125,10 @@ def test_scripts_that_fail_or_end_are_not_left():
     assert failed.errors() == set()  # rank 0 has told its own error
     both = Script().exit(code=1, error={"type": "ValueError", "message": "no file"})
     assert both.errors() == set()
+
+
+def test_the_end_of_a_loader_counts_backward_passes_and_does_not_list_them():
+    script = waiting(
+        lambda rank: 40 if rank == 0 else 30, script=Script().add("loader_end", loader=0, epoch=0, backwards=8)
+    )
+    assert script.found("LS502")[0].where.line == 40

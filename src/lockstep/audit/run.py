@@ -18,7 +18,6 @@ from lockstep.audit.judge import FAILED, HANG, judge
 from lockstep.audit.rules.collectives import stuck
 from lockstep.audit.settings import JUDGED_OUTSIDE, Settings
 from lockstep.core.errors import UsageError
-from lockstep.launch import left_behind
 
 _LOOK_S = 0.5
 _END_S = 10.0
@@ -136,6 +135,8 @@ def _is_over(event: events.Event, patience: float) -> bool:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill the launcher and its ranks, each of which leads a session. SIGTERM would fill the screen with tracebacks."""
     if process.poll() is None:
+        from lockstep.launch import left_behind  # imports torch
+
         ranks = _children(process.pid)
         process.kill()
         process.wait()

@@ -9,7 +9,6 @@ from typing import Any
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
 from lockstep.audit.rules.facts import differ, each_rank, line, named, place, rule
-from lockstep.launch import flight_recorder
 
 _WHOLE = ("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "reduce_scatter", "all_gather_object")
 """Calls that every rank of a group makes alike."""
@@ -89,7 +88,8 @@ def _odd(history: History, lines: Mapping[int, Place | None]) -> int:
     """The rank whose line the fewest other ranks have ever come to; of these, the first."""
     came: dict[int, set[tuple[str, int]]] = {rank: set() for rank in history.ranks}
     for event in history.events:
-        for each in (event, *(event.get("backwards") or ())):
+        passes = event.get("backwards") if event["kind"] == "step" else ()  # of loader_end: a number
+        for each in (event, *(passes or ())):
             if each.get("at"):
                 came[event["rank"]].add(tuple(each["at"][:2]))
 
@@ -149,6 +149,8 @@ def ranks_wait(history: History) -> Iterable[Finding] | str:
 
 def _differences(waiting: Mapping[int, Event]) -> str | None:
     """What the flight recorder knows of how the ranks differ, in words."""
+    from lockstep.launch import flight_recorder  # imports torch
+
     last: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
     for rank, event in waiting.items():
         for entry in event.get("collectives") or ():
