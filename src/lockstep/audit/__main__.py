@@ -13,8 +13,10 @@ import types
 from pathlib import Path
 from typing import Any
 
+from lockstep.audit.judge import CLEAN, FAILED, judge_here
 from lockstep.audit.observe import boot, places
 from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.settings import JUDGED_OUTSIDE, Settings
 
 _NOTEBOOK = (
     "lockstep audit observes scripts, and this is a notebook. Save the notebook as a script "
@@ -36,8 +38,14 @@ def _options() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run a script or module as `__main__`, observed. Ends the process as the script would."""
+def main(arguments: list[str] | None = None, settings: Settings | None = None) -> None:
+    """Run a script or module as `__main__`, observed. Ends the process as the script would.
+
+    Under a launcher that is none of ours, the first rank then reports, and ends with the report's exit code.
+
+    Args:
+        settings: of the report.
+    """
     given = sys.argv[1:] if arguments is None else arguments
     own, rest = _split(given)
     parser = _options()
@@ -53,7 +61,14 @@ def main(arguments: list[str] | None = None) -> None:
     folder = options.folder or Path(f"lockstep-audit-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}")
     boot.activate(folder, every=options.every, patience=options.patience, probe=options.probe)
     recorder.is_main = True
-    run(options.module, options.script, rest)
+    try:
+        run(options.module, options.script, rest)
+    finally:
+        if os.environ.get("RANK", "0") == "0" and JUDGED_OUTSIDE not in os.environ:
+            recorder.end()
+            code = judge_here(folder, settings or Settings())
+            if code not in (CLEAN, FAILED):  # a script that failed keeps its own exit code
+                sys.exit(code)
 
 
 def _split(given: list[str]) -> tuple[list[str], list[str]]:

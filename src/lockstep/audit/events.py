@@ -172,10 +172,14 @@ def read(folder: Path) -> list[Event]:
 
 
 class History:
-    """The events of a run of a script, as rules ask for them."""
+    """The events of a run of a script, as rules ask for them.
 
-    def __init__(self, events: Iterable[Event]) -> None:
-        self.events = list(events)
+    Args:
+        previous: an earlier run, which this run goes on from.
+    """
+
+    def __init__(self, events: Iterable[Event], previous: History | None = None) -> None:
+        self.events, self.previous = list(events), previous
         self.ranks = sorted({event["rank"] for event in self.events})
 
     def of(self, *kinds: str, rank: int | None = None) -> Iterator[Event]:

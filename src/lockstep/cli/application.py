@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lockstep.cli.audit import audit
 from lockstep.cli.checkpoints import checkpoints
 from lockstep.cli.config import config
 from lockstep.cli.evaluate import evaluate
@@ -38,8 +39,12 @@ _COMMANDS: dict[Callable[..., None], str] = {
     plan: "lockstep plan imagenet --gpus 8 --gpu 'A100 80GB'",
     preflight: "lockstep preflight digits --nproc 2",
     first_hour: "lockstep first-hour --nproc auto",
+    audit: "lockstep audit --nproc 2 train.py --lr 1e-3",
 }
 """The commands in the order of `lockstep --help`, each with the example that its own help ends with."""
+
+_FOREIGN = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+"""Of a command that passes on arguments of a script."""
 
 app = typer.Typer(
     add_completion=True,
@@ -49,7 +54,7 @@ app = typer.Typer(
     help="Distributed PyTorch training whose result does not depend on how it was run.",
 )
 for _command, _example in _COMMANDS.items():
-    app.command(epilog=f"Example: {_example}")(_command)
+    app.command(epilog=f"Example: {_example}", context_settings=_FOREIGN if _command is audit else None)(_command)
 app.add_typer(launch, name="launch")
 
 

@@ -58,7 +58,7 @@ def describe(texts: Mapping[int, str]) -> str:
     lines = []
     for group in groups:
         last = {rank: found[group][-1] for rank, found in ranks.items() if group in found}
-        lines += [f"  {group[0]}: {difference}" for difference in _differences(last)]
+        lines += [f"  {group[0]}: {difference}" for difference in differences(last)]
     for rank, found in ranks.items():
         for (name, _), entries in found.items():
             lines.append(f"  rank {rank}, {name}: " + "; ".join(_words(entry) for entry in entries))
@@ -82,7 +82,7 @@ def _backend(name: str) -> str:
     return name.partition(":")[0]
 
 
-def _differences(last: Mapping[int, dict[str, Any]]) -> list[str]:
+def differences(last: Mapping[int, dict[str, Any]]) -> list[str]:
     """Differences between the newest collectives of the ranks of a group."""
     newest = max(entry["number"] for entry in last.values())
     behind: dict[int, list[int]] = {}

@@ -1,0 +1,165 @@
+"""Write docs/audit.md: python docs/audit_index.py > docs/audit.md"""
+
+from lockstep.audit.rules.catalogue import ALL
+
+GROUPS = {
+    "1": "Data",
+    "2": "Gradients",
+    "3": "Optimizers",
+    "4": "Accumulation",
+    "5": "Collectives and hangs",
+    "6": "Evaluation and metrics",
+    "7": "Files and going on",
+    "8": "Devices",
+}
+TEXT = """# Audit: what is silently wrong in a training script
+
+`lockstep audit` runs your own script on several ranks, unchanged, and names what is wrong in it: file, line, ranks,
+step, cause and remedy. The script may use plain DistributedDataParallel or FSDP2, Lightning, Accelerate or
+transformers. It needs nothing of Lockstep.
+
+```
+lockstep audit --nproc 2 train.py --lr 1e-3          # options of audit come first, then the script and its own
+lockstep audit --nproc 2 -m package.train --lr 1e-3  # a module
+torchrun --nproc-per-node 2 -m lockstep audit train.py --lr 1e-3    # or under a launcher of yours
+torchrun --nproc-per-node 2 -m lockstep.audit train.py --lr 1e-3    # the same, as a module
+```
+
+Observers inside the script write events to a file for each rank. They make no collective and draw no random number.
+When the ranks have ended, rules compare the events. A short run is enough: two epochs of a few batches show most
+faults. Two ranks on CPUs are enough, too.
+
+```
+train.py:10: error[LS101]: several ranks train on the same samples
+    loader = DataLoader(dataset, batch_size=4, shuffle=True)
+  seen: in epoch 0 of this loader, the first 64 indices are equal (20, 3, 29, 25, 59 and 59 more) ...
+  cause: no DistributedSampler: the RandomSampler draws the same order on every rank, where seeds are equal
+  remedy: DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)
+  see docs/audit/same-data.md
+
+lockstep audit: 1 error, 0 warnings; 12 rules checked, 24 not exercised (-v tells why), 0 findings switched off
+```
+
+What was seen and what explains it are kept apart: the cause is `unknown` where no rule knows it. A rule that the
+script did not exercise counts as not exercised, and never as passed.
+
+## Rules
+
+{rules}
+
+## Options
+
+| option | |
+|---|---|
+| `--nproc N` | ranks on this machine; 2 |
+| `--every K` | look closely at each K-th step, besides the first 4; 50 |
+| `--patience S` | seconds without progress after which a hang is explained and ended; 60 |
+| `--probe` | read a few samples of each data set on all ranks, and compare them |
+| `--format text`, `json`, `sarif`, `github` | the form of the report |
+| `--output FILE` | a file for the report; default: standard output |
+| `--folder DIR` | keep the events in this new or empty folder; default: a temporary folder, which is deleted |
+| `--previous DIR` | the events of the run that this run goes on from: rules LS703, LS704 |
+| `--read DIR` | judge the events of a folder, and run no script |
+| `--baseline FILE`, `--write-baseline FILE` | leave out findings that are known; write that file |
+| `--strict` | exit code 1 for warnings, too |
+| `-v` | tell for each rule why the script did not exercise it |
+
+Nothing is written into the folder of the script, except under a launcher of yours without `--folder`: then the events
+are in `lockstep-audit-ID` in the current folder.
+
+## Exit codes
+
+| code | |
+|---:|---|
+| 0 | no error; warnings may have been found |
+| 1 | an error was found, or with `--strict` a warning |
+| 2 | a wrong option, file or folder |
+| 3 | the script failed, and no rule found an error |
+| 4 | the script hung, and the report says where each rank was |
+| 5 | nothing can be said: no rank made a step of a torch optimizer |
+
+## Switch a finding off
+
+Write the reason into the script, on the line of the finding or above. A comment without a reason is not obeyed.
+
+```
+loader = DataLoader(files_of_this_rank, shuffle=True)  # lockstep: ignore[LS106] each rank has files of its own
+```
+
+Or keep all findings of today in a file, and look only at new ones: `--write-baseline known.json`, then `--baseline
+known.json`. A finding is known by its rule, the name of the file and the text of the line.
+
+## In CI
+
+On GitHub, annotations come at the lines of a pull request:
+
+```
+- uses: OWNER/lockstep@main
+  with:
+    script: train.py --epochs 1
+    nproc: 2
+```
+
+In a test suite, the package brings a fixture for pytest, which fails the test with the report:
+
+```
+def test_the_training_is_right(lockstep_audit):
+    lockstep_audit("train.py", "--epochs", 1, nproc=2)
+```
+
+`--format sarif --output audit.sarif` is for other systems. A script that hangs ends after `--patience` seconds with
+exit code 4.
+
+## The lines on the pages
+
+The wrong and the right lines on the page of each rule stand behind these lines, and `dist.destroy_process_group()`
+follows. `tests/audit/test_pages.py` runs them.
+
+```python
+import contextlib
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset, random_split
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+dataset = TensorDataset(torch.randn(64, 10), torch.randint(0, 2, (64,)))
+net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
+```
+
+## Limits
+
+- A fault is found only if the run shows the fault: an uneven end of an epoch needs an epoch that ends.
+- Steps are looked at closely at the beginning and then each `--every` steps. Between them, parameters are not
+compared.
+- Several nodes: the folder of `--folder` must be on a disk that all nodes share. Or collect the files `rank-*.jsonl`
+in one folder, and judge them with `lockstep audit --read FOLDER`.
+- A notebook cannot be observed. Save the notebook as a script: `jupyter nbconvert --to script NOTEBOOK.ipynb`.
+- All of this was tried on CPUs with gloo. On GPUs and with NCCL nothing was tried.
+"""
+
+
+def table() -> str:
+    """The rules, as a table for each group."""
+    lines = []
+    for digit, title in GROUPS.items():
+        lines += [f"### {title}", "", "| rule | | |", "|---|---|---|"]
+        for rule in ALL:
+            if rule.id[2] == digit:
+                lines.append(f"| [{rule.id} {rule.name}](audit/{rule.name}.md) | {rule.severity} | {rule.title} |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def page() -> str:
+    """The whole page."""
+    return TEXT.replace("{rules}", table())
+
+
+if __name__ == "__main__":
+    print(page(), end="")

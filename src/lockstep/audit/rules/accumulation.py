@@ -1,0 +1,194 @@
+"""Rules on gradient accumulation: what micro-batches add up to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lockstep.audit.events import Event, History
+from lockstep.audit.findings import Finding
+from lockstep.audit.rules.facts import each_rank, passes, place, replicas, rule, steps
+from lockstep.audit.rules.loaders import Iteration, iterations
+
+_NONE = "no step took several backward passes"
+_UNEQUAL = 1.25
+"""Micro-batches whose counts of labels differ by this factor are unequal."""
+
+
+def _usual(events: Iterable[Event]) -> int:
+    """The usual number of backward passes before a step; 0 without steps."""
+    counts = Counter(len(passes(event)) for event in events)
+    return counts.most_common(1)[0][0] if counts else 0
+
+
+def _accumulating(history: History) -> list[tuple[int, int, list[Event]]]:
+    """Optimizers of each rank that usually step after several backward passes: rank, number, steps in order."""
+    found = []
+    for by_rank in steps(history).values():
+        for rank, by_index in by_rank.items():
+            events = [by_index[index] for index in sorted(by_index)]
+            if (usual := _usual(events)) > 1 and _only_optimizer(history, rank):
+                found.append((rank, usual, events))
+    return found
+
+
+def is_divided(backward: Event) -> bool:
+    """True if the last operations of a loss divide it, or multiply it with a number."""
+    if backward.get("divisor") is not None:
+        return bool(backward["divisor"] != 1)
+    return any(name.startswith(("Div", "Mul")) for name in backward.get("ops", ()))
+
+
+def _is_mean(ops: Sequence[str]) -> bool:
+    """True if the loss is a mean that the loss function computes, divided by nothing, or by the accumulation."""
+    return any(name.startswith(("NllLoss", "Mean", "CrossEntropy")) for name in ops[:2])
+
+
+@rule("LS401", "leftover-micro-batches", "the last micro-batches of an epoch make no step of their own")
+def leftover_micro_batches(history: History) -> Iterable[Finding] | str:
+    """Gradients at the end of an epoch that are dropped, or added to the first step of the next epoch."""
+    accumulating = _accumulating(history)
+    if not accumulating:
+        return _NONE
+    trained: dict[int, list[Iteration]] = {}
+    for epochs in iterations(history).values():
+        for by_rank in epochs.values():
+            for rank, it in by_rank.items():
+                if it.end and it.is_complete and it.end.get("backwards"):
+                    trained.setdefault(rank, []).append(it)
+    findings: dict[str, Finding] = {}
+    for rank, usual, events in accumulating:
+        its = sorted(trained.get(rank, []), key=lambda it: int(it.begin["number"]))
+        found = _leftover(usual, events, its)
+        if found:
+            earlier = findings.get(str(found.where))
+            ranks = (*earlier.ranks, rank) if earlier else (rank,)
+            findings[str(found.where)] = Finding(
+                "LS401", found.where, found.evidence, found.cause, found.remedy, ranks, found.step
+            )
+    return list(findings.values())
+
+
+def _only_optimizer(history: History, rank: int) -> bool:
+    return len({event["optimizer"] for event in history.of("step", rank=rank)}) == 1
+
+
+def _leftover(usual: int, events: list[Event], its: list[Iteration]) -> Finding | None:
+    remedy = (
+        "step at the last batch of an epoch, too: `if (i + 1) % accumulation == 0 or i + 1 == len(loader)`, and divide "
+        "the loss by the number of micro-batches of this step"
+    )
+    cause = "the number of batches is no multiple of the accumulation, and the last step of the epoch is missing"
+    for number, it in enumerate(its):
+        end: Any = it.end
+        within = [e for e in events if it.begin["number"] < e["number"] < end["number"]]
+        later = [e for e in events if e["number"] > end["number"]]
+        left = end["backwards"] - sum(len(passes(e)) for e in within)
+        if number == 0 and left > 0:
+            count = len(passes(later[0])) if later else 0
+            what = f"{end['backwards']} backward passes in an epoch, a step after {usual}, and {left} left over"
+            if later and count == usual:
+                return None  # steps reach over the ends of epochs
+            if not later:
+                what += ": no step used their gradients"
+            elif count > usual:
+                what += f": the next step added them to its own and had {count}"
+            else:
+                return None
+            at = next((e.get("at") for e in reversed(within)), it.begin.get("at"))
+            return Finding("LS401", place(at), what, cause, remedy, (), end["step"])
+    return None
+
+
+@rule("LS402", "undivided-loss", "the loss of micro-batches is not divided", "warning")
+def undivided_loss(history: History) -> Iterable[Finding] | str:
+    """Accumulated losses that nothing divides: the gradient grows with the number of micro-batches."""
+    findings: dict[str, Finding] = {}
+    accumulating = _accumulating(history)
+    for rank, usual, events in accumulating:
+        backwards = [each for event in events for each in passes(event)]
+        known = [each for each in backwards if "ops" in each]
+        if not known or any(is_divided(each) for each in known):
+            continue
+        at = backwards[0].get("at")
+        evidence = f"a step adds {usual} backward passes, and none of their losses ends with a division"
+        cause = "the sum of means is that many times their mean, unless the learning rate was chosen for it"
+        remedy = "(loss / accumulation).backward(), or divide a summed loss by the number of all labels of the step"
+        earlier = findings.get(str(at))
+        ranks = (*earlier.ranks, rank) if earlier else (rank,)
+        findings[str(at)] = Finding("LS402", place(at), evidence, cause, remedy, ranks, events[0]["step"])
+    return list(findings.values()) if accumulating else _NONE
+
+
+@rule("LS403", "unequal-weights", "labels of one step have unequal weights", "warning")
+def unequal_weights(history: History) -> Iterable[Finding] | str:
+    """Means over unequal numbers of labels, which are then averaged as if the numbers were equal."""
+    findings: list[Finding] = []
+    known = False
+    groups = replicas(history) or [(rank,) for rank in history.ranks]
+    for by_rank in steps(history).values():
+        for group in groups:
+            ranks = [rank for rank in group if rank in by_rank]
+            for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))) if ranks else ():
+                events = {rank: by_rank[rank][index] for rank in ranks}
+                counts = {
+                    r: [m["valid"] for m in e.get("micro_batches") or () if "valid" in m] for r, e in events.items()
+                }
+                flat = [count for each in counts.values() for count in each]
+                if len(flat) < 2:
+                    continue
+                known = True
+                backwards = [each for event in events.values() for each in passes(event)]
+                is_plain = all("ops" in each and _is_mean(each["ops"]) for each in backwards)
+                if min(flat) * _UNEQUAL < max(flat) and is_plain and backwards:
+                    return [_unequal(events[ranks[0]], backwards, counts, tuple(ranks))]
+    return findings if known else "no step had several micro-batches with labels that are masked"
+
+
+def _unequal(event: Event, backwards: list[Event], counts: dict[int, list[int]], ranks: tuple[int, ...]) -> Finding:
+    evidence = (
+        f"labels that count, by micro-batch: {each_rank(counts)}; each mean has the same weight in step {event['step']}"
+    )
+    cause = "a loss that is a mean over unmasked labels weights a label of a short batch more than one of a long batch"
+    remedy = (
+        "sum the loss, and divide by the number of labels of the whole step over all ranks (times world_size for DDP)"
+    )
+    return Finding("LS403", place(backwards[0].get("at")), evidence, cause, remedy, ranks, event["step"])
+
+
+@rule("LS404", "sync-each-micro-batch", "every micro-batch exchanges gradients", "warning")
+def sync_each_micro_batch(history: History) -> Iterable[Finding] | str:
+    """Accumulation without no_sync(): the same result, and the communication of several steps."""
+    findings: dict[str, Finding] = {}
+    accumulating = _accumulating(history)
+    for rank, usual, events in accumulating:
+        full = [passes(event) for event in events if len(passes(event)) == usual]
+        if any(each.get("synced") is not True for backwards in full for each in backwards):
+            continue
+        at = full[0][0].get("at")
+        evidence = f"all of the {usual} backward passes before a step exchange gradients"
+        remedy = "`with model.no_sync():` around forward and backward of all micro-batches of a step but the last"
+        earlier = findings.get(str(at))
+        ranks = (*earlier.ranks, rank) if earlier else (rank,)
+        cause = "each backward pass of DistributedDataParallel exchanges gradients unless no_sync() is active"
+        findings[str(at)] = Finding("LS404", place(at), evidence, cause, remedy, ranks, events[0]["step"])
+    return list(findings.values()) if accumulating else _NONE
+
+
+@rule("LS405", "clip-each-micro-batch", "gradients are clipped before all micro-batches were added", "warning")
+def clip_each_micro_batch(history: History) -> Iterable[Finding] | str:
+    """Clipping inside the accumulation: the limit then holds for a part of the gradient."""
+    accumulating, seen = _accumulating(history), False
+    for _, _, events in accumulating:
+        for event in events:
+            clips, total = event.get("clips") or [], len(event.get("backwards") or ())
+            seen = seen or bool(clips)
+            early = [clip for clip in clips if clip.get("backwards_before", total) < total]
+            if early:
+                evidence = f"clipped after {early[0]['backwards_before']} of {total} backward passes of this step"
+                remedy = "clip once, after the last backward pass and before optimizer.step()"
+                cause = "clip_grad_norm_ is called for each micro-batch"
+                at = place(early[0].get("at"))
+                return [Finding("LS405", at, evidence, cause, remedy, tuple(history.ranks), event["step"])]
+    return [] if seen else "no gradients were clipped while micro-batches were added"

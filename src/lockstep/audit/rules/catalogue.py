@@ -1,0 +1,22 @@
+"""All rules, in the order of their ids."""
+
+from __future__ import annotations
+
+from lockstep.audit.findings import Rule
+from lockstep.audit.rules import accumulation, collectives, data, evaluation, facts, files, gradients, optimizers
+
+_MODULES = (data, gradients, optimizers, accumulation, collectives, evaluation, files)
+ALL: tuple[Rule, ...] = tuple(sorted(facts.RULES, key=lambda rule: rule.id))
+BY_ID = {rule.id: rule for rule in ALL}
+EXPLAINED = {
+    "LS106": ("LS103",),
+    "LS201": ("LS202", "LS203", "LS204", "LS205", "LS206", "LS301", "LS302", "LS303", "LS305"),
+    "LS204": ("LS202",),
+    "LS206": ("LS104", "LS305", "LS501", "LS503"),
+    "LS301": ("LS302",),
+    "LS403": ("LS402",),
+    "LS502": ("LS501", "LS104"),
+    "LS503": ("LS104", "LS206"),
+    "LS504": ("LS501", "LS104"),
+}
+"""Findings of the first rule follow from those of the others, and are left out where these are there."""

@@ -1,0 +1,214 @@
+"""Rules on collectives and hangs: ranks that wait for each other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lockstep.audit.events import Event, History
+from lockstep.audit.findings import Finding, Place
+from lockstep.audit.rules.facts import differ, each_rank, line, named, place, rule
+
+_WHOLE = ("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "reduce_scatter", "all_gather_object")
+"""Calls that every rank of a group makes alike."""
+_SHAPED = ("all_reduce", "broadcast", "reduce")
+"""Calls whose tensors have the same shape on all ranks."""
+_GONE = ("connection closed", "connection reset", "closed by peer", "broken pipe", "connect", "timed out", "timeout")
+_MOVES = ("step", "loader", "batch", "collective", "wrap", "optimizer")
+"""Events that only a script that goes on writes; an end by a signal also writes others."""
+
+
+def stuck(history: History) -> dict[int, Event]:
+    """The last `stuck` event of each rank that went no further after it."""
+    found: dict[int, Event] = {}
+    for event in sorted(history.events, key=lambda event: int(event["number"])):
+        if event["kind"] == "stuck":
+            found[event["rank"]] = event
+        elif event["kind"] in _MOVES or (event["kind"] == "exit" and not event.get("code") and not event.get("error")):
+            found.pop(event["rank"], None)
+    return found
+
+
+def waits_at(event: Event) -> Place | None:
+    """The line of the script where the main thread waits."""
+    if event.get("at"):
+        return place(event["at"])
+    stacks: Mapping[str, Sequence[Any]] = event.get("stacks") or {}
+    frames = next((each for name, each in stacks.items() if "main" in name.lower()), next(iter(stacks.values()), []))
+    return place(frames[-1]) if frames else None
+
+
+def left(history: History) -> dict[int, Event]:
+    """The `exit` events of ranks."""
+    return {event["rank"]: event for event in history.of("exit")}
+
+
+def _is_lost(event: Event) -> bool:
+    """True if a rank failed because it could not reach another."""
+    error = event.get("error") or {}
+    return any(word in str(error.get("message", "")).lower() for word in _GONE)
+
+
+@rule("LS501", "collectives-mismatch", "ranks make different collectives in the same place")
+def collectives_mismatch(history: History) -> Iterable[Finding] | str:
+    """The n-th call of a group that is another collective, or has another shape or type, on some rank."""
+    calls: dict[tuple[str, int], dict[int, Event]] = defaultdict(dict)
+    for event in history.of("collective"):
+        if event.get("op") in _WHOLE and event.get("sequence") is not None:
+            calls[str(event.get("group")), event["sequence"]][event["rank"]] = event
+    for (group, sequence), by_rank in sorted(calls.items(), key=lambda item: item[0][1]):
+        if len(by_rank) < 2:
+            continue
+        what = {rank: _call(event) for rank, event in by_rank.items()}
+        if differ(what):
+            lines = {rank: f"{what[rank]} at {line(event.get('at'))}" for rank, event in by_rank.items()}
+            evidence = f"call {sequence} in group {group}: {each_rank(lines)}"
+            event = by_rank[_odd(history, {rank: place(each.get("at")) for rank, each in by_rank.items()})]
+            cause = "ranks took different ways through the script before this call" if _ops(by_rank) else None
+            remedy = "make the same collectives with the same shapes in the same order on all ranks"
+            ranks = tuple(by_rank)
+            return [Finding("LS501", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])]
+    recorded = {rank: event["collectives"] for rank, event in stuck(history).items() if event.get("collectives")}
+    return _recorded(history, recorded) if calls or recorded else "no collective was seen in Python"
+
+
+def _call(event: Event) -> str:
+    if event["op"] not in _SHAPED:
+        return str(event["op"])
+    shape, reduce = event.get("shape"), event.get("reduce_op")
+    return " ".join(str(each) for each in (event["op"], reduce, shape, event.get("dtype")) if each is not None)
+
+
+def _ops(by_rank: Mapping[int, Event]) -> bool:
+    return differ({rank: event["op"] for rank, event in by_rank.items()})
+
+
+def _odd(history: History, lines: Mapping[int, Place | None]) -> int:
+    """The rank whose line the fewest other ranks have ever come to; of these, the first."""
+    came: dict[int, set[tuple[str, int]]] = {rank: set() for rank in history.ranks}
+    for event in history.events:
+        passes = event.get("backwards") if event["kind"] == "step" else ()  # of loader_end: a number
+        for each in (event, *(passes or ())):
+            if each.get("at"):
+                came[event["rank"]].add(tuple(each["at"][:2]))
+
+    def visitors(rank: int) -> int:
+        at = lines[rank]
+        return sum(at is None or at[:2] in came[other] for other in came if other != rank)
+
+    return min(lines, key=visitors)
+
+
+def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Finding]:
+    """From the flight recorder: one number that is not the same collective on all ranks."""
+    by_number: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
+    for rank, entries in recorded.items():
+        for entry in entries:
+            if entry.get("sequence") is not None:
+                sizes = [str(size) for size in entry.get("sizes") or ()]
+                words = " ".join([str(entry.get("name")), *sizes])
+                by_number[str(entry.get("group")), entry["sequence"]][rank] = words
+    for (group, number), what in sorted(by_number.items(), key=lambda item: item[0][1]):
+        if len(what) > 1 and differ(what):
+            lines = {rank: waits_at(stuck(history)[rank]) for rank in what}
+            if differ(lines):
+                continue  # LS502
+            at = next(iter(lines.values()))
+            evidence = f"collective {number} of group {group}: {each_rank(what)}"
+            remedy = "make the same collectives with the same shapes in the same order on all ranks"
+            return [Finding("LS501", at, evidence, None, remedy, tuple(what), None)]
+    return []
+
+
+@rule("LS502", "ranks-wait", "ranks wait for each other in different places")
+def ranks_wait(history: History) -> Iterable[Finding] | str:
+    """Ranks that are stuck on different lines: one took a way that the others did not take."""
+    waiting = stuck(history)
+    if not waiting:
+        return "no rank was stuck"
+    gone = {rank: event for rank, event in left(history).items() if rank not in waiting}
+    lines = {rank: waits_at(event) for rank, event in waiting.items()}
+    where = {
+        rank: f"{line(at)} ({waiting[rank].get('blocked_in') or 'no call of torch.distributed'})"
+        for rank, at in lines.items()
+    }
+    if gone or not differ(where):
+        return []
+    rank = _odd(history, lines)
+    evidence = f"nothing moved for {max(e.get('since_s') or 0 for e in waiting.values()):.0f} s: {each_rank(where)}"
+    words = _differences(waiting)
+    cause = words or f"{named([rank])} came to {line(lines[rank])}, and the others did not"
+    remedy = (
+        "a collective is for all ranks (also a barrier, a wrapped model in training, the state_dict of FSDP): "
+        "take it out of `if rank == 0`"
+    )
+    step = waiting[rank].get("step")
+    return [Finding("LS502", lines[rank], evidence, cause, remedy, tuple(waiting), step)]
+
+
+def _differences(waiting: Mapping[int, Event]) -> str | None:
+    """What the flight recorder knows of how the ranks differ, in words."""
+    from lockstep.launch import flight_recorder  # imports torch
+
+    last: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+    for rank, event in waiting.items():
+        for entry in event.get("collectives") or ():
+            if entry.get("sequence") is not None:
+                known = {"number": entry["sequence"], "name": str(entry.get("name")), "state": entry.get("state")}
+                known |= {"sizes": entry.get("sizes") or [], "dtypes": entry.get("dtypes") or []}
+                last[str(entry.get("group"))][rank] = known
+    words = [each for by_rank in last.values() if len(by_rank) > 1 for each in flight_recorder.differences(by_rank)]
+    return words[0] if words else None
+
+
+@rule("LS503", "rank-left", "a rank has left while others wait for it")
+def rank_left(history: History) -> Iterable[Finding] | str:
+    """A rank that ended without an error, or with one of its own, while the others still make collectives."""
+    exits, waiting = left(history), stuck(history)
+    lost = {rank: event for rank, event in exits.items() if _is_lost(event)}
+    needy = {**lost, **waiting}
+    gone = {rank: event for rank, event in exits.items() if rank not in needy and not event.get("error")}
+    if not needy:
+        return "no rank was stuck, and none lost another"
+    if not gone:
+        return []
+    rank = min(gone)
+    ends = {rank: event["step"] for rank, event in {**gone, **needy}.items()}
+    where = {
+        r: waits_at(e) if e["kind"] == "stuck" else place((e.get("error") or {}).get("at")) for r, e in needy.items()
+    }
+    at = next((each for each in where.values() if each), None)
+    evidence = f"{named(gone)} ended without an error after {ends[rank]} steps, while "
+    evidence += each_rank({r: f"step {ends[r]} waits at {line(each)}" for r, each in where.items()})
+    cause = f"{named(gone)} made fewer steps or batches than others" if differ(ends) else None
+    for event in history.of("loader_end", rank=rank):
+        if not event.get("is_complete") and event.get("backwards"):
+            count, loop = event.get("batches"), line(event.get("at"))
+            cause = f"{named([rank])} left the loop of {loop} after {count} batches: a `break` or an exit of one rank"
+    last = [event for event in history.of("step", "collective", "save", "scheduler", rank=rank) if event.get("at")]
+    if last:
+        at = place(last[-1]["at"]) or at
+    remedy = "decide on all ranks together whether to stop: all_reduce the flag, and make loaders equally long"
+    return [Finding("LS503", at, evidence, cause, remedy, tuple(sorted({**gone, **needy})), ends[rank])]
+
+
+@rule("LS504", "stuck", "the script is stuck")
+def is_stuck(history: History) -> Iterable[Finding] | str:
+    """Ranks that are all stuck in the same place, or outside of torch."""
+    waiting = stuck(history)
+    if not waiting:
+        return "no rank was stuck"
+    lines = {rank: f"{line(waits_at(e))} ({e.get('blocked_in') or 'no collective'})" for rank, e in waiting.items()}
+    if (set(left(history)) - set(waiting)) or differ(lines):
+        return []
+    first = next(iter(waiting.values()))
+    evidence = f"nothing moved for {first.get('since_s') or 0:.0f} s: {each_rank(lines)}"
+    silent = sorted(set(range(_world(history))) - set(history.ranks))
+    cause = f"{named(silent)} never began" if silent else _differences(waiting)
+    remedy = "see the stacks of all threads in the events; a rank may wait for a file, a lock, or a data worker"
+    return [Finding("LS504", waits_at(first), evidence, cause, remedy, tuple(waiting), first.get("step"))]
+
+
+def _world(history: History) -> int:
+    return max((event.get("world_size") or 1 for event in history.of("start")), default=1)

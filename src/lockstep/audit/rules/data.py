@@ -1,0 +1,351 @@
+"""Rules on data: which samples each rank reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+
+from lockstep.audit.events import Event, History
+from lockstep.audit.findings import Finding
+from lockstep.audit.rules.facts import (
+    Key,
+    differ,
+    each_rank,
+    line,
+    named,
+    numbered,
+    place,
+    replicas,
+    rule,
+    some,
+)
+from lockstep.audit.rules.loaders import Iteration, Iterations, iterations
+
+_FEW = 8
+"""So many different indices are needed before their order means anything."""
+_NO_GROUP = "no ranks that train one model together"
+_NO_LOADER = "no DataLoader in training"
+
+
+def _made(iteration: Iteration) -> Any:
+    return iteration.begin.get("made_at") or iteration.begin.get("at")
+
+
+def _read_the_same(one: Iteration, other: Iteration) -> str | None:
+    """The evidence that two ranks read the same samples. None: there is none."""
+    common = sorted(one.sampled.keys() & other.sampled.keys())
+    digests = [one.sampled[number].get("digest") for number in common]
+    is_varied = len(set(digests)) > 1
+    is_equal = bool(common) and digests == [other.sampled[number].get("digest") for number in common]
+    length = min(len(one.indices), len(other.indices))
+    order = one.indices[:length]
+    same_order = length > 1 and order == other.indices[:length] and len(set(map(str, order))) > 1
+    batches = f"the {len(common)} batches that were compared are equal bit by bit"
+    if is_equal and same_order:
+        return f"the first {length} indices are equal ({some(map(str, order), 5)}), and {batches}"
+    if is_equal and is_varied and not length:
+        return batches
+    same_subset = one.begin.get("subset") == other.begin.get("subset")
+    if same_order and same_subset and _equal_part([(one.sampled[n], other.sampled[n]) for n in common]):
+        shown = some(map(str, order), 5)
+        return f"the first {length} indices are equal ({shown}), and so is a tensor of each compared batch"
+    return None
+
+
+def _equal_part(pairs: list[tuple[Event, Event]]) -> bool:
+    """True if a tensor of the batches, such as the labels, is equal on both ranks, and changes from batch to batch."""
+    one = [tuple(pair[0].get("digests") or ()) for pair in pairs]
+    other = [tuple(pair[1].get("digests") or ()) for pair in pairs]
+    return any(
+        a == b and len(set(a)) > 1 for a, b in zip(zip(*one, strict=False), zip(*other, strict=False), strict=False)
+    )
+
+
+def _overlap(one: Iteration, other: Iteration) -> bool:
+    """True if two iterations of a rank were open during the same steps."""
+    ends = [it.end["step"] if it.end else float("inf") for it in (one, other)]
+    return bool(one.begin["step"] <= ends[1] and other.begin["step"] <= ends[0])
+
+
+def _other_data(found: Iterations, key: Key, ranks: tuple[int, int], iteration: Iteration) -> bool:
+    """True if the same steps of two ranks also use a loader whose data differ."""
+    for other, epochs in found.items():
+        for by_rank in epochs.values():
+            if other == key or not set(ranks) <= by_rank.keys():
+                continue
+            pair = by_rank[ranks[0]], by_rank[ranks[1]]
+            if all(it.is_training for it in pair) and _overlap(pair[0], iteration) and not _read_the_same(*pair):
+                return True
+    return False
+
+
+@rule("LS101", "same-data", "several ranks train on the same samples")
+def same_data(history: History) -> Iterable[Finding] | str:
+    """Ranks whose training batches are equal, in content and order."""
+    groups, found = replicas(history), iterations(history)
+    if not groups:
+        return _NO_GROUP
+    findings, seen = [], False
+    for key, epochs in found.items():
+        for by_rank in list(epochs.values())[:1]:
+            training = {rank: it for rank, it in by_rank.items() if it.is_training}
+            pairs = {pair for group in groups for pair in combinations([rank for rank in group if rank in training], 2)}
+            seen = seen or bool(pairs)
+            same = {pair: _read_the_same(training[pair[0]], training[pair[1]]) for pair in sorted(pairs)}
+            equal = [pair for pair, evidence in same.items() if evidence]
+            if equal and not _other_data(found, key, equal[0], training[equal[0][0]]):
+                ranks = tuple(sorted({rank for pair in equal for rank in pair}))
+                findings.append(_same_data(training[ranks[0]], ranks, str(same[equal[0]]), len(by_rank)))
+    return findings if seen else _NO_LOADER
+
+
+def _same_data(iteration: Iteration, ranks: tuple[int, ...], evidence: str, world: int) -> Finding:
+    begin = iteration.begin
+    dealt = begin.get("distributed")
+    if dealt:
+        cause = f"the sampler has num_replicas={dealt.get('replicas')} and rank={dealt.get('rank')} on {named(ranks)}"
+    elif begin.get("is_iterable"):
+        cause = "an IterableDataset gives all of its samples to every rank"
+    else:
+        sampler = begin.get("sampler_kind") or "sampler"
+        cause = f"no DistributedSampler: the {sampler} draws the same order on every rank, where seeds are equal"
+    remedy = (
+        "give each rank its own part inside __iter__: itertools.islice(samples, rank, None, world_size)"
+        if begin.get("is_iterable")
+        else "DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)"
+    )
+    said = f"in epoch {begin.get('epoch', 0)} of this loader, {evidence} on {named(ranks)}"
+    return Finding("LS101", place(_made(iteration)), said, cause, remedy, ranks, begin["step"])
+
+
+@rule("LS102", "no-set-epoch", "every epoch has the same order")
+def no_set_epoch(history: History) -> Iterable[Finding] | str:
+    """Loaders that shuffle, and give the same order in every epoch."""
+    findings, seen = [], False
+    for epochs in iterations(history).values():
+        by_rank: dict[int, list[Iteration]] = {}
+        for each in epochs.values():
+            for rank, iteration in each.items():
+                if iteration.is_training and _shuffles(iteration):
+                    by_rank.setdefault(rank, []).append(iteration)
+        several = {rank: its for rank, its in by_rank.items() if len(its) > 1}
+        seen = seen or bool(several)
+        same = tuple(rank for rank, its in several.items() if _same_order(history, its))
+        if same and len(same) == len(several):
+            findings.append(_same_epochs(history, several[same[0]], same))
+    return findings if seen else "no loader that shuffles gave two epochs of training"
+
+
+def _shuffles(iteration: Iteration) -> bool:
+    dealt = iteration.begin.get("distributed") or {}
+    return bool(dealt["shuffle"] if dealt.get("shuffle") is not None else iteration.begin.get("shuffles"))
+
+
+def _set_epochs(history: History, iteration: Iteration) -> int:
+    begin = iteration.begin
+    return sum(event.get("sampler") == begin.get("sampler") for event in history.of("set_epoch", rank=begin["rank"]))
+
+
+def _same_order(history: History, its: list[Iteration]) -> bool:
+    epochs = {(it.begin.get("distributed") or {}).get("epoch") for it in its}
+    if len(epochs) > 1:
+        return False
+    if None not in epochs and 0 < _set_epochs(history, its[0]) < len(its):
+        return False  # a loader that is meant to be read twice in an epoch
+    orders = [it.indices for it in its]
+    length = min(map(len, orders))
+    first = orders[0][:length]
+    return len(set(map(str, first))) >= _FEW and all(order[:length] == first for order in orders)
+
+
+def _same_epochs(history: History, its: list[Iteration], ranks: tuple[int, ...]) -> Finding:
+    begin = its[0].begin
+    dealt, calls = begin.get("distributed") or {}, _set_epochs(history, its[0])
+    first = some(map(str, its[0].indices), 5)
+    evidence = f"{len(its)} epochs of this loader had the same order: {first}, ..."
+    if not dealt:
+        cause, remedy = (
+            "the generator of the sampler begins with the same seed in each epoch",
+            "seed it once, or by epoch",
+        )
+    elif calls:
+        cause = f"sampler.set_epoch was called {calls} times with the same number, {dealt.get('epoch')}"
+        remedy = "sampler.set_epoch(epoch) with the number of the epoch"
+    else:
+        cause = "nobody called set_epoch of the DistributedSampler, which shuffles by seed + epoch"
+        remedy = "sampler.set_epoch(epoch) before each `for batch in loader`"
+    return Finding(
+        "LS102", place(begin.get("at") or _made(its[0])), evidence, cause, remedy, ranks, its[1].begin["step"]
+    )
+
+
+@rule("LS103", "split-differs", "ranks split the data set in different ways")
+def split_differs(history: History) -> Iterable[Finding] | str:
+    """random_split, or a Subset, that differs by rank under a sampler that deals one data set to all ranks."""
+    found = iterations(history)
+    dealt = [by_rank for epochs in found.values() for by_rank in list(epochs.values())[:1] if _is_dealt(by_rank)]
+    sizes = {it.begin.get("dataset_size") for by_rank in dealt for it in by_rank.values()}
+    by_key: dict[Any, dict[int, Event]] = {}
+    for rank, events in history.by_rank("split").items():
+        for key, event in numbered(events):
+            by_key.setdefault(key, {})[rank] = event
+    findings = []
+    for splits in by_key.values():
+        digests = {rank: event["digest"] for rank, event in splits.items()}
+        if differ(digests) and any(set(event["lengths"]) & sizes for event in splits.values()):
+            event = next(iter(splits.values()))
+            findings.append(_split(event, tuple(digests), f"random_split into {event['lengths']}"))
+    if not findings:
+        for by_rank in dealt:
+            subsets = {rank: it.begin.get("subset") for rank, it in by_rank.items()}
+            if differ(subsets) and None not in subsets.values():
+                event = next(iter(by_rank.values())).begin
+                event = {**event, "at": event.get("made_at") or event.get("at")}
+                findings.append(_split(event, tuple(subsets), "the Subset of this loader"))
+    if findings or by_key or any(it.begin.get("subset") for by_rank in dealt for it in by_rank.values()):
+        return findings
+    return "no random_split and no Subset whose samples a sampler deals to ranks"
+
+
+def _is_dealt(by_rank: dict[int, Iteration]) -> bool:
+    """True if one data set is dealt to these ranks, each with a part of its own."""
+    parts = {(it.begin.get("distributed") or {}).get("rank") for it in by_rank.values()}
+    return len(by_rank) > 1 and all(it.shards == len(by_rank) for it in by_rank.values()) and len(parts) == len(by_rank)
+
+
+def _split(event: Event, ranks: tuple[int, ...], what: str) -> Finding:
+    evidence = (
+        f"{what} drew other indices on {named(ranks)}, and the ranks then share the part as if they were the same"
+    )
+    cause = (
+        "the split depends on the rank's random numbers: training samples of one rank are validation samples of another"
+    )
+    remedy = "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), or split before ranks begin"
+    return Finding("LS103", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])
+
+
+@rule("LS104", "uneven-loaders", "ranks have different numbers of batches")
+def uneven_loaders(history: History) -> Iterable[Finding] | str:
+    """Training loaders that give ranks of one group different numbers of batches, so that collectives do not match."""
+    groups, found = replicas(history), iterations(history)
+    if not groups:
+        return _NO_GROUP
+    findings, seen = [], False
+    for epochs in found.values():
+        for by_rank in epochs.values():
+            for group in groups:
+                its = {rank: by_rank[rank] for rank in group if rank in by_rank}
+                if len(its) > 1 and any(it.is_training or it.end is None for it in its.values()):
+                    seen = True
+                    findings += _uneven(history, its)
+            if findings:
+                return findings
+    return findings if seen else _NO_LOADER
+
+
+def _uneven(history: History, its: dict[int, Iteration]) -> list[Finding]:
+    lengths = {rank: it.begin.get("batches") for rank, it in its.items()}
+    ends = {rank: it.end for rank, it in its.items()}
+    backwards = {rank: end.get("backwards", 0) for rank, end in ends.items() if end}
+    if any(end.get("joined") for end in ends.values() if end) or not _exchange(history, its):
+        return []
+    given = {rank: end["batches"] for rank, end in ends.items() if end}
+    is_over = {rank for rank, it in its.items() if it.is_complete}
+    if differ(lengths) and None not in lengths.values():
+        shown = f"len(loader) is {each_rank(lengths)}"
+        if len(backwards) == len(its) and not differ(backwards):
+            return []
+    elif None in lengths.values() and is_over and differ(backwards) and differ(given):
+        shown = f"batches in this epoch: {each_rank(given)}"
+    else:
+        return []
+    first = next(iter(its.values()))
+    evidence = shown + (f"; backward passes: {each_rank(backwards)}" if differ(backwards) else "")
+    has_sizes = differ({rank: it.begin.get("dataset_size") for rank, it in its.items()})
+    sizes = each_rank({rank: it.begin.get("dataset_size") for rank, it in its.items()})
+    cause = f"each rank has a data set of its own size: {sizes}" if has_sizes else None
+    remedy = (
+        "a DistributedSampler over one data set (it makes parts equal), stop all ranks at the smallest number of "
+        "batches, or `with model.join():`"
+    )
+    return [Finding("LS104", place(_made(first)), evidence, cause, remedy, tuple(its), first.begin["step"])]
+
+
+def _exchange(history: History, its: dict[int, Iteration]) -> bool:
+    """True if the ranks exchanged anything in backward passes, and not equally often."""
+    counts = dict.fromkeys(its, 0)
+    for step in history.of("step"):
+        if step["rank"] in counts:
+            synced = [each.get("synced") for each in step.get("backwards") or ()]
+            counts[step["rank"]] += sum(each is not False for each in synced)
+    return any(counts.values()) or not any(history.of("step"))
+
+
+@rule("LS105", "own-data-set", "ranks share out data sets that are not the same")
+def own_data_set(history: History) -> Iterable[Finding] | str:
+    """A sampler that deals one data set to all ranks, over data sets of other size or content."""
+    findings, probed = [], {}
+    for event in history.of("probe"):
+        probed[event["rank"], event["loader"]] = event
+    dealt = [by_rank for e in iterations(history).values() for by_rank in list(e.values())[:1] if _is_dealt(by_rank)]
+    for by_rank in dealt:
+        sizes = {rank: it.begin.get("dataset_size") for rank, it in by_rank.items()}
+        probes = {rank: probed.get((rank, it.begin["loader"])) for rank, it in by_rank.items()}
+        evidence = _probe_differs({rank: each for rank, each in probes.items() if each})
+        if differ(sizes) and None not in sizes.values():
+            evidence = f"the data set has {each_rank({rank: f'{size} samples' for rank, size in sizes.items()})}"
+        if evidence:
+            first = next(iter(by_rank.values()))
+            cause = "each rank makes a data set of its own, and the sampler takes another part of each"
+            remedy = "make the data set from a fixed seed or one file, or read it on rank 0 and broadcast it"
+            findings.append(Finding("LS105", place(_made(first)), evidence, cause, remedy, tuple(by_rank), 0))
+    if findings or probed:
+        return findings
+    return "contents of data sets were not compared (--probe)" if dealt else "no sampler deals a data set to ranks"
+
+
+def _probe_differs(probes: dict[int, Event]) -> str | None:
+    """Evidence where a sample that several ranks read has other contents on each."""
+    common = set.intersection(*(set(event["samples"]) for event in probes.values())) if len(probes) > 1 else set()
+    wrong = [index for index in sorted(common) if differ({r: e["samples"][index] for r, e in probes.items()})]
+    if not wrong:
+        return None
+    return f"dataset[{wrong[0]}] has other contents on {named(probes)}, as have {len(wrong)} of {len(common)} samples"
+
+
+@rule("LS106", "whole-data", "every rank trains on the whole data set", "warning")
+def whole_data(history: History) -> Iterable[Finding] | str:
+    """Loaders without a part for each rank, whose ranks shuffle in different ways: an epoch is N epochs."""
+    groups, found = replicas(history), iterations(history)
+    if not groups:
+        return _NO_GROUP
+    findings, seen = [], False
+    for epochs in found.values():
+        for by_rank in list(epochs.values())[:1]:
+            its = {r: it for r, it in by_rank.items() if it.is_training and it.is_complete and it.shards == 1}
+            its = {rank: it for rank, it in its.items() if any(rank in group for group in groups)}
+            if len(its) < 2:
+                continue
+            seen = True
+            orders = {rank: it.indices for rank, it in its.items()}
+            whole = [_is_whole(it) for it in its.values()]
+            subsets = differ({rank: (it.begin.get("subset"), it.begin.get("dataset_size")) for rank, it in its.items()})
+            if all(whole) and differ(orders) and not subsets:
+                findings.append(_whole(next(iter(its.values())), tuple(its)))
+    return findings if seen else "no loader gave every rank a whole epoch without a sampler that deals it"
+
+
+def _is_whole(iteration: Iteration) -> bool:
+    indices, size = iteration.indices, iteration.begin.get("dataset_size") or 0
+    return size >= _FEW and len({str(index) for index in indices}) == len(indices) > 0.9 * size
+
+
+def _whole(iteration: Iteration, ranks: tuple[int, ...]) -> Finding:
+    size = iteration.begin.get("dataset_size")
+    evidence = f"each of {named(ranks)} read all of {size} indices in one epoch, in an order of its own"
+    cause = f"no DistributedSampler around this {line(_made(iteration))} loader, unless each rank reads other files"
+    remedy = (
+        "sampler=DistributedSampler(dataset): or write `# lockstep: ignore[LS106]` where each rank has files of its own"
+    )
+    return Finding("LS106", place(_made(iteration)), evidence, cause, remedy, ranks, iteration.begin["step"])

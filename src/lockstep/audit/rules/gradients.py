@@ -1,0 +1,332 @@
+"""Rules on gradients and parameters: replicas that part, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.audit.events import Event, History
+from lockstep.audit.findings import Finding
+from lockstep.audit.rules.facts import (
+    Key,
+    differ,
+    each_rank,
+    line,
+    named,
+    place,
+    replicas,
+    rule,
+    some,
+    steps,
+)
+
+_NOTHING = "no step of replicas was compared"
+_AVERAGING = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
+_NUMBERS = 4
+_FEW = 8
+"""A tensor with no more elements may hold metrics. A larger one may hold parameters."""
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first step after which replicas of a model differ."""
+
+    ranks: tuple[int, ...]
+    events: dict[int, Event]
+    gradients: list[str]
+    """Names of the gradients that differ."""
+    parameters: list[str]
+    of: int
+
+    @property
+    def first(self) -> Event:
+        """The step on the first rank."""
+        return self.events[self.ranks[0]]
+
+    @property
+    def evidence(self) -> str:
+        what = [
+            f"{len(names)} of {self.of} {kind} differ ({some(names)})"
+            for kind, names in (("gradients", self.gradients), ("parameters", self.parameters))
+            if names
+        ]
+        return f"at step {self.first['step']}, {' and '.join(what)} between {named(self.ranks)}"
+
+
+def partings(history: History) -> tuple[list[Parting], bool]:
+    """The first partings of each optimizer's model, and whether any step was compared.
+
+    Replicas that are together again later, or that the script averages itself, part on purpose.
+    """
+    groups, found, compared = replicas(history, "ddp"), [], False
+    if not groups and not any(history.of("wrap")):
+        groups = replicas(history)
+    averaged = any(history.of("hand_average")) or _averages(history)
+    ignored = {name for wrap in history.of("wrap") for name in wrap.get("ignored") or ()}
+    for by_rank in steps(history).values():
+        for group in groups:
+            ranks = tuple(rank for rank in group if rank in by_rank)
+            pairs = list(_compared(by_rank, ranks, ignored)) if len(ranks) > 1 else []
+            compared = compared or bool(pairs)
+            first = next((parting for parting in pairs if parting.gradients or parting.parameters), None)
+            together = any(not each.parameters for each in pairs[pairs.index(first) :]) if first else True
+            if first and not averaged and not together and not _hooked(history) and not _meet(history, ranks):
+                found.append(first)
+    return found, compared
+
+
+def _compared(by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...], ignored: set[str]) -> Iterator[Parting]:
+    for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))):
+        events = {rank: by_rank[rank][index] for rank in ranks}
+        if all("parameters" in event for event in events.values()):
+            names = set.intersection(*(set(event["parameters"]) for event in events.values())) - ignored
+            kinds = [
+                [
+                    name
+                    for name in sorted(names)
+                    if differ({r: (e.get(kind) or {}).get(name) for r, e in events.items()})
+                ]
+                for kind in ("gradients", "parameters")
+            ]
+            yield Parting(ranks, events, kinds[0], kinds[1], len(names))
+
+
+def _averages(history: History) -> bool:
+    """True if the script exchanges tensors itself between steps: perhaps parameters."""
+    shapes: dict[tuple[str, int], set[str]] = {}
+    for call in history.of("collective"):
+        if call["step"] > 0 and "float" in str(call.get("dtype")) and call.get("op") in _AVERAGING:
+            shapes.setdefault((str(call.get("at")), call["step"]), set()).add(str(call.get("shape")))
+            if _elements(call) > _FEW:
+                return True
+    return any(len(each) > 1 for each in shapes.values())
+
+
+def _hooked(history: History) -> bool:
+    """True if a communication hook (local SGD, compression) exchanges in its own way."""
+    return any(event.get("hook") for event in history.of("wrap", "step")) or any(history.of("hook"))
+
+
+def _meet(history: History, ranks: tuple[int, ...]) -> bool:
+    """True if the parameters are equal at the end of the script."""
+    ends = {event["rank"]: event.get("parameters") for event in history.of("exit") if event["rank"] in ranks}
+    return len(ends) == len(ranks) and all(ends.values()) and not differ(ends)
+
+
+def _backwards(parting: Parting) -> list[Event]:
+    return [each for event in parting.events.values() for each in event.get("backwards") or ()]
+
+
+def _wrapped_at(history: History, parting: Parting) -> Any:
+    return next((wrap.get("at") for wrap in history.of("wrap", rank=parting.ranks[0])), None)
+
+
+def _caused(history: History, kind: str, parting: Parting) -> list[Event]:
+    """Events of a kind that the ranks of a parting saw before it."""
+    return [
+        e for e in history.of(kind) if e["rank"] in parting.ranks and e["number"] <= parting.events[e["rank"]]["number"]
+    ]
+
+
+def _without_sync(parting: Parting) -> bool:
+    """True if no backward pass before the step exchanged gradients."""
+    backwards = _backwards(parting)
+    return bool(backwards) and all(each.get("synced") is False for each in backwards)
+
+
+@rule("LS201", "replicas-part", "parameters of replicas differ")
+def replicas_part(history: History) -> Iterable[Finding] | str:
+    """Replicas that part for a reason that no other rule of this group names."""
+    found, compared = partings(history)
+    findings = []
+    for parting in found:
+        if _caused(history, "unfrozen", parting) or (parting.gradients and _caused(history, "bypass", parting)):
+            continue
+        if _without_sync(parting) and parting.gradients:
+            continue
+        if not parting.gradients and _other_rates(parting):
+            continue  # LS301
+        findings.append(_parted(history, parting))
+    return findings if compared else _NOTHING
+
+
+def _other_rates(parting: Parting) -> bool:
+    known = {r: e["hyperparameters"] for r, e in parting.events.items() if e.get("hyperparameters")}
+    return differ(known)
+
+
+def _parted(history: History, parting: Parting) -> Finding:
+    at, cause = parting.first.get("at"), None
+    remedy = "compare the ranks around this step; every rank must do the same to its model"
+    backwards = _backwards(parting)
+    if parting.gradients and any(each.get("synced") is False for each in backwards[-1:]):
+        at, cause = backwards[-1].get("at"), "the last backward pass before the step did not exchange gradients"
+    elif not parting.gradients and parting.first.get("index") == 0:
+        cause = "gradients are equal and parameters are not, at the first step: they differed before training"
+        remedy = "make the models from the same seed, or broadcast the parameters of rank 0 before the first step"
+        at = _wrapped_at(history, parting) or at
+    elif not parting.gradients:
+        cause = "gradients are equal: something else than the optimizer has changed parameters on one rank"
+    return Finding("LS201", place(at), parting.evidence, cause, remedy, parting.ranks, parting.first["step"])
+
+
+@rule("LS202", "wrapper-bypassed", "the model is called without its wrapper")
+def wrapper_bypassed(history: History) -> Iterable[Finding] | str:
+    """`model.module(...)` in training, and gradients that differ because of it."""
+    found, compared = partings(history)
+    findings = []
+    for parting in found:
+        for event in _caused(history, "bypass", parting)[:1]:
+            if parting.gradients:
+                cause = "DistributedDataParallel does not see a forward pass of model.module, and exchanges nothing"
+                remedy = "call the wrapped model itself: model(inputs), not model.module(inputs)"
+                at, ranks = place(event.get("at")), parting.ranks
+                findings.append(Finding("LS202", at, parting.evidence, cause, remedy, ranks, parting.first["step"]))
+    return findings if compared else _NOTHING
+
+
+@rule("LS203", "unfrozen-late", "parameters were unfrozen after the model was wrapped")
+def unfrozen_late(history: History) -> Iterable[Finding] | str:
+    """Parameters whose requires_grad changed after DDP(...), and whose gradients nobody exchanges."""
+    found, compared = partings(history)
+    findings = []
+    for parting in found:
+        for event in _caused(history, "unfrozen", parting)[:1]:
+            names = sorted(set(event["names"]) & {*parting.gradients, *parting.parameters})
+            if names:
+                at = place(event.get("at") or _wrapped_at(history, parting))
+                wrapped = line(_wrapped_at(history, parting))
+                cause = f"{some(names)} did not require gradients at {wrapped}, so the wrapper does not exchange them"
+                remedy = "unfreeze before DistributedDataParallel(...), or wrap the model anew after unfreezing"
+                step = parting.first["step"]
+                findings.append(Finding("LS203", at, parting.evidence, cause, remedy, parting.ranks, step))
+    return findings if compared else _NOTHING
+
+
+@rule("LS204", "step-without-sync", "the optimizer steps on gradients that were not exchanged")
+def step_without_sync(history: History) -> Iterable[Finding] | str:
+    """Steps whose backward passes were all under no_sync, or for which the flag came too late."""
+    found, compared = partings(history)
+    findings = []
+    for parting in found:
+        if not (_without_sync(parting) and parting.gradients) or _caused(history, "bypass", parting):
+            continue
+        last = _backwards(parting)[-1]
+        if any(each.get("flag_set_late") for each in _backwards(parting)):
+            cause = (
+                "the forward pass decides whether gradients are exchanged, and no_sync() or the flag was off only later"
+            )
+            remedy = "end no_sync(), or set require_backward_grad_sync, before the forward pass of the last micro-batch"
+        else:
+            cause = "all backward passes before this step were under no_sync()"
+            remedy = "leave no_sync() for forward and backward of the last micro-batch before each step"
+        at, step = place(last.get("at")), parting.first["step"]
+        findings.append(Finding("LS204", at, parting.evidence, cause, remedy, parting.ranks, step))
+    return findings if compared else _NOTHING
+
+
+@rule("LS205", "sum-not-divided", "gradients are summed over ranks and not divided")
+def sum_not_divided(history: History) -> Iterable[Finding] | str:
+    """all_reduce(SUM) of gradients by the script, without a division by the number of ranks."""
+    reduced = list(history.of("hand_reduce"))
+    findings, seen = [], set()
+    for event in reduced:
+        at = tuple((event.get("at") or ["?", 0])[:2])
+        if event.get("op", "").upper() != "SUM" or event.get("divided") is not False or at in seen:
+            continue
+        if _counts_before(history, event) or _divided_loss(history, event):
+            continue
+        seen.add(at)
+        count, world = event.get("parameters"), len(history.ranks)
+        evidence = f"{count} gradients were summed over {world} ranks, and the step took the sum"
+        cause = "the loss is a mean over the batch of a rank, and a sum of means grows with the number of ranks"
+        remedy = "divide by world_size after all_reduce, use op=ReduceOp.AVG, or divide the loss by the global batch"
+        findings.append(
+            Finding("LS205", place(event.get("at")), evidence, cause, remedy, tuple(history.ranks), event["step"])
+        )
+    return findings if reduced else "the script does not reduce gradients itself"
+
+
+def _counts_before(history: History, event: Event) -> bool:
+    """True if a number was summed over ranks before the gradients were: a loss over the global batch."""
+    return any(
+        call.get("op") == "all_reduce"
+        and call["number"] < event["number"]
+        and call["step"] == event["step"]
+        and _elements(call) <= _NUMBERS
+        and (call.get("at") or [])[:2] != (event.get("at") or [])[:2]
+        for call in history.of("collective", rank=event["rank"])
+    )
+
+
+def _elements(call: Event) -> int:
+    product = 1
+    for size in call.get("shape") or ():
+        product *= size
+    return product
+
+
+def _divided_loss(history: History, event: Event) -> bool:
+    """True if the loss was divided: by a multiple of the number of ranks, or by an unknown number."""
+    for step in history.of("step", rank=event["rank"]):
+        for each in step.get("backwards") or ():
+            divisor = each.get("divisor")
+            if divisor is not None and divisor != 1 and divisor % len(history.ranks) == 0:
+                return True
+            if divisor is None and any(name.startswith(("Div", "Mul")) for name in each.get("ops", ())[:2]):
+                return True
+    return False
+
+
+@rule("LS206", "steps-differ", "ranks make different numbers of steps or backward passes")
+def steps_differ(history: History) -> Iterable[Finding] | str:
+    """A rank that leaves out a step, or a backward pass that exchanges gradients."""
+    groups, findings, seen = replicas(history), [], False
+    joined = any(event.get("joined") for event in history.of("loader_end"))
+    for key, by_rank in steps(history).items():
+        for group in groups:
+            ranks = tuple(rank for rank in group if rank in by_rank)
+            if len(ranks) < 2 or joined:
+                continue
+            seen = True
+            finding = _left_out(history, key, ranks, by_rank)
+            findings += [finding] if finding else []
+    return findings if seen else "no ranks of one group made steps of one optimizer"
+
+
+def _left_out(
+    history: History, key: Key, ranks: tuple[int, ...], by_rank: dict[int, dict[int, Event]]
+) -> Finding | None:
+    remedy = "decide on all ranks together: all_reduce the flag (MAX) before `continue` or a skipped step"
+    sums = dict.fromkeys(ranks, 0)
+    for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))):
+        for rank in ranks:
+            backwards = by_rank[rank][index].get("backwards") or ()
+            sums[rank] += sum(each.get("synced") is True for each in backwards)
+        if differ(sums):
+            event = by_rank[max(sums, key=lambda rank: sums[rank])][index]
+            backwards = event.get("backwards") or [{}]
+            evidence = (
+                f"before step {index} of this optimizer, backward passes that exchange gradients: {each_rank(sums)}"
+            )
+            cause = (
+                "a rank left out a step after a backward pass: its gradients are then paired with those of other steps"
+            )
+            return Finding(
+                "LS206", place(backwards[0].get("at") or event.get("at")), evidence, cause, remedy, ranks, index
+            )
+    counts = {rank: len(by_rank[rank]) for rank in ranks}
+    exits = {event["rank"]: event for event in history.of("exit")}
+    is_over = all(rank in exits and not exits[rank].get("code") and not exits[rank].get("error") for rank in ranks)
+    if not (is_over and differ(counts)) or not _exchanges(by_rank):
+        return None
+    event = by_rank[ranks[0]][max(by_rank[ranks[0]])]
+    evidence = f"steps of this optimizer until the end: {each_rank(counts)}"
+    return Finding("LS206", place(event.get("at")), evidence, None, remedy, ranks, min(counts.values()))
+
+
+def _exchanges(by_rank: dict[int, dict[int, Event]]) -> bool:
+    return any(
+        b.get("synced") for events in by_rank.values() for e in events.values() for b in e.get("backwards") or ()
+    )

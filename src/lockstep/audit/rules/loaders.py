@@ -1,0 +1,90 @@
+"""Iterations over loaders, put together from their events."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.audit.events import Event, History
+from lockstep.audit.rules.facts import Key, keys
+
+
+@dataclass
+class Iteration:
+    """One iteration of a rank over a loader."""
+
+    begin: Event
+    end: Event | None = None
+    batches: dict[int, list[Any]] = field(default_factory=dict)
+    """Indices by number of the batch."""
+    sampled: dict[int, Event] = field(default_factory=dict)
+    """`batch` events by number of the batch."""
+    used: bool = False
+    """A step used batches of it."""
+
+    @property
+    def is_training(self) -> bool:
+        """True if gradients were computed during it."""
+        return bool(self.end["backwards"]) if self.end and "backwards" in self.end else self.used
+
+    @property
+    def indices(self) -> list[Any]:
+        """The indices in their order, up to the first batch that was not recorded."""
+        found: list[Any] = []
+        for number in range(len(self.batches)):
+            if number not in self.batches:
+                break
+            found += self.batches[number]
+        return found
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that a sampler deals the data to; 1 if none does."""
+        return int((self.begin.get("distributed") or {}).get("replicas") or 1)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the loader was exhausted."""
+        return bool(self.end and self.end.get("is_complete"))
+
+
+Iterations = dict[Key, dict[int, dict[int, Iteration]]]
+
+
+def iterations(history: History) -> Iterations:
+    """All iterations: by loader, epoch (iterations of the loader before), and rank."""
+    known = keys(history, "loader", "loader")
+    by_id: dict[tuple[int, int, int], Iteration] = {}
+    found: Iterations = defaultdict(lambda: defaultdict(dict))
+    for event in history.of("loader", "indices", "batch", "loader_end"):
+        rank, number, epoch = event["rank"], event["loader"], event.get("epoch", 0)
+        if event["kind"] == "loader":
+            by_id[rank, number, epoch] = found[known[rank, number]][epoch][rank] = Iteration(event)
+            continue
+        iteration = by_id.get((rank, number, epoch))
+        if iteration is None:
+            continue
+        if event["kind"] == "indices":
+            first = event.get("first", 0)
+            iteration.batches |= {first + place: batch for place, batch in enumerate(event["batches"])}
+        elif event["kind"] == "batch":
+            iteration.sampled[event["batch"]] = event
+        else:
+            iteration.end = event
+    _mark_used(history, by_id)
+    return found
+
+
+def _mark_used(history: History, by_id: dict[tuple[int, int, int], Iteration]) -> None:
+    """Mark the iterations whose batches steps used: the last that began before the step."""
+    for step in history.of("step"):
+        for micro in step.get("micro_batches") or ():
+            number = micro.get("loader")
+            begun = [
+                iteration
+                for (rank, loader, _), iteration in by_id.items()
+                if rank == step["rank"] and loader == number and iteration.begin["number"] < step["number"]
+            ]
+            if begun and step.get("backwards"):
+                max(begun, key=lambda iteration: int(iteration.begin["number"])).used = True

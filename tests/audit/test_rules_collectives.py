@@ -1,0 +1,134 @@
+"""Rules on collectives and hangs."""
+
+import pytest
+
+from tests.audit.made_events import Script, at
+
+
+def called(*calls, script=None):
+    """Calls in their order: a function of the rank gives op, shape and line."""
+    script = script or Script()
+    for sequence, call in enumerate(calls):
+        for rank in range(script.world):
+            op, shape, line = call(rank)
+            script.add(
+                "collective", rank, at=at(line), op=op, group="0", shape=shape, dtype="torch.float32", sequence=sequence
+            )
+    return script
+
+
+def test_calls_that_do_not_match_are_named_with_both_lines():
+    script = called(
+        lambda rank: ("all_reduce", [4], 20), lambda rank: ("barrier", [], 21) if rank else ("all_reduce", [4], 22)
+    )
+    (finding,) = script.found("LS501")
+    assert (
+        "call 1 in group 0: all_reduce [4] torch.float32 at train.py:22 on rank 0, barrier at train.py:21"
+        in finding.evidence
+    )
+    assert finding.where.line in (21, 22)
+    shapes = called(lambda rank: ("all_reduce", [4 + rank], 20))
+    assert shapes.found("LS501")[0].cause is None
+    recorded = [
+        {
+            "group": "0",
+            "sequence": 7,
+            "name": "gloo:all_reduce",
+            "sizes": [[4]],
+            "dtypes": ["Float"],
+            "state": "scheduled",
+        }
+    ]
+    other = [recorded[0] | {"sizes": [[5]]}]
+    hung = waiting(lambda rank: 30, collectives=lambda rank: other if rank else recorded)
+    assert "collective 7 of group 0" in hung.found("LS501")[0].evidence
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        called(lambda rank: ("all_reduce", [4], 20), lambda rank: ("barrier", [], 21)),
+        called(lambda rank: ("all_reduce", [4], 20 + rank)),  # `if rank == 0: ... else: ...` with the same call in both
+        called(lambda rank: ("all_gather", [4 + rank], 20)),  # the lists may be uneven
+        called(lambda rank: ("send" if rank else "recv", [4], 20)),
+    ],
+    ids=["equal", "two branches", "uneven gather", "pipeline"],
+)
+def test_calls_that_match_are_right(script):
+    assert script.errors() == set()
+
+
+def waiting(line, world=2, script=None, **keys):
+    keys = {"since_s": 60.0, "blocked_in": "torch.distributed.barrier", "moves": False} | keys
+    return (script or Script(world)).add("stuck", at=lambda rank: at(line(rank)), stacks={}, **keys)
+
+
+def test_ranks_that_wait_in_different_lines_are_named():
+    script = waiting(lambda rank: 40 if rank == 0 else 30, world=3)
+    (finding,) = script.found("LS502")
+    assert finding.where.line == 40
+    assert "train.py:30 (torch.distributed.barrier) on ranks 1, 2" in finding.evidence
+    assert "rank 0 came to train.py:40, and the others did not" in finding.cause
+    assert script.errors() == {"LS502"}
+
+
+def test_the_flight_recorder_says_who_did_not_come():
+    def entries(rank):
+        count = 3 if rank else 5
+        return [
+            {
+                "group": "0",
+                "sequence": count,
+                "name": "gloo:all_reduce",
+                "sizes": [],
+                "dtypes": [],
+                "state": "scheduled",
+            }
+        ]
+
+    cause = waiting(lambda rank: 30 + rank, collectives=entries).found("LS502")[0].cause
+    assert "rank 1 made only 3 collectives, and rank 0 made 5" in cause
+
+
+def test_ranks_that_are_stuck_in_one_line_have_no_known_cause():
+    (finding,) = waiting(lambda rank: 30).found("LS504")
+    assert finding.cause is None
+    script = waiting(lambda rank: 30)
+    script.events = [event | ({"world_size": 3} if event["kind"] == "start" else {}) for event in script.events]
+    assert script.found("LS504")[0].cause == "rank 2 never began"
+
+
+def test_a_rank_that_was_slow_and_went_on_is_not_stuck():
+    script = waiting(lambda rank: 30 + rank).optimizer().step().exit()
+    assert script.errors() == set()
+    rank_0_evaluates = Script().add("stuck", 1, at=at(30), stacks={}).add("loader", 0, loader=0).exit()
+    assert rank_0_evaluates.errors() == set()
+
+
+def test_a_rank_that_left_while_others_wait_is_named():
+    script = Script().optimizer().step().exit(0)
+    script.step(rank=1).add("stuck", 1, at=at(31), stacks={}, since_s=60)
+    (finding,) = script.found("LS503")
+    assert (
+        "rank 0 ended without an error after 1 steps, while step 2 waits at train.py:31 on rank 1" in finding.evidence
+    )
+    assert "fewer steps" in finding.cause
+    lost = Script().optimizer().step().exit(0).step(rank=1)
+    lost.exit(1, code=1, error={"type": "RuntimeError", "message": "Connection closed by peer [::1]", "at": at(31)})
+    assert lost.found("LS503")
+
+
+def test_scripts_that_fail_or_end_are_not_left():
+    assert Script().optimizer().step().exit().errors() == set()
+    failed = Script().optimizer().step().exit(0, code=1, error={"type": "ValueError", "message": "no file"})
+    failed.exit(1, code=1, error={"type": "RuntimeError", "message": "Connection reset", "at": at(31)})
+    assert failed.errors() == set()  # rank 0 has told its own error
+    both = Script().exit(code=1, error={"type": "ValueError", "message": "no file"})
+    assert both.errors() == set()
+
+
+def test_the_end_of_a_loader_counts_backward_passes_and_does_not_list_them():
+    script = waiting(
+        lambda rank: 40 if rank == 0 else 30, script=Script().add("loader_end", loader=0, epoch=0, backwards=8)
+    )
+    assert script.found("LS502")[0].where.line == 40
