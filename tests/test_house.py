@@ -153,8 +153,8 @@ CODE_LINES = {
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
 
 What came new, such as a recipe, has a budget of its own, and does not count in the folder around it.
-What language models need of the engine (units and recomputation of large models, seams of adapters and uploads), and the
-command of the audit, took 78 lines beside these.
+What language models need of the engine (units and recomputation of large models, seams of adapters and uploads), and
+the command of the audit, took 78 lines beside these.
 """
 OF_THEIR_OWN = (
     "updates",
