@@ -146,7 +146,7 @@ def lockstep(options):
     for name, rate in (("evaluated", 1e-30), ("trained", LR)):  # an evaluation comes after a step, and so of size 0
         settings = {
             "batch": {"global": TRAINED, "micro": options.micro},
-            "train": {"steps": 1},
+            "train": {"steps": 1, "eval_every_steps": 1},
             "optim": {"name": "SGD", "lr": rate},
             "schedule": {"name": "constant"},
             "device": "cpu",
