@@ -32,10 +32,11 @@ def audited(script: Path, run: dict[str, Any], root: Path, patience: int) -> dic
         before: list[str] = []
         for number, arguments in enumerate([*run.get("first", []), run["args"]]):
             events, report = f"{folder}/events-{number}", Path(folder, f"report-{number}.json")
-            options = ["--patience", str(patience), "--format", "json", "--output", str(report), *before]
-            options += ["--folder", events]
+            report_options = ["--format", "json", "--output", str(report), *before]
+            options = ["--patience", str(patience), "--folder", events]
+            command = [sys.executable, "-m", "lockstep", "audit"]
             if run["launch"] == "torchrun":
-                command = [sys.executable, "-m", "lockstep", "audit", "--nproc", "2", *options, str(script), *arguments]
+                command += ["--nproc", "2", *options, *report_options, str(script), *arguments]
             else:
                 command = [sys.executable, "-m", "lockstep.audit", *options, str(script), *arguments]
             work = Path(folder, "work")
@@ -48,6 +49,9 @@ def audited(script: Path, run: dict[str, Any], root: Path, patience: int) -> dic
                 code, output = done.returncode, done.stdout + done.stderr
             except subprocess.TimeoutExpired as error:
                 code, output = -1, f"300 s were not enough\n{error.stdout}"
+            if run["launch"] != "torchrun" and Path(events).exists():
+                read = [sys.executable, "-m", "lockstep", "audit", "--read", events, *report_options]
+                code = subprocess.run(read, cwd=work, env=environment, capture_output=True).returncode
             before = ["--previous", events]
         found = json.loads(report.read_text()) if report.exists() else {"findings": [], "lost": output[-3000:]}
     return found | {"code": code, "seconds": round(time.monotonic() - begun, 1), "output": output[-3000:]}

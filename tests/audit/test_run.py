@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.audit.test_pages import END, LINES, PRELUDE
-from tests.processes import HANG_S, environment
+from tests.processes import HANG_S, ROOT, environment
 
 RANK_0_WAITS = (
     PRELUDE + "if dist.get_rank() == 0:\n    dist.barrier()\nelse:\n    import time\n    time.sleep(10_000)\n"
@@ -52,3 +52,9 @@ def test_a_script_that_is_not_there_is_an_error_of_usage(tmp_path):
     done = audit(tmp_path / "none.py")
     assert done.returncode == 2
     assert "none.py" in done.stderr
+
+
+@pytest.mark.exhaustive
+def test_uneven_ranks_that_join_are_right_without_a_loader_too():
+    done = audit(ROOT / "tests/audit/scripts/with_join.py")
+    assert (done.returncode, "0 errors" in done.stdout) == (0, True), done.stdout + done.stderr

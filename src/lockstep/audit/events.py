@@ -116,7 +116,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             Python code; false: it is inside one call of C++)
     exit          the script ends                           code, error: {type, message, at}, collectives: {group:
                                                             number of collectives made}, cut: {what: number} of events
-                                                            that were left out, backwards_left (backward passes after
+                                                            that were left out, joined, backwards_left (passes after
                                                             the last optimizer step), steps: {optimizer: number},
                                                             parameters: {model: digest of all, when the process group
                                                             ended or at exit, if the model lived}

@@ -167,10 +167,10 @@ def iterator_made(iterator: Any, *_: Any, **__: Any) -> After:
 def _samplers_in(loader: Any) -> list[Any]:
     """The samplers of a loader, the innermost last."""
     found: list[Any] = []
-    inner = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
+    inner = _sampler_in(loader)
     while inner is not None and not any(inner is one for one in found):
         found.append(inner)
-        inner = getattr(inner, "batch_sampler", None) or getattr(inner, "sampler", None)
+        inner = _sampler_in(inner)
     return found
 
 
@@ -211,6 +211,12 @@ def _distribution(sampler: Any) -> dict[str, Any] | None:
             return None
     told = {key: getattr(sampler, name) for key, name in names.items() if hasattr(sampler, name)}
     return {"kind": type(sampler).__name__} | {k: v for k, v in told.items() if isinstance(v, (bool, int))}
+
+
+def _sampler_in(thing: Any) -> Any:
+    """The sampler that a loader or a sampler draws from. A sampler without a length has no truth value."""
+    batches = getattr(thing, "batch_sampler", None)
+    return getattr(thing, "sampler", None) if batches is None else batches
 
 
 def _length(thing: Any) -> int | None:

@@ -168,7 +168,8 @@ class Recorder:
         for function in self.at_exit:
             told |= self.guard(f"exit: {function.__module__}", function) or {}
         code = self.exit_code if self.exit_code is not None else int(error is not None)
-        self.emit("exit", code=code, error=_told(error), cut=dict(self.cut) or None, **told)
+        joined = self.counts.joined > 0 or None
+        self.emit("exit", code=code, error=_told(error), joined=joined, cut=dict(self.cut) or None, **told)
 
 
 def is_child() -> bool:

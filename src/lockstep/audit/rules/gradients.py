@@ -283,7 +283,7 @@ def _divided_loss(history: History, event: Event) -> bool:
 def steps_differ(history: History) -> Iterable[Finding] | str:
     """A rank that leaves out a step, or a backward pass that exchanges gradients."""
     groups, findings, seen = replicas(history), [], False
-    joined = any(event.get("joined") for event in history.of("loader_end"))
+    joined = any(event.get("joined") for event in history.of("loader_end", "exit"))
     for key, by_rank in steps(history).items():
         for group in groups:
             ranks = tuple(rank for rank in group if rank in by_rank)
