@@ -6,7 +6,10 @@
 A fault counts as found where an error or a warning points at one of its accepted lines (`lines` or `also` of
 cases.json), and as "elsewhere" where the audit reports only other lines. Whether the sentence of the finding is the
 right sentence is for a person to read: the results hold both. A right script must have no finding of the level error.
-Frameworks that are not in the environment come by PYTHONPATH.
+The scripts with Lightning need, once:
+
+    pip install --target benchmarks/audit_cases/extra --no-deps lightning==2.6.6 pytorch-lightning==2.6.6 \
+        lightning-utilities
 """
 
 from __future__ import annotations

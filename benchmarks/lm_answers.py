@@ -160,6 +160,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data/lm/gsm8k/test.jsonl")
     parser.add_argument("--micro", type=int)
+    parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
     for name in ("worker", "result", "folder"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -170,7 +171,7 @@ def main():
         make_model(options)
         right, before, after = exact(options)
         print(f"one process with plain torch: loss {right:.6f}")
-        for system in SYSTEMS:
+        for system in options.systems:
             for ranks, micro in SETTINGS:
                 result = f"{options.folder}/{system}-{ranks}-{micro}"
                 command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -182,11 +183,14 @@ def main():
                 if done.returncode:
                     sys.exit(done.stdout[-4000:] + done.stderr[-4000:])
                 found = torch.load(result)
-                off = float((found["weights"] - after).norm() / (after - before).norm())
+                theirs, right_update = found["weights"] - before, after - before
+                off = float((theirs - right_update).norm() / right_update.norm())
+                size = float(theirs.norm() / right_update.norm())
                 setting = f"{ranks} ranks, micro-batches of {micro}"
                 difference = f"off by {found['loss'] - right:+.6f}"
+                update = f"update off by {off:.1e}, {size:.3f} as large"
                 print(
-                    f"{system:<9} {setting:<28} loss {found['loss']:.6f}, {difference}; update off by {off:.1e}",
+                    f"{system:<9} {setting:<28} loss {found['loss']:.6f}, {difference}; {update}",
                     flush=True,
                 )
 
