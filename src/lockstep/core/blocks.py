@@ -67,7 +67,7 @@ def find_ends(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[nn.Mo
     for method in ("get_input_embeddings", "get_output_embeddings"):
         ends: dict[str, nn.Module] = {}
         for module in model.modules():
-            with contextlib.suppress(NotImplementedError, AttributeError):  # of a model that has no such end
+            with contextlib.suppress(NotImplementedError, AttributeError, TypeError):  # no such end, or another method
                 end = getattr(module, method)()
                 if isinstance(end, nn.Embedding | nn.Linear) and id(end) not in inside and _count(end) >= least:
                     ends[names[id(end)]] = end
@@ -153,12 +153,18 @@ def _is_recomputed(block: nn.Module) -> bool:
 
 
 def _recomputed(
-    forward: Callable[..., Any], block: nn.Module | None, device: torch.device, selective: bool, *args: Any, **keys: Any
+    forward: Callable[..., Any],
+    block: nn.Module | None,
+    device: torch.device,
+    selective: bool,
+    /,  # a block may have arguments of these names
+    *args: Any,
+    **options: Any,
 ) -> Any:
     contexts: dict[str, Any] = {"context_fn": partial(_contexts, block, device, selective)}
     if block is None and torch.compiler.is_compiling():
         contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _keeps)} if selective else {}
-    return checkpoint(forward, *args, use_reentrant=False, **contexts, **keys)
+    return checkpoint(forward, *args, use_reentrant=False, **contexts, **options)
 
 
 def _keeps(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:

@@ -100,12 +100,15 @@ def collective(name: str, *arguments: Any, **named: Any) -> After:
 
 
 _averages: set[str] = set()
+_looked: Counter[str] = Counter()
+"""How often each line was looked at: all parameters are compared."""
 
 
 def _note_average(name: str, tensor: torch.Tensor, at: list[str | int] | None, op: str | None) -> None:
     """Note a line that exchanges parameters after the first step: averages of replicas, by hand."""
-    if str(at) in _averages or not recorder.counts.optimizer_steps:
+    if str(at) in _averages or not recorder.counts.optimizer_steps or _looked[str(at)] >= _LOOKS:
         return
+    _looked[str(at)] += 1
     found = gradients.parameter_of(tensor)
     if found is not None:
         _averages.add(str(at))
@@ -190,7 +193,7 @@ class Gradients:
     def take(self, parameters: list[torch.Tensor]) -> list[dict[str, Any]]:
         """What the script summed of these parameters since the last call, a dictionary for each line."""
         lines: dict[str, dict[str, Any]] = {}
-        for parameter in parameters:
+        for parameter in parameters if self.reduced else ():
             told = self.reduced.pop(id(parameter), None)
             if told is None:
                 continue

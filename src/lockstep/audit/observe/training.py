@@ -32,6 +32,8 @@ class Optimizer:
     unscaled_at: int | None = None
     """How many clips had been called when a scaler unscaled its gradients; None: not since the last step."""
     scaler: dict[str, Any] | None = None
+    owners: dict[int, None] | None = None
+    """Numbers of the models that have its parameters."""
     is_told: bool = False
 
 
@@ -319,7 +321,9 @@ def _end(step: Step) -> None:
 
 def _write_step(step: Step, skipped: bool | None = None) -> None:
     known, optimizer = step.known, step.optimizer
-    owners = dict.fromkeys(owner[0].number for owner in map(models.owner, _parameters(optimizer)[:2000]) if owner)
+    if known.owners is None or step.is_sampled:
+        known.owners = dict.fromkeys(owner[0].number for owner in map(models.owner, _parameters(optimizer)) if owner)
+    owners = known.owners
     if step.is_sampled and skipped is None:
         step.told |= _digests(optimizer, "parameters")
     if step.is_sampled or known.index % _UNFROZEN_EVERY == 0:

@@ -62,9 +62,9 @@ def each_rank(values: Mapping[int, object]) -> str:
 
 
 def differ(values: Mapping[int, object]) -> bool:
-    """True if two ranks have different values."""
+    """True if two ranks have different values. NaN is like NaN."""
     first = next(iter(values.values()), None)
-    return any(value != first for value in values.values())
+    return any(value != first and repr(value) != repr(first) for value in values.values())
 
 
 def group_of(history: History, wrap: Event) -> tuple[int, ...]:

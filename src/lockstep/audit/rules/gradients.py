@@ -12,13 +12,16 @@ from lockstep.audit.rules.facts import (
     Key,
     differ,
     each_rank,
+    keys,
     line,
     named,
+    optimizer_at,
     place,
     replicas,
     rule,
     some,
     steps,
+    uses,
 )
 
 _NOTHING = "no step of replicas was compared"
@@ -95,7 +98,10 @@ def _compared(by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...], igno
 def _averages(history: History) -> bool:
     """True if the script exchanges tensors itself between steps: perhaps parameters."""
     shapes: dict[tuple[str, int], set[str]] = {}
+    of_gradients = {str(event.get("at")) for event in history.of("hand_reduce")}
     for call in history.of("collective"):
+        if str(call.get("at")) in of_gradients:
+            continue
         if call["step"] > 0 and "float" in str(call.get("dtype")) and call.get("op") in _AVERAGING:
             shapes.setdefault((str(call.get("at")), call["step"]), set()).add(str(call.get("shape")))
             if _elements(call) > _FEW:
@@ -224,6 +230,33 @@ def step_without_sync(history: History) -> Iterable[Finding] | str:
         at, step = place(last.get("at")), parting.first["step"]
         findings.append(Finding("LS204", at, parting.evidence, cause, remedy, parting.ranks, step))
     return findings if compared else _NOTHING
+
+
+@rule("LS207", "never-exchanged", "ranks share out the data, and nothing exchanges gradients")
+def never_exchanged(history: History) -> Iterable[Finding] | str:
+    """An optimizer of a model without a wrapper: each rank trains its own model on its part of the data."""
+    dealt = {
+        (event["rank"], event["loader"])
+        for event in history.of("loader")
+        if (event.get("distributed") or {}).get("replicas", 1) > 1
+    }
+    trained = {e["rank"] for e in history.of("loader_end") if e.get("backwards") and (e["rank"], e["loader"]) in dealt}
+    if len(trained) < 2:
+        return "no training on data that a sampler deals to ranks"
+    exchanged = any(history.of("hand_reduce", "hand_average")) or _averages(history) or _hooked(history)
+    if exchanged or uses(history, "deepspeed"):
+        return []
+    known, findings = keys(history, "optimizer", "optimizer"), []
+    owned = {known[event["rank"], event["optimizer"]] for event in history.of("optimizer") if event.get("owned")}
+    for key, by_rank in steps(history).items():
+        ranks = tuple(sorted(trained & by_rank.keys()))
+        pairs = list(_compared(by_rank, ranks, set())) if key not in owned and len(ranks) > 1 else []
+        if pairs and all(each.gradients and each.parameters for each in pairs):
+            cause = "no wrapper has the model of this optimizer, and the script does not reduce its gradients"
+            remedy = "train through DistributedDataParallel(model); of a framework, do not take the model out before"
+            at = place(optimizer_at(history, key))
+            findings.append(Finding("LS207", at, pairs[0].evidence, cause, remedy, ranks, pairs[0].first["step"]))
+    return findings
 
 
 @rule("LS205", "sum-not-divided", "gradients are summed over ranks and not divided")
