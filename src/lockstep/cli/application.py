@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.cli.audit import audit
+from lockstep.cli.check_device import check_device
 from lockstep.cli.checkpoints import checkpoints
 from lockstep.cli.config import config
 from lockstep.cli.evaluate import evaluate
@@ -38,6 +39,7 @@ _COMMANDS: dict[Callable[..., None], str] = {
     init: "lockstep init my_task.py, or: lockstep init --from lightning | less",
     plan: "lockstep plan imagenet --gpus 8 --gpu 'A100 80GB'",
     preflight: "lockstep preflight digits --nproc 2",
+    check_device: "lockstep check-device --nproc auto --seconds 600",
     first_hour: "lockstep first-hour --nproc auto",
     audit: "lockstep audit --nproc 2 train.py --lr 1e-3",
 }

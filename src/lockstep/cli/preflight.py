@@ -30,6 +30,9 @@ def preflight(
     env: Annotated[
         bool, typer.Option("--env", help="Also show the environment variables of the ranks, by rank where they differ.")
     ] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Also compute known answers on all devices: lockstep check-device.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Check the machines before a training, and train nothing. Exit code 3: a fault."""
@@ -40,7 +43,7 @@ def preflight(
         settings = config_file.load(target, overrides or [])
         settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [])
         several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
-        given = as_arguments({"--run-dir": run_dir, "--preset": preset, "--env": env, "--debug": debug})
+        given = as_arguments({"--run-dir": run_dir, "--preset": preset, "--env": env, "--deep": deep, "--debug": debug})
         arguments = ["preflight", target, *(overrides or []), *given]
         if several is not None or ranks.is_launcher(nproc):
             run_id = f"{rendezvous_id or (run_dir or Path('runs', settings.name)).resolve().name}-preflight"
@@ -50,7 +53,7 @@ def preflight(
         from lockstep.trainer.trainer import Trainer
 
         trainer = Trainer(settings, run_dir=run_dir)
-        findings = trainer.preflight()
+        findings = trainer.preflight(deep=deep)
         if is_first():
             print(table(findings), flush=True)
             if env:
@@ -68,9 +71,9 @@ def _fault(count: int) -> UsageError:
 
 def table(findings: list[Finding]) -> str:
     """The findings as lines for a terminal, with the remedies below those that are not right."""
-    lines = []
+    lines, width = [], max([14, *(len(finding.check) for finding in findings)])
     for finding in findings:
         level = finding.level.upper() if finding.level in ("fault", "warning") else finding.level
-        lines.append(f"{level:<8} {finding.check:<14} {finding.what}")
-        lines += [f"{'':<23} remedy: {finding.remedy}"] if finding.remedy else []
+        lines.append(f"{level:<8} {finding.check:<{width}} {finding.what}")
+        lines += [f"{'':<{9 + width}} remedy: {finding.remedy}"] if finding.remedy else []
     return "\n".join(lines)

@@ -48,6 +48,8 @@ from lockstep.core.run_model import SpreadModel
 from lockstep.core.task import Samples, Task, methods_not_called
 from lockstep.core.writer import Writer
 from lockstep.launch import watchdog
+from lockstep.launch.device_check import judgement as device_check
+from lockstep.launch.device_check import run as device_check_run
 from lockstep.launch.preflight import run as preflight
 from lockstep.launch.preflight import variables
 from lockstep.launch.preflight.facts import Subject, spans_machines
@@ -249,8 +251,11 @@ class Trainer:
             self._model = _finished(run)
             return dict(self.results)
 
-    def preflight(self, task: Task | None = None) -> list[Finding]:
+    def preflight(self, task: Task | None = None, *, deep: bool = False) -> list[Finding]:
         """Make the checks that `fit` makes before anything expensive, and those that it leaves out on a single node.
+
+        Args:
+            deep: also compare what devices compute, keep and exchange with known answers, for some 20 seconds.
 
         Returns:
             the findings, the same on every rank.
@@ -265,7 +270,8 @@ class Trainer:
         _given(task)
         with signals.listening(), self._join() as world:
             self.variables = variables.of_ranks(world)
-            return preflight.check(self._subject(task, world), world, everything=True)
+            found = preflight.check(self._subject(task, world), world, everything=True)
+            return found + (device_check.findings(device_check_run.check(world)) if deep else [])
 
     @contextlib.contextmanager
     def _looked_at(self, task: Task | None, world: World) -> Iterator[list[str]]:
