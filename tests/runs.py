@@ -25,6 +25,7 @@ from lockstep.parts import built_in
 from lockstep.recipes import config_file
 from lockstep.trainer.trainer import Recorder
 from lockstep.updates.arrange import arrange
+from lockstep.watch.part import Watch
 from lockstep.weights.init_from import InitFrom
 
 
@@ -99,7 +100,8 @@ def fit_in_memory(task, settings):
             data = run_data.evaluation_data(config, task, world, micro_batch=run_data.evaluated_at_once(config))
             evaluates = functools.partial(evaluate, task, prepared.state, data)
         state, plan = prepared.state, prepared.plan
-        parts = join_parts(prepared, built_in.parts(prepared))
+        watch = [Watch(prepared)] if config.watch.every else []
+        parts = join_parts(prepared, [*built_in.parts(prepared), *watch])
         results = loop.fit(
             state,
             prepared.batches,

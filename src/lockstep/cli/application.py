@@ -20,6 +20,7 @@ from lockstep.cli.plan import plan
 from lockstep.cli.predict import predict
 from lockstep.cli.preflight import preflight
 from lockstep.cli.recipes import presets, recipes
+from lockstep.cli.replay import replay
 from lockstep.cli.report import compare, report
 from lockstep.cli.train import train
 from lockstep.cli.verify import verify
@@ -35,6 +36,7 @@ _COMMANDS: dict[Callable[..., None], str] = {
     verify: "lockstep verify my_task.py:MyTask --nproc 2 --quick",
     config: "lockstep config digits optim.lr=1e-3 > mine.yaml",
     report: "lockstep report runs/digits",
+    replay: "lockstep replay runs/digits --step 120 --samples",
     compare: "lockstep compare runs/digits runs/digits-2",
     init: "lockstep init my_task.py, or: lockstep init --from lightning | less",
     plan: "lockstep plan imagenet --gpus 8 --gpu 'A100 80GB'",

@@ -82,6 +82,8 @@ class Run:
     """Tensors that are not finite at the start of the run: a checkpoint may hold them."""
     step: Callable[..., StepResult] | None = None
     """Consumes a global batch in another way than `train_step`. None: `train_step`."""
+    confirmed_step: int | None = None
+    """The last step at which a whole check of the watch passed. None: there was none."""
     evaluated: list[EvaluationData] = field(default_factory=list)
     """The sets of data that the training evaluates. Empty: it evaluates nothing."""
     writers: list[Writer] = field(default_factory=list)

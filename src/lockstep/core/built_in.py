@@ -25,11 +25,14 @@ class Inside(Training):
     window: LogWindow
     """The steps since the last entry of the log. In `log_entry`: `window.last` has those of the entry."""
     micro_batches: Sequence[MicroBatch] = ()
-    """In `after_step` and `log_entry`: this rank's micro-batches of the last step."""
+    """This rank's micro-batches: in `before_step` of the next step, in `after_step` and `log_entry` of the last."""
 
 
 class BuiltInPart(Part):
     """A Part of Lockstep's own. `Training` in its events is always `Inside`."""
+
+    def before_step(self, inside: Inside) -> None:
+        """A step is about to begin, of `inside.micro_batches`. `inside.step` does not count it."""
 
     def apart(self, what: str) -> AbstractContextManager[None]:
         """A context around work that is no training, on all ranks.

@@ -73,6 +73,14 @@ class TrainingError(LockstepError):
     """A fault of the training itself: a loss that is not finite, a parameter without gradient."""
 
 
+class WatchError(TrainingError):
+    """The watch found that ranks do not compute the same, and says who is at fault. Exit code 4."""
+
+    exit_code = 4
+    guilty: tuple[int, ...] = ()
+    """Ranks whose device, memory or link is at fault. Empty: it is not theirs, or not known."""
+
+
 class MemoryShortage(TrainingError):
     """The memory of a device is not sufficient. The next start uses smaller micro-batches."""
 

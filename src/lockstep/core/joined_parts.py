@@ -145,11 +145,11 @@ class JoinedParts:
             if event in _OF_ENTRIES:
                 self._take(self._trainings[name])  # a later Part sees the results of this event
 
-    def after_step(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """A step is done, of these micro-batches on this rank."""
-        for inside in self._inside:
-            inside.micro_batches = micro_batches
-        self.call("after_step")
+    def before_step(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """A step begins, of these micro-batches on this rank."""
+        for part, inside in zip(self.built_in, self._inside, strict=True):
+            inside.micro_batches, inside.step = micro_batches, self.state.step
+            part.before_step(inside)
 
     @contextlib.contextmanager
     def apart(self, what: str) -> Generator[None, None, None]:

@@ -132,9 +132,10 @@ def fit(
         asked = device.mark()
         for micro_batches in batches:
             waited, due = (asked, device.mark()), loop.before_step()
+            parts.before_step(micro_batches)
             result = (step or train_step)(state, micro_batches, plan.samples(state.step), want_norm=any(due))
             loop.add(result, waited)
-            loop.after_step(micro_batches, due)
+            loop.after_step(due)
             if consensus() and state.step < loop.stop:
                 raise Preempted
             if parts.agree(now=due.log or consensus.ends) and state.step < loop.stop:
@@ -221,10 +222,10 @@ class _Loop:
         heartbeat.beats += 1
         self.log.window.add(result, waited)
 
-    def after_step(self, micro_batches: list[MicroBatch], due: _Due) -> None:
+    def after_step(self, due: _Due) -> None:
         """Tell the Parts, and write an entry of the log, if it is due."""
         try:
-            self.parts.after_step(micro_batches)
+            self.parts.call("after_step")
         except TrainingError as error:
             _add_to_message(error, self.keeper.kept())
             raise

@@ -42,11 +42,12 @@ TASK_BEFORE = ".task-before"
 DESCRIBING = ("config.yaml", MARKER, "task", "source", MODEL_TABLE, "train.log", "metrics.jsonl")
 """Files and folders that describe a run. With a checkpoint they are a run directory that can be evaluated."""
 OURS: Mapping[str, str] = {
-    "checkpoints": r"step-\d{8,}|\.staging-.+",
+    "checkpoints": r"(suspect-)?step-\d{8,}|\.staging-.+",
     "samples": r"augmented\.png|(worst-)?step-\d{8,}\.png",
     "pictures": r".+-step-\d{8,}\.png",
     "profile": r"rank\d+\.(json|txt)",
     "memory": r"rank\d+\.pickle",
+    "watch": r"step-\d+|verdict\.json",
     "tensorboard": r"events\.out\.tfevents\..+",
     "task": "",
     TASK_BEFORE: "",

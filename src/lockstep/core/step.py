@@ -230,7 +230,7 @@ def forward_backward_step(
 
 
 def seed_of(state: TrainState, step: int, number: int) -> int:
-    """The seed of the forward pass of a micro-batch on this rank."""
+    """The seed of the forward pass of a micro-batch on the rank of `state.world`."""
     return derive_seed(state.seed, step, state.world.rank, number)
 
 

@@ -13,7 +13,6 @@ from lockstep.parts.epoch_lines import EpochLines
 from lockstep.parts.evaluation_arrays import ArraysOfEvaluations
 from lockstep.parts.figures import Memory, Operations, RankTimes
 from lockstep.parts.metric_arrays import MetricArrays
-from lockstep.parts.replica_probe import ReplicaProbe
 from lockstep.parts.run_pictures import RunPictures
 from lockstep.parts.write_guard import WriteGuard
 
@@ -26,8 +25,6 @@ def parts(run: Run) -> list[BuiltInPart]:
     found.append(Memory(evaluates=run.intervals.evaluate > 0, shows_tables=log.memory == "table"))
     if state.world.size > 1:
         found.append(RankTimes())
-    if config.train.probe_every:
-        found.append(ReplicaProbe(config.train.probe_every))
     has_lines = config.train.steps is None and plan.steps_per_epoch >= log.every_steps
     if has_lines or state.unfreezing is not None:
         found.append(EpochLines(plan, run.intervals, partial(_epoch_header, run.task), has_lines=has_lines))

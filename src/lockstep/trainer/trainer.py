@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import functools
 import json
 import os
@@ -77,6 +78,8 @@ from lockstep.trainer import (
 )
 from lockstep.trainer.export import export_weights
 from lockstep.updates.arrange import arrange
+from lockstep.watch import evidence, replay
+from lockstep.watch.part import Watch
 from lockstep.weights.init_from import InitFrom
 
 _PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
@@ -236,12 +239,14 @@ class Trainer:
                 at_once = memory_shortage.fitting(self.run_dir, config, world).evaluation
                 training_run.open_evaluations(run, self._evaluated_tasks(task, world), at_once)
                 profiler = [profiling.Profiler(self.profile, run)] if self.profile else []
-                parts = training_run.join_parts(run, [*built_in.parts(run), *profiler], own_parts)
+                rebuild = functools.partial(self._rebuilt, task, world)
+                watch = [Watch(run, rebuild)] if config.watch.every else []
+                parts = training_run.join_parts(run, [*built_in.parts(run), *watch, *profiler], own_parts)
                 viewers = built_in.viewers(run)
                 training_run.check(run, parts, checks, viewers)
                 run_record.keep(run, git)
                 consensus = StopConsensus(world, flag)  # the clock of this training
-                with profiler[0] if profiler else contextlib.nullcontext():
+                with evidence.setting_aside(run), profiler[0] if profiler else contextlib.nullcontext():
                     self.results = training_run.train(
                         run, batches, parts=parts, checks=checks, viewers=viewers, consensus=consensus
                     )
@@ -372,20 +377,9 @@ class Trainer:
         """Make the run on this rank, and load the newest checkpoint, if there is one."""
         checkpoint, complaints = store.newest(self._checkpoints, world)
         self._set_up(task, world, trained=checkpoint is not None)
-        micro_batch = memory_shortage.fitting(self.run_dir, self.config, world).training
-        beginning = InitFrom(self.config.train) if self.config.train.init_from else None
-        run = build.prepare_run(
-            self.config,
-            task,
-            world,
-            micro_batch=micro_batch,
-            checkpoint=checkpoint,
-            folder=self.run_dir,
-            beginning=beginning,
-        )
-        arrange(run)
+        run = self._run_at(self.config, task, world, checkpoint)
         if checkpoint is not None:
-            run.messages += resume.restore(checkpoint, run, self.allow_change)
+            run.confirmed_step = checkpoint.manifest.get("confirmed_step")
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.state.step}"]))
         run.messages += methods_not_called(task)
@@ -398,6 +392,59 @@ class Trainer:
             preflight.check_room(self.run_dir, room.estimated_bytes(run), world)
         run.may_be_infinite = resume.may_be_infinite(run)
         return run
+
+    def _run_at(self, config: RunConfig, task: Task, world: World, checkpoint: Checkpoint | None) -> Run:
+        """Make the run on this rank, with the state of a checkpoint, or at its beginning."""
+        micro_batch = memory_shortage.fitting(self.run_dir, config, world).training
+        beginning = InitFrom(config.train) if config.train.init_from else None
+        run = build.prepare_run(
+            config,
+            task,
+            world,
+            micro_batch=micro_batch,
+            checkpoint=checkpoint,
+            folder=self.run_dir,
+            beginning=beginning,
+        )
+        arrange(run)
+        if checkpoint is not None:
+            run.messages += resume.restore(checkpoint, run, self.allow_change)
+        return run
+
+    def _rebuilt(self, task: Task, world: World, checkpoint: Checkpoint | None) -> Run:
+        """The run once more beside the run that trains; see `watch.replay`. Its samples are read by this process."""
+        data = self.config.data.model_copy(update={"workers": 0})
+        return self._run_at(self.config.model_copy(update={"data": data}), copy.copy(task), world, checkpoint)
+
+    @contextlib.contextmanager
+    def replaying(self, step: int, task: Task | None = None) -> Iterator[tuple[Run, Callable[[], Run | None]]]:
+        """The run as it was at the nearest checkpoint before a step, to make its steps again: `watch.replay.steps`.
+
+        All ranks call it, also on another number of ranks than that of the run. Nothing is written.
+
+        Args:
+            step: the first step of a training is 1.
+
+        Yields:
+            the run, and a function that makes another as it was after the step; None without a checkpoint of it.
+
+        Raises:
+            UsageError: the run has no such step.
+        """
+        with self._join() as world:
+            task = _given(task) or self.task()
+            if self._kept.is_dir():
+                self._set_up(task, world, trained=True)
+            run = self._rebuilt(task, world, world.on_rank0(lambda: replay.nearest(self._checkpoints, step - 1)))
+            if not 1 <= step <= run.stop:
+                what = f"the run has the steps 1 to {run.stop}"
+                raise UsageError(what, where=f"--step {step}", remedy="give one of them, as the log counts steps")
+
+            def after() -> Run | None:
+                found = world.on_rank0(lambda: replay.nearest(self._checkpoints, step))
+                return self._rebuilt(task, world, found) if found is not None and found.step == step else None
+
+            yield run, after
 
     # ---- a trained model
 

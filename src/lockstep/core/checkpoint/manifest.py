@@ -34,6 +34,11 @@ class Checkpoint:
         return int(self.manifest["step"])
 
     @property
+    def confirmed_step(self) -> int:
+        """The step up to which the watch had confirmed the run when this was saved. -1: it had confirmed nothing."""
+        return int(self.manifest.get("confirmed_step", -1))
+
+    @property
     def size(self) -> int:
         """Bytes of all files."""
         return sum(about["bytes"] for about in self.manifest["files"].values())

@@ -90,9 +90,6 @@ class TrainConfig(Section):
     allow_mean_loss: Annotated[bool, DOES_NOT_DETERMINE] = False
     """Train although `Task.loss` returns a mean over a micro-batch, and not the sum over its units. The gradient is
     then smaller, and depends on the size of the micro-batch."""
-    probe_every: Annotated[int, Field(ge=0), DOES_NOT_DETERMINE] = 0
-    """Steps between two comparisons of the ranks, which are also compared before each save: their states, and their
-    losses of one batch. 0: never."""
     stop_when: Annotated[StopRule | None, DOES_NOT_DETERMINE] = None
     """Ends the training before its last step, by the results of its evaluations."""
     max_time: Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_seconds), DOES_NOT_DETERMINE] = None
@@ -115,6 +112,13 @@ class TrainConfig(Section):
     """Patterns of names of tensors that `init_from` may lack."""
     unfreeze: list[Stage] = Field(default_factory=list)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _probe(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("probe_every"):
+            raise ValueError("probe_every is watch.every now, which finds more; see docs/watch.md")
+        return {key: value for key, value in values.items() if key != "probe_every"} if values else values
+
     @model_validator(mode="after")
     def _checkpoint_of_a_run(self) -> Self:
         if self.init_checkpoint is not None and self.init_from is None:
@@ -125,6 +129,15 @@ class TrainConfig(Section):
     def known_epochs(self) -> int | None:
         """Length in epochs, where it does not depend on the data."""
         return None if self.steps or self.min_steps else self.epochs or 1
+
+
+class WatchConfig(Section):
+    """Proof while a training runs that all ranks compute the same; see docs/watch.md."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between two checks. Replicas are also compared before each save. 0: nothing is checked."""
+    recompute: bool = True
+    """In a check, each rank computes a micro-batch of another rank again. False: only replicas are compared."""
 
 
 def _of_torchtitan(mode: Any) -> Any:
@@ -249,6 +262,7 @@ class RunConfig(Section):
     compute: Annotated[ComputeConfig, DOES_NOT_DETERMINE] = ComputeConfig()
     checkpoint: Annotated[CheckpointConfig, DOES_NOT_DETERMINE] = CheckpointConfig()
     log: Annotated[LogConfig, DOES_NOT_DETERMINE] = LogConfig()
+    watch: Annotated[WatchConfig, DOES_NOT_DETERMINE] = WatchConfig()
 
 
 def training_keys(config: RunConfig) -> dict[str, Any]:

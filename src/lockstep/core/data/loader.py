@@ -351,12 +351,22 @@ class Loader:
         return self.copies.begin(self.micro_batches[MicroBatchPlan((index,), 0, False)].collated).wait()
 
 
+@dataclass
+class Extra:
+    """Micro-batches that somebody wants besides those of a step. The workers read them behind these."""
+
+    plans: Callable[[int], Sequence[MicroBatchPlan]] = lambda step: ()
+    """Those of a step: the same at each call."""
+    given: list[MicroBatch] = field(default_factory=list)
+    """Those of the newest step."""
+
+
 class StepIterator:
     """Iterates over steps `start` to `stop` - 1, and gives a list of this rank's micro-batches, as `plan` cuts them."""
 
     def __init__(self, loader: Loader, plan: StepPlan, *, rank: int, start: int, stop: int) -> None:
-        self.loader, self.plan = loader, plan
-        self._steps = _steps(loader, plan, rank, start, stop)
+        self.loader, self.plan, self.extra = loader, plan, Extra()
+        self._steps = _steps(loader, plan, self.extra, rank, range(start, stop))
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self._steps
@@ -365,15 +375,19 @@ class StepIterator:
         return next(self._steps)
 
 
-def _steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> Generator[list[MicroBatch], None, None]:
+def _steps(
+    loader: Loader, plan: StepPlan, extra: Extra, rank: int, steps: range
+) -> Generator[list[MicroBatch], None, None]:
     # Not a method: a generator that holds `self` is freed late, and the loader's workers would outlive the run.
     def plans() -> Iterator[MicroBatchPlan]:
-        for step in range(start, stop):
-            yield from plan.rank_micro_batches(step, rank)
+        for step in steps:
+            yield from (*plan.rank_micro_batches(step, rank), *extra.plans(step))
 
     with contextlib.closing(loader.run(plans)) as micro_batches:
-        for step in range(start, stop):
-            yield list(itertools.islice(micro_batches, plan.count(step)))
+        for step in steps:
+            own = list(itertools.islice(micro_batches, plan.count(step)))
+            extra.given = list(itertools.islice(micro_batches, len(extra.plans(step))))
+            yield own
 
 
 def _as_floats(weights: Any, filler: bool) -> Weights:

@@ -137,6 +137,21 @@ class FSDP(Single):
     def _zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
         raise constant_loss_error(constants[0], "parallel.strategy=fsdp")
 
+    def leaves(self) -> dict[str, Tensor]:
+        found = {id(p): gathered for p, gathered in self._gathered()}
+        if any(id(parameter) not in found for parameter in self.trainable.values()):
+            for module in self._modules:
+                module.unshard()
+                module.reshard()
+            found = {id(p): gathered for p, gathered in self._gathered()}
+        return {name: found[id(parameter)] for name, parameter in self.trainable.items()}
+
+    def backward_alone(self, losses: Losses, factors: Losses) -> None:
+        self.forward.set_requires_gradient_sync(False)
+        torch.autograd.backward(*self._roots(losses, factors, last=False))
+        for module in self._modules:
+            torch_internals.drop_gathered_gradients(module)
+
     @contextlib.contextmanager
     def inference(self) -> Generator[Forward, None, None]:
         self._reshard()

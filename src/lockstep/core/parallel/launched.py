@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core import shortages
-from lockstep.core.errors import LockstepError, Preempted, RankError
+from lockstep.core.errors import LockstepError, Preempted, RankError, WatchError
 
 LAUNCHED = "LOCKSTEP_LAUNCHED"
 """Environment variable of ranks that our launcher started: it shows their errors, and decides about second signals."""
@@ -84,6 +84,7 @@ def report_failure(error: BaseException, text: str) -> None:
             retries_differently=isinstance(error, LockstepError) and error.retries_differently,
             from_outside=_is_from_outside(error),
             stopped=stopped,
+            guilty=error.guilty if isinstance(error, WatchError) else (),
             lost_another=isinstance(error, RankError) and error.lost_another,
         )
         unfinished.rename(path)

@@ -204,6 +204,14 @@ class Single:
             TrainingError: this rank did not use some trainable parameters, and other ranks may have. Names them.
         """
 
+    def leaves(self) -> dict[str, Tensor]:
+        return dict(self.trainable)
+
+    def backward_alone(self, losses: Losses, factors: Losses) -> None:
+        roots, gradients = self._roots(losses, factors, last=False)
+        if roots:
+            torch.autograd.grad(roots, list(self.trainable.values()), gradients, allow_unused=True)
+
     @contextlib.contextmanager
     def inference(self) -> Generator[Forward, None, None]:
         yield self.unwrapped

@@ -205,6 +205,15 @@ class Strategy(Protocol):
         """
         ...
 
+    def leaves(self) -> dict[str, Tensor]:
+        """The whole parameters, by name, to which a backward pass gives gradients, before these are exchanged. With
+        sharded parameters a collective, until each was gathered once."""
+        ...
+
+    def backward_alone(self, losses: Losses, factors: Losses) -> None:
+        """A backward pass for those who look at the gradients of `leaves` by hooks: it exchanges and leaves none."""
+        ...
+
     def inference(self) -> contextlib.AbstractContextManager[Forward]:
         """Around passes without gradient. Gives the `Forward`. If it is sharded, all ranks call it equally often.
 

@@ -62,6 +62,14 @@ def gathered_parameters(module: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(p.sharded_param, p._unsharded_param) for p in _sharded(module) if hasattr(p, "_unsharded_param")]
 
 
+def drop_gathered_gradients(module: Any) -> None:
+    """Drop the gradients of gathered parameters that wait for an exchange, see `gathered_parameters`."""
+    for of in _sharded(module):
+        of.unsharded_accumulated_grad = None
+        if hasattr(of, "_unsharded_param"):
+            of._unsharded_param.grad = None
+
+
 def sharded_places(module: Any) -> list[tuple[torch.nn.Module, str, tuple[Any, ...]]]:
     """Of each parameter that FSDP gathers for `module`: the module that registers it, its name there, and the objects
     that FSDP puts there, sharded or gathered."""

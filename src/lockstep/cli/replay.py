@@ -1,0 +1,66 @@
+"""`lockstep replay`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli import ranks
+from lockstep.cli.options import Cold, Debug, Nproc, Overrides, RunDir, as_arguments
+from lockstep.cli.reporting import is_first, reporting, tell_first
+
+_OF_REPLAY = ("data.workers", "data.prefetch", "batch.micro", "device", "parallel", "compute")
+"""Keys of a run's config that may be changed: none of them determines the training."""
+
+
+def replay(
+    run_dir: RunDir,
+    overrides: Overrides = None,
+    step: Annotated[int, typer.Option(help="The step to make again, as the log counts steps: the first is 1.")] = 0,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="Also compute the micro-batches of this rank by themselves.")
+    ] = None,
+    ranks_then: Annotated[
+        int | None, typer.Option("--ranks", min=1, help="With --rank: the ranks that trained. Default: as many as now.")
+    ] = None,
+    samples: Annotated[
+        bool, typer.Option("--samples", help="Also show the samples of the step, by their loss and gradient norm.")
+    ] = False,
+    debugger: Annotated[
+        bool, typer.Option("--debugger", help="Stop in Python's debugger before the step, on one rank.")
+    ] = False,
+    profile: Annotated[
+        Path | None, typer.Option(help="Write a trace of the step into this new file, NAME.json.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all numbers into this file.")] = None,
+    nproc: Nproc = None,
+    cold: Cold = False,
+    debug: Debug = False,
+) -> None:
+    """Make a step of a run again, from the nearest checkpoint before it, and compare it with the log."""
+    with reporting(debug):
+        from lockstep.core.errors import UsageError
+        from lockstep.recipes import config_file
+
+        settings = config_file.read_run(run_dir, overrides or (), _OF_REPLAY)
+        settings = config_file.with_kept_task(settings, run_dir, tell_first)
+        settings, count = ranks.on_machine(settings, None, nproc, overrides or ())
+        if debugger and count != "1":
+            raise UsageError("a debugger needs one rank", where="--debugger", remedy="leave --nproc out")
+        if ranks.is_launcher(count):
+            given = {"--step": str(step), "--rank": rank, "--ranks": ranks_then, "--samples": samples}
+            given |= {"--profile": profile, "--json": json_file, "--debug": debug}
+            ranks.launch(["replay", str(run_dir), *(overrides or []), *as_arguments(given)], count, settings, cold=cold)
+            return
+        from lockstep.trainer.trainer import Trainer
+        from lockstep.watch import replay_report
+
+        wants = replay_report.Wants(rank, ranks_then, samples, debugger, profile)
+        with Trainer(settings, run_dir=run_dir, quiet=True).replaying(step) as (run, after):
+            report = replay_report.make(run, step, wants, after, tell=tell_first)
+        if is_first():
+            print(replay_report.text(report), flush=True)
+            if json_file is not None:
+                json_file.write_text(replay_report.as_json(report), encoding="utf-8")

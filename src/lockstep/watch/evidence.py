@@ -1,0 +1,93 @@
+"""What remains when the watch fires: files for people, the verdict, and checkpoints that are not trusted any more."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lockstep
+from lockstep.core import atomic
+from lockstep.core.build import Run
+from lockstep.core.checkpoint import store
+from lockstep.core.checkpoint.manifest import Checkpoint
+from lockstep.core.data.loader import MicroBatch
+from lockstep.core.data.tensors import to_cpu
+from lockstep.core.errors import WatchError
+from lockstep.watch.verdict import Verdict
+
+VERDICT = "verdict.json"
+
+
+def write(run: Run, step: int, micro_batch: MicroBatch | None, facts: Mapping[str, Any], verdict: Verdict) -> str:
+    """Write the evidence of this rank, and on rank 0 the verdict. A disk that is full is no reason to hide the verdict.
+
+    Returns:
+        a sentence on where it is; empty where the run has no folder.
+    """
+    if run.folder == Path():
+        return ""
+    folder = run.folder / "watch" / f"step-{step}"
+    evidence = {
+        "facts": dict(facts),
+        "inputs": None if micro_batch is None else to_cpu(micro_batch.collated),
+        "indices": () if micro_batch is None else micro_batch.indices,
+        "seed": run.state.seed,
+        "step": step,
+        "rank": run.world.rank,
+        "host": socket.gethostname(),
+        "device": device_name(run.world.device),
+        "versions": {"lockstep": lockstep.__version__, "torch": torch.__version__},
+    }
+    with contextlib.suppress(OSError, RuntimeError, AttributeError, TypeError):  # inputs may be what pickle cannot take
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank-{run.world.rank}.pt"
+        unfinished = path.with_suffix(".unfinished")
+        torch.save(evidence, unfinished)
+        os.replace(unfinished, path)
+    if run.world.rank == 0:
+        with contextlib.suppress(OSError):
+            text = json.dumps({"step": step, **dataclasses.asdict(verdict)}, indent=2)
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic.write_text(folder.parent / VERDICT, text)
+    return f"The evidence is in {folder}"
+
+
+def device_name(device: torch.device) -> str:
+    """A device for people, with the identity of its hardware, where it has one."""
+    if device.type != "cuda":
+        return str(device)
+    about = torch.cuda.get_device_properties(device)
+    return f"{about.name} {getattr(about, 'uuid', '')}".strip()
+
+
+@contextlib.contextmanager
+def setting_aside(run: Run) -> Generator[None, None, None]:
+    """Around a training: where the watch ends it, checkpoints that it had not confirmed are renamed `suspect-...`.
+
+    It comes around the last save, which may still be written when the watch fires.
+    """
+    try:
+        yield
+    except WatchError as error:
+        folder = run.folder / "checkpoints"
+        if run.world.rank == 0 and folder.is_dir():
+            aside = [store.set_aside(one.path).name for one in suspects(run)]
+            left = next((f"step {one.step}" for one in store.listed(folder)), "")
+            kept = f"The same command goes on from the checkpoint of {left}" if left else "No checkpoint is left"
+            text = f"{', '.join(reversed(aside))} set aside, because no check passed after them. " if aside else ""
+            run.tell(f"{text}{kept}")
+        raise error
+
+
+def suspects(run: Run) -> list[Checkpoint]:
+    """The checkpoints that no check has confirmed, the newest first."""
+    confirmed = -1 if run.confirmed_step is None else run.confirmed_step
+    return [one for one in store.listed(run.folder / "checkpoints") if one.step > confirmed]

@@ -1,0 +1,174 @@
+"""Experiments on the spot: when ranks disagree about a micro-batch, all compute it again, and the verdict follows."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.core.build import Run
+from lockstep.core.data.loader import MicroBatch
+from lockstep.core.errors import listed
+from lockstep.core.parallel.pretended import posing_as
+from lockstep.watch import known_answers, operations
+from lockstep.watch.evidence import device_name
+from lockstep.watch.gradients import Detail
+from lockstep.watch.trial import Share, detail, read, trial
+from lockstep.watch.verdict import Finding, Noise, Same, Verdict, first_difference, same_batch, same_bits, who
+
+
+@dataclass(frozen=True)
+class Dispute:
+    """Two ranks gave different results for one micro-batch. On one rank both are that rank."""
+
+    share: Share
+    """The owner's."""
+    recomputer: int
+    own: Detail
+    other: Detail
+
+
+class Experiments:
+    """Experiments with a micro-batch. All ranks make them alike.
+
+    Args:
+        leaves: of `Strategy.leaves`.
+        like: a micro-batch of the training.
+        noise: what rounding explains; None: nothing, kernels are deterministic.
+    """
+
+    def __init__(self, run: Run, leaves: Mapping[str, Tensor], like: MicroBatch, noise: Noise | None) -> None:
+        self.run, self.leaves, self.like, self.noise = run, leaves, like, noise
+        self.repeats: list[tuple[Detail, Detail]] = []
+        self.micro_batch: MicroBatch | None = None
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The `value` of every rank, on every rank."""
+        found: list[Any] = self.run.world.broadcast(self.run.world.gather(value))
+        return found
+
+    def _read(self, share: Share) -> MicroBatch:
+        batches, device = self.run.batches, self.run.world.device
+        plan = batches.plan.rank_micro_batches(share.step, share.rank)[0]
+        return read(batches.loader.micro_batches, plan, self.like, device)
+
+    def _twice(self, share: Share) -> list[tuple[Detail, Detail]]:
+        """What every rank computes of a share, twice, each time read anew."""
+        found = [detail(self.run.state, self._read(share), share, self.leaves) for _ in range(2)]
+        return [(first, second) for first, second in self.gathered(found)]
+
+    def verdict(self, dispute: Dispute) -> Verdict | None:
+        """What is at fault. None: only rounding, because kernels are not deterministic."""
+        share = dispute.share
+        self.micro_batch = self._read(share)
+        pairs = [(share.rank, dispute.own), (dispute.recomputer, dispute.other)]
+        self.repeats = self._twice(share)
+        if not same_batch(dispute.own, dispute.other):
+            return self._of_data(who(pairs, self.repeats, same_batch), share)
+        same: Same = self.noise.same if self.noise else same_bits
+        found = who(pairs, self.repeats, same)
+        first = self._first(found, dispute)
+        if found.how == "unstable" and 2 * len(found.ranks) >= len(self.repeats) and not self.run.config.compute.deterministic:
+            return None if self.noise is None else self._not_deterministic(found, share, first)
+        if found.how in ("once", "nobody") and self._may_be_rounding(dispute):
+            return None
+        if found.how in ("repeats", "tie") and (code := self._of_code(found, share, same)) is not None:
+            return code
+        return self._of_device(found, first)
+
+    def _first(self, found: Finding, dispute: Dispute) -> str:
+        """The first tensor that differs."""
+        for rank in found.ranks:
+            pair = self.repeats[rank]
+            one = found.reference or pair[1]
+            if name := first_difference(pair[0], one) or first_difference(pair[1], one):
+                return name
+        return first_difference(dispute.own, dispute.other)
+
+    def _may_be_rounding(self, dispute: Dispute) -> bool:
+        """True where a kernel may add in another order now and then, and the difference is no larger than that."""
+        if self.run.world.device.type == "cpu" or self.run.config.compute.deterministic or self.noise is not None:
+            return False
+        reference = self.repeats[0][0]
+        return all(Noise().same(one, reference) for one in (dispute.own, dispute.other) if one.sums)
+
+    def _of_data(self, found: Finding, share: Share) -> Verdict:
+        assert self.micro_batch is not None
+        samples = f"samples {listed([str(index) for index in self.micro_batch.indices], 8)}"
+        if found.how == "unstable":
+            text = f"{samples} are not the same when they are read again on {_ranks(found.ranks)}: their source or "
+            return Verdict("data", found.ranks, text + "Task.prepare changes, or draws numbers that the seed does not determine")
+        if found.how == "tie":
+            return Verdict("data", found.ranks, f"{_ranks(found.ranks)} read other bytes for {samples}")
+        more = "" if found.how == "repeats" else ", once: read again, they are those of the other ranks"
+        return Verdict("data", found.ranks, f"{_ranks(found.ranks)} read other bytes for {samples}{more}")
+
+    def _not_deterministic(self, found: Finding, share: Share, first: str) -> Verdict:
+        operation = self.unstable_operation(share)
+        text = f"{_ranks(found.ranks)} differ from themselves by more than before, first in {operation or first}"
+        return Verdict("not deterministic", found.ranks, text, first)
+
+    def unstable_operation(self, share: Share) -> str:
+        """The first operation that gives other results when this rank repeats a share; of rank 0's or the first found."""
+
+        def once() -> None:
+            trial(self.run.state, self._read(share), share, self.leaves)
+
+        names = self.gathered(operations.first_difference(once, once))
+        return next((name for name in names if name), "")
+
+    def _of_code(self, found: Finding, share: Share, same: Same) -> Verdict | None:
+        """The verdict, where a rank gives its own results only because it is told that it is this rank."""
+        for suspect in found.ranks[:2]:
+            with posing_as(suspect):
+                posed = self._twice(share)
+            wanted = self.repeats[suspect][0]
+            others = [rank for rank in range(len(posed)) if rank != suspect]
+            changed = [rank for rank in others if not same(self.repeats[rank][0], wanted) and same(posed[rank][0], wanted)]
+            if not others or len(changed) < len(others) - len(found.ranks) + 1 or not changed:
+                continue
+            where = self._branch(share, suspect)
+            text = f"the code does something else on rank {suspect}: other ranks give its result when they are told that "
+            text += f"they are rank {suspect}{f'. The first operation that differs: {where}' if where else ''}"
+            first = first_difference(self.repeats[others[0]][0], wanted)
+            return Verdict("code", (suspect,), text, first)
+        return None
+
+    def _branch(self, share: Share, suspect: int) -> str:
+        def plain() -> None:
+            trial(self.run.state, self._read(share), share, self.leaves)
+
+        def posing() -> None:
+            with posing_as(suspect):
+                plain()
+
+        return next((name for name in self.gathered(operations.first_difference(plain, posing)) if name), "")
+
+    def _of_device(self, found: Finding, first: str) -> Verdict:
+        names = self.gathered(f"{socket.gethostname()}, {device_name(self.run.world.device)}")
+        wrong = self.gathered(known_answers.faults(self.run.world.device))
+        ranks = found.ranks
+        if found.how in ("tie", "nobody"):
+            liars = tuple(rank for rank, faults in enumerate(wrong) if faults)
+            if not liars:
+                text = f"{_ranks(ranks or tuple(range(len(names))), 'or')}: the results differ, and nothing says which is right"
+                return Verdict("unclear", ranks, text, first)
+            ranks = liars
+        how = {
+            "unstable": "it differs from itself on the same inputs",
+            "repeats": "it gives another result than the others on the same inputs, each time",
+            "once": "it gave another result, and not when it was repeated",
+        }.get(found.how, "it gets known answers wrong")
+        where = "; ".join(f"rank {rank} ({names[rank]})" for rank in ranks)
+        known = "; ".join(f"rank {rank} also gets {', '.join(wrong[rank])} wrong" for rank in ranks if wrong[rank])
+        text = f"the device of {where}: {how}{f', first in {first}' if first else ''}{f'. {known}' if known else ''}"
+        return Verdict("device", ranks, text, first, guilty=ranks)
+
+
+def _ranks(ranks: Sequence[int], joined: str = "and") -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} {joined} {ranks[-1]}"

@@ -1,0 +1,142 @@
+"""What a rank computes of a micro-batch, seen by hooks: digests of its losses and of its gradients before an exchange."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.data.tensors import map_tensors
+from lockstep.watch.digest import Digest, digests, fold, signed_sums, stacked
+
+_KEPT = 1 << 16  # elements: smaller gradients are digested together, after the pass
+
+
+@dataclass
+class Seen:
+    """What a pass of one micro-batch has computed on this rank."""
+
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    """By head, detached."""
+    small: dict[str, Tensor] = field(default_factory=dict)
+    """Gradients of few elements by name of the parameter."""
+    total: list[Tensor] = field(default_factory=list)
+    """Digests of the others, which are let go of."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """`signed_sums` of the gradients by name, where they are wanted: added up over the micro-batches of a step."""
+    each: dict[str, Tensor] = field(default_factory=dict)
+    """Digests of the gradients by name, where they are wanted."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """Of the gradients."""
+
+    def gradient(self, device: torch.device) -> Tensor:
+        """The digest of all gradients together: two int64."""
+        parts = [fold(self.small, self.sizes), *self.total] if self.small else self.total
+        return torch.stack([part.to(device) for part in parts]).sum(0) if parts else torch.zeros(2, dtype=torch.int64, device=device)
+
+    def loss(self, device: torch.device) -> Tensor:
+        """The digest of the losses: two int64."""
+        return fold({head: value.reshape(1).to(device) for head, value in sorted(self.losses.items())}).to(device)
+
+    def detailed(self) -> Detail:
+        """The same on the host, by head and by parameter. `each` and `sums` must be wanted."""
+        losses = {head: float(value) for head, value in sorted(self.losses.items())}
+        host = torch.device("cpu")
+        pairs = torch.stack(list(self.each.values())).tolist() if self.each else []
+        rows = stacked(list(self.sums.values()))
+        names = list(self.each)
+        return Detail(
+            losses,
+            {name: (a, b) for name, (a, b) in zip(names, pairs, strict=True)},
+            dict(zip(self.sums, rows, strict=True)),
+            {name: float(torch.finfo(of).eps) for name, of in self.dtypes.items()},
+            tuple(torch.cat([self.loss(host), self.gradient(host)]).tolist()),
+        )
+
+
+@dataclass(frozen=True)
+class Detail:
+    """What a pass has computed, on the host: it may travel between ranks."""
+
+    losses: dict[str, float]
+    gradients: dict[str, Digest]
+    """Digests by name of the parameter."""
+    sums: dict[str, list[float]]
+    """`signed_sums` of the gradients by name."""
+    eps: dict[str, float]
+    """Relative rounding of the gradients' number formats."""
+    folded: tuple[int, ...]
+    """Digests of all losses and of all gradients, as a check compares them."""
+    batch: Digest = (0, 0)
+    """Digest of the inputs."""
+
+
+@contextlib.contextmanager
+def watched(
+    forward: nn.Module, leaves: Mapping[str, Tensor], *, sums: bool = False, each: bool = False
+) -> Generator[Seen, None, None]:
+    """Inside, the first forward pass and its backward pass are seen. With `sums`, these add up over later passes.
+
+    Args:
+        forward: the `Forward` of the strategy.
+        leaves: the parameters by name, see `Strategy.leaves`.
+    """
+    seen = Seen(sizes={name: leaf.numel() for name, leaf in leaves.items()})
+    passes = 0
+
+    def begin(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    def end(_: Any, __: Any, losses: Any) -> None:
+        if passes == 1 and isinstance(losses, dict):
+            seen.losses = {head: value.detach() for head, value in losses.items()}
+
+    def look(name: str, gradient: Tensor) -> None:
+        if sums:
+            found = signed_sums(gradient)
+            seen.sums[name] = seen.sums[name] + found if name in seen.sums else found
+        if passes != 1:
+            return
+        seen.dtypes[name] = gradient.dtype
+        if each:
+            seen.each[name] = fold({name: gradient})
+        if not each and gradient.numel() <= _KEPT:
+            seen.small[name] = gradient.detach().clone()  # the gradient itself is clipped in place
+        else:
+            seen.total.append(fold({name: gradient}, seen.sizes))
+
+    handles: list[Any] = [leaf.register_hook(partial(look, name)) for name, leaf in leaves.items()]
+    handles += [forward.register_forward_pre_hook(begin), forward.register_forward_hook(end)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def digest_of_batch(batch: Any, device: torch.device) -> Tensor:
+    """The digest of all tensors in a batch, in their order: two int64."""
+    found: dict[str, Tensor] = {}
+
+    def add(tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            found[str(len(found))] = tensor
+        return tensor
+
+    map_tensors(batch, add)
+    return fold(found).to(device)
+
+
+def digests_by_name(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
+    """As `digest.digests`, for tensors that may be on several devices."""
+    found: dict[str, Digest] = {}
+    for device in {tensor.device for tensor in tensors.values()}:
+        found |= digests({name: tensor for name, tensor in tensors.items() if tensor.device == device})
+    return {name: found[name] for name in tensors}

@@ -1,0 +1,416 @@
+"""The watch of a training: checks every few steps, as `watch.every` says."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core import step as engine
+from lockstep.core.build import Run
+from lockstep.core.built_in import BuiltInPart, Inside
+from lockstep.core.data.loader import MicroBatch
+from lockstep.core.data.order import MicroBatchPlan, StepPlan
+from lockstep.core.errors import WatchError
+from lockstep.core.parallel import sharded_tensor
+from lockstep.core.parallel.buffers import ModuleBuffers
+from lockstep.core.part import Training
+from lockstep.core.step import TrainState
+from lockstep.watch import evidence
+from lockstep.watch.digest import fold
+from lockstep.watch.examine import Dispute, Experiments
+from lockstep.watch.gradients import Detail, Seen, digest_of_batch, watched
+from lockstep.watch.history import History
+from lockstep.watch.replicas import Replicas, differing_replicas, state_digest
+from lockstep.watch.trial import Share, detail, trial
+from lockstep.watch.verdict import Noise, Verdict
+
+
+def other_rank(step: int, every: int, rank: int, world: int) -> int:
+    """The rank whose share `rank` computes again at a check: all others in turn, from check to check."""
+    return (rank + 1 + step // every % max(1, world - 1)) % world
+
+
+@dataclass(frozen=True)
+class Due:
+    """The steps at which a whole check is made. Counted from 0.
+
+    The first step of a start is left out, because strategies warm up in it, and so are steps at which other parameters
+    begin to train.
+    """
+
+    every: int
+    first: int
+    last: int
+    left_out: tuple[int, ...] = ()
+
+    def __call__(self, step: int) -> bool:
+        is_due = (step + 1) % self.every == 0 or step + 1 == self.last
+        return is_due and step > self.first and step not in self.left_out
+
+
+class _Pending:
+    """A check that was begun before a step, and is ended before its update."""
+
+    def __init__(self, state: TrainState, micro_batch: MicroBatch) -> None:
+        self.step, self.micro_batch = state.step, micro_batch
+        self.samples = micro_batch.samples
+        self.state: Tensor | None = None
+        self.share: Share | None = None
+        self.leaves: Mapping[str, Tensor] = {}
+        self.batch = torch.zeros(2, dtype=torch.int64)
+        self.own: Seen | None = None
+        self.other: Seen | None = None
+        self.other_batch = torch.zeros(2, dtype=torch.int64)
+        self.again: Seen | None = None
+        self.buffers: list[tuple[Tensor, Tensor]] = []
+        self.hooks = contextlib.ExitStack()
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What a rank tells the others at a check."""
+
+    shard: int
+    state: tuple[int, int]
+    reduced: tuple[int, int]
+    differs_from_itself: bool
+    own: tuple[int, ...]
+    """Digests: of the batch, the losses and the gradients of its own share."""
+    other: tuple[int, ...]
+    """The same of the share of `other_rank`."""
+    loss: float
+    norm: float
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> _Row:
+        shard, s, t, a, b, itself, *rest = numbers
+        loss, norm = torch.tensor(rest[12:], dtype=torch.int64).view(torch.float64).tolist()
+        return cls(shard, (s, t), (a, b), bool(itself), tuple(rest[:6]), tuple(rest[6:12]), loss, norm)
+
+
+class Watch(BuiltInPart):
+    """Checks the ranks every few steps and before each save, and ends the training where they differ.
+
+    A check of step N is made before its update: the state after N - 1 steps is still there. Replicas are compared; each
+    rank computes the first micro-batch of another rank's share again, with that rank's seeds; and what that rank has
+    computed in the step itself, before gradients were exchanged, must be the same.
+
+    Args:
+        rebuild: makes the run anew at a checkpoint, or without one at its beginning; see `replay`. None: replicas that
+            differ are told apart by majority alone.
+    """
+
+    def __init__(self, run: Run, rebuild: Callable[[Any], Run] | None = None) -> None:
+        self.run, self.rebuild, self.every = run, rebuild, run.config.watch.every
+        state = run.state
+        why = _why_no_recomputation(run)
+        self.note = f"note: the watch compares replicas alone: {why}" if why else ""
+        self.recomputes = not why
+        self.replicas = Replicas(state)
+        unfreezing = tuple(state.unfreezing.steps) if state.unfreezing is not None else ()
+        self.due = Due(self.every, state.step, run.stop, unfreezing)
+        if self.recomputes and state.world.size > 1:
+            run.batches.extra.plans = _extra_plans(run.plan, self.due, state.world.rank)
+        self.noise: Noise | None = None
+        """What rounding explains, where kernels are not deterministic. None: they are, so far."""
+        self.has_repeated = False
+        self.pending: _Pending | None = None
+        self.checked_at = self.compared_at = -1
+        self.histories = (History("loss"), History("gradient's norm"))
+
+    # ---- events
+
+    def start(self, training: Training) -> None:
+        if self.note:
+            training.tell(self.note)
+        if training.ranks == 1 and not self.recomputes:
+            training.tell("note: the watch checks nothing on one rank without recomputation")
+
+    def before_step(self, inside: Inside) -> None:
+        """Begin a check, if one is due. A collective."""
+        if not self.due(inside.step):
+            return
+        with inside.window.excluded():
+            self._begin(inside)
+        pending = self.pending
+        if pending is not None and pending.share is not None:
+            forward = inside.state.strategy.unwrapped
+            detailed = self.noise is not None
+            pending.own = pending.hooks.enter_context(watched(forward, pending.leaves, sums=detailed, each=detailed))
+
+    def before_update(self, training: Training) -> None:
+        """End the check.
+
+        Raises:
+            WatchError: on all ranks, with the verdict.
+        """
+        assert isinstance(training, Inside)
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.hooks.close()
+            with training.window.excluded():
+                self._end(training, pending)
+
+    def after_step(self, training: Training) -> None:
+        """Drop a check of a step without update, such as one that overflows in fp16."""
+        if self.pending is not None:
+            self.pending.hooks.close()
+            self.pending = None
+
+    def before_save(self, training: Training) -> None:
+        """Compare the replicas, and confirm the state where the whole check of this step has passed.
+
+        Raises:
+            WatchError: on all ranks, with the verdict.
+        """
+        assert isinstance(training, Inside)
+        step = training.step
+        if training.ranks > 1 and self.compared_at != step:
+            self.compared_at = step
+            numbers = [self.replicas.shard, *state_digest(training.state).tolist()]
+            rows = [(row[0], (row[1], row[2])) for row in self._gathered(numbers)]
+            self._check_replicas(step, [shard for shard, _ in rows], [pair for _, pair in rows])
+        if self.checked_at == step:
+            self.run.confirmed_step = step
+
+    # ---- a check
+
+    def _begin(self, inside: Inside) -> None:
+        state, world = inside.state, inside.state.world
+        pending = _Pending(state, inside.micro_batches[0])
+        state.strategy.begin_step()  # buffers of rank 0, as the step has them
+        if self.recomputes:
+            totals = engine._count_units(state, inside.micro_batches, self.run.plan.samples(state.step))
+            if not any(totals.values()):
+                return
+            pending.share = own = Share(world.rank, state.step, totals)
+            pending.leaves = state.strategy.leaves()
+            pending.buffers = [(buffer, buffer.clone()) for buffer in ModuleBuffers(state.strategy.unwrapped)]
+            detailed = self.noise is not None
+            pending.batch = digest_of_batch(pending.micro_batch.batch, world.device)
+            given = self.run.batches.extra.given if world.size > 1 else [dataclasses.replace(pending.micro_batch)]
+            other = dataclasses.replace(own, rank=other_rank(state.step, self.every, world.rank, world.size))
+            pending.other_batch = digest_of_batch(given[0].batch, world.device)
+            pending.other = trial(state, given[0], other, pending.leaves, detailed=detailed)
+            if world.size > 1 and (detailed or not self.has_repeated):
+                pending.again = trial(
+                    state, dataclasses.replace(pending.micro_batch), own, pending.leaves, detailed=detailed
+                )
+        pending.state = state_digest(state)
+        self.pending = pending
+
+    def _end(self, inside: Inside, pending: _Pending) -> None:
+        step, world = pending.step, inside.state.world
+        rows = [_Row.of(numbers) for numbers in self._gathered(self._numbers(inside, pending))]
+        shards = [row.shard for row in rows]
+        self._check_replicas(step, shards, [row.state for row in rows])
+        whole = True
+        if pending.share is not None:
+            whole = self._check_shares(inside, pending, rows)
+            for history, values in zip(self.histories, zip(*((r.loss, r.norm) for r in rows), strict=True), strict=True):
+                if text := history.add(values):
+                    inside.tell(f"warning: step {step + 1}: {text}")
+        if whole and (different := differing_replicas(shards, [row.reduced for row in rows])):
+            self._link(inside, pending, different)
+        if whole:
+            self.run.confirmed_step, self.checked_at = step, step + 1
+        del world
+
+    def _numbers(self, inside: Inside, pending: _Pending) -> list[int]:
+        device = inside.state.world.device
+        assert pending.state is not None
+        nothing = torch.zeros(2, dtype=torch.int64, device=device)
+        parts: list[Tensor] = [pending.state.to(device), self._reduced(inside).to(device)]
+        own, other, again = pending.own, pending.other, pending.again
+        itself = False
+        figures = [0.0, 0.0]
+        if own is not None and other is not None:
+            mine = [pending.batch.to(device), own.loss(device), own.gradient(device)]
+            twice = again if again is not None else other if inside.state.world.size == 1 else None
+            if twice is not None:
+                same = torch.equal(torch.cat([twice.loss(device), twice.gradient(device)]), torch.cat(mine[1:]))
+                itself = not same
+            parts += [*mine, pending.other_batch.to(device), other.loss(device), other.gradient(device)]
+            figures = self._figures(inside, pending, own)
+        else:
+            parts += [nothing] * 6
+        numbers = torch.cat(parts).tolist()
+        bits = torch.tensor(figures, dtype=torch.float64).view(torch.int64).tolist()
+        return [self.replicas.shard, *numbers[:4], int(itself), *numbers[4:], *bits]
+
+    def _figures(self, inside: Inside, pending: _Pending, own: Seen) -> list[float]:
+        """The loss per unit and the norm of the gradient of this rank's share."""
+        units = max(1.0, float(pending.samples))
+        weights = pending.micro_batch.weights
+        if weights:
+            units = max(1.0, sum(weights.values()))
+        loss = sum(abs(float(value)) for value in own.losses.values()) / units
+        norms = [gradient.double().norm() for gradient in own.small.values()]
+        return [loss, float(torch.stack(norms).norm()) if norms else 0.0]
+
+    def _reduced(self, inside: Inside) -> Tensor:
+        """The digest of the gradients as the optimizer gets them."""
+        named = inside.state.strategy.unwrapped.model.named_parameters()
+        grads = {name: sharded_tensor.local(p.grad) for name, p in named if p.grad is not None}
+        if not grads or inside.state.world.size == 1:
+            return torch.zeros(2, dtype=torch.int64)
+        return fold(grads)
+
+    def _gathered(self, numbers: list[int]) -> list[list[int]]:
+        world = self.run.world
+        if world.size == 1:
+            return [numbers]
+        vector = torch.tensor(numbers, dtype=torch.int64, device=world.device)
+        rows: list[list[int]] = torch.stack(world.gather_tensors(vector)).tolist()
+        return rows
+
+    # ---- where something differs
+
+    def _check_replicas(self, step: int, shards: Sequence[int], pairs: Sequence[tuple[int, int]]) -> None:
+        if differing_replicas(shards, pairs):
+            verdict = self.replicas.verdict(self.run, step, self.rebuild)
+            self._fire(step, verdict, None, {"state": self.replicas.digests})
+
+    def _check_shares(self, inside: Inside, pending: _Pending, rows: Sequence[_Row]) -> bool:
+        """Compare the shares. Returns whether that was possible, so that the check is whole."""
+        world, share = inside.state.world, pending.share
+        assert share is not None
+        is_first, self.has_repeated = not self.has_repeated, True
+        itself = [rank for rank, row in enumerate(rows) if row.differs_from_itself]
+        pairs = [(other_rank(share.step, self.every, rank, world.size), rank) for rank in range(world.size)]
+        if self.noise is not None:
+            return self._check_with_noise(inside, pending, pairs)
+        wrong = [pair for pair in pairs if rows[pair[0]].own != rows[pair[1]].other]
+        strict = inside.state.world.device.type == "cpu" and 2 * len(itself) < world.size
+        strict = strict or self.run.config.compute.deterministic
+        if itself and is_first and not strict:
+            self._let_round(inside, pending)
+            return False
+        if not wrong and itself:
+            wrong = [(rank, rank) for rank in itself]
+        if not wrong:
+            return True
+        owner, recomputer = wrong[0]
+        one, two = rows[owner].own, rows[recomputer].other
+        if owner == recomputer and world.size > 1:  # it differs from itself: what it computed before the step
+            again = pending.again.loss(world.device).tolist() + pending.again.gradient(world.device).tolist() if pending.again else []
+            two = (*one[:2], *self._of_rank(owner, again))
+        dispute = Dispute(dataclasses.replace(share, rank=owner), recomputer, _bare(one), _bare(two))
+        return self._resolve(inside, pending, dispute)
+
+    def _of_rank(self, rank: int, value: Any) -> Any:
+        return self.run.world.broadcast(self.run.world.gather(value))[rank]
+
+    def _resolve(self, inside: Inside, pending: _Pending, dispute: Dispute) -> bool:
+        with torch.no_grad():
+            for buffer, value in pending.buffers:  # as before the step
+                if buffer.shape == value.shape:
+                    buffer.data.copy_(value)
+        experiments = Experiments(self.run, pending.leaves, pending.micro_batch, self.noise)
+        verdict = experiments.verdict(dispute)
+        if verdict is None:
+            if self.noise is None:
+                self._let_round(inside, pending)
+            return False
+        facts = {"dispute": dispute, "repeats": experiments.repeats}
+        self._fire(pending.step, verdict, experiments.micro_batch, facts)
+        return False
+
+    def _let_round(self, inside: Inside, pending: _Pending) -> None:
+        """From now on, results are compared within what rounding explains."""
+        assert pending.share is not None
+        self.noise = Noise()
+        experiments = Experiments(self.run, pending.leaves, pending.micro_batch, self.noise)
+        share = dataclasses.replace(pending.share, rank=0)
+        name = experiments.unstable_operation(share)
+        inside.tell(
+            f"warning: step {pending.step + 1}: the loss or the gradient of a micro-batch changes when it is computed again"
+            f"{f', first in {name}' if name else ''}: the model or its kernels are not deterministic. From here on, the "
+            "watch compares within what rounding explains; compute.deterministic=true compares bits"
+        )
+
+    def _check_with_noise(self, inside: Inside, pending: _Pending, pairs: Sequence[tuple[int, int]]) -> bool:
+        noise = self.noise
+        assert noise is not None and pending.own is not None and pending.other is not None
+        batch, other_batch = pending.batch.tolist(), pending.other_batch.tolist()
+        own = dataclasses.replace(pending.own.detailed(), batch=(batch[0], batch[1]))
+        other = dataclasses.replace(pending.other.detailed(), batch=(other_batch[0], other_batch[1]))
+        again = pending.again.detailed() if pending.again is not None else other
+        world = self.run.world
+        found: list[tuple[Detail, Detail, Detail]] = world.broadcast(world.gather((own, other, again)))
+        before = dataclasses.replace(noise, relative=dict(noise.relative))
+        is_known = bool(before.relative)
+        for mine, _, twice in found:
+            noise.add(mine, twice)
+        for owner, recomputer in pairs:
+            one, two = found[owner][0], found[recomputer][1]
+            if one.batch != two.batch or not noise.same(one, two):
+                dispute = Dispute(dataclasses.replace(_share(pending), rank=owner), recomputer, one, two)
+                return self._resolve(inside, pending, dispute)
+        return is_known
+
+    def _link(self, inside: Inside, pending: _Pending, different: Sequence[int]) -> None:
+        ranks = tuple(different)
+        text = "gradients were the same before they were exchanged, as another rank has computed them again, and differ "
+        text += f"afterwards on {' and '.join(f'rank {rank}' for rank in ranks)}"
+        sure = len(ranks) < self.run.world.size
+        verdict = Verdict("link", ranks, text, guilty=ranks if sure else ())
+        self._fire(pending.step, verdict, pending.micro_batch, {})
+
+    def _fire(self, step: int, verdict: Verdict, micro_batch: MicroBatch | None, facts: Mapping[str, Any]) -> None:
+        where = evidence.write(self.run, step + 1, micro_batch, facts, verdict)
+        confirmed = self.run.confirmed_step
+        so_far = "no check had passed before" if confirmed is None else f"the run is confirmed up to step {confirmed}"
+        remedies = {
+            "device": "take this machine out, and let its maker's diagnostics run",
+            "memory": "take this machine out, and let its maker's diagnostics run",
+            "link": "look at the counters of errors of this link, and take the machine out if it happens again",
+            "code": "let Task and model do the same on all ranks; lockstep verify looks for more",
+            "data": "let all ranks read the same bytes, and draw only from generators that Lockstep seeds",
+        }
+        error = WatchError(
+            f"{verdict.kind}: {verdict.text}. {so_far[0].upper()}{so_far[1:]}. Nothing is saved{f'. {where}' if where else ''}",
+            where=f"step {step + 1}, watch.every={self.every}",
+            remedy=remedies.get(verdict.kind, "run lockstep verify; watch.recompute=false compares replicas alone"),
+        )
+        error.guilty = verdict.guilty
+        raise error
+
+
+def _share(pending: _Pending) -> Share:
+    assert pending.share is not None
+    return pending.share
+
+
+def _bare(numbers: Sequence[int]) -> Detail:
+    """What a check knows of a share: digests alone."""
+    return Detail({}, {}, {}, {}, folded=tuple(numbers[2:]), batch=(numbers[0], numbers[1]))
+
+
+def _extra_plans(plan: StepPlan, due: Due, rank: int) -> Callable[[int], Sequence[MicroBatchPlan]]:
+    # A function that does not hold the run: the run holds it, and a cycle would be freed late.
+    def plans(step: int) -> Sequence[MicroBatchPlan]:
+        if not due(step):
+            return ()
+        return plan.rank_micro_batches(step, other_rank(step, due.every, rank, plan.world))[:1]
+
+    return plans
+
+
+def _why_no_recomputation(run: Run) -> str:
+    """Why shares cannot be computed again; empty where they can, or where it is not wanted."""
+    if not run.config.watch.recompute:
+        return "watch.recompute=false"
+    if run.step is not None:
+        return "players update in turn, so that a loss depends on the updates before it in the same step"
+    if run.state.first_pass is not None:
+        return "the loss needs the samples of all ranks at once"
+    if run.config.compute.uses_cuda_graphs:
+        return "CUDA graphs write gradients into memory that their next run overwrites"
+    return ""

@@ -1,0 +1,124 @@
+"""Steps of a run again, in this process: from a checkpoint or from the beginning, to any step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lockstep.core.build import Run
+from lockstep.core.checkpoint import store
+from lockstep.core.checkpoint.manifest import Checkpoint
+from lockstep.core.data.loader import MicroBatch
+from lockstep.core.loop import set_training_mode
+from lockstep.core.parallel.pretended import posing_as
+from lockstep.core.step import StepResult, train_step
+from lockstep.watch.digest import Digest
+from lockstep.watch.gradients import digests_by_name
+from lockstep.watch.replicas import state_tensors
+from lockstep.watch.verdict import Kind
+
+Rebuild = Callable[[Checkpoint | None], Run]
+"""Makes a run anew at a checkpoint, with its state loaded; or at its beginning. All ranks call it."""
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """A step that was made again."""
+
+    step: int
+    """Steps that are done."""
+    result: StepResult
+    """The losses of this rank, the samples, and the norm of the gradient."""
+    loss: dict[str, float]
+    """By head: the loss per unit of the global batch, over all ranks, as the log has it."""
+    grad_norm: float | None
+
+
+def steps(
+    run: Run,
+    until: int,
+    around: Callable[[int, list[MicroBatch]], contextlib.AbstractContextManager[None]] | None = None,
+) -> Iterator[ReplayedStep]:
+    """Make steps again, from `run.state.step` to `until`. All ranks of `run` iterate alike. Nothing is written.
+
+    Args:
+        run: as a `Rebuild` makes it. It is not the run that trains: its model and its optimizer are its own.
+        around: a context around each step, from its number (the first step of a training is 1) and its micro-batches.
+    """
+    state = run.state
+    set_training_mode(state.strategy)
+    make = run.step or train_step
+    with contextlib.closing(run.batches._steps):
+        while state.step < until:
+            micro_batches = next(run.batches)
+            with around(state.step + 1, micro_batches) if around else contextlib.nullcontext():
+                result = make(state, micro_batches, run.plan.samples(state.step), want_norm=True)
+            heads = sorted({head for losses in result.losses for head in losses})
+            own = [sum(float(losses[head]) for losses, counts in zip(result.losses, result.counted, strict=True) if counts) for head in heads]
+            sums = state.world.all_sum(own)
+            units = {head: result.totals.get(head, result.totals.get("", 0.0)) for head in heads}
+            loss = {head: total / units[head] if units[head] else 0.0 for head, total in zip(heads, sums, strict=True)}
+            norm = None if result.grad_norm is None else float(result.grad_norm)
+            yield ReplayedStep(state.step, result, loss, norm)
+
+
+def nearest(folder: Path, step: int) -> Checkpoint | None:
+    """The newest checkpoint of at most `step` steps. None: there is none, and the run begins at its beginning."""
+    return next((one for one in store.listed(folder) if one.step <= step), None)
+
+
+def digests(run: Run) -> dict[str, Digest]:
+    """The digests of weights, optimizer state and averages on this rank, by name."""
+    return digests_by_name(state_tensors(run.state))
+
+
+def _replayed(run: Run, rebuild: Rebuild, step: int, confirmed: int) -> dict[str, Digest]:
+    """The digests of the state after `step` steps, made again from the last checkpoint that is confirmed."""
+    checkpoint = run.world.on_rank0(lambda: nearest(run.folder / "checkpoints", confirmed)) if run.folder != Path() else None
+    again = rebuild(checkpoint)
+    for _ in steps(again, step):
+        pass
+    return digests(again)
+
+
+def judged_by_replay(
+    run: Run, rebuild: Rebuild, step: int, held: dict[str, Digest], shard: int, ranks: tuple[int, ...]
+) -> tuple[Kind, tuple[int, ...], str]:
+    """Who is at fault where ranks hold other states after `step` steps: kind, ranks, and how it is known.
+
+    Args:
+        held: the digests of the state that this rank holds.
+        shard: ranks with the same number hold the same rows.
+        ranks: those that hold another state than most, or all of them where there is no majority.
+    """
+    world = run.world
+    confirmed = -1 if run.confirmed_step is None else run.confirmed_step
+    try:
+        again = _replayed(run, rebuild, step, confirmed)
+        found = world.broadcast(world.gather((shard, held, again)))
+    except torch.OutOfMemoryError:
+        return "unclear", (), "There was no memory to make the steps again"
+    by_shard: dict[int, list[int]] = {}
+    for rank, (of_shard, _, _) in enumerate(found):
+        by_shard.setdefault(of_shard, []).append(rank)
+    replays_differ = [
+        rank for group in by_shard.values() for rank in group if found[rank][2] != found[group[0]][2]
+    ]
+    if not replays_differ:
+        guilty = tuple(rank for rank, (_, mine, anew) in enumerate(found) if mine != anew)
+        if not guilty or len(guilty) == world.size:
+            return "unclear", (), "Made again, the steps give a state that no rank has, so that they do not repeat"
+        names = " and ".join(f"rank {rank}" for rank in guilty)
+        return "memory", guilty, f"Made again, the steps give the state of the other ranks: the memory or the device of {names}"
+    for suspect in ranks[:2]:
+        with posing_as(suspect):
+            posed = _replayed(run, rebuild, step, confirmed)
+        told = world.broadcast(world.gather(posed))
+        if all(told[rank] == found[suspect][1] for rank in by_shard[found[suspect][0]]):
+            return "code", (suspect,), f"All ranks come to the state of rank {suspect} when they are told that they are rank {suspect}"
+    alone = tuple(ranks) if 2 * len(ranks) < world.size else ()
+    return ("device" if alone else "unclear"), alone, "Made again, the steps part the ranks again"

@@ -1,0 +1,259 @@
+"""What `lockstep replay` shows: a step made again, beside what the log has of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import zlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from lockstep.core import devices
+from lockstep.core.build import Run
+from lockstep.core.data.loader import MicroBatch
+from lockstep.core.step import SAMPLES
+from lockstep.watch import replay, shares
+from lockstep.watch.digest import Digest
+from lockstep.watch.replay import ReplayedStep
+from lockstep.watch.shares import Part
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What is asked for besides the step itself."""
+
+    rank: int | None = None
+    """The rank whose micro-batches are computed by themselves. None: no rank."""
+    ranks: int | None = None
+    """The number of ranks that trained. None: as many as now."""
+    samples: bool = False
+    debugger: bool = False
+    profile: Path | None = None
+
+
+@dataclass
+class Step:
+    """A step that was made again."""
+
+    step: int
+    epoch: float
+    loss: float
+    """Per unit of the global batch: the sum over heads, times their coefficients, as `train/loss` in the log."""
+    by_head: dict[str, float]
+    units: dict[str, float]
+    grad_norm: float | None
+    lr: float
+
+
+@dataclass
+class Report:
+    """The steps that were made again, and what is known of the last of them."""
+
+    run: str
+    ranks: int
+    began_at: int
+    """Steps of the checkpoint from which it went on; 0: from the beginning."""
+    steps: list[Step] = field(default_factory=list)
+    logged: dict[str, float] = field(default_factory=dict)
+    """The entry of the log that has the last step; empty: none has it."""
+    logged_from: int = 0
+    """The first step of this entry."""
+    digests: dict[str, Digest] = field(default_factory=dict)
+    """Of the state after the last step, by kind: model, optimizer, ema. On rank 0."""
+    saved: str = ""
+    """How this state compares with a checkpoint of the same step; empty: there is none."""
+    parts: list[Part] = field(default_factory=list)
+    """The micro-batches of the wanted rank."""
+    samples: list[Part] = field(default_factory=list)
+    """By loss, the largest first."""
+    rank: int | None = None
+
+
+def make(
+    run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, tell: Callable[[str], None]
+) -> Report:
+    """Make the steps of `run` again, up to a step. All ranks call it.
+
+    Args:
+        after: makes the run as a checkpoint has it after `step`; None where there is no such checkpoint.
+        tell: says what is about to be done.
+    """
+    report = Report(str(run.folder), run.world.size, run.state.step, rank=wants.rank)
+    where = f"checkpoint {run.state.step}" if run.state.step else "the beginning"
+    count = step - run.state.step
+    tell(f"making {count} step{'s' * (count > 1)} of {run.folder} again, from {where}, on {run.world.size} rank{'s' * (run.world.size > 1)}")
+
+    @contextlib.contextmanager
+    def around(number: int, micro_batches: list[MicroBatch]) -> Generator[None, None, None]:
+        if number < step:
+            yield
+            return
+        if wants.rank is not None:
+            report.parts = shares.of_rank(run, wants.rank, wants.ranks or run.world.size, micro_batches[0])
+        if wants.samples:
+            report.samples = sorted(shares.samples(run, micro_batches[0]), key=_size, reverse=True)
+        if wants.debugger:
+            print("before the step: run, micro_batches and run.state are here; c makes the step")
+            breakpoint()
+        with _profiled(run, wants.profile):
+            yield
+
+    for made in replay.steps(run, step, around):
+        report.steps.append(_step(run, made))
+    kinds: dict[str, dict[str, Digest]] = {}
+    for name, digest in replay.digests(run).items():
+        kinds.setdefault(name.partition(".")[0], {})[name] = digest
+    report.digests = {kind: _folded(found) for kind, found in kinds.items()}
+    report.saved = _compared(run, after())
+    report.logged, report.logged_from = run.world.on_rank0(lambda: _entry(run, step))
+    return report
+
+
+def _step(run: Run, made: ReplayedStep) -> Step:
+    coefficients = run.state.coefficients
+    loss = sum(coefficients.get(head, 1.0) * value for head, value in made.loss.items())
+    rate = float(run.state.optimizer.param_groups[0]["lr"])
+    epoch = made.step / run.plan.steps_per_epoch
+    return Step(made.step, epoch, loss, made.loss, dict(made.result.totals), made.grad_norm, rate)
+
+
+def _folded(digests: Mapping[str, Digest]) -> Digest:
+    """One digest of several, for people to compare."""
+    first, second = (zlib.crc32(repr([(name, one[place]) for name, one in digests.items()]).encode()) for place in (0, 1))
+    return first, second
+
+
+def _compared(run: Run, saved: Run | None) -> str:
+    """How the state compares with that of a checkpoint. All ranks call it."""
+    if saved is None:
+        return ""
+    own, other = replay.digests(run), replay.digests(saved)
+    differing = sorted(name for name in own if own[name] != other.get(name))
+    gathered = run.world.broadcast(run.world.gather(differing))
+    names = list(dict.fromkeys(name for of_rank in gathered for name in of_rank))
+    if not names:
+        return f"the same bits as checkpoint {run.state.step}"
+    return f"{len(names)} of {len(own)} tensors have other bits than in checkpoint {run.state.step}, the first is {names[0]}"
+
+
+def _entry(run: Run, step: int) -> tuple[dict[str, float], int]:
+    """The entry of the log that has a step, and its first step. Of a step that was made several times, the last."""
+    found: dict[int, dict[str, float]] = {}
+    with contextlib.suppress(OSError):
+        for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                if "train/loss" in entry:
+                    found[int(entry["step"])] = entry
+    later = [number for number in found if number >= step]
+    if not later:
+        return {}, 0
+    last = min(later)
+    begins = 1 + max([0, *(number for number in found if number < last)])
+    names = ("step", "train/loss", "train/grad_norm", "train/lr")
+    return {name: float(found[last][name]) for name in names if name in found[last]}, begins
+
+
+@contextlib.contextmanager
+def _profiled(run: Run, file: Path | None) -> Generator[None, None, None]:
+    if file is None:
+        yield
+        return
+    from torch.profiler import profile
+
+    with profile(activities=devices.of(run.world.device).profiled()) as recorded:
+        yield
+        devices.of(run.world.device).synchronize()
+    name = file if run.world.size == 1 else file.with_stem(f"{file.stem}-rank{run.world.rank}")
+    recorded.export_chrome_trace(str(name))
+
+
+def _size(part: Part) -> float:
+    total = sum(part.loss.values())
+    return math.inf if math.isnan(total) else total
+
+
+def text(report: Report) -> str:
+    """The report for a terminal."""
+    lines = ["    step     epoch          units              loss         grad norm           lr"]
+    if len(report.steps) > _SHOWN:
+        lines.append(f"     ...  {len(report.steps) - _SHOWN} steps before")
+    for one in report.steps[-_SHOWN:]:
+        units = max(one.units.values(), default=0.0)
+        norm = "none" if one.grad_norm is None else f"{one.grad_norm:.9g}"
+        lines.append(f"{one.step:>8}  {one.epoch:>8.3f}  {units:>13,.0f}  {one.loss:>16.9g}  {norm:>16}  {one.lr:>11.4g}")
+        if len(one.by_head) > 1:
+            lines += [f"{'':>20}{head}: {value:.9g}" for head, value in one.by_head.items()]
+    lines += ["", *_beside_log(report)]
+    shown = ", ".join(f"{kind} {first:08x}{second:08x}" for kind, (first, second) in report.digests.items())
+    lines.append(f"digests of the state after it: {shown}")
+    if report.saved:
+        lines.append(f"this state: {report.saved}")
+    if report.parts:
+        lines += ["", f"micro-batches of rank {report.rank}, each by itself, before gradients are exchanged:"]
+        lines += _parts(report.parts)
+    if report.samples:
+        title = "samples, each by itself in evaluation mode, by their loss"
+        lines += ["", title + (f": the {2 * _SHOWN} largest of {len(report.samples)}" if len(report.samples) > 20 else "")]
+        lines += _parts(report.samples[: 2 * _SHOWN])
+    return "\n".join(lines)
+
+
+def _beside_log(report: Report) -> list[str]:
+    logged, last = report.logged, report.steps[-1]
+    if not logged:
+        return ["the log has no entry of this step"]
+    until = int(logged["step"])
+    window = [one for one in report.steps if report.logged_from <= one.step <= until]
+    lines = [f"the log's entry has the steps {report.logged_from} to {until}:"]
+    complete = last.step == until and len(window) == until - report.logged_from + 1
+    if complete:
+        lines.append(_beside("loss", _mean(window), logged.get("train/loss")))
+    else:
+        lines.append(f"  loss: logged {logged['train/loss']:.9g}, a mean over these steps, not all of which were made again")
+    if last.step == until:
+        lines.append(_beside("gradient norm", last.grad_norm, logged.get("train/grad_norm")))
+    return [line for line in lines if line]
+
+
+def _mean(window: Sequence[Step]) -> float:
+    """The mean over the units of some steps, by head, and the sum over heads."""
+    units = sum(max(one.units.values()) for one in window)
+    return sum(one.loss * max(one.units.values()) for one in window) / units if units else math.nan
+
+
+def _beside(name: str, again: float | None, logged: float | None) -> str:
+    if again is None or logged is None:
+        return ""
+    if again == logged:
+        return f"  {name}: {again:.9g}, as logged"
+    distance = abs(again - logged) / max(abs(logged), 1e-300)
+    return f"  {name}: {again:.9g}, logged {logged:.9g}: {distance:.1g} apart, relatively"
+
+
+def _parts(parts: Sequence[Part]) -> list[str]:
+    lines = ["              loss         grad norm      units  name"]
+    for part in parts:
+        loss = sum(part.loss.values()) if part.loss else math.nan
+        units = max(part.units.values(), default=0.0)
+        indices = "" if len(part.indices) == 1 else f", samples {', '.join(map(str, part.indices[:8]))}"
+        more = " ..." if len(part.indices) > 8 else ""
+        filler = ", a filler" if part.is_filler else ""
+        lines.append(f"  {loss:>16.9g}  {part.grad_norm:>16.9g}  {units:>9,.0f}  {part.name}{indices}{more}{filler}")
+        if len(part.loss) > 1:
+            lines += [f"{'':>20}{head}: {value:.9g}" for head, value in part.loss.items()]
+    return lines
+
+
+def as_json(report: Report) -> str:
+    """All numbers of the report."""
+    values = asdict(report)
+    for part in (*values["parts"], *values["samples"]):
+        part["units"] = {head or "samples": units for head, units in part["units"].items()}
+    for one in values["steps"]:
+        one["units"] = {head or "samples" if head == SAMPLES else head: units for head, units in one["units"].items()}
+    return json.dumps(values, indent=1) + "\n"

@@ -1,0 +1,100 @@
+"""Replicas of the state: weights, optimizer state and averages that several ranks hold must be the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.core.build import Run
+from lockstep.core.parallel import sharded_tensor
+from lockstep.core.step import TrainState
+from lockstep.parts.replicas import differing, tensors_of_state, who_differs
+from lockstep.watch.digest import fold
+from lockstep.watch.gradients import digests_by_name
+from lockstep.watch.verdict import Verdict
+
+
+def state_tensors(state: TrainState) -> dict[str, Tensor]:
+    """The tensors that replicas have alike, by name; of sharded tensors this rank's rows.
+
+    Buffers are left out: every rank gets those of rank 0 before each step.
+    """
+    model = state.strategy.unwrapped.model
+    kinds = ("model", "buffer")
+    buffers = {f"{kind}.{name}" for kind in kinds for name, _ in model.named_buffers(remove_duplicate=False)}
+    names = {f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
+    found = tensors_of_state(state)
+    kept = {n: t for n, t in found.items() if n in names or (n not in buffers and not n.startswith("model."))}
+    return {name: sharded_tensor.local(tensor.detach()) for name, tensor in sorted(kept.items())}
+
+
+def state_digest(state: TrainState) -> Tensor:
+    """The digest of all these tensors: two int64."""
+    tensors = state_tensors(state)
+    here = {name: tensor for name, tensor in tensors.items() if tensor.device.type == state.world.device.type}
+    apart = {name: tensor for name, tensor in tensors.items() if name not in here}
+    total = fold(here)
+    return total + 3 * fold(apart).to(total.device) if apart else total
+
+
+def differing_replicas(shards: Sequence[int], values: Sequence[tuple[int, int]]) -> list[int]:
+    """The ranks that hold other values than the most ranks with the same shard; all of them, where none are most."""
+    found: list[int] = []
+    for shard in sorted(set(shards)):
+        ranks = [rank for rank, one in enumerate(shards) if one == shard]
+        by_value: dict[tuple[int, int], list[int]] = {}
+        for rank in ranks:
+            by_value.setdefault(values[rank], []).append(rank)
+        most = max(by_value.values(), key=len)
+        if len(by_value) > 1:
+            found += ranks if 2 * len(most) <= len(ranks) else [rank for rank in ranks if rank not in most]
+    return sorted(found)
+
+
+class Replicas:
+    """Compares the state of the ranks, and says who is at fault."""
+
+    def __init__(self, state: TrainState) -> None:
+        sharded = next((p for p in state.strategy.unwrapped.model.parameters() if sharded_tensor.is_sharded(p)), None)
+        mesh: Any = getattr(sharded, "device_mesh", None)
+        self.shard = 0 if mesh is None else int(mesh.get_local_rank("shard"))
+        """Ranks with the same number hold the same rows."""
+        self.digests: Any = None
+        """Of each tensor on this rank, after a difference was found."""
+
+    def verdict(self, run: Run, step: int, rebuild: Callable[[Any], Run] | None) -> Verdict:
+        """Who holds another state, after `step` steps. All ranks call it.
+
+        The steps since the last good checkpoint are made again, on all ranks: they say which of two states is right, and
+        whether the difference comes again.
+        """
+        tensors = state_tensors(run.state)
+        self.digests = digests_by_name(tensors)
+        world = run.world
+        held = {name: (self.shard, 1, digest) for name, digest in self.digests.items()}
+        by_rank = world.broadcast(world.gather(held))
+        found = differing(by_rank)
+        first = found[0]
+        more = f", and in {len(found) - 1} more tensors" if len(found) > 1 else ""
+        shards = [next(iter(of.values()))[0] for of in by_rank]
+        values = {rank: tuple(sorted(of.items())) for rank, of in enumerate(by_rank)}
+        folded = [(hash(values[rank]), 0) for rank in range(world.size)]
+        ranks = tuple(differing_replicas(shards, folded))
+        alike = {rank: by_rank[rank][first.name][2] for rank in range(world.size) if shards[rank] == shards[first.ranks[0]]}
+        what = f"the ranks do not hold the same state: {who_differs(alike)} in {first.name}{more}"
+        sure = self._is_majority(shards, ranks)
+        if rebuild is None:
+            return Verdict("memory" if sure else "unclear", ranks, what, first.name, guilty=ranks if sure else ())
+        from lockstep.watch.replay import judged_by_replay
+
+        kind, guilty, how = judged_by_replay(run, rebuild, step, self.digests, self.shard, ranks)
+        if kind == "unclear" and sure:
+            kind, guilty = "memory", ranks
+        text = f"{what}{f'. {how}' if how else ''}"
+        return Verdict(kind, guilty or ranks, text, first.name, guilty=guilty if kind != "code" else ())
+
+    def _is_majority(self, shards: Sequence[int], ranks: Sequence[int]) -> bool:
+        """True if those that differ are less than half of those that hold the same rows."""
+        return all(2 * len([r for r in ranks if shards[r] == shard]) < shards.count(shard) for shard in set(shards))

@@ -1,0 +1,92 @@
+"""A step in its parts: the micro-batches of a rank, and single samples, with their losses and gradient norms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from lockstep.core.build import Run
+from lockstep.core.data.loader import MicroBatch
+from lockstep.core.data.order import MicroBatchPlan
+from lockstep.core.step import SAMPLES
+from lockstep.watch.gradients import Detail
+from lockstep.watch.trial import Share, detail, read
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a step, computed by itself."""
+
+    name: str
+    """Which micro-batch, or which sample: its file, if the data set knows the file."""
+    indices: tuple[int, ...]
+    units: dict[str, float]
+    """By head; under `SAMPLES` for all heads where the unit is the sample."""
+    loss: dict[str, float]
+    """By head: per unit."""
+    grad_norm: float
+    """Of the gradient of the mean over the units of this part."""
+    is_filler: bool = False
+    """Computed, and not counted."""
+
+
+def of_rank(run: Run, rank: int, ranks: int, like: MicroBatch) -> list[Part]:
+    """The micro-batches of the next step that a rank has, computed with the seeds of that rank. All ranks call it.
+
+    Args:
+        rank: of `ranks` ranks, which need not be those of this process.
+        like: a micro-batch of the training, whose way to the device the others take.
+    """
+    plan = replace(run.plan, world=ranks)
+    found = []
+    for number, one in enumerate(plan.rank_micro_batches(run.state.step, rank)):
+        micro_batch = read(run.batches.loader.micro_batches, one, like, run.world.device)
+        found.append(_part(run, f"micro-batch {number}", micro_batch, rank, number))
+    return found
+
+
+def samples(run: Run, like: MicroBatch) -> list[Part]:
+    """The samples of the next step, each computed alone, in evaluation mode. All ranks call it.
+
+    Ranks share the work, but for sharded models, of which all ranks compute each sample. In evaluation mode the samples
+    do not depend on each other, and nothing is drawn.
+
+    Returns:
+        all samples, on every rank, in the order of the step.
+    """
+    indices, epoch = run.plan.indices(run.state.step)
+    world, data = run.world, run.batches.loader.micro_batches.data
+    where = getattr(data, "where", None)
+    first, by = (0, 1) if run.state.strategy.is_sharded else (world.rank, world.size)
+    # All ranks make equally many passes, because the first of them are collectives: some samples are computed twice.
+    chosen = [min(place, len(indices) - 1) for place in range(first, -(-len(indices) // by) * by, by)]
+    training = run.model.training
+    run.state.forward.eval()
+    try:
+        found = {}
+        for place in chosen:
+            index = int(indices[place])
+            plan = MicroBatchPlan((index,), epoch, False)
+            micro_batch = read(run.batches.loader.micro_batches, plan, like, world.device)
+            name = str(where(index)) if where else f"{type(data).__name__}[{index}]"
+            found[place] = _part(run, name, micro_batch, world.rank, 0)
+    finally:
+        run.state.forward.train(training)
+    gathered: list[dict[int, Part]] = world.broadcast(world.gather(found))
+    by_place = {place: part for of_rank in gathered for place, part in of_rank.items()}
+    return [by_place[place] for place in sorted(by_place)]
+
+
+def _part(run: Run, name: str, micro_batch: MicroBatch, rank: int, number: int) -> Part:
+    state = run.state
+    units = dict(micro_batch.weights) if micro_batch.weights else {SAMPLES: float(micro_batch.samples)}
+    if not any(units.values()):
+        return Part(name, micro_batch.indices, units, {}, 0.0, micro_batch.filler)
+    share = Share(rank, state.step, units, number)
+    found = detail(state, micro_batch, share, dict(state.strategy.leaves()))
+    loss = {head: total / (units.get(head, units.get(SAMPLES)) or math.nan) for head, total in found.losses.items()}
+    return Part(name, micro_batch.indices, units, loss, _norm(found) / run.world.size, micro_batch.filler)
+
+
+def _norm(found: Detail) -> float:
+    return math.sqrt(sum(sums[-1] for sums in found.sums.values()))

@@ -1,0 +1,92 @@
+"""A pass beside the training: the forward and backward pass of a micro-batch, as any rank would make them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core.data.loader import MicroBatch, MicroBatches
+from lockstep.core.data.order import MicroBatchPlan
+from lockstep.core.data.randomness import restored_generators
+from lockstep.core.parallel.buffers import restored_state
+from lockstep.core.parallel.strategy import Losses, Strategy
+from lockstep.core.step import StepResult, TrainState, forward_backward_step
+from lockstep.watch.gradients import Detail, Seen, digest_of_batch, watched
+
+
+class _Alone:
+    """A strategy whose backward passes exchange nothing and leave no gradient."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.strategy, name)
+
+    def backward(self, losses: Losses, factors: Losses, last: bool) -> None:
+        self.strategy.backward_alone(losses, factors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The first micro-batch of a rank in a step, and what its losses are divided by."""
+
+    rank: int
+    step: int
+    """Counted from 0."""
+    totals: Mapping[str, float]
+    """W; see `StepResult.totals`."""
+    number: int = 0
+    """Of the micro-batch in the step."""
+
+
+def trial(
+    state: TrainState, micro_batch: MicroBatch, share: Share, leaves: Mapping[str, Tensor], *, detailed: bool = False
+) -> Seen:
+    """Compute the first micro-batch of a rank as that rank does. With shards, all ranks call it.
+
+    Model, gradients, buffers, metrics and random generators are as before afterwards.
+
+    Args:
+        leaves: of `Strategy.leaves`.
+        detailed: see `Seen.detailed`.
+    """
+    world = dataclasses.replace(state.world, rank=share.rank)  # seeds depend on it
+    alone: Any = _Alone(state.strategy)
+    shadow = dataclasses.replace(state, world=world, strategy=alone, metrics=None, first_pass=None, unfreezing=None)
+    result = StepResult(share.step, 0, totals=dict(share.totals))
+    forward = state.strategy.unwrapped
+    with (
+        restored_state(forward, "watch"),
+        restored_generators(world.device),
+        watched(forward, leaves, sums=detailed, each=detailed) as seen,
+    ):
+        forward_backward_step(shadow, micro_batch, result, number=share.number, last=False)
+    micro_batch.let_go()
+    return seen
+
+
+def detail(
+    state: TrainState, micro_batch: MicroBatch, share: Share, leaves: Mapping[str, Tensor]
+) -> Detail:
+    """What `trial` computes, by head and parameter, on the host."""
+    batch = digest_of_batch(micro_batch.batch, torch.device("cpu"))
+    found = trial(state, micro_batch, share, leaves, detailed=True).detailed()
+    first, second = batch.tolist()
+    return dataclasses.replace(found, batch=(int(first), int(second)))
+
+
+def read(micro_batches: MicroBatches, plan: MicroBatchPlan, like: MicroBatch, device: torch.device) -> MicroBatch:
+    """Read a micro-batch in this process, and leave the random generators as they are.
+
+    Args:
+        like: a micro-batch of the training, whose way to the device the other takes.
+    """
+    with restored_generators(device):
+        found = micro_batches[plan]
+    found.copy = like.copy
+    return found

@@ -1,0 +1,140 @@
+"""Who is at fault: pure functions of what ranks computed of the same micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.watch.gradients import Detail
+
+Kind = Literal["data", "not deterministic", "device", "code", "link", "memory", "unclear"]
+_TIMES = 16.0  # a difference by rounding stays below so many times the rounding that was seen, or that the format has
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What lies, and where."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    """The ranks at fault, or those between which it cannot be decided."""
+    text: str
+    tensor: str = ""
+    """The first tensor that differs."""
+    guilty: tuple[int, ...] = ()
+    """Ranks that must not go on."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Who differs, when all ranks have computed the same twice again."""
+
+    how: Literal["unstable", "repeats", "once", "tie", "nobody"]
+    """unstable: these ranks differ from themselves. repeats: they give other results than most, each time. once: they
+    gave another result before, and not again. tie: no result has a majority."""
+    ranks: tuple[int, ...]
+    reference: Detail | None = None
+    """The result of most ranks."""
+
+
+Same = Callable[[Detail, Detail], bool]
+
+
+def who(pairs: Sequence[tuple[int, Detail]], repeats: Sequence[tuple[Detail, Detail]], same: Same) -> Finding:
+    """Find the ranks that differ.
+
+    Args:
+        pairs: ranks, and what they computed at first.
+        repeats: by rank, what it computed when it was asked twice again.
+        same: whether two results are the same.
+    """
+    world = len(repeats)
+    unstable = [rank for rank, (first, second) in enumerate(repeats) if not same(first, second)]
+    groups: list[list[int]] = []
+    for rank in range(world):
+        if rank not in unstable:
+            group = next((one for one in groups if same(repeats[one[0]][0], repeats[rank][0])), None)
+            if group is None:
+                groups.append([rank])
+            else:
+                group.append(rank)
+    most = max(groups, key=len, default=[])
+    if 2 * len(most) <= world:
+        return Finding("unstable", tuple(unstable)) if unstable else Finding("tie", tuple(range(world)))
+    reference = repeats[most[0]][0]
+    others = tuple(rank for rank in range(world) if rank not in most)
+    if others:
+        return Finding("unstable" if set(others) <= set(unstable) else "repeats", others, reference)
+    guilty = tuple(dict.fromkeys(rank for rank, found in pairs if not same(found, reference)))
+    return Finding("once" if guilty else "nobody", guilty, reference)
+
+
+def same_bits(one: Detail, other: Detail) -> bool:
+    """Whether losses and gradients are the same, bit for bit."""
+    return one.folded == other.folded
+
+
+def same_batch(one: Detail, other: Detail) -> bool:
+    """Whether the inputs are the same, bit for bit."""
+    return one.batch == other.batch
+
+
+def first_difference(one: Detail, other: Detail) -> str:
+    """The name of the first loss or gradient that differs; empty where none does."""
+    for head in one.losses:
+        if one.losses[head] != other.losses.get(head):
+            return f"the loss {head}" if head != "loss" else "the loss"
+    names = [name for name in one.gradients if one.gradients[name] != other.gradients.get(name)]
+    # A backward pass begins at the end of the model: what was computed first is what differs first.
+    return f"the gradient of {names[0]}" if names else ""
+
+
+@dataclass
+class Noise:
+    """How much results of one rank differ when they are computed again, where kernels are not deterministic.
+
+    A sum of random signs of a difference d is about |d|_2 in size. So a rank may differ from another by `_TIMES` the
+    largest such sum that any rank has shown against itself, or `_TIMES` the rounding of the number format.
+    """
+
+    relative: dict[str, float] = field(default_factory=dict)
+    """By name of the parameter, and by head of the loss: the largest difference of a rank from itself, relative to the
+    norm."""
+
+    def add(self, one: Detail, other: Detail) -> None:
+        """Two results of one rank for the same inputs."""
+        for name, difference in _differences(one, other).items():
+            self.relative[name] = max(self.relative.get(name, 0.0), difference)
+
+    def same(self, one: Detail, other: Detail) -> bool:
+        """Whether two results differ by no more than rounding explains."""
+        return not self.beyond(one, other)
+
+    def beyond(self, one: Detail, other: Detail) -> str:
+        """The first tensor that differs by more than rounding explains; empty where none does."""
+        eps = max([*one.eps.values(), 2.0**-23 if one.eps else 2.0**-52])
+        for name, difference in _differences(one, other).items():
+            if not difference <= _TIMES * (self.relative.get(name, 0.0) + eps):  # also true of NaN
+                return name
+        return ""
+
+
+def _differences(one: Detail, other: Detail) -> dict[str, float]:
+    """The differences of two results, relative to the larger norm, by head of the loss and by name of the parameter."""
+    found = {}
+    for head in one.losses.keys() | other.losses.keys():
+        a, b = one.losses.get(head, float("nan")), other.losses.get(head, float("nan"))
+        found[f"the loss {head}"] = 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
+    for name in one.sums.keys() | other.sums.keys():
+        found[f"the gradient of {name}"] = _relative(one.sums, other.sums, name)
+    return found
+
+
+def _relative(one: Mapping[str, list[float]], other: Mapping[str, list[float]], name: str) -> float:
+    if name not in one or name not in other:
+        return float("inf")
+    (*a, square), (*b, other_square) = one[name], other[name]
+    largest = max(abs(x - y) for x, y in zip(a, b, strict=True))
+    norm = max(square, other_square) ** 0.5
+    return 0.0 if largest == 0 else largest / norm if norm else float("inf")

@@ -1,0 +1,77 @@
+"""A training with the watch has the bits of the same training without it."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.watch.part import Watch
+from tests import own_tasks, runs
+from tests.core.test_strategies import settings_for
+from tests.ranks import run_ranks
+from tests.selection import mainly
+
+
+class Restless(own_tasks.Deep):
+    """BatchNorm, dropout, a counter, and a code book that each forward pass moves."""
+
+    def __init__(self, **options):
+        super().__init__(**{"dropout": 0.2} | options)
+
+    def model(self):
+        built = super().model()
+        built.norm = nn.BatchNorm1d(10).to(self.dtype)
+        built.register_buffer("codes", torch.zeros(10, dtype=self.dtype))
+        return built
+
+    def loss(self, model, batch):
+        inputs = model.norm(batch[0]) + model.codes
+        if model.training:
+            model.codes.data.lerp_(batch[0].mean(dim=0), 0.1)
+        return super().loss(model, [inputs, *batch[1:]])
+
+
+def trained(settings):
+    """Final weights, results, and the steps that a whole check has confirmed."""
+    confirmed, end = [], Watch._end
+
+    def noted(watch, *arguments):
+        end(watch, *arguments)
+        confirmed.append(watch.run.confirmed_step)
+
+    dtype = getattr(torch, settings.pop("dtype"))
+    with mock.patch.object(Watch, "_end", noted):
+        return *runs.fit(Restless(dtype=dtype), settings), confirmed
+
+
+CASES = {
+    "single": (1, {"strategy": "single"}, {}),
+    "ddp 2, accumulated": (2, {"strategy": "ddp"}, {"accumulate": 3}),
+    "ddp 3": (3, {"strategy": "ddp"}, {}),
+    "ddp 2, fp16": (2, {"strategy": "ddp"}, {"precision": "fp16", "dtype": "float32"}),
+    "ddp 2, bf16, unused": (2, {"strategy": "ddp", "find_unused_parameters": True}, {"precision": "bf16", "dtype": "float32"}),
+    "ddp 2, static": (2, {"strategy": "ddp", "static_graph": True}, {}),
+    "fsdp 2, accumulated": (2, {"strategy": "fsdp"}, {"accumulate": 2}),
+    "fsdp 2, each": (2, {"strategy": "fsdp", "reduce_each_micro_batch": True}, {"accumulate": 2}),
+    "fsdp 3": (3, {"strategy": "fsdp"}, {}),
+    "fsdp 2, low": (2, {"strategy": "fsdp", "reduce_dtype": "bf16"}, {"dtype": "float32"}),
+    "hybrid 2x2": (4, {"strategy": "fsdp", "shard_ranks": 2}, {}),
+}
+KEPT = ["single", "ddp 2, accumulated", "ddp 3", "ddp 2, fp16", "fsdp 2, accumulated", "fsdp 3"]
+
+
+@pytest.mark.parametrize("name", mainly(KEPT, list(CASES)))
+def test_weights_are_the_same_bits_with_the_watch_and_without(name):
+    world, parallel, more = CASES[name]
+    more = {"dtype": "float64", "accumulate": 1} | more
+    train = {"steps": 11, "ema_decay": 0.9}
+    sections = {"precision": more.get("precision", "fp32"), "optim": {"clip_norm": 0.5}}
+    settings = settings_for(world, parallel, more["accumulate"], train=train, **sections) | {"dtype": more["dtype"]}
+    plain = run_ranks(world, trained, settings)
+    watched = run_ranks(world, trained, settings | {"watch": {"every": 2}})
+    for (weights, results, _), (others, other_results, confirmed) in zip(plain, watched, strict=True):
+        assert confirmed == [1, 3, 5, 7, 9, 10]
+        assert weights.keys() == others.keys()
+        assert all(torch.equal(weights[key], others[key]) for key in weights)
+        assert results["train/loss"] == other_results["train/loss"]
