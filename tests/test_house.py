@@ -152,7 +152,9 @@ CODE_LINES = {
     "audit": 3_900,
     "launch/device_check": 450,
     "cli/check_device.py": 60,
-    "cli/replay.py": 130,
+    "cli/replay.py": 70,
+    "watch/replay_report.py": 220,
+    "watch/shares.py": 90,
     "watch": 1_300,
 }
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
@@ -174,6 +176,8 @@ OF_THEIR_OWN = (
     "launch/device_check",
     "cli/check_device.py",
     "cli/replay.py",
+    "watch/replay_report.py",
+    "watch/shares.py",
     "watch",
 )
 

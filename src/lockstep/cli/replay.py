@@ -50,9 +50,10 @@ def replay(
         if debugger and count != "1":
             raise UsageError("a debugger needs one rank", where="--debugger", remedy="leave --nproc out")
         if ranks.is_launcher(count):
-            given = {"--step": str(step), "--rank": rank, "--ranks": ranks_then, "--samples": samples}
-            given |= {"--profile": profile, "--json": json_file, "--debug": debug}
-            ranks.launch(["replay", str(run_dir), *(overrides or []), *as_arguments(given)], count, settings, cold=cold)
+            numbers = as_arguments({"--step": str(step), "--rank": rank, "--ranks": ranks_then})
+            others = as_arguments({"--samples": samples, "--profile": profile, "--json": json_file, "--debug": debug})
+            arguments = ["replay", str(run_dir), *(overrides or []), *numbers, *others]
+            ranks.launch(arguments, count, settings, cold=cold)
             return
         from lockstep.trainer.trainer import Trainer
         from lockstep.watch import replay_report

@@ -71,7 +71,11 @@ class Experiments:
         same: Same = self.noise.same if self.noise else same_bits
         found = who(pairs, self.repeats, same)
         first = self._first(found, dispute)
-        if found.how == "unstable" and 2 * len(found.ranks) >= len(self.repeats) and not self.run.config.compute.deterministic:
+        if (
+            found.how == "unstable"
+            and 2 * len(found.ranks) >= len(self.repeats)
+            and not self.run.config.compute.deterministic
+        ):
             return None if self.noise is None else self._not_deterministic(found, share, first)
         if found.how in ("once", "nobody") and self._may_be_rounding(dispute):
             return None
@@ -100,7 +104,9 @@ class Experiments:
         samples = f"samples {listed([str(index) for index in self.micro_batch.indices], 8)}"
         if found.how == "unstable":
             text = f"{samples} are not the same when they are read again on {_ranks(found.ranks)}: their source or "
-            return Verdict("data", found.ranks, text + "Task.prepare changes, or draws numbers that the seed does not determine")
+            return Verdict(
+                "data", found.ranks, text + "Task.prepare changes, or draws numbers that the seed does not determine"
+            )
         if found.how == "tie":
             return Verdict("data", found.ranks, f"{_ranks(found.ranks)} read other bytes for {samples}")
         more = "" if found.how == "repeats" else ", once: read again, they are those of the other ranks"
@@ -127,11 +133,15 @@ class Experiments:
                 posed = self._twice(share)
             wanted = self.repeats[suspect][0]
             others = [rank for rank in range(len(posed)) if rank != suspect]
-            changed = [rank for rank in others if not same(self.repeats[rank][0], wanted) and same(posed[rank][0], wanted)]
+            changed = [
+                rank for rank in others if not same(self.repeats[rank][0], wanted) and same(posed[rank][0], wanted)
+            ]
             if not others or len(changed) < len(others) - len(found.ranks) + 1 or not changed:
                 continue
             where = self._branch(share, suspect)
-            text = f"the code does something else on rank {suspect}: other ranks give its result when they are told that "
+            text = (
+                f"the code does something else on rank {suspect}: other ranks give its result when they are told that "
+            )
             text += f"they are rank {suspect}{f'. The first operation that differs: {where}' if where else ''}"
             first = first_difference(self.repeats[others[0]][0], wanted)
             return Verdict("code", (suspect,), text, first)

@@ -38,7 +38,11 @@ class Seen:
     def gradient(self, device: torch.device) -> Tensor:
         """The digest of all gradients together: two int64."""
         parts = [fold(self.small, self.sizes), *self.total] if self.small else self.total
-        return torch.stack([part.to(device) for part in parts]).sum(0) if parts else torch.zeros(2, dtype=torch.int64, device=device)
+        return (
+            torch.stack([part.to(device) for part in parts]).sum(0)
+            if parts
+            else torch.zeros(2, dtype=torch.int64, device=device)
+        )
 
     def loss(self, device: torch.device) -> Tensor:
         """The digest of the losses: two int64."""

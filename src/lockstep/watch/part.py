@@ -213,7 +213,9 @@ class Watch(BuiltInPart):
         whole = True
         if pending.share is not None:
             whole = self._check_shares(inside, pending, rows)
-            for history, values in zip(self.histories, zip(*((r.loss, r.norm) for r in rows), strict=True), strict=True):
+            for history, values in zip(
+                self.histories, zip(*((r.loss, r.norm) for r in rows), strict=True), strict=True
+            ):
                 if text := history.add(values):
                     inside.tell(f"warning: step {step + 1}: {text}")
         if whole and (different := differing_replicas(shards, [row.reduced for row in rows])):
@@ -299,7 +301,11 @@ class Watch(BuiltInPart):
         owner, recomputer = wrong[0]
         one, two = rows[owner].own, rows[recomputer].other
         if owner == recomputer and world.size > 1:  # it differs from itself: what it computed before the step
-            again = pending.again.loss(world.device).tolist() + pending.again.gradient(world.device).tolist() if pending.again else []
+            again = (
+                pending.again.loss(world.device).tolist() + pending.again.gradient(world.device).tolist()
+                if pending.again
+                else []
+            )
             two = (*one[:2], *self._of_rank(owner, again))
         dispute = Dispute(dataclasses.replace(share, rank=owner), recomputer, _bare(one), _bare(two))
         return self._resolve(inside, pending, dispute)
@@ -357,7 +363,9 @@ class Watch(BuiltInPart):
 
     def _link(self, inside: Inside, pending: _Pending, different: Sequence[int]) -> None:
         ranks = tuple(different)
-        text = "gradients were the same before they were exchanged, as another rank has computed them again, and differ "
+        text = (
+            "gradients were the same before they were exchanged, as another rank has computed them again, and differ "
+        )
         text += f"afterwards on {' and '.join(f'rank {rank}' for rank in ranks)}"
         sure = len(ranks) < self.run.world.size
         verdict = Verdict("link", ranks, text, guilty=ranks if sure else ())

@@ -73,9 +73,7 @@ class Report:
     rank: int | None = None
 
 
-def make(
-    run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, tell: Callable[[str], None]
-) -> Report:
+def make(run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, tell: Callable[[str], None]) -> Report:
     """Make the steps of `run` again, up to a step. All ranks call it.
 
     Args:
@@ -85,7 +83,9 @@ def make(
     report = Report(str(run.folder), run.world.size, run.state.step, rank=wants.rank)
     where = f"checkpoint {run.state.step}" if run.state.step else "the beginning"
     count = step - run.state.step
-    tell(f"making {count} step{'s' * (count > 1)} of {run.folder} again, from {where}, on {run.world.size} rank{'s' * (run.world.size > 1)}")
+    tell(
+        f"making {count} step{'s' * (count > 1)} of {run.folder} again, from {where}, on {run.world.size} rank{'s' * (run.world.size > 1)}"
+    )
 
     @contextlib.contextmanager
     def around(number: int, micro_batches: list[MicroBatch]) -> Generator[None, None, None]:
@@ -123,7 +123,9 @@ def _step(run: Run, made: ReplayedStep) -> Step:
 
 def _folded(digests: Mapping[str, Digest]) -> Digest:
     """One digest of several, for people to compare."""
-    first, second = (zlib.crc32(repr([(name, one[place]) for name, one in digests.items()]).encode()) for place in (0, 1))
+    first, second = (
+        zlib.crc32(repr([(name, one[place]) for name, one in digests.items()]).encode()) for place in (0, 1)
+    )
     return first, second
 
 
@@ -137,7 +139,8 @@ def _compared(run: Run, saved: Run | None) -> str:
     names = list(dict.fromkeys(name for of_rank in gathered for name in of_rank))
     if not names:
         return f"the same bits as checkpoint {run.state.step}"
-    return f"{len(names)} of {len(own)} tensors have other bits than in checkpoint {run.state.step}, the first is {names[0]}"
+    what = f"{len(names)} of {len(own)} tensors have other bits than in checkpoint {run.state.step}"
+    return f"{what}, the first is {names[0]}"
 
 
 def _entry(run: Run, step: int) -> tuple[dict[str, float], int]:
@@ -185,7 +188,9 @@ def text(report: Report) -> str:
     for one in report.steps[-_SHOWN:]:
         units = max(one.units.values(), default=0.0)
         norm = "none" if one.grad_norm is None else f"{one.grad_norm:.9g}"
-        lines.append(f"{one.step:>8}  {one.epoch:>8.3f}  {units:>13,.0f}  {one.loss:>16.9g}  {norm:>16}  {one.lr:>11.4g}")
+        lines.append(
+            f"{one.step:>8}  {one.epoch:>8.3f}  {units:>13,.0f}  {one.loss:>16.9g}  {norm:>16}  {one.lr:>11.4g}"
+        )
         if len(one.by_head) > 1:
             lines += [f"{'':>20}{head}: {value:.9g}" for head, value in one.by_head.items()]
     lines += ["", *_beside_log(report)]
@@ -198,7 +203,10 @@ def text(report: Report) -> str:
         lines += _parts(report.parts)
     if report.samples:
         title = "samples, each by itself in evaluation mode, by their loss"
-        lines += ["", title + (f": the {2 * _SHOWN} largest of {len(report.samples)}" if len(report.samples) > 20 else "")]
+        lines += [
+            "",
+            title + (f": the {2 * _SHOWN} largest of {len(report.samples)}" if len(report.samples) > 20 else ""),
+        ]
         lines += _parts(report.samples[: 2 * _SHOWN])
     return "\n".join(lines)
 
@@ -214,7 +222,9 @@ def _beside_log(report: Report) -> list[str]:
     if complete:
         lines.append(_beside("loss", _mean(window), logged.get("train/loss")))
     else:
-        lines.append(f"  loss: logged {logged['train/loss']:.9g}, a mean over these steps, not all of which were made again")
+        lines.append(
+            f"  loss: logged {logged['train/loss']:.9g}, a mean over these steps, not all of which were made again"
+        )
     if last.step == until:
         lines.append(_beside("gradient norm", last.grad_norm, logged.get("train/grad_norm")))
     return [line for line in lines if line]

@@ -82,7 +82,9 @@ class Replicas:
         values = {rank: tuple(sorted(of.items())) for rank, of in enumerate(by_rank)}
         folded = [(hash(values[rank]), 0) for rank in range(world.size)]
         ranks = tuple(differing_replicas(shards, folded))
-        alike = {rank: by_rank[rank][first.name][2] for rank in range(world.size) if shards[rank] == shards[first.ranks[0]]}
+        alike = {
+            rank: by_rank[rank][first.name][2] for rank in range(world.size) if shards[rank] == shards[first.ranks[0]]
+        }
         what = f"the ranks do not hold the same state: {who_differs(alike)} in {first.name}{more}"
         sure = self._is_majority(shards, ranks)
         if rebuild is None:
