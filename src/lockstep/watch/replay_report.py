@@ -98,7 +98,7 @@ def make(run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, 
             report.samples = sorted(shares.samples(run, micro_batches[0]), key=_size, reverse=True)
         if wants.debugger:
             print("before the step: run, micro_batches and run.state are here; c makes the step")
-            breakpoint()
+            breakpoint()  # noqa: T100 - the user asks for it
         with _profiled(run, wants.profile):
             yield
 
