@@ -83,9 +83,9 @@ def make(run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, 
     report = Report(str(run.folder), run.world.size, run.state.step, rank=wants.rank)
     where = f"checkpoint {run.state.step}" if run.state.step else "the beginning"
     count = step - run.state.step
-    tell(
-        f"making {count} step{'s' * (count > 1)} of {run.folder} again, from {where}, on {run.world.size} rank{'s' * (run.world.size > 1)}"
-    )
+    steps = "1 step" if count == 1 else f"{count} steps"
+    ranks = "1 rank" if run.world.size == 1 else f"{run.world.size} ranks"
+    tell(f"making {steps} of {run.folder} again, from {where}, on {ranks}")
 
     @contextlib.contextmanager
     def around(number: int, micro_batches: list[MicroBatch]) -> Generator[None, None, None]:
