@@ -50,7 +50,11 @@ CASES = {
     "ddp 2, accumulated": (2, {"strategy": "ddp"}, {"accumulate": 3}),
     "ddp 3": (3, {"strategy": "ddp"}, {}),
     "ddp 2, fp16": (2, {"strategy": "ddp"}, {"precision": "fp16", "dtype": "float32"}),
-    "ddp 2, bf16, unused": (2, {"strategy": "ddp", "find_unused_parameters": True}, {"precision": "bf16", "dtype": "float32"}),
+    "ddp 2, bf16, unused": (
+        2,
+        {"strategy": "ddp", "find_unused_parameters": True},
+        {"precision": "bf16", "dtype": "float32"},
+    ),
     "ddp 2, static": (2, {"strategy": "ddp", "static_graph": True}, {}),
     "fsdp 2, accumulated": (2, {"strategy": "fsdp"}, {"accumulate": 2}),
     "fsdp 2, each": (2, {"strategy": "fsdp", "reduce_each_micro_batch": True}, {"accumulate": 2}),

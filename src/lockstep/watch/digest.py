@@ -63,7 +63,9 @@ def _mixed(numbers: Tensor) -> Tensor:
     return numbers ^ ((numbers >> 31) & ((1 << 33) - 1))
 
 
-def _blocks(tensors: Mapping[str, Tensor], starts: Mapping[str, int], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def _blocks(
+    tensors: Mapping[str, Tensor], starts: Mapping[str, int], device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The bits of all elements as int64, and their places, in few pieces: small tensors share one."""
     bits: list[Tensor] = []
     places: list[Tensor] = []

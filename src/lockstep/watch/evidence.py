@@ -8,6 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Generator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,18 @@ def setting_aside(run: Run) -> Generator[None, None, None]:
     try:
         yield
     except WatchError as error:
-        folder = run.folder / "checkpoints"
-        if run.world.rank == 0 and folder.is_dir():
-            aside = [store.set_aside(one.path).name for one in suspects(run)]
-            left = next((f"step {one.step}" for one in store.listed(folder)), "")
-            kept = f"The same command goes on from the checkpoint of {left}" if left else "No checkpoint is left"
-            text = f"{', '.join(reversed(aside))} set aside, because no check passed after them. " if aside else ""
-            run.tell(f"{text}{kept}")
-        raise error
+        error.remedy = f"{error.remedy}. {run.world.on_rank0(partial(_set_aside, run))}"
+        raise
+
+
+def _set_aside(run: Run) -> str:
+    """Rename the checkpoints that are not confirmed. Returns a sentence on what is left."""
+    aside = [store.set_aside(one.path).name for one in suspects(run)]
+    text = f"Set aside, because no check had passed after them: {', '.join(reversed(aside))}. " if aside else ""
+    left = next(iter(store.listed(run.folder / "checkpoints")), None)
+    if left is None:
+        return f"{text}No checkpoint is left: the same command starts anew"
+    return f"{text}The same command goes on from the checkpoint of step {left.step}, which is confirmed"
 
 
 def suspects(run: Run) -> list[Checkpoint]:

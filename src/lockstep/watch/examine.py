@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from lockstep.watch import known_answers, operations
 from lockstep.watch.evidence import device_name
 from lockstep.watch.gradients import Detail
 from lockstep.watch.trial import Share, detail, read, trial
-from lockstep.watch.verdict import Finding, Noise, Same, Verdict, first_difference, same_batch, same_bits, who
+from lockstep.watch.verdict import Finding, Noise, Same, Verdict, first_difference, named, same_batch, same_bits, who
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,11 @@ class Experiments:
         same: Same = self.noise.same if self.noise else same_bits
         found = who(pairs, self.repeats, same)
         first = self._first(found, dispute)
-        if found.how == "unstable" and 2 * len(found.ranks) >= len(self.repeats) and not self.run.config.compute.deterministic:
+        if (
+            found.how == "unstable"
+            and 2 * len(found.ranks) >= len(self.repeats)
+            and not self.run.config.compute.deterministic
+        ):
             return None if self.noise is None else self._not_deterministic(found, share, first)
         if found.how in ("once", "nobody") and self._may_be_rounding(dispute):
             return None
@@ -99,20 +103,22 @@ class Experiments:
         assert self.micro_batch is not None
         samples = f"samples {listed([str(index) for index in self.micro_batch.indices], 8)}"
         if found.how == "unstable":
-            text = f"{samples} are not the same when they are read again on {_ranks(found.ranks)}: their source or "
-            return Verdict("data", found.ranks, text + "Task.prepare changes, or draws numbers that the seed does not determine")
+            text = f"{samples} are not the same when they are read again on {named(found.ranks)}: their source or "
+            return Verdict(
+                "data", found.ranks, text + "Task.prepare changes, or draws numbers that the seed does not determine"
+            )
         if found.how == "tie":
-            return Verdict("data", found.ranks, f"{_ranks(found.ranks)} read other bytes for {samples}")
+            return Verdict("data", found.ranks, f"{named(found.ranks)} read other bytes for {samples}")
         more = "" if found.how == "repeats" else ", once: read again, they are those of the other ranks"
-        return Verdict("data", found.ranks, f"{_ranks(found.ranks)} read other bytes for {samples}{more}")
+        return Verdict("data", found.ranks, f"{named(found.ranks)} read other bytes for {samples}{more}")
 
     def _not_deterministic(self, found: Finding, share: Share, first: str) -> Verdict:
         operation = self.unstable_operation(share)
-        text = f"{_ranks(found.ranks)} differ from themselves by more than before, first in {operation or first}"
+        text = f"{named(found.ranks)} differ from themselves by more than before, first in {operation or first}"
         return Verdict("not deterministic", found.ranks, text, first)
 
     def unstable_operation(self, share: Share) -> str:
-        """The first operation that gives other results when this rank repeats a share; of rank 0's or the first found."""
+        """The first operation that gives other results when a rank repeats a share; of the first rank that has one."""
 
         def once() -> None:
             trial(self.run.state, self._read(share), share, self.leaves)
@@ -127,11 +133,15 @@ class Experiments:
                 posed = self._twice(share)
             wanted = self.repeats[suspect][0]
             others = [rank for rank in range(len(posed)) if rank != suspect]
-            changed = [rank for rank in others if not same(self.repeats[rank][0], wanted) and same(posed[rank][0], wanted)]
+            changed = [
+                rank for rank in others if not same(self.repeats[rank][0], wanted) and same(posed[rank][0], wanted)
+            ]
             if not others or len(changed) < len(others) - len(found.ranks) + 1 or not changed:
                 continue
             where = self._branch(share, suspect)
-            text = f"the code does something else on rank {suspect}: other ranks give its result when they are told that "
+            text = (
+                f"the code does something else on rank {suspect}: other ranks give its result when they are told that "
+            )
             text += f"they are rank {suspect}{f'. The first operation that differs: {where}' if where else ''}"
             first = first_difference(self.repeats[others[0]][0], wanted)
             return Verdict("code", (suspect,), text, first)
@@ -154,7 +164,8 @@ class Experiments:
         if found.how in ("tie", "nobody"):
             liars = tuple(rank for rank, faults in enumerate(wrong) if faults)
             if not liars:
-                text = f"{_ranks(ranks or tuple(range(len(names))), 'or')}: the results differ, and nothing says which is right"
+                those = named(ranks or tuple(range(len(names))), "or")
+                text = f"{those}: the results differ, and nothing says which is right"
                 return Verdict("unclear", ranks, text, first)
             ranks = liars
         how = {
@@ -166,9 +177,3 @@ class Experiments:
         known = "; ".join(f"rank {rank} also gets {', '.join(wrong[rank])} wrong" for rank in ranks if wrong[rank])
         text = f"the device of {where}: {how}{f', first in {first}' if first else ''}{f'. {known}' if known else ''}"
         return Verdict("device", ranks, text, first, guilty=ranks)
-
-
-def _ranks(ranks: Sequence[int], joined: str = "and") -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} {joined} {ranks[-1]}"

@@ -51,7 +51,10 @@ def steps(run: Run, until: int) -> Iterator[ReplayedStep]:
             micro_batches = next(run.batches)
             result = make(state, micro_batches, run.plan.samples(state.step), want_norm=True)
             heads = sorted({head for losses in result.losses for head in losses})
-            own = [sum(float(losses[head]) for losses, counts in zip(result.losses, result.counted, strict=True) if counts) for head in heads]
+            own = [
+                sum(float(losses[head]) for losses, counts in zip(result.losses, result.counted, strict=True) if counts)
+                for head in heads
+            ]
             sums = state.world.all_sum(own)
             units = {head: result.totals.get(head, result.totals.get("", 0.0)) for head in heads}
             loss = {head: total / units[head] if units[head] else 0.0 for head, total in zip(heads, sums, strict=True)}
@@ -71,7 +74,9 @@ def digests(run: Run) -> dict[str, Digest]:
 
 def _replayed(run: Run, rebuild: Rebuild, step: int, confirmed: int) -> dict[str, Digest]:
     """The digests of the state after `step` steps, made again from the last checkpoint that is confirmed."""
-    checkpoint = run.world.on_rank0(lambda: nearest(run.folder / "checkpoints", confirmed)) if run.folder != Path() else None
+    checkpoint = (
+        run.world.on_rank0(lambda: nearest(run.folder / "checkpoints", confirmed)) if run.folder != Path() else None
+    )
     again = rebuild(checkpoint)
     for _ in steps(again, step):
         pass
@@ -98,20 +103,26 @@ def judged_by_replay(
     by_shard: dict[int, list[int]] = {}
     for rank, (of_shard, _, _) in enumerate(found):
         by_shard.setdefault(of_shard, []).append(rank)
-    replays_differ = [
-        rank for group in by_shard.values() for rank in group if found[rank][2] != found[group[0]][2]
-    ]
+    replays_differ = [rank for group in by_shard.values() for rank in group if found[rank][2] != found[group[0]][2]]
     if not replays_differ:
         guilty = tuple(rank for rank, (_, mine, anew) in enumerate(found) if mine != anew)
         if not guilty or len(guilty) == world.size:
             return "unclear", (), "Made again, the steps give a state that no rank has, so that they do not repeat"
         names = " and ".join(f"rank {rank}" for rank in guilty)
-        return "memory", guilty, f"Made again, the steps give the state of the other ranks: the memory or the device of {names}"
+        return (
+            "memory",
+            guilty,
+            f"Made again, the steps give the state of the other ranks: the memory or the device of {names}",
+        )
     for suspect in ranks[:2]:
         with posing_as(suspect):
             posed = _replayed(run, rebuild, step, confirmed)
         told = world.broadcast(world.gather(posed))
         if all(told[rank] == found[suspect][1] for rank in by_shard[found[suspect][0]]):
-            return "code", (suspect,), f"All ranks come to the state of rank {suspect} when they are told that they are rank {suspect}"
+            return (
+                "code",
+                (suspect,),
+                f"All ranks come to the state of rank {suspect} when they are told that they are rank {suspect}",
+            )
     alone = tuple(ranks) if 2 * len(ranks) < world.size else ()
     return ("device" if alone else "unclear"), alone, "Made again, the steps part the ranks again"

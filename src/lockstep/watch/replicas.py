@@ -67,8 +67,8 @@ class Replicas:
     def verdict(self, run: Run, step: int, rebuild: Callable[[Any], Run] | None) -> Verdict:
         """Who holds another state, after `step` steps. All ranks call it.
 
-        The steps since the last good checkpoint are made again, on all ranks: they say which of two states is right, and
-        whether the difference comes again.
+        The steps since the last good checkpoint are made again, on all ranks: they say which of two states is right,
+        and whether the difference comes again.
         """
         tensors = state_tensors(run.state)
         self.digests = digests_by_name(tensors)
@@ -82,7 +82,9 @@ class Replicas:
         values = {rank: tuple(sorted(of.items())) for rank, of in enumerate(by_rank)}
         folded = [(hash(values[rank]), 0) for rank in range(world.size)]
         ranks = tuple(differing_replicas(shards, folded))
-        alike = {rank: by_rank[rank][first.name][2] for rank in range(world.size) if shards[rank] == shards[first.ranks[0]]}
+        alike = {
+            rank: by_rank[rank][first.name][2] for rank in range(world.size) if shards[rank] == shards[first.ranks[0]]
+        }
         what = f"the ranks do not hold the same state: {who_differs(alike)} in {first.name}{more}"
         sure = self._is_majority(shards, ranks)
         if rebuild is None:

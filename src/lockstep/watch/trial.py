@@ -68,9 +68,7 @@ def trial(
     return seen
 
 
-def detail(
-    state: TrainState, micro_batch: MicroBatch, share: Share, leaves: Mapping[str, Tensor]
-) -> Detail:
+def detail(state: TrainState, micro_batch: MicroBatch, share: Share, leaves: Mapping[str, Tensor]) -> Detail:
     """What `trial` computes, by head and parameter, on the host."""
     batch = digest_of_batch(micro_batch.batch, torch.device("cpu"))
     found = trial(state, micro_batch, share, leaves, detailed=True).detailed()

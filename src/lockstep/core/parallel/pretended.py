@@ -36,7 +36,7 @@ def posing_as(rank: int) -> Iterator[None]:
     """Inside, code that asks for its rank (RANK, `torch.distributed.get_rank`) hears `rank`. Collectives stay as they are."""
     asked, before = dist.get_rank, {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK")}
     os.environ.update(dict.fromkeys(before, str(rank)))
-    dist.get_rank = lambda group=None: rank if group is None else asked(group)  # type: ignore[assignment]
+    dist.get_rank = lambda group=None: rank if group is None else asked(group)
     try:
         yield
     finally:
