@@ -67,24 +67,27 @@ class _Fault:
     def before_update(self, optimizer, *_):
         if self.kind == "reduced" and self.draws():
             self.count += 1
-            flip(
-                next(p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None),
-                self.bit,
-            )
+            flip(_first(optimizer).grad, self.bit)
 
     def after_update(self, optimizer, *_):
         if self.kind not in ("weight", "optimizer", "drift") or not self.draws():
             return
         self.count += 1
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         with torch.no_grad():
             if self.kind == "drift":
-                for parameter in parameters:
-                    local(parameter.data).mul_(1 + 1e-7)
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        local(parameter.data).mul_(1 + 1e-7)
             elif self.kind == "weight":
-                flip(parameters[0].data, self.bit)
+                flip(_first(optimizer).data, self.bit)
             else:
-                flip(next(v for v in optimizer.state[parameters[0]].values() if v.ndim), self.bit)
+                flip(next(v for v in optimizer.state[_first(optimizer)].values() if v.ndim), self.bit)
+
+
+def _first(optimizer):
+    """The first parameter of which this rank holds something."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return next(p for p in parameters if p.grad is not None and local(p.grad).numel())
 
 
 @contextlib.contextmanager

@@ -60,18 +60,40 @@ def check(state: TrainState, own: Seen, replicas: int, micro_batches: int) -> Ch
 
 def _judge(names: Sequence[str], rows: Sequence[Sequence[float]], rounding: float) -> Checked:
     """Compare rows of: means of signed sums, the mean of the norms, and signed sums after the exchange."""
-    before = [one for row in rows for one in row[:SIGNS]]
-    after = [one for row in rows for one in row[SIGNS + 1 :]]
-    square = sum(one * one for one in before)
-    factor = sum(a * b for a, b in zip(before, after, strict=True)) / square if square else 1.0
-    bounds = [abs(factor) * rounding * row[SIGNS] for row in rows]
-    # The factor is known from the same sums, up to their rounding.
-    unsure = sum(one * one for one in bounds) ** 0.5 / square**0.5 if square else 0.0
-    for name, row, bound in zip(names, rows, bounds, strict=True):
+    pairs = [
+        (one, two, rounding * row[SIGNS])
+        for row in rows
+        for one, two in zip(row[:SIGNS], row[SIGNS + 1 :], strict=True)
+    ]
+    factor, unsure = _factor(pairs)
+    for name, row in zip(names, rows, strict=True):
+        bound = abs(factor) * rounding * row[SIGNS]
         for one, two in zip(row[:SIGNS], row[SIGNS + 1 :], strict=True):
-            if not abs(two - factor * one) <= bound + 4 * unsure * abs(one):  # also true of NaN
+            if not abs(two - factor * one) <= bound + unsure * abs(one):  # also true of NaN
                 return Checked(name, factor, bound)
     return Checked(factor=factor)
+
+
+def _factor(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """By what the gradients were multiplied after the exchange, and how unsure that is.
+
+    It is the median of what the sums say that are far above their rounding, so that a wrong gradient does not move it;
+    then the least squares of the sums that agree with it.
+
+    Args:
+        pairs: sums before and after the exchange, and the bound of the first.
+    """
+    clear = [(a, b, bound) for a, b, bound in pairs if abs(a) > 100 * bound] or list(pairs)
+    ratios = sorted((b / a, bound / abs(a)) for a, b, bound in clear if a)
+    if not ratios:
+        return 1.0, 0.0
+    middle, near = ratios[len(ratios) // 2]
+    agree = [(a, b, bound) for a, b, bound in clear if abs(b - middle * a) <= 2 * abs(middle) * (bound + near * abs(a))]
+    square = sum(a * a for a, _, _ in agree)
+    if not square:
+        return middle, 0.0
+    factor = sum(a * b for a, b, _ in agree) / square
+    return factor, 4 * abs(factor) * (sum(bound * bound for _, _, bound in agree) / square) ** 0.5
 
 
 def _grads(state: TrainState) -> dict[str, Tensor]:

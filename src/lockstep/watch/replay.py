@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from lockstep.watch.gradients import digests_by_name
 from lockstep.watch.replicas import state_tensors
 from lockstep.watch.verdict import Kind
 
+_FARTHER = 2.0
+"""A rank is at fault if its state is so many times farther from the right one than those of the others."""
 Rebuild = Callable[[Checkpoint | None], Run]
 """Makes a run anew at a checkpoint, with its state loaded; or at its beginning. All ranks call it."""
 
@@ -72,15 +75,19 @@ def digests(run: Run) -> dict[str, Digest]:
     return digests_by_name(state_tensors(run.state))
 
 
-def _replayed(run: Run, rebuild: Rebuild, step: int, confirmed: int) -> dict[str, Digest]:
-    """The digests of the state after `step` steps, made again from the last checkpoint that is confirmed."""
+def _replayed(run: Run, rebuild: Rebuild, step: int, confirmed: int) -> tuple[dict[str, Digest], float]:
+    """The state after `step` steps, made again from the last checkpoint that is confirmed: its digests, and how far
+    from it the state is that this rank holds (2-norm).
+    """
     checkpoint = (
         run.world.on_rank0(lambda: nearest(run.folder / "checkpoints", confirmed)) if run.folder != Path() else None
     )
     again = rebuild(checkpoint)
     for _ in steps(again, step):
         pass
-    return digests(again)
+    anew, held = state_tensors(again.state), state_tensors(run.state)
+    apart = (float((held[name].double() - anew[name].double()).norm()) for name in anew.keys() & held.keys())
+    return digests_by_name(anew), math.hypot(*apart)
 
 
 def judged_by_replay(
@@ -96,18 +103,18 @@ def judged_by_replay(
     world = run.world
     confirmed = -1 if run.confirmed_step is None else run.confirmed_step
     try:
-        again = _replayed(run, rebuild, step, confirmed)
-        found = world.broadcast(world.gather((shard, held, again)))
+        again, far = _replayed(run, rebuild, step, confirmed)
+        found = world.broadcast(world.gather((shard, held, again, far)))
     except torch.OutOfMemoryError:
         return "unclear", (), "There was no memory to make the steps again"
     by_shard: dict[int, list[int]] = {}
-    for rank, (of_shard, _, _) in enumerate(found):
+    for rank, (of_shard, *_) in enumerate(found):
         by_shard.setdefault(of_shard, []).append(rank)
     replays_differ = [rank for group in by_shard.values() for rank in group if found[rank][2] != found[group[0]][2]]
     if not replays_differ:
-        guilty = tuple(rank for rank, (_, mine, anew) in enumerate(found) if mine != anew)
+        guilty = tuple(rank for rank, (_, mine, anew, _) in enumerate(found) if mine != anew)
         if not guilty or len(guilty) == world.size:
-            return "unclear", (), "Made again, the steps give a state that no rank has, so that they do not repeat"
+            return _farthest([far for *_, far in found])
         names = " and ".join(f"rank {rank}" for rank in guilty)
         return (
             "memory",
@@ -116,7 +123,7 @@ def judged_by_replay(
         )
     for suspect in ranks[:2]:
         with posing_as(suspect):
-            posed = _replayed(run, rebuild, step, confirmed)
+            posed, _ = _replayed(run, rebuild, step, confirmed)
         told = world.broadcast(world.gather(posed))
         if all(told[rank] == found[suspect][1] for rank in by_shard[found[suspect][0]]):
             return (
@@ -126,3 +133,16 @@ def judged_by_replay(
             )
     alone = tuple(ranks) if 2 * len(ranks) < world.size else ()
     return ("device" if alone else "unclear"), alone, "Made again, the steps part the ranks again"
+
+
+def _farthest(far: Sequence[float]) -> tuple[Kind, tuple[int, ...], str]:
+    """Who is at fault where no rank has the state that the steps give when they are made again.
+
+    The gradients of a wrong state reach all ranks with the next exchange. The rank that was wrong first is farther.
+    """
+    text = "Made again, the steps give a state that no rank has"
+    rank = max(range(len(far)), key=far.__getitem__)
+    next_one = sorted(far)[-2] if len(far) > 1 else 0.0
+    if far[rank] > _FARTHER * next_one:
+        return "memory", (rank,), f"{text}, and rank {rank} is farther from it than the others"
+    return "unclear", (), f"{text}, and which no rank is much nearer to"

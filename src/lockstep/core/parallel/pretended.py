@@ -1,4 +1,4 @@
-"""What a task's own code is told about its rank: as another rank, or in a process group that communicates with nobody."""
+"""What a task's own code hears of its rank: that of another, or one in a group that communicates with nobody."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pretended_world(size: int, rank: int = 0) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def posing_as(rank: int) -> Iterator[None]:
-    """Inside, code that asks for its rank (RANK, `torch.distributed.get_rank`) hears `rank`. Collectives stay as they are."""
+    """Inside, code that asks for its rank (RANK, `torch.distributed.get_rank`) hears `rank`. Collectives stay."""
     asked, before = dist.get_rank, {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK")}
     os.environ.update(dict.fromkeys(before, str(rank)))
     dist.get_rank = lambda group=None: rank if group is None else asked(group)
