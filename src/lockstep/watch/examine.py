@@ -142,9 +142,12 @@ class Experiments:
             text = (
                 f"the code does something else on rank {suspect}: other ranks give its result when they are told that "
             )
-            text += f"they are rank {suspect}{f'. The first operation that differs: {where}' if where else ''}"
+            text += f"they are rank {suspect}"
+            if found.how == "tie":
+                text = "the code does something else by rank: a rank gives another result when it is told another rank"
+            text += f". The first operation that differs: {where}" if where else ""
             first = first_difference(self.repeats[others[0]][0], wanted)
-            return Verdict("code", (suspect,), text, first)
+            return Verdict("code", found.ranks if found.how == "tie" else (suspect,), text, first)
         return None
 
     def _branch(self, share: Share, suspect: int) -> str:
