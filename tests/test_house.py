@@ -19,17 +19,18 @@ PACKAGE = Path(lockstep.__file__).parent
 # The folders that each folder may import, besides itself.
 ALLOWED = {
     "core": set(),
+    "locks": set(),
     "audit": {"core", "launch"},
     "drawing": {"core"},
-    "parts": {"core", "drawing"},
+    "parts": {"core", "drawing", "locks"},
     "launch": {"core"},
     "updates": {"core"},
     "watch": {"core", "parts"},
     "weights": {"core"},
     "recipes": {"core"},
-    "tasks": {"core", "drawing", "recipes"},
-    "trainer": {"core", "parts", "launch", "tasks", "recipes", "updates", "watch", "weights"},
-    "report": {"core", "parts", "recipes"},
+    "tasks": {"core", "drawing", "locks", "recipes"},
+    "trainer": {"core", "locks", "parts", "launch", "tasks", "recipes", "updates", "watch", "weights"},
+    "report": {"core", "locks", "parts", "recipes"},
     "plan": {"core", "parts", "tasks", "trainer", "report", "recipes"},
     "verify": {"core", "parts", "launch", "tasks", "trainer", "report", "recipes", "updates"},
     "cli": {"core", "parts", "launch", "tasks", "trainer", "verify", "plan", "report", "recipes", "audit"},
@@ -151,6 +152,7 @@ CODE_LINES = {
     "tasks/lm/attention.py": 90,
     "audit": 3_900,
     "watch": 1_300,
+    "core/parallel/posing.py": 20,
 }
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
 
@@ -169,6 +171,7 @@ OF_THEIR_OWN = (
     "trainer/hub.py",
     "audit",
     "watch",
+    "core/parallel/posing.py",
 )
 
 

@@ -84,12 +84,22 @@ def setting_aside(run: Run) -> Generator[None, None, None]:
 
 def _set_aside(run: Run) -> str:
     """Rename the checkpoints that are not confirmed. Returns a sentence on what is left."""
-    aside = [store.set_aside(one.path).name for one in suspects(run)]
+    aside = [_renamed(one.path) for one in suspects(run)]
     text = f"Set aside, because no check had passed after them: {', '.join(reversed(aside))}. " if aside else ""
     left = next(iter(store.listed(run.folder / "checkpoints")), None)
     if left is None:
         return f"{text}No checkpoint is left: the same command starts anew"
     return f"{text}The same command goes on from the checkpoint of step {left.step}, which is confirmed"
+
+
+def _renamed(checkpoint: Path) -> str:
+    """Give a checkpoint a name under which no run goes on from it. Returns the name."""
+    kept = checkpoint.with_name(f"suspect-{checkpoint.name}")
+    with contextlib.suppress(OSError):
+        atomic.remove(kept)  # of an earlier suspicion
+    checkpoint.rename(kept)
+    atomic.sync(checkpoint.parent)
+    return kept.name
 
 
 def suspects(run: Run) -> list[Checkpoint]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep.core.build import Run
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import listed
-from lockstep.core.parallel.pretended import posing_as
+from lockstep.core.parallel.posing import posing_as
 from lockstep.watch import known_answers, operations
 from lockstep.watch.evidence import device_name
 from lockstep.watch.gradients import Detail

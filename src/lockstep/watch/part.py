@@ -26,7 +26,8 @@ from lockstep.watch.digest import fold
 from lockstep.watch.examine import Dispute, Experiments
 from lockstep.watch.gradients import Detail, Seen, digest_of_batch, watched
 from lockstep.watch.history import History
-from lockstep.watch.replicas import Replicas, differing_replicas, state_digest
+from lockstep.watch.replicas import Replicas, differing_replicas
+from lockstep.watch.state import state_digest
 from lockstep.watch.trial import Share, trial
 from lockstep.watch.verdict import Noise, Verdict, named
 

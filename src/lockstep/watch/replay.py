@@ -14,11 +14,11 @@ from lockstep.core.build import Run
 from lockstep.core.checkpoint import store
 from lockstep.core.checkpoint.manifest import Checkpoint
 from lockstep.core.loop import set_training_mode
-from lockstep.core.parallel.pretended import posing_as
+from lockstep.core.parallel.posing import posing_as
 from lockstep.core.step import StepResult, train_step
 from lockstep.watch.digest import Digest
 from lockstep.watch.gradients import digests_by_name
-from lockstep.watch.replicas import state_tensors
+from lockstep.watch.state import state_tensors
 from lockstep.watch.verdict import Kind
 
 _FARTHER = 2.0
