@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
+from lockstep.core.parallel import heartbeat
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.parallel.strategy import Forward
 
@@ -29,7 +30,8 @@ def flip(tensor, bit=None):
 
 
 class _Fault:
-    def __init__(self, kind, share, after, *, times, bit, seed):
+    def __init__(self, kind, share, after, *, times, bit, seed, struck):
+        self.struck = struck
         self.kind, self.share, self.after, self.times, self.bit = kind, share, after, times, bit
         self.random, self.passes, self.strikes, self.hooked = random.Random(seed), 0, False, set()
         self.count = 0
@@ -37,6 +39,10 @@ class _Fault:
 
     def draws(self):
         return self.passes > self.after and self.count < self.times and self.random.random() < self.share
+
+    def strike(self):
+        self.count += 1
+        self.struck.append(heartbeat.own().step)
 
     def before_module(self, module, _):
         if isinstance(module, Forward):
@@ -50,7 +56,7 @@ class _Fault:
     def of_gradient(self, gradient):
         if not self.strikes:
             return None
-        self.count += 1
+        self.strike()
         gradient = gradient.clone()
         flip(gradient, self.bit)
         return gradient
@@ -59,20 +65,20 @@ class _Fault:
         if self.kind != "activation" or not self.strikes or not isinstance(module, nn.Linear):
             return None
         self.strikes = False
-        self.count += 1
+        self.strike()
         other = output.detach().clone()
         flip(other, self.bit)
         return output + (other - output.detach())
 
     def before_update(self, optimizer, *_):
         if self.kind == "reduced" and self.draws():
-            self.count += 1
+            self.strike()
             flip(_first(optimizer).grad, self.bit)
 
     def after_update(self, optimizer, *_):
         if self.kind not in ("weight", "optimizer", "drift") or not self.draws():
             return
-        self.count += 1
+        self.strike()
         with torch.no_grad():
             if self.kind == "drift":
                 for group in optimizer.param_groups:
@@ -91,7 +97,7 @@ def _first(optimizer):
 
 
 @contextlib.contextmanager
-def faulty(kind, *, rank=1, share=1.0, after=0, times=10**9, bit=None, seed=0):
+def faulty(kind, *, rank=1, share=1.0, after=0, times=10**9, bit=None, seed=0, struck=None):
     """Inside, the device of one rank lies.
 
     Args:
@@ -99,8 +105,9 @@ def faulty(kind, *, rank=1, share=1.0, after=0, times=10**9, bit=None, seed=0):
         after: passes with gradient before which it does not strike.
         times: it strikes at most so often.
         bit: that is flipped. None: the highest of the mantissa.
+        struck: gets the number of steps that were done whenever the fault strikes.
     """
-    fault = _Fault(kind, share, after, times=times, bit=bit, seed=seed)
+    fault = _Fault(kind, share, after, times=times, bit=bit, seed=seed, struck=[] if struck is None else struck)
     if os.environ.get("RANK", "0") != str(rank):
         yield fault
         return
