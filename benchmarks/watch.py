@@ -21,7 +21,6 @@ import argparse
 import itertools
 import json
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -33,76 +32,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from tests.watch import cases  # noqa: E402
+from tests.watch import bench, cases  # noqa: E402
 from tests.watch.faults import KINDS  # noqa: E402
 
 Job = dict[str, Any]
-
-
-# ---- what ranks run
-
-
-def lying(fault: Job, settings: Job, folder: Path) -> Job:
-    """A training in which a rank lies: steps at which the fault struck on this rank, and the error."""
-    import lockstep
-    from tests import own_tasks
-    from tests.watch.faults import faulty
-
-    struck: list[int] = []
-    with faulty(**fault, struck=struck):
-        try:
-            lockstep.Trainer(settings, run_dir=folder, quiet=True).fit(own_tasks.Deep())
-        except lockstep.LockstepError as error:
-            return {"error": str(error), "struck": struck}
-    return {"error": "", "struck": struck}
-
-
-def right(config: str, folder: str) -> Job:
-    """A training in which nobody lies: its error."""
-    import lockstep
-
-    try:
-        lockstep.Trainer(config, run_dir=folder, quiet=True).fit()
-    except lockstep.LockstepError as error:
-        return {"error": str(error)}
-    return {"error": ""}
-
-
-def timed(task: str, settings: Job, every: int, rounds: int) -> list[tuple[float, float]]:
-    """Processor seconds of this rank for a training without and with the watch, in turns."""
-    from tests import runs
-
-    made, found = SIZES[task](), []
-    for number in range(rounds + 1):
-        pair = {}
-        for watched in ((False, True), (True, False))[number % 2]:
-            begun = _processor_s()
-            runs.fit_in_memory(made, settings | ({"watch": {"every": every}} if watched else {}))
-            pair[watched] = _processor_s() - begun
-        found.append((pair[False], pair[True]))
-    return found[1:]
-
-
-def _processor_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def _small() -> Any:
-    from lockstep.tasks.toy.options import ToyOptions
-    from lockstep.tasks.toy.task import Toy
-
-    return Toy(ToyOptions(samples=20_000, eval_samples=8, hidden=128, layers=1))
-
-
-def _large() -> Any:
-    from lockstep.tasks.toy.options import ToyOptions
-    from lockstep.tasks.toy.task import Toy
-
-    return Toy(ToyOptions(samples=20_000, eval_samples=8, hidden=1024, layers=3))
-
-
-SIZES = {"small": _small, "large": _large}
 
 
 # ---- the trainings
@@ -128,7 +61,7 @@ def faults(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
         fault = {"kind": kind, "share": rate, "after": 25, "seed": 1}
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder, "run")
-            answers = run_ranks(3, lying, fault, settings, run)
+            answers = run_ranks(3, bench.lying, fault, settings, run)
             verdict = cases.verdict_of(run)
         struck = answers[1]["struck"]
         about = {"struck": len(struck), "verdict": None, "checks": None}
@@ -143,6 +76,7 @@ def clean(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
     """Trainings that are right, until so many steps are made in all."""
     import yaml
     from same_results_cases import all_cases, write_data
+
     from tests.ranks import run_ranks
 
     number, of = (int(one) for one in options.part.split("/"))
@@ -168,7 +102,7 @@ def clean(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
                 run, file = Path(folder, "run"), Path(folder, "config.yaml")
                 file.write_text(yaml.safe_dump(_nested(keys | more)))
                 begun = time.perf_counter()
-                answers = run_ranks(ranks, right, str(file), str(run))
+                answers = run_ranks(ranks, bench.right, str(file), str(run))
                 verdict = cases.verdict_of(run)
                 log = (run / "train.log").read_text() if (run / "train.log").exists() else ""
                 notes = [line for line in log.splitlines() if "the watch" in line or "warning: step" in line]
@@ -186,7 +120,7 @@ def cost(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
     from tests import runs
     from tests.ranks import run_ranks
 
-    for size, (ranks, strategy) in itertools.product(SIZES, ((1, "single"), (2, "ddp"), (2, "fsdp"))):
+    for size, (ranks, strategy) in itertools.product(bench.SIZES, ((1, "single"), (2, "ddp"), (2, "fsdp"))):
         name = f"{size} {strategy} {ranks}"
         if (yield name, {}):
             continue
@@ -198,7 +132,7 @@ def cost(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
             parallel={"strategy": strategy},
             log={"every_steps": 50},
         )
-        pairs = run_ranks(ranks, timed, size, settings, options.every, options.rounds, timeout_s=3600)
+        pairs = run_ranks(ranks, bench.timed, size, settings, options.every, options.rounds, timeout_s=3600)
         ratios = [watched / plain for of_rank in pairs for plain, watched in of_rank]
         low, middle, high = statistics.quantiles(ratios, n=4)
         about = {"ratio": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)]}

@@ -33,7 +33,7 @@ ALLOWED = {
     "report": {"core", "locks", "parts", "recipes"},
     "plan": {"core", "parts", "tasks", "trainer", "report", "recipes"},
     "verify": {"core", "parts", "launch", "tasks", "trainer", "report", "recipes", "updates"},
-    "cli": {"core", "parts", "launch", "tasks", "trainer", "verify", "plan", "report", "recipes", "audit"},
+    "cli": {"core", "parts", "launch", "tasks", "trainer", "verify", "plan", "report", "recipes", "audit", "watch"},
     "__main__": {"cli"},
     # Stricter than the folder that they lie in.
     "core.data.order": set(),

@@ -27,6 +27,7 @@ FAULTS = {
     ),
     "ddp 3, optimizer": ("ddp", 3, {"kind": "optimizer", "after": 10}, ("device", [1], "scale", 8)),
     "ddp 3, reduced": ("ddp", 3, {"kind": "reduced", "after": 13}, ("link", [1], "", 9)),
+    "ddp 3, reduced earlier": ("ddp", 3, {"kind": "reduced", "after": 10}, ("link", [1], "model.scale", 8)),
     "ddp 3, drift": ("ddp", 3, {"kind": "drift", "after": 10, "rank": 2}, ("device", [2], "model.", 8)),
     "fsdp 3, activation": ("fsdp", 3, {"kind": "activation", "after": 9}, ("device", [1], "the loss", 9)),
     "fsdp 3, gradient": ("fsdp", 3, {"kind": "gradient", "after": 9}, ("device", [1], "inner.weight", 9)),

@@ -7,6 +7,7 @@ from pathlib import Path
 from lockstep.core.checkpoint import store
 from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.checkpoint.store import Checkpoint
+from lockstep.watch import evidence
 
 
 def show(folder: Path, retention: CheckpointConfig, check: bool, prune: bool) -> bool:
@@ -25,7 +26,9 @@ def show(folder: Path, retention: CheckpointConfig, check: bool, prune: bool) ->
     checkpoints = [one for one in checkpoints if not faults.get(one.step) or store.is_there(one.path)]
     faults = {checkpoint.step: faults[checkpoint.step] for checkpoint in checkpoints if checkpoint.step in faults}
     reasons = retention.reasons(checkpoints)
-    confirmed = max((checkpoint.confirmed_step for checkpoint in checkpoints), default=-1)
+    confirmed = max(
+        (evidence.confirmed_step(folder.parent, checkpoint) or -1 for checkpoint in checkpoints), default=-1
+    )
     for checkpoint in checkpoints:
         state = ""
         if checkpoint.step in faults:

@@ -24,7 +24,7 @@ from lockstep.core.data.tensors import to_cpu
 from lockstep.core.errors import WatchError
 from lockstep.watch.verdict import Verdict
 
-VERDICT = "verdict.json"
+VERDICT, CONFIRMED = "verdict.json", "confirmed.json"
 
 
 def write(run: Run, step: int, micro_batch: MicroBatch | None, facts: Mapping[str, Any], verdict: Verdict) -> str:
@@ -58,7 +58,24 @@ def write(run: Run, step: int, micro_batch: MicroBatch | None, facts: Mapping[st
             text = json.dumps({"step": step, **dataclasses.asdict(verdict)}, indent=2)
             folder.mkdir(parents=True, exist_ok=True)
             atomic.write_text(folder.parent / VERDICT, text)
-    return f"The evidence is in {folder}"
+    return f". The evidence is in {folder}"
+
+
+def note_confirmed(run: Run) -> None:
+    """Write up to which step a run is confirmed. Checkpoints that were saved before do not say it. Called on rank 0."""
+    with contextlib.suppress(OSError):
+        (run.folder / "watch").mkdir(exist_ok=True)
+        atomic.write_text(run.folder / "watch" / CONFIRMED, json.dumps({"step": run.confirmed_step}))
+
+
+def confirmed_step(run_dir: Path, checkpoint: Checkpoint | None) -> int | None:
+    """Up to which step a run is confirmed that goes on from a checkpoint. None: up to no step."""
+    if checkpoint is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        noted = int(json.loads((run_dir / "watch" / CONFIRMED).read_text())["step"])
+        return max(checkpoint.confirmed_step, min(noted, checkpoint.step))
+    return checkpoint.confirmed_step if checkpoint.confirmed_step >= 0 else None
 
 
 def device_name(device: torch.device) -> str:

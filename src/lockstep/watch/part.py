@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,6 +123,7 @@ class Watch(BuiltInPart):
         """What rounding explains, where kernels are not deterministic. None: they are, so far."""
         self.has_repeated = False
         self.sees_exchange = True
+        self.has_saved = False
         self.pending: _Pending | None = None
         self.checked_at = self.compared_at = -1
         self.histories = (History("loss"), History("gradient's norm"))
@@ -188,6 +190,7 @@ class Watch(BuiltInPart):
             self._check_replicas(step, [shard for shard, _ in rows], [pair for _, pair in rows], at=step)
         if self.checked_at == step:
             self.run.confirmed_step = step
+        self.has_saved = True
 
     # ---- a check
 
@@ -231,6 +234,9 @@ class Watch(BuiltInPart):
         if whole:
             self._check_exchange(inside, pending, rows)
             self.run.confirmed_step, self.checked_at = step, step + 1
+            if self.has_saved and inside.rank == 0 and self.run.folder != Path():
+                evidence.note_confirmed(self.run)
+            self.has_saved = False
 
     def _numbers(self, inside: Inside, pending: _Pending) -> list[int]:
         device = inside.state.world.device
@@ -410,9 +416,8 @@ class Watch(BuiltInPart):
             "code": "let Task and model do the same on all ranks; lockstep verify looks for more",
             "data": "let all ranks read the same bytes, and draw only from generators that Lockstep seeds",
         }
-        text = f"{verdict.kind}: {verdict.text}. {so_far}. Nothing is saved"
         error = WatchError(
-            f"{text}. {where}" if where else text,
+            f"{verdict.kind}: {verdict.text}. {so_far}. Nothing is saved{where}",
             where=f"step {step}, watch.every={self.every}",
             remedy=remedies.get(verdict.kind, "run lockstep verify; watch.recompute=false compares replicas alone"),
         )

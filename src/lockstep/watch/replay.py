@@ -15,10 +15,11 @@ from lockstep.core.checkpoint import store
 from lockstep.core.checkpoint.manifest import Checkpoint
 from lockstep.core.loop import set_training_mode
 from lockstep.core.parallel.posing import posing_as
+from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.step import StepResult, train_step
-from lockstep.watch.digest import Digest
+from lockstep.watch.digest import Digest, fold
 from lockstep.watch.gradients import digests_by_name
-from lockstep.watch.state import state_tensors
+from lockstep.watch.state import state_digest, state_tensors
 from lockstep.watch.verdict import Kind
 
 _FARTHER = 2.0
@@ -75,19 +76,47 @@ def digests(run: Run) -> dict[str, Digest]:
     return digests_by_name(state_tensors(run.state))
 
 
-def _replayed(run: Run, rebuild: Rebuild, step: int, confirmed: int) -> tuple[dict[str, Digest], float]:
-    """The state after `step` steps, made again from the last checkpoint that is confirmed: its digests, and how far
-    from it the state is that this rank holds (2-norm).
-    """
-    checkpoint = (
-        run.world.on_rank0(lambda: nearest(run.folder / "checkpoints", confirmed)) if run.folder != Path() else None
-    )
+@dataclass(frozen=True)
+class _Again:
+    """Steps that were made again on this rank."""
+
+    digests: dict[str, Digest]
+    """Of the state that they give."""
+    far: float
+    """How far the state is from it that this rank holds (2-norm)."""
+    traces: list[tuple[list[int], list[int]]]
+    """By step: digests of the state before its update, and of the gradients after their exchange."""
+
+
+def _replayed(run: Run, rebuild: Rebuild, step: int, confirmed: int) -> _Again:
+    """The steps from the last checkpoint that is confirmed to `step`, again."""
+    known = run.folder != Path()
+    checkpoint = run.world.on_rank0(lambda: nearest(run.folder / "checkpoints", confirmed)) if known else None
     again = rebuild(checkpoint)
+    traces: list[tuple[list[int], list[int]]] = []
+
+    def look(*_: object) -> None:
+        grads = {name: local(p.grad) for name, p in again.model.named_parameters() if p.grad is not None}
+        traces.append((state_digest(again.state).tolist(), fold(grads).tolist()))
+
+    handle = again.state.optimizer.register_step_pre_hook(look)
     for _ in steps(again, step):
         pass
+    handle.remove()
     anew, held = state_tensors(again.state), state_tensors(run.state)
     apart = (float((held[name].double() - anew[name].double()).norm()) for name in anew.keys() & held.keys())
-    return digests_by_name(anew), math.hypot(*apart)
+    return _Again(digests_by_name(anew), math.hypot(*apart), traces)
+
+
+def _parted_by_exchange(groups: Sequence[Sequence[_Again]]) -> bool:
+    """True if ranks that hold the same rows part in the gradients after an exchange, and had the same state before."""
+    for group in groups:
+        for of_ranks in zip(*(one.traces for one in group), strict=False):
+            if any(state != of_ranks[0][0] for state, _ in of_ranks):
+                break
+            if any(gradients != of_ranks[0][1] for _, gradients in of_ranks):
+                return True
+    return False
 
 
 def judged_by_replay(
@@ -103,27 +132,32 @@ def judged_by_replay(
     world = run.world
     confirmed = -1 if run.confirmed_step is None else run.confirmed_step
     try:
-        again, far = _replayed(run, rebuild, step, confirmed)
-        found = world.broadcast(world.gather((shard, held, again, far)))
+        again = _replayed(run, rebuild, step, confirmed)
+        found = world.broadcast(world.gather((shard, held, again)))
     except torch.OutOfMemoryError:
         return "unclear", (), "There was no memory to make the steps again"
     by_shard: dict[int, list[int]] = {}
-    for rank, (of_shard, *_) in enumerate(found):
+    for rank, (of_shard, _, _) in enumerate(found):
         by_shard.setdefault(of_shard, []).append(rank)
-    replays_differ = [rank for group in by_shard.values() for rank in group if found[rank][2] != found[group[0]][2]]
+    replays_differ = [
+        rank for group in by_shard.values() for rank in group if found[rank][2].digests != found[group[0]][2].digests
+    ]
     if not replays_differ:
-        guilty = tuple(rank for rank, (_, mine, anew, _) in enumerate(found) if mine != anew)
+        guilty = tuple(rank for rank, (_, mine, anew) in enumerate(found) if mine != anew.digests)
         if not guilty or len(guilty) == world.size:
-            return _farthest([far for *_, far in found])
+            return _farthest([anew.far for *_, anew in found])
         names = " and ".join(f"rank {rank}" for rank in guilty)
         return (
             "memory",
             guilty,
             f"Made again, the steps give the state of the other ranks: the memory or the device of {names}",
         )
+    alone = tuple(ranks) if 2 * len(ranks) < world.size else ()
+    if _parted_by_exchange([[found[rank][2] for rank in group] for group in by_shard.values()]):
+        return "link", alone, "Made again, the steps part the ranks again, in the gradients after their exchange"
     for suspect in ranks[:2]:
         with posing_as(suspect):
-            posed, _ = _replayed(run, rebuild, step, confirmed)
+            posed = _replayed(run, rebuild, step, confirmed).digests
         told = world.broadcast(world.gather(posed))
         if all(told[rank] == found[suspect][1] for rank in by_shard[found[suspect][0]]):
             return (
@@ -131,7 +165,6 @@ def judged_by_replay(
                 (suspect,),
                 f"All ranks come to the state of rank {suspect} when they are told that they are rank {suspect}",
             )
-    alone = tuple(ranks) if 2 * len(ranks) < world.size else ()
     return ("device" if alone else "unclear"), alone, "Made again, the steps part the ranks again"
 
 
