@@ -142,7 +142,7 @@ def _users_tasks() -> Iterator[Case]:
     }
     yield from _grid("heads", HEADS, few, "1 2 2-fsdp")
     other = {
-        "probed": {"train.probe_every": 3, "parallel.find_unused_parameters": True},
+        "probed": {"watch.every": 3, "parallel.find_unused_parameters": True},
         "compiled": {"compute.compile": "blocks", "compute.compile_backend": "aot_eager"},
         "broken-workers": main["broken"] | {"data.workers": 2, "batch.micro": 4},
         "seed": {"seed": 7, "train.eval_every_steps": None, "train.steps": None, "train.epochs": 2},

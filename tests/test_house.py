@@ -19,20 +19,21 @@ PACKAGE = Path(lockstep.__file__).parent
 # The folders that each folder may import, besides itself.
 ALLOWED = {
     "core": set(),
+    "locks": set(),
     "audit": {"core", "launch"},
     "drawing": {"core"},
-    "parts": {"core", "drawing"},
+    "parts": {"core", "drawing", "locks"},
     "launch": {"core"},
     "updates": {"core"},
-    "watch": {"core", "parts"},
+    "watch": {"core", "parts", "launch"},
     "weights": {"core"},
     "recipes": {"core"},
-    "tasks": {"core", "drawing", "recipes"},
-    "trainer": {"core", "parts", "launch", "tasks", "recipes", "updates", "watch", "weights"},
-    "report": {"core", "parts", "recipes"},
+    "tasks": {"core", "drawing", "locks", "recipes"},
+    "trainer": {"core", "locks", "parts", "launch", "tasks", "recipes", "updates", "watch", "weights"},
+    "report": {"core", "locks", "parts", "recipes"},
     "plan": {"core", "parts", "tasks", "trainer", "report", "recipes"},
     "verify": {"core", "parts", "launch", "tasks", "trainer", "report", "recipes", "updates"},
-    "cli": {"core", "parts", "launch", "tasks", "trainer", "verify", "plan", "report", "recipes", "audit"},
+    "cli": {"core", "parts", "launch", "tasks", "trainer", "verify", "plan", "report", "recipes", "audit", "watch"},
     "__main__": {"cli"},
     # Stricter than the folder that they lie in.
     "core.data.order": set(),
@@ -156,6 +157,7 @@ CODE_LINES = {
     "watch/replay_report.py": 220,
     "watch/shares.py": 90,
     "watch": 1_300,
+    "core/parallel/posing.py": 20,
 }
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
 
@@ -179,6 +181,7 @@ OF_THEIR_OWN = (
     "watch/replay_report.py",
     "watch/shares.py",
     "watch",
+    "core/parallel/posing.py",
 )
 
 

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from lockstep.core.locks import LockedError, locked
+from lockstep.locks import LockedError, locked
 from tests.processes import HANG_S
 
 # A rank that holds the lock and has a forked worker, as a DataLoader starts it; prints the worker's process id.
 RANK = """
 import multiprocessing, sys, threading, time
 from pathlib import Path
-from lockstep.core.locks import locked
+from lockstep.locks import locked
 
 def begin():
     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)

@@ -188,3 +188,29 @@ def test_a_warm_process_that_was_killed_is_the_cause():
 def test_an_ending_travels_as_json(lost):
     ending = Ending((killed(), told(1, "x", node="b")), step=3, asked=True, joining=True, lost=lost, warm_process="w")
     assert Ending.of(json.loads(json.dumps(ending.as_dict()))) == ending
+
+
+def found(rank, node, guilty=(1,)):
+    return told(rank, "the device of rank 1", code=4, node=node, retryable=False, guilty=list(guilty))
+
+
+def test_the_node_of_a_guilty_rank_is_left_out_where_enough_are_left():
+    failures = (found(0, "a"), found(1, "b"), found(2, "c"))
+    decision = decide(Ending(failures, step=7, nodes=("a", "b", "c"), least=2), NEW, 0)
+    assert (decision.action, decision.left_out) == (Action.RESTART, ("b",))
+    assert decision.history == NEW  # it is no restart after a crash
+    assert decision.text.endswith("node b will take no part any more: the others go on")
+    for ending in (
+        Ending(failures, step=7, nodes=("a", "b", "c"), least=3),
+        Ending(failures, step=7),  # one machine
+        Ending(tuple(found(rank, node, ()) for rank, node in enumerate("abc")), nodes=("a", "b", "c"), least=1),
+    ):
+        decision = decide(ending, NEW, 3)
+        assert decision.action is Action.FAIL
+        assert decision.error.exit_code == 4
+    assert decide(Ending(failures, nodes=("a", "b", "c"), asked=True), NEW, 3).action is Action.FAIL
+
+
+def test_an_ending_with_nodes_travels_as_json():
+    ending = Ending((found(1, "b"),), nodes=("a", "b"), least=1)
+    assert Ending.of(json.loads(json.dumps(ending.as_dict()))).nodes == ("a", "b")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lockstep.core import locks
+from lockstep import locks
 from lockstep.core.errors import UsageError
 from lockstep.parts import evaluations_file
 from lockstep.report import charts, evaluations, run, run_page

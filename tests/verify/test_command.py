@@ -8,9 +8,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lockstep import locks
 from lockstep.cli.application import app
 from lockstep.cli.reporting import check_replaceable
-from lockstep.core import locks
 from lockstep.core.errors import LockstepError, UsageError
 from lockstep.recipes import config_file
 from lockstep.trainer import run_directory

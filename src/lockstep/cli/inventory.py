@@ -7,6 +7,7 @@ from pathlib import Path
 from lockstep.core.checkpoint import store
 from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.checkpoint.store import Checkpoint
+from lockstep.watch import evidence
 
 
 def show(folder: Path, retention: CheckpointConfig, check: bool, prune: bool) -> bool:
@@ -25,15 +26,22 @@ def show(folder: Path, retention: CheckpointConfig, check: bool, prune: bool) ->
     checkpoints = [one for one in checkpoints if not faults.get(one.step) or store.is_there(one.path)]
     faults = {checkpoint.step: faults[checkpoint.step] for checkpoint in checkpoints if checkpoint.step in faults}
     reasons = retention.reasons(checkpoints)
+    confirmed = max(
+        (evidence.confirmed_step(folder.parent, checkpoint) or -1 for checkpoint in checkpoints), default=-1
+    )
     for checkpoint in checkpoints:
         state = ""
         if checkpoint.step in faults:
             damage = "; ".join(faults[checkpoint.step])
             state = f"  DAMAGED: {damage}" if damage else "  valid"
+        if confirmed >= 0:
+            state += "  confirmed" if checkpoint.step <= confirmed else "  not confirmed yet"
         print(f"{_line(checkpoint)}  kept: {', '.join(reasons.get(checkpoint.step, ['no']))}{state}")
     best = retention.best_of(checkpoints)
     if best is not None and retention.best is not None:
         print(f"best: {best.path.name}, {' '.join(retention.best)} {best.metrics[retention.best[1]]:.4g}")
+    for path in sorted(folder.glob("suspect-step-*")):
+        print(f"{path.name}  SET ASIDE by the watch: no check had passed after it, and no run goes on from it")
     unreadable = store.unreadable(folder)
     for complaint in unreadable:
         print(complaint.replace(": ", "  DAMAGED: ", 1))

@@ -73,7 +73,7 @@ class TrainingError(LockstepError):
     """A fault of the training itself: a loss that is not finite, a parameter without gradient."""
 
 
-class WatchError(TrainingError):
+class WatchError(LockstepError):
     """The watch found that ranks do not compute the same, and says who is at fault. Exit code 4."""
 
     exit_code = 4

@@ -52,6 +52,10 @@ class Ending:
     """Nodes that gave no sign of life."""
     warm_process: str = ""
     """The end of the process from which ranks are forked; empty if it runs."""
+    nodes: tuple[str, ...] = ()
+    """The nodes of this start. Empty where there is one node."""
+    least: int = 1
+    """So many nodes must take part."""
 
     def as_dict(self) -> dict[str, Any]:
         """Values that JSON can hold."""
@@ -61,7 +65,7 @@ class Ending:
     def of(cls, values: dict[str, Any]) -> Ending:
         """The opposite of `as_dict`."""
         failures = tuple(RankFailure(**failure) for failure in values["failures"])
-        return cls(**values | {"failures": failures, "lost": tuple(values["lost"])})
+        return cls(**values | {"failures": failures, "lost": tuple(values["lost"]), "nodes": tuple(values["nodes"])})
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ class Decision:
     """For FAIL."""
     differs: bool = False
     """For RESTART: True if the next start does something else, because memory did not suffice."""
+    left_out: tuple[str, ...] = ()
+    """For RESTART: nodes that take no part any more, because the watch found them guilty."""
 
 
 def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
@@ -108,6 +114,9 @@ def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
     of the training caused it (`LockstepError.from_outside`): the next start would do the same. Nor are they after two
     crashes in a row at the same step, or five where a rank was killed or a node was lost, because kills from outside
     may well hit the same step twice.
+
+    Where the watch found nodes guilty, the others are started again without them, if they are enough. That does not
+    count as a restart either.
 
     Where the next start does something else (smaller micro-batches, after memory did not suffice), the ranks are
     started again. That counts neither as a restart nor as in a row: it ends with micro-batches of one sample.
@@ -133,6 +142,11 @@ def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
     when = f"at step {ending.step}" if ending.step >= 0 else "before training began"
     if retryable and retries_differently and not ending.asked and not ending.lost:
         return Decision(Action.RESTART, history, f"{cause.what}\nfailed {when}: all ranks start again", differs=True)
+    guilty = _guilty_nodes(ending)
+    if guilty and not ending.asked and not ending.lost:
+        named = f"node{'s' * (len(guilty) > 1)} {', '.join(guilty)}"
+        text = f"{cause.what}\n{named} will take no part any more: the others go on"
+        return Decision(Action.RESTART, history, text, left_out=guilty)
     if not retryable or ending.asked or (history.restarts == max_restarts and not ending.lost):
         return Decision(Action.FAIL, history, error=cause)
     in_a_row = history.in_a_row + 1 if ending.step == history.crashed_at else 1
@@ -148,6 +162,14 @@ def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
     next_one = replace(next_one, restarts=history.restarts + 1)
     text = f"{cause.what}\nfailed {when}: restart {next_one.restarts} of {max_restarts}"
     return Decision(Action.RESTART, next_one, text)
+
+
+def _guilty_nodes(ending: Ending) -> tuple[str, ...]:
+    """The nodes whose ranks the watch found guilty; empty where too few nodes would be left."""
+    ranks = {rank for failure in ending.failures for rank in failure.report.get("guilty") or ()}
+    guilty = {failure.node for failure in ending.failures if failure.rank in ranks and failure.node}
+    left = [node for node in ending.nodes if node not in guilty]
+    return tuple(sorted(guilty)) if guilty and len(left) >= max(1, ending.least) else ()
 
 
 def failed_by_itself(failure: RankFailure) -> bool:

@@ -31,7 +31,7 @@ from dataclasses import asdict, replace
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lockstep.core.errors import Preempted
+from lockstep.core.errors import Preempted, RankError, WatchError
 from lockstep.core.parallel.launched import LOST_NODE
 from lockstep.core.parallel.nodes import NODE
 from lockstep.launch.decision import Action, Decision, Ending, History, decide
@@ -97,6 +97,8 @@ class SeveralNodes:
         """The group rank of this node."""
         self.joining = False
         """True if the ranks were asked to stop for a node that joins."""
+        self.left_out = ""
+        """Why this node takes no part any more. It only serves the store, if it has it."""
 
     @functools.cached_property
     def first(self) -> int:
@@ -142,6 +144,9 @@ class SeveralNodes:
     def _members_of(self, number: int) -> list[Member] | None:
         """The nodes of a start, of which this node is one. None: the start is over."""
         notes, nodes, own = self.session.notes, self.session.nodes, str(self.session.id)
+        if self.left_out:
+            self._serve_until_over(number)
+            return None
         notes.call(lambda store: store.append(f"{number}/here", f"{own} "))  # type: ignore[attr-defined]
         remedy = "give the same command on the other nodes within this time (--wait-for-nodes SECONDS), or a smaller "
         waiting = Waiting(nodes.wait_s, "--nnodes", remedy + "number, such as --nnodes 1:4")
@@ -167,6 +172,28 @@ class SeveralNodes:
                 raise
             _rest(seconds)
         return None
+
+    def _serve_until_over(self, number: int) -> None:
+        """Keep the store for the others until a start is over, where this node has it; else leave.
+
+        Raises:
+            RankError: this node has no store to keep.
+        """
+        if self.session.server is None:
+            raise self._left_out_error()
+        clock = Clock()
+        while not self.session.notes.call(lambda store: store.check([f"{number}/verdict"])):
+            self.session.check()
+            _rest(clock.look())
+
+    def _left_out_error(self) -> RankError:
+        error = RankError(
+            f"this node takes no part any more: {self.left_out}",
+            where=f"node {self.session.name}",
+            remedy="let the maker's diagnostics run on this machine before it trains again",
+        )
+        error.exit_code = WatchError.exit_code
+        return error
 
     def _choose(self, number: int, nodes: Sequence[str]) -> None:
         """Say which nodes take part in a start, unless another node was faster."""
@@ -241,6 +268,10 @@ class SeveralNodes:
             self._tell(ending)
         decision = self._decision_of(number)
         self.history = decision.history
+        if self.session.name in decision.left_out and ending is not None:
+            self.left_out = decision.text.splitlines()[0]
+        if self.left_out and decision.action is Action.DONE:
+            raise self._left_out_error()
         if decision.action is Action.DONE and ending is None:
             print("the training had ended when this node came", file=sys.stderr, flush=True)
         if decision.action is Action.STOP and ending is not None and self.rank and "saved" in decision.text:
@@ -301,6 +332,8 @@ class SeveralNodes:
             joining=any(one.joining for one in endings),
             lost=tuple(self.members[rank].name for rank in missing),
             warm_process=next((one.warm_process for one in endings if one.warm_process), ""),
+            nodes=tuple(member.name for member in self.members),
+            least=self.session.nodes.least,
         )
 
     def _set_verdict(self, number: int, ending: Ending) -> None:

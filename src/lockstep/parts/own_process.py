@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.core import locks
+from lockstep import locks
 from lockstep.core.writer import FOLDER, RunInfo, Writer
 from lockstep.parts.write_guard import reason_of
 from lockstep.parts.writer_kinds import find_writer

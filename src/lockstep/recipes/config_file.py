@@ -152,6 +152,9 @@ def parse(
     raw: dict[str, Any] = _plain(values, "", where, problems)
     given = _override(raw, overrides, problems)
     _suggest(raw)
+    train = raw.get("train")
+    if isinstance(train, dict) and not train.get("probe_every", True):  # as runs of earlier versions have recorded it
+        raw["train"] = {key: value for key, value in train.items() if key != "probe_every"}
 
     def origin(path: str) -> str:
         """`command line` if an override set the key at `path`, or a key above or below it. Otherwise the file."""
@@ -327,7 +330,9 @@ def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: 
             known = _keys(section)
             parent = path.rpartition(".")[0]
             hint = did_you_mean(keys[-1], known, f"{parent}." if parent else "")
-            if re.search(r"\w:\S", keys[-1]):  # {key:value} is one key
+            if path == "train.probe_every":
+                hint = "it is watch.every now, which finds more; "
+            elif re.search(r"\w:\S", keys[-1]):  # {key:value} is one key
                 hint = "YAML needs a space after a colon; "
             elif "." in keys[-1]:  # of a mapping: on the command line, a point begins a section
                 first, _, rest = keys[-1].partition(".")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lockstep.core import locks
+from lockstep import locks
 from lockstep.core.checkpoint import manifest
 from lockstep.core.checkpoint.manifest import Checkpoint
 from lockstep.core.checkpoint.retention import CheckpointConfig

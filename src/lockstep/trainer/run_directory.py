@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep.core import atomic, devices, locks, run_folder
+from lockstep import locks
+from lockstep.core import atomic, devices, run_folder
 from lockstep.core.checkpoint import store
 from lockstep.core.config.sections import RunConfig, training_keys
 from lockstep.core.errors import LockstepError, UsageError, did_you_mean

@@ -379,7 +379,7 @@ class Trainer:
         self._set_up(task, world, trained=checkpoint is not None)
         run = self._run_at(self.config, task, world, checkpoint)
         if checkpoint is not None:
-            run.confirmed_step = checkpoint.manifest.get("confirmed_step")
+            run.confirmed_step = evidence.confirmed_step(self.run_dir, checkpoint)
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.state.step}"]))
         run.messages += methods_not_called(task)

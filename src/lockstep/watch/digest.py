@@ -96,8 +96,8 @@ def _flat(tensor: Tensor) -> Tensor:
 def signed_sums(tensor: Tensor, start: int = 0) -> Tensor:
     """`SIGNS` sums of all elements, each with fixed signs by place, and the sum of squares: float64 on the device.
 
-    A sum of random signs of a difference d is about |d|_2 in size (Johnson and Lindenstrauss; AMS sketch, 1996). The sums
-    of a mean are the mean of the sums, so that they also check what an exchange has added up.
+    A sum of random signs of a difference d is about |d|_2 in size (Alon, Matias and Szegedy 1996). The sums of a mean
+    are the mean of the sums, so that they also check what an exchange has added up.
 
     Args:
         start: place of the first element in a larger tensor.

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Generator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lockstep.core.data.tensors import to_cpu
 from lockstep.core.errors import WatchError
 from lockstep.watch.verdict import Verdict
 
-VERDICT = "verdict.json"
+VERDICT, CONFIRMED = "verdict.json", "confirmed.json"
 
 
 def write(run: Run, step: int, micro_batch: MicroBatch | None, facts: Mapping[str, Any], verdict: Verdict) -> str:
@@ -57,7 +58,24 @@ def write(run: Run, step: int, micro_batch: MicroBatch | None, facts: Mapping[st
             text = json.dumps({"step": step, **dataclasses.asdict(verdict)}, indent=2)
             folder.mkdir(parents=True, exist_ok=True)
             atomic.write_text(folder.parent / VERDICT, text)
-    return f"The evidence is in {folder}"
+    return f". The evidence is in {folder}"
+
+
+def note_confirmed(run: Run) -> None:
+    """Write up to which step a run is confirmed. Checkpoints that were saved before do not say it. Called on rank 0."""
+    with contextlib.suppress(OSError):
+        (run.folder / "watch").mkdir(exist_ok=True)
+        atomic.write_text(run.folder / "watch" / CONFIRMED, json.dumps({"step": run.confirmed_step}))
+
+
+def confirmed_step(run_dir: Path, checkpoint: Checkpoint | None) -> int | None:
+    """Up to which step a run is confirmed that goes on from a checkpoint. None: up to no step."""
+    if checkpoint is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        noted = int(json.loads((run_dir / "watch" / CONFIRMED).read_text())["step"])
+        return max(checkpoint.confirmed_step, min(noted, checkpoint.step))
+    return checkpoint.confirmed_step if checkpoint.confirmed_step >= 0 else None
 
 
 def device_name(device: torch.device) -> str:
@@ -77,14 +95,28 @@ def setting_aside(run: Run) -> Generator[None, None, None]:
     try:
         yield
     except WatchError as error:
-        folder = run.folder / "checkpoints"
-        if run.world.rank == 0 and folder.is_dir():
-            aside = [store.set_aside(one.path).name for one in suspects(run)]
-            left = next((f"step {one.step}" for one in store.listed(folder)), "")
-            kept = f"The same command goes on from the checkpoint of {left}" if left else "No checkpoint is left"
-            text = f"{', '.join(reversed(aside))} set aside, because no check passed after them. " if aside else ""
-            run.tell(f"{text}{kept}")
-        raise error
+        error.remedy = f"{error.remedy}. {run.world.on_rank0(partial(_set_aside, run))}"
+        raise
+
+
+def _set_aside(run: Run) -> str:
+    """Rename the checkpoints that are not confirmed. Returns a sentence on what is left."""
+    aside = [_renamed(one.path) for one in suspects(run)]
+    text = f"Set aside, because no check had passed after them: {', '.join(reversed(aside))}. " if aside else ""
+    left = next(iter(store.listed(run.folder / "checkpoints")), None)
+    if left is None:
+        return f"{text}No checkpoint is left: the same command starts anew"
+    return f"{text}The same command goes on from the checkpoint of step {left.step}, which is confirmed"
+
+
+def _renamed(checkpoint: Path) -> str:
+    """Give a checkpoint a name under which no run goes on from it. Returns the name."""
+    kept = checkpoint.with_name(f"suspect-{checkpoint.name}")
+    with contextlib.suppress(OSError):
+        atomic.remove(kept)  # of an earlier suspicion
+    checkpoint.rename(kept)
+    atomic.sync(checkpoint.parent)
+    return kept.name
 
 
 def suspects(run: Run) -> list[Checkpoint]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ from torch import Tensor
 from lockstep.core.build import Run
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import listed
-from lockstep.core.parallel.pretended import posing_as
-from lockstep.watch import known_answers, operations
+from lockstep.core.parallel.posing import posing_as
+from lockstep.launch.device_check.run import wrong_answers
+from lockstep.watch import operations
 from lockstep.watch.evidence import device_name
 from lockstep.watch.gradients import Detail
 from lockstep.watch.trial import Share, detail, read, trial
-from lockstep.watch.verdict import Finding, Noise, Same, Verdict, first_difference, same_batch, same_bits, who
+from lockstep.watch.verdict import Finding, Noise, Same, Verdict, first_difference, named, same_batch, same_bits, who
 
 
 @dataclass(frozen=True)
@@ -103,22 +104,22 @@ class Experiments:
         assert self.micro_batch is not None
         samples = f"samples {listed([str(index) for index in self.micro_batch.indices], 8)}"
         if found.how == "unstable":
-            text = f"{samples} are not the same when they are read again on {_ranks(found.ranks)}: their source or "
+            text = f"{samples} are not the same when they are read again on {named(found.ranks)}: their source or "
             return Verdict(
                 "data", found.ranks, text + "Task.prepare changes, or draws numbers that the seed does not determine"
             )
         if found.how == "tie":
-            return Verdict("data", found.ranks, f"{_ranks(found.ranks)} read other bytes for {samples}")
+            return Verdict("data", found.ranks, f"{named(found.ranks)} read other bytes for {samples}")
         more = "" if found.how == "repeats" else ", once: read again, they are those of the other ranks"
-        return Verdict("data", found.ranks, f"{_ranks(found.ranks)} read other bytes for {samples}{more}")
+        return Verdict("data", found.ranks, f"{named(found.ranks)} read other bytes for {samples}{more}")
 
     def _not_deterministic(self, found: Finding, share: Share, first: str) -> Verdict:
         operation = self.unstable_operation(share)
-        text = f"{_ranks(found.ranks)} differ from themselves by more than before, first in {operation or first}"
+        text = f"{named(found.ranks)} differ from themselves by more than before, first in {operation or first}"
         return Verdict("not deterministic", found.ranks, text, first)
 
     def unstable_operation(self, share: Share) -> str:
-        """The first operation that gives other results when this rank repeats a share; of rank 0's or the first found."""
+        """The first operation that gives other results when a rank repeats a share; of the first rank that has one."""
 
         def once() -> None:
             trial(self.run.state, self._read(share), share, self.leaves)
@@ -142,9 +143,12 @@ class Experiments:
             text = (
                 f"the code does something else on rank {suspect}: other ranks give its result when they are told that "
             )
-            text += f"they are rank {suspect}{f'. The first operation that differs: {where}' if where else ''}"
+            text += f"they are rank {suspect}"
+            if found.how == "tie":
+                text = "the code does something else by rank: a rank gives another result when it is told another rank"
+            text += f". The first operation that differs: {where}" if where else ""
             first = first_difference(self.repeats[others[0]][0], wanted)
-            return Verdict("code", (suspect,), text, first)
+            return Verdict("code", found.ranks if found.how == "tie" else (suspect,), text, first)
         return None
 
     def _branch(self, share: Share, suspect: int) -> str:
@@ -159,12 +163,13 @@ class Experiments:
 
     def _of_device(self, found: Finding, first: str) -> Verdict:
         names = self.gathered(f"{socket.gethostname()}, {device_name(self.run.world.device)}")
-        wrong = self.gathered(known_answers.faults(self.run.world.device))
+        wrong = self.gathered(wrong_answers(self.run.world.device))
         ranks = found.ranks
         if found.how in ("tie", "nobody"):
             liars = tuple(rank for rank, faults in enumerate(wrong) if faults)
             if not liars:
-                text = f"{_ranks(ranks or tuple(range(len(names))), 'or')}: the results differ, and nothing says which is right"
+                those = named(ranks or tuple(range(len(names))), "or")
+                text = f"{those}: the results differ, and nothing says which is right"
                 return Verdict("unclear", ranks, text, first)
             ranks = liars
         how = {
@@ -176,9 +181,3 @@ class Experiments:
         known = "; ".join(f"rank {rank} also gets {', '.join(wrong[rank])} wrong" for rank in ranks if wrong[rank])
         text = f"the device of {where}: {how}{f', first in {first}' if first else ''}{f'. {known}' if known else ''}"
         return Verdict("device", ranks, text, first, guilty=ranks)
-
-
-def _ranks(ranks: Sequence[int], joined: str = "and") -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} {joined} {ranks[-1]}"

@@ -1,4 +1,4 @@
-"""What a rank computes of a micro-batch, seen by hooks: digests of its losses and of its gradients before an exchange."""
+"""What a rank computes of a micro-batch, seen by hooks: its losses, and its gradients before they are exchanged."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def watched(
         else:
             seen.total.append(fold({name: gradient}, seen.sizes))
 
-    handles: list[Any] = [leaf.register_hook(partial(look, name)) for name, leaf in leaves.items()]
+    hooked: list[tuple[str, Any]] = list(leaves.items())
+    handles: list[Any] = [leaf.register_hook(partial(look, name)) for name, leaf in hooked]
     handles += [forward.register_forward_pre_hook(begin), forward.register_forward_hook(end)]
     try:
         yield seen

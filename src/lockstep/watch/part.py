@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,14 +22,15 @@ from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.buffers import ModuleBuffers
 from lockstep.core.part import Training
 from lockstep.core.step import TrainState
-from lockstep.watch import evidence
+from lockstep.watch import evidence, exchange
 from lockstep.watch.digest import fold
 from lockstep.watch.examine import Dispute, Experiments
 from lockstep.watch.gradients import Detail, Seen, digest_of_batch, watched
 from lockstep.watch.history import History
-from lockstep.watch.replicas import Replicas, differing_replicas, state_digest
-from lockstep.watch.trial import Share, detail, trial
-from lockstep.watch.verdict import Noise, Verdict
+from lockstep.watch.replicas import Replicas, differing_replicas
+from lockstep.watch.state import state_digest
+from lockstep.watch.trial import Share, trial
+from lockstep.watch.verdict import Noise, Verdict, named
 
 
 def other_rank(step: int, every: int, rank: int, world: int) -> int:
@@ -120,6 +122,8 @@ class Watch(BuiltInPart):
         self.noise: Noise | None = None
         """What rounding explains, where kernels are not deterministic. None: they are, so far."""
         self.has_repeated = False
+        self.sees_exchange = True
+        self.has_saved = False
         self.pending: _Pending | None = None
         self.checked_at = self.compared_at = -1
         self.histories = (History("loss"), History("gradient's norm"))
@@ -127,6 +131,12 @@ class Watch(BuiltInPart):
     # ---- events
 
     def start(self, training: Training) -> None:
+        hooks = getattr(
+            self.run.state.optimizer, "_optimizer_step_pre_hooks", {}
+        )  # private; as `register_...` fills it
+        self.sees_exchange = all(getattr(hook, "__module__", "").startswith("lockstep.") for hook in hooks.values())
+        if not self.sees_exchange and training.ranks > 1:
+            training.tell("note: the watch does not check the mean of the gradients: the optimizer has hooks before it")
         if self.note:
             training.tell(self.note)
         if training.ranks == 1 and not self.recomputes:
@@ -141,8 +151,10 @@ class Watch(BuiltInPart):
         pending = self.pending
         if pending is not None and pending.share is not None:
             forward = inside.state.strategy.unwrapped
-            detailed = self.noise is not None
-            pending.own = pending.hooks.enter_context(watched(forward, pending.leaves, sums=detailed, each=detailed))
+            detailed, exchanges = self.noise is not None, inside.ranks > 1
+            pending.own = pending.hooks.enter_context(
+                watched(forward, pending.leaves, sums=exchanges or detailed, each=detailed)
+            )
 
     def before_update(self, training: Training) -> None:
         """End the check.
@@ -175,9 +187,10 @@ class Watch(BuiltInPart):
             self.compared_at = step
             numbers = [self.replicas.shard, *state_digest(training.state).tolist()]
             rows = [(row[0], (row[1], row[2])) for row in self._gathered(numbers)]
-            self._check_replicas(step, [shard for shard, _ in rows], [pair for _, pair in rows])
+            self._check_replicas(step, [shard for shard, _ in rows], [pair for _, pair in rows], at=step)
         if self.checked_at == step:
             self.run.confirmed_step = step
+        self.has_saved = True
 
     # ---- a check
 
@@ -206,10 +219,10 @@ class Watch(BuiltInPart):
         self.pending = pending
 
     def _end(self, inside: Inside, pending: _Pending) -> None:
-        step, world = pending.step, inside.state.world
+        step = pending.step
         rows = [_Row.of(numbers) for numbers in self._gathered(self._numbers(inside, pending))]
         shards = [row.shard for row in rows]
-        self._check_replicas(step, shards, [row.state for row in rows])
+        self._check_replicas(step, shards, [row.state for row in rows], at=step + 1)
         whole = True
         if pending.share is not None:
             whole = self._check_shares(inside, pending, rows)
@@ -218,11 +231,12 @@ class Watch(BuiltInPart):
             ):
                 if text := history.add(values):
                     inside.tell(f"warning: step {step + 1}: {text}")
-        if whole and (different := differing_replicas(shards, [row.reduced for row in rows])):
-            self._link(inside, pending, different)
         if whole:
+            self._check_exchange(inside, pending, rows)
             self.run.confirmed_step, self.checked_at = step, step + 1
-        del world
+            if self.has_saved and inside.rank == 0 and self.run.folder != Path():
+                evidence.note_confirmed(self.run)
+            self.has_saved = False
 
     def _numbers(self, inside: Inside, pending: _Pending) -> list[int]:
         device = inside.state.world.device
@@ -274,10 +288,10 @@ class Watch(BuiltInPart):
 
     # ---- where something differs
 
-    def _check_replicas(self, step: int, shards: Sequence[int], pairs: Sequence[tuple[int, int]]) -> None:
+    def _check_replicas(self, step: int, shards: Sequence[int], pairs: Sequence[tuple[int, int]], *, at: int) -> None:
         if differing_replicas(shards, pairs):
             verdict = self.replicas.verdict(self.run, step, self.rebuild)
-            self._fire(step, verdict, None, {"state": self.replicas.digests})
+            self._fire(at, verdict, None, {"state": self.replicas.digests})
 
     def _check_shares(self, inside: Inside, pending: _Pending, rows: Sequence[_Row]) -> bool:
         """Compare the shares. Returns whether that was possible, so that the check is whole."""
@@ -325,7 +339,7 @@ class Watch(BuiltInPart):
                 self._let_round(inside, pending)
             return False
         facts = {"dispute": dispute, "repeats": experiments.repeats}
-        self._fire(pending.step, verdict, experiments.micro_batch, facts)
+        self._fire(pending.step + 1, verdict, experiments.micro_batch, facts)
         return False
 
     def _let_round(self, inside: Inside, pending: _Pending) -> None:
@@ -336,14 +350,16 @@ class Watch(BuiltInPart):
         share = dataclasses.replace(pending.share, rank=0)
         name = experiments.unstable_operation(share)
         inside.tell(
-            f"warning: step {pending.step + 1}: the loss or the gradient of a micro-batch changes when it is computed again"
-            f"{f', first in {name}' if name else ''}: the model or its kernels are not deterministic. From here on, the "
-            "watch compares within what rounding explains; compute.deterministic=true compares bits"
+            f"warning: step {pending.step + 1}: a micro-batch has another loss or gradient when it is computed again"
+            f"{f', first in {name}' if name else ''}: the model or its kernels are not deterministic. From here on, "
+            "the watch compares within what rounding explains; compute.deterministic=true compares bits"
         )
 
     def _check_with_noise(self, inside: Inside, pending: _Pending, pairs: Sequence[tuple[int, int]]) -> bool:
         noise = self.noise
-        assert noise is not None and pending.own is not None and pending.other is not None
+        assert noise is not None
+        assert pending.own is not None
+        assert pending.other is not None
         batch, other_batch = pending.batch.tolist(), pending.other_batch.tolist()
         own = dataclasses.replace(pending.own.detailed(), batch=(batch[0], batch[1]))
         other = dataclasses.replace(pending.other.detailed(), batch=(other_batch[0], other_batch[1]))
@@ -361,20 +377,38 @@ class Watch(BuiltInPart):
                 return self._resolve(inside, pending, dispute)
         return is_known
 
-    def _link(self, inside: Inside, pending: _Pending, different: Sequence[int]) -> None:
-        ranks = tuple(different)
-        text = (
-            "gradients were the same before they were exchanged, as another rank has computed them again, and differ "
-        )
-        text += f"afterwards on {' and '.join(f'rank {rank}' for rank in ranks)}"
-        sure = len(ranks) < self.run.world.size
-        verdict = Verdict("link", ranks, text, guilty=ranks if sure else ())
-        self._fire(pending.step, verdict, pending.micro_batch, {})
+    def _check_exchange(self, inside: Inside, pending: _Pending, rows: Sequence[_Row]) -> None:
+        """Compare the gradients after the exchange: replicas with each other, and all with what the ranks gave."""
+        state, own, shards = inside.state, pending.own, [row.shard for row in rows]
+        before = "gradients were right before they were exchanged, as another rank has computed them again"
+        if different := differing_replicas(shards, [row.reduced for row in rows]):
+            self._link(pending, different, f"{before}, and differ afterwards on {named(different)}", "")
+        if own is None or state.world.size == 1 or not own.sums or not self.sees_exchange:
+            return
+        count = len(set(shards))
+        found = exchange.check(state, own, state.world.size // count, self.run.plan.count(pending.step))
+        if not found.name:
+            return
+        given: list[Tensor] = []
+        leaf: Any = pending.leaves[found.name]
+        handle = leaf.register_hook(lambda gradient: given.append(gradient.detach().clone()))
+        trial(state, dataclasses.replace(pending.micro_batch), _share(pending), pending.leaves)
+        handle.remove()
+        gradient = given[0] if given else None
+        is_one = self.run.plan.count(pending.step) == 1  # with accumulation, a trial is not all that a rank gave
+        wrong = exchange.wrong_shards(state, found, gradient, count, shards[state.world.rank]) if is_one else []
+        text = f"{before}. Afterwards the gradient of {found.name} is not the mean of what the ranks gave"
+        self._link(pending, wrong, f"{text}{f', on {named(wrong)}' if wrong else ''}", found.name)
+
+    def _link(self, pending: _Pending, ranks: Sequence[int], text: str, name: str) -> None:
+        sure = 0 < len(ranks) < self.run.world.size
+        verdict = Verdict("link", tuple(ranks), text, name, guilty=tuple(ranks) if sure else ())
+        self._fire(pending.step + 1, verdict, pending.micro_batch, {})
 
     def _fire(self, step: int, verdict: Verdict, micro_batch: MicroBatch | None, facts: Mapping[str, Any]) -> None:
-        where = evidence.write(self.run, step + 1, micro_batch, facts, verdict)
+        where = evidence.write(self.run, step, micro_batch, facts, verdict)
         confirmed = self.run.confirmed_step
-        so_far = "no check had passed before" if confirmed is None else f"the run is confirmed up to step {confirmed}"
+        so_far = "No check had passed before" if confirmed is None else f"The run is confirmed up to step {confirmed}"
         remedies = {
             "device": "take this machine out, and let its maker's diagnostics run",
             "memory": "take this machine out, and let its maker's diagnostics run",
@@ -383,8 +417,8 @@ class Watch(BuiltInPart):
             "data": "let all ranks read the same bytes, and draw only from generators that Lockstep seeds",
         }
         error = WatchError(
-            f"{verdict.kind}: {verdict.text}. {so_far[0].upper()}{so_far[1:]}. Nothing is saved{f'. {where}' if where else ''}",
-            where=f"step {step + 1}, watch.every={self.every}",
+            f"{verdict.kind}: {verdict.text}. {so_far}. Nothing is saved{where}",
+            where=f"step {step}, watch.every={self.every}",
             remedy=remedies.get(verdict.kind, "run lockstep verify; watch.recompute=false compares replicas alone"),
         )
         error.guilty = verdict.guilty

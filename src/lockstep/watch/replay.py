@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +15,16 @@ from lockstep.core.checkpoint import store
 from lockstep.core.checkpoint.manifest import Checkpoint
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.loop import set_training_mode
-from lockstep.core.parallel.pretended import posing_as
+from lockstep.core.parallel.posing import posing_as
+from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.step import StepResult, train_step
-from lockstep.watch.digest import Digest
+from lockstep.watch.digest import Digest, fold
 from lockstep.watch.gradients import digests_by_name
-from lockstep.watch.replicas import state_tensors
+from lockstep.watch.state import state_digest, state_tensors
 from lockstep.watch.verdict import Kind
 
+_FARTHER = 2.0
+"""A rank is at fault if its state is so many times farther from the right one than those of the others."""
 Rebuild = Callable[[Checkpoint | None], Run]
 """Makes a run anew at a checkpoint, with its state loaded; or at its beginning. All ranks call it."""
 
@@ -79,15 +83,47 @@ def digests(run: Run) -> dict[str, Digest]:
     return digests_by_name(state_tensors(run.state))
 
 
-def _replayed(run: Run, rebuild: Rebuild, step: int, confirmed: int) -> dict[str, Digest]:
-    """The digests of the state after `step` steps, made again from the last checkpoint that is confirmed."""
-    checkpoint = (
-        run.world.on_rank0(lambda: nearest(run.folder / "checkpoints", confirmed)) if run.folder != Path() else None
-    )
+@dataclass(frozen=True)
+class _Again:
+    """Steps that were made again on this rank."""
+
+    digests: dict[str, Digest]
+    """Of the state that they give."""
+    far: float
+    """How far the state is from it that this rank holds (2-norm)."""
+    traces: list[tuple[list[int], list[int]]]
+    """By step: digests of the state before its update, and of the gradients after their exchange."""
+
+
+def _replayed(run: Run, rebuild: Rebuild, step: int, confirmed: int) -> _Again:
+    """The steps from the last checkpoint that is confirmed to `step`, again."""
+    known = run.folder != Path()
+    checkpoint = run.world.on_rank0(lambda: nearest(run.folder / "checkpoints", confirmed)) if known else None
     again = rebuild(checkpoint)
+    traces: list[tuple[list[int], list[int]]] = []
+
+    def look(*_: object) -> None:
+        grads = {name: local(p.grad) for name, p in again.model.named_parameters() if p.grad is not None}
+        traces.append((state_digest(again.state).tolist(), fold(grads).tolist()))
+
+    handle = again.state.optimizer.register_step_pre_hook(look)
     for _ in steps(again, step):
         pass
-    return digests(again)
+    handle.remove()
+    anew, held = state_tensors(again.state), state_tensors(run.state)
+    apart = (float((held[name].double() - anew[name].double()).norm()) for name in anew.keys() & held.keys())
+    return _Again(digests_by_name(anew), math.hypot(*apart), traces)
+
+
+def _parted_by_exchange(groups: Sequence[Sequence[_Again]]) -> bool:
+    """True if ranks that hold the same rows part in the gradients after an exchange, and had the same state before."""
+    for group in groups:
+        for of_ranks in zip(*(one.traces for one in group), strict=False):
+            if any(state != of_ranks[0][0] for state, _ in of_ranks):
+                break
+            if any(gradients != of_ranks[0][1] for _, gradients in of_ranks):
+                return True
+    return False
 
 
 def judged_by_replay(
@@ -110,20 +146,25 @@ def judged_by_replay(
     by_shard: dict[int, list[int]] = {}
     for rank, (of_shard, _, _) in enumerate(found):
         by_shard.setdefault(of_shard, []).append(rank)
-    replays_differ = [rank for group in by_shard.values() for rank in group if found[rank][2] != found[group[0]][2]]
+    replays_differ = [
+        rank for group in by_shard.values() for rank in group if found[rank][2].digests != found[group[0]][2].digests
+    ]
     if not replays_differ:
-        guilty = tuple(rank for rank, (_, mine, anew) in enumerate(found) if mine != anew)
+        guilty = tuple(rank for rank, (_, mine, anew) in enumerate(found) if mine != anew.digests)
         if not guilty or len(guilty) == world.size:
-            return "unclear", (), "Made again, the steps give a state that no rank has, so that they do not repeat"
+            return _farthest([anew.far for *_, anew in found])
         names = " and ".join(f"rank {rank}" for rank in guilty)
         return (
             "memory",
             guilty,
             f"Made again, the steps give the state of the other ranks: the memory or the device of {names}",
         )
+    alone = tuple(ranks) if 2 * len(ranks) < world.size else ()
+    if _parted_by_exchange([[found[rank][2] for rank in group] for group in by_shard.values()]):
+        return "link", alone, "Made again, the steps part the ranks again, in the gradients after their exchange"
     for suspect in ranks[:2]:
         with posing_as(suspect):
-            posed = _replayed(run, rebuild, step, confirmed)
+            posed = _replayed(run, rebuild, step, confirmed).digests
         told = world.broadcast(world.gather(posed))
         if all(told[rank] == found[suspect][1] for rank in by_shard[found[suspect][0]]):
             return (
@@ -131,5 +172,17 @@ def judged_by_replay(
                 (suspect,),
                 f"All ranks come to the state of rank {suspect} when they are told that they are rank {suspect}",
             )
-    alone = tuple(ranks) if 2 * len(ranks) < world.size else ()
     return ("device" if alone else "unclear"), alone, "Made again, the steps part the ranks again"
+
+
+def _farthest(far: Sequence[float]) -> tuple[Kind, tuple[int, ...], str]:
+    """Who is at fault where no rank has the state that the steps give when they are made again.
+
+    The gradients of a wrong state reach all ranks with the next exchange. The rank that was wrong first is farther.
+    """
+    text = "Made again, the steps give a state that no rank has"
+    rank = max(range(len(far)), key=far.__getitem__)
+    next_one = sorted(far)[-2] if len(far) > 1 else 0.0
+    if far[rank] > _FARTHER * next_one:
+        return "memory", (rank,), f"{text}, and rank {rank} is farther from it than the others"
+    return "unclear", (), f"{text}, and which no rank is much nearer to"

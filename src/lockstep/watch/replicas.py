@@ -5,38 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from lockstep.core.build import Run
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.step import TrainState
-from lockstep.parts.replicas import differing, tensors_of_state, who_differs
-from lockstep.watch.digest import fold
+from lockstep.parts.replicas import differing, who_differs
 from lockstep.watch.gradients import digests_by_name
+from lockstep.watch.replay import judged_by_replay
+from lockstep.watch.state import state_tensors
 from lockstep.watch.verdict import Verdict
-
-
-def state_tensors(state: TrainState) -> dict[str, Tensor]:
-    """The tensors that replicas have alike, by name; of sharded tensors this rank's rows.
-
-    Buffers are left out: every rank gets those of rank 0 before each step.
-    """
-    model = state.strategy.unwrapped.model
-    kinds = ("model", "buffer")
-    buffers = {f"{kind}.{name}" for kind in kinds for name, _ in model.named_buffers(remove_duplicate=False)}
-    names = {f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
-    found = tensors_of_state(state)
-    kept = {n: t for n, t in found.items() if n in names or (n not in buffers and not n.startswith("model."))}
-    return {name: sharded_tensor.local(tensor.detach()) for name, tensor in sorted(kept.items())}
-
-
-def state_digest(state: TrainState) -> Tensor:
-    """The digest of all these tensors: two int64."""
-    tensors = state_tensors(state)
-    here = {name: tensor for name, tensor in tensors.items() if tensor.device.type == state.world.device.type}
-    apart = {name: tensor for name, tensor in tensors.items() if name not in here}
-    total = fold(here)
-    return total + 3 * fold(apart).to(total.device) if apart else total
 
 
 def differing_replicas(shards: Sequence[int], values: Sequence[tuple[int, int]]) -> list[int]:
@@ -67,8 +43,8 @@ class Replicas:
     def verdict(self, run: Run, step: int, rebuild: Callable[[Any], Run] | None) -> Verdict:
         """Who holds another state, after `step` steps. All ranks call it.
 
-        The steps since the last good checkpoint are made again, on all ranks: they say which of two states is right, and
-        whether the difference comes again.
+        The steps since the last good checkpoint are made again, on all ranks: they say which of two states is right,
+        and whether the difference comes again.
         """
         tensors = state_tensors(run.state)
         self.digests = digests_by_name(tensors)
@@ -89,8 +65,6 @@ class Replicas:
         sure = self._is_majority(shards, ranks)
         if rebuild is None:
             return Verdict("memory" if sure else "unclear", ranks, what, first.name, guilty=ranks if sure else ())
-        from lockstep.watch.replay import judged_by_replay
-
         kind, guilty, how = judged_by_replay(run, rebuild, step, self.digests, self.shard, ranks)
         if kind == "unclear" and sure:
             kind, guilty = "memory", ranks

@@ -26,6 +26,13 @@ class Verdict:
     """Ranks that must not go on."""
 
 
+def named(ranks: Sequence[int], joined: str = "and") -> str:
+    """Ranks in words."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} {joined} {ranks[-1]}"
+
+
 @dataclass(frozen=True)
 class Finding:
     """Who differs, when all ranks have computed the same twice again."""

@@ -248,16 +248,6 @@ def clear_leftovers(folder: Path) -> list[Path]:
     return leftovers
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint that cannot be trusted: it is kept, and no run goes on from it."""
-    kept = checkpoint.with_name(f"suspect-{checkpoint.name}")
-    with contextlib.suppress(OSError):
-        atomic.remove(kept)  # of an earlier suspicion
-    checkpoint.rename(kept)
-    atomic.sync(checkpoint.parent)
-    return kept
-
-
 def remove(checkpoint: Path) -> None:
     """Delete a checkpoint, so that a kill in between leaves no half of it under its name.
 

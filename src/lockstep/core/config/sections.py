@@ -112,13 +112,6 @@ class TrainConfig(Section):
     """Patterns of names of tensors that `init_from` may lack."""
     unfreeze: list[Stage] = Field(default_factory=list)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _probe(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("probe_every"):
-            raise ValueError("probe_every is watch.every now, which finds more; see docs/watch.md")
-        return {key: value for key, value in values.items() if key != "probe_every"} if values else values
-
     @model_validator(mode="after")
     def _checkpoint_of_a_run(self) -> Self:
         if self.init_checkpoint is not None and self.init_from is None:

@@ -1,9 +1,8 @@
-"""What a task's own code is told about its rank: as another rank, or in a process group that communicates with nobody."""
+"""A process group that communicates with nobody, to see what a task's own code asks of other ranks."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -29,17 +28,3 @@ def pretended_world(size: int, rank: int = 0) -> Iterator[bool]:
         yield True
     finally:
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def posing_as(rank: int) -> Iterator[None]:
-    """Inside, code that asks for its rank (RANK, `torch.distributed.get_rank`) hears `rank`. Collectives stay as they are."""
-    asked, before = dist.get_rank, {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK")}
-    os.environ.update(dict.fromkeys(before, str(rank)))
-    dist.get_rank = lambda group=None: rank if group is None else asked(group)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        dist.get_rank = asked
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -9,7 +9,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.core import atomic, locks
+from lockstep import locks
+from lockstep.core import atomic
 from lockstep.core.errors import DataError, UsageError
 from lockstep.tasks.faults import reading
 

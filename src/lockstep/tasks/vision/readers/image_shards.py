@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.core import locks
+from lockstep import locks
 from lockstep.core.errors import DataError, did_you_mean
 from lockstep.tasks.arrays import Array
 from lockstep.tasks.readers.cache import cache_root, digest_of

@@ -1,0 +1,223 @@
+"""The watch: what it finds, what it says of trainings that are right, and what it costs.
+
+    python benchmarks/watch.py faults [--steps 400] [--every 10] [--rates 1 0.1 0.01 0.001] [--strategies ddp fsdp]
+    python benchmarks/watch.py clean  [--total 100000] [--each 250] [--every 5] [--part 1/4]
+    python benchmarks/watch.py cost   [--rounds 7] [--steps 200] [--every 100]
+
+Each writes a line for each training into `--out FILE` (default: watch-MODE.jsonl), leaves out those that FILE has
+already, and prints a table of all that FILE has. So it may be stopped, and go on, and run in parts beside each other.
+
+`faults`: on rank 1 of three, a bit is flipped (the highest of the mantissa) in an activation, a gradient, a weight, the
+optimizer's state or a reduced gradient, in a share of the passes or updates, or the weights drift by 1e-7 in each
+update: `tests/watch/faults.py`. Told are the verdict, and after how many checks it came, from the first time that the
+fault struck. `clean`: the trainings of `same_results_cases.py`, which are those of all recipes at tiny sizes and more,
+longer, each with and without `compute.deterministic`, with a check every few steps. A verdict there is false.
+`cost`: the processor time of a rank, with the watch and without in turns, with one micro-batch in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from tests.watch import bench, cases  # noqa: E402
+from tests.watch.faults import KINDS  # noqa: E402
+
+Job = dict[str, Any]
+
+
+# ---- the trainings
+
+
+def faults(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
+    """Each fault, at each rate, under each strategy."""
+    from tests.ranks import run_ranks
+
+    for strategy, kind, rate in itertools.product(options.strategies, KINDS, options.rates):
+        name = f"{strategy} {kind} {rate:g}"
+        if kind == "drift" and rate != 1:
+            continue
+        if (yield name, {}):
+            continue
+        settings = cases.settings(
+            3,
+            strategy,
+            train={"steps": options.steps},
+            watch={"every": options.every},
+            checkpoint={"every_steps": options.every * 5, "keep_last": 2},
+        )
+        fault = {"kind": kind, "share": rate, "after": 25, "seed": 1}
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder, "run")
+            answers = run_ranks(3, bench.lying, fault, settings, run)
+            verdict = cases.verdict_of(run)
+        struck = answers[1]["struck"]
+        about = {"struck": len(struck), "verdict": None, "checks": None}
+        if verdict is not None and struck:
+            # A check of step N comes before its update: what strikes in step N's update is for the next check.
+            about["checks"] = -(-verdict["step"] // options.every) - struck[0] // options.every
+            about |= {"verdict": verdict["kind"], "ranks": verdict["ranks"], "tensor": verdict["tensor"]}
+        yield name, about
+
+
+def clean(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
+    """Trainings that are right, until so many steps are made in all."""
+    import yaml
+    from same_results_cases import all_cases, write_data
+
+    from tests.ranks import run_ranks
+
+    number, of = (int(one) for one in options.part.split("/"))
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder, "data")
+        write_data(data)
+        found = [one for one in all_cases(data) if len(one.starts) == 1 and not one.commands and not one.config_of]
+        planned = 0
+        for seed in itertools.count():
+            for case, deterministic in itertools.product(found, (False, True)):
+                planned += options.each
+                if planned > options.total:
+                    return
+                name = f"{case.name} seed {seed}{' deterministic' if deterministic else ''}"
+                if (planned // options.each) % of != number % of:
+                    continue
+                if (yield name, {}):
+                    continue
+                ranks, keys = case.starts[0]
+                more = {"train.steps": options.each, "train.eval_every_steps": 0, "train.epochs": None, "seed": seed}
+                more |= {"train.eval_every_epochs": None, "watch.every": options.every, "log.every_steps": 50}
+                more |= {"compute.deterministic": deterministic, "train.stop_when": None, "checkpoint.keep_best": None}
+                run, file = Path(folder, "run"), Path(folder, "config.yaml")
+                file.write_text(yaml.safe_dump(_nested(keys | more)))
+                begun = time.perf_counter()
+                answers = run_ranks(ranks, bench.right, str(file), str(run))
+                verdict = cases.verdict_of(run)
+                log = (run / "train.log").read_text() if (run / "train.log").exists() else ""
+                notes = [line for line in log.splitlines() if "the watch" in line or "warning: step" in line]
+                _delete(run)
+                error = next((one["error"] for one in answers if one["error"]), "")
+                yield (
+                    name,
+                    {"steps": options.each, "verdict": verdict and verdict["kind"], "error": error[:400]}
+                    | {"notes": notes[:3], "seconds": round(time.perf_counter() - begun, 1)},
+                )
+
+
+def cost(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
+    """Processor time with the watch and without."""
+    from tests import runs
+    from tests.ranks import run_ranks
+
+    for size, (ranks, strategy) in itertools.product(bench.SIZES, ((1, "single"), (2, "ddp"), (2, "fsdp"))):
+        name = f"{size} {strategy} {ranks}"
+        if (yield name, {}):
+            continue
+        steps = options.steps if size == "small" else max(options.every, options.steps // 2)
+        # A training ends with a check, which `every` steps must pay for.
+        settings = runs.config(
+            batch={"global": 32 * ranks, "micro": 32},
+            train={"steps": -(-steps // options.every) * options.every},
+            parallel={"strategy": strategy},
+            log={"every_steps": 50},
+        )
+        pairs = run_ranks(ranks, bench.timed, size, settings, options.every, options.rounds, timeout_s=3600)
+        ratios = [watched / plain for of_rank in pairs for plain, watched in of_rank]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        about = {"ratio": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)]}
+        yield name, about | {"plain_s": round(statistics.median(plain for plain, _ in pairs[0]), 3)}
+
+
+def _nested(keys: Job) -> Job:
+    found: Job = {}
+    for path, value in keys.items():
+        *sections, key = path.split(".") if "." in path else [path]
+        inside = found
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        if value is not None:
+            inside[key] = value | inside.get(key, {}) if isinstance(value, dict) else value
+    return found
+
+
+def _delete(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---- what is printed
+
+
+def table(mode: str, done: dict[str, Job]) -> None:
+    if mode == "faults":
+        print(f"{'strategy, fault, rate':<30}{'struck':>7}{'checks':>8}  verdict")
+        for name, one in done.items():
+            verdict = (
+                f"{one['verdict']} {one.get('ranks')} {one.get('tensor')}" if one["verdict"] else "nothing was found"
+            )
+            print(f"{name:<30}{one['struck']:>7}{one['checks'] if one['checks'] is not None else '':>8}  {verdict}")
+    elif mode == "clean":
+        wrong = {name: one for name, one in done.items() if one["error"]}
+        print(f"{sum(one['steps'] for one in done.values()):,} steps in {len(done)} trainings, {len(wrong)} errors")
+        for name, one in done.items():
+            for line in [*([f"ERROR {one['error']}"] if one["error"] else []), *one["notes"]]:
+                print(f"  {name}: {line[:300]}")
+    else:
+        for name, one in done.items():
+            print(f"{name:<16} ratio {one['ratio']:.4f}  quartiles {one['quartiles']}  plain {one['plain_s']} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=["faults", "clean", "cost"])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--every", type=int)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1, 0.1, 0.01, 0.001])
+    parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"])
+    parser.add_argument("--total", type=int, default=100_000)
+    parser.add_argument("--each", type=int, default=250)
+    parser.add_argument("--part", default="1/1")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    options.every = options.every or {"faults": 10, "clean": 5, "cost": 100}[options.mode]
+    out = options.out or Path(f"watch-{options.mode}.jsonl")
+    done = {}
+    if out.exists():
+        done = {one.pop("name"): one for one in map(json.loads, out.read_text().splitlines())}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    jobs = {"faults": faults, "clean": clean, "cost": cost}[options.mode](options)
+    answer = None
+    try:
+        while True:
+            name, about = jobs.send(answer)
+            answer = None
+            if not about:
+                answer = name in done
+                continue
+            done[name] = about
+            with out.open("a") as file:
+                file.write(json.dumps({"name": name, **about}) + "\n")
+            print(json.dumps({"name": name, **about}), flush=True)
+    except StopIteration:
+        table(options.mode, done)
+    finally:
+        from tests import ranks
+
+        ranks.close()
+
+
+if __name__ == "__main__":
+    main()

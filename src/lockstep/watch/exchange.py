@@ -1,0 +1,139 @@
+"""The exchange of gradients is linear: what comes out must be the mean of what went in, as signed sums show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.core.parallel import sharded_tensor
+from lockstep.core.step import TrainState
+from lockstep.watch.digest import SIGNS, signed_sums, stacked
+from lockstep.watch.gradients import Seen
+
+_TIMES = 16.0
+"""An exchange may differ by so many roundings of its number format, each as large as the gradient's norm."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the exchange of a step has given."""
+
+    name: str = ""
+    """The first parameter whose gradient is not the mean of what the ranks gave; empty: there is none."""
+    factor: float = 1.0
+    """Of the gradients after the exchange: they are unscaled and clipped."""
+    bound: float = 0.0
+    """For the signed sums of this parameter."""
+
+
+def check(state: TrainState, own: Seen, replicas: int, micro_batches: int) -> Checked:
+    """Compare the reduced gradients with what the ranks gave, with one small reduction. All ranks call it alike.
+
+    A signed sum of a mean is the mean of the signed sums. Rounding adds an error of random signs to each element, whose
+    signed sum is about eps * |gradient|_2 * sqrt(ranks). An error of one bit below that is not seen.
+
+    Args:
+        own: what this rank computed, with its sums over all micro-batches.
+        replicas: how many ranks hold the same rows.
+        micro_batches: of each rank in this step.
+    """
+    world, names = state.world.size, list(own.sizes)
+    nothing = [0.0] * (SIGNS + 1)
+    given = dict(zip(own.sums, stacked(list(own.sums.values())), strict=True))
+    reduced = _reduced(state)
+    flat: list[float] = []
+    for name in names:
+        *sums, square = given.get(name, nothing)
+        flat += [*(one / world for one in sums), square**0.5 / world]
+        flat += [one / replicas for one in reduced.get(name, nothing)[:SIGNS]]
+    total = state.world.all_sum(flat)
+    width = 2 * SIGNS + 1
+    rows = [total[start : start + width] for start in range(0, len(total), width)]
+    eps = max((float(torch.finfo(of).eps) for of in own.dtypes.values()), default=0.0)
+    eps = max([eps, *(float(torch.finfo(one.dtype).eps) for one in _grads(state).values())])
+    rounding = _TIMES * eps * (world * micro_batches) ** 0.5
+    return _judge(names, rows, rounding)
+
+
+def _judge(names: Sequence[str], rows: Sequence[Sequence[float]], rounding: float) -> Checked:
+    """Compare rows of: means of signed sums, the mean of the norms, and signed sums after the exchange."""
+    pairs = [
+        (one, two, rounding * row[SIGNS])
+        for row in rows
+        for one, two in zip(row[:SIGNS], row[SIGNS + 1 :], strict=True)
+    ]
+    factor, unsure = _factor(pairs)
+    for name, row in zip(names, rows, strict=True):
+        bound = abs(factor) * rounding * row[SIGNS]
+        for one, two in zip(row[:SIGNS], row[SIGNS + 1 :], strict=True):
+            if not abs(two - factor * one) <= bound + unsure * abs(one):  # also true of NaN
+                return Checked(name, factor, bound)
+    return Checked(factor=factor)
+
+
+def _factor(pairs: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """By what the gradients were multiplied after the exchange, and how unsure that is.
+
+    It is the median of what the sums say that are far above their rounding, so that a wrong gradient does not move it;
+    then the least squares of the sums that agree with it.
+
+    Args:
+        pairs: sums before and after the exchange, and the bound of the first.
+    """
+    clear = [(a, b, bound) for a, b, bound in pairs if abs(a) > 100 * bound] or list(pairs)
+    ratios = sorted((b / a, bound / abs(a)) for a, b, bound in clear if a)
+    if not ratios:
+        return 1.0, 0.0
+    middle, near = ratios[len(ratios) // 2]
+    agree = [(a, b, bound) for a, b, bound in clear if abs(b - middle * a) <= 2 * abs(middle) * (bound + near * abs(a))]
+    square = sum(a * a for a, _, _ in agree)
+    if not square:
+        return middle, 0.0
+    factor = sum(a * b for a, b, _ in agree) / square
+    return factor, 4 * abs(factor) * (sum(bound * bound for _, _, bound in agree) / square) ** 0.5
+
+
+def _grads(state: TrainState) -> dict[str, Tensor]:
+    named = state.strategy.trainable.items()
+    return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+def _reduced(state: TrainState) -> dict[str, list[float]]:
+    """The signed sums of the gradients that this rank holds, by name."""
+    sums = {}
+    for name, gradient in _grads(state).items():
+        shard = sharded_tensor.local_shard(gradient)
+        sums[name] = signed_sums(shard.local, shard.start * _row(shard.shape))
+    return dict(zip(sums, stacked(list(sums.values())), strict=True))
+
+
+def _row(shape: Sequence[int]) -> int:
+    """Elements of a row."""
+    return int(torch.Size(shape[1:]).numel())
+
+
+def wrong_shards(state: TrainState, found: Checked, gradient: Tensor | None, shards: int, mine: int) -> list[int]:
+    """The shards of a parameter whose reduced gradient is wrong. All ranks call it alike.
+
+    Args:
+        gradient: what this rank gave, the whole of it. None: this rank has none of this parameter.
+        shards: into how many parts of rows the parameter is cut.
+        mine: the number of this rank's part.
+    """
+    world = state.world
+    parameter = state.strategy.trainable[found.name]
+    rows, row = int(parameter.shape[0]) if parameter.ndim else 1, _row(parameter.shape)
+    each = -(-rows // shards)  # as torch.chunk cuts
+    flat: list[float] = []
+    for number in range(shards):
+        first, last = min(number * each, rows) * row, min((number + 1) * each, rows) * row
+        part = torch.zeros(SIGNS + 1) if gradient is None else signed_sums(gradient.reshape(-1)[first:last], first)
+        flat += [one / world.size for one in part.tolist()[:SIGNS]]
+    expected = world.all_sum(flat)[mine * SIGNS : (mine + 1) * SIGNS]
+    held = _reduced(state).get(found.name, [0.0] * SIGNS)[:SIGNS]
+    is_wrong = any(not abs(b - found.factor * a) <= 2 * found.bound for a, b in zip(expected, held, strict=True))
+    of_ranks: list[bool] = world.broadcast(world.gather(is_wrong))
+    return [rank for rank, wrong in enumerate(of_ranks) if wrong]

@@ -1,0 +1,33 @@
+"""The state that replicas must have alike: weights, optimizer state and averages."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lockstep.core.parallel import sharded_tensor
+from lockstep.core.step import TrainState
+from lockstep.parts.replicas import tensors_of_state
+from lockstep.watch.digest import fold
+
+
+def state_tensors(state: TrainState) -> dict[str, Tensor]:
+    """The tensors that replicas have alike, by name; of sharded tensors this rank's rows.
+
+    Buffers are left out: every rank gets those of rank 0 before each step.
+    """
+    model = state.strategy.unwrapped.model
+    kinds = ("model", "buffer")
+    buffers = {f"{kind}.{name}" for kind in kinds for name, _ in model.named_buffers(remove_duplicate=False)}
+    names = {f"model.{name}" for name, _ in model.named_parameters(remove_duplicate=False)}
+    found = tensors_of_state(state)
+    kept = {n: t for n, t in found.items() if n in names or (n not in buffers and not n.startswith("model."))}
+    return {name: sharded_tensor.local(tensor.detach()) for name, tensor in sorted(kept.items())}
+
+
+def state_digest(state: TrainState) -> Tensor:
+    """The digest of all these tensors: two int64."""
+    tensors = state_tensors(state)
+    here = {name: tensor for name, tensor in tensors.items() if tensor.device.type == state.world.device.type}
+    apart = {name: tensor for name, tensor in tensors.items() if name not in here}
+    total = fold(here)
+    return total + 3 * fold(apart).to(total.device) if apart else total

@@ -1,0 +1,129 @@
+"""`lockstep replay`: a step again has the numbers of the log and the bits of the checkpoint, on any number of ranks."""
+
+import json
+
+import pytest
+import torch
+
+from lockstep import Trainer
+from lockstep.cli import application as cli
+from lockstep.core.errors import UsageError
+from lockstep.watch import replay_report
+from lockstep.watch.replay_report import Wants
+from tests import runs
+from tests.own_tasks import Masked
+from tests.ranks import run_ranks
+
+SETTINGS = runs.config(
+    train={"steps": 20},
+    batch={"global": 24, "micro": 4},
+    checkpoint={"every_steps": 10, "keep_last": 5},
+    log={"every_steps": 5},
+)
+
+
+def trained_and_replayed(folder, strategy, step, wants):
+    settings = SETTINGS | {"parallel": {"strategy": strategy}}
+    Trainer(settings, run_dir=folder, quiet=True).fit(Masked())
+    return replayed(folder, step, wants, settings)
+
+
+def replayed(folder, step, wants, settings=SETTINGS):
+    with Trainer(settings, run_dir=folder, quiet=True).replaying(step, Masked()) as (run, after):
+        return replay_report.make(run, step, wants, after, tell=lambda text: None)
+
+
+def logged(folder, step):
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return next(entry for entry in entries if entry["step"] == step and "train/loss" in entry)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp"), pytest.param(3, "ddp", marks=pytest.mark.exhaustive)]
+)
+def test_a_step_again_is_the_same_bits_and_as_logged(ranks, strategy, tmp_path):
+    wants = Wants(rank=ranks - 1, samples=True)
+    report = run_ranks(ranks, trained_and_replayed, tmp_path / "run", strategy, 20, wants)[0]
+    assert (report.began_at, [one.step for one in report.steps]) == (10, list(range(11, 21)))
+    assert report.saved == "the same bits as checkpoint 20"
+    entry = logged(tmp_path / "run", 20)
+    assert (report.logged["train/loss"], report.logged_from) == (entry["train/loss"], 16)
+    assert report.steps[-1].grad_norm == entry["train/grad_norm"]
+    window = report.steps[-5:]
+    mean = sum(one.loss * one.units["loss"] for one in window) / sum(one.units["loss"] for one in window)
+    assert mean == pytest.approx(entry["train/loss"], rel=1e-14)
+    assert "gradient norm: " in replay_report.text(report)
+
+    again = replayed(tmp_path / "run", 20, Wants(), SETTINGS)  # on one rank
+    assert again.steps[-1].loss == pytest.approx(report.steps[-1].loss, rel=1e-9)
+    assert again.steps[-1].grad_norm == pytest.approx(entry["train/grad_norm"], rel=1e-9)
+
+
+def test_parts_of_a_step_add_up_to_the_step_by_plain_torch(tmp_path):
+    """The ranks' micro-batches and the samples have the losses and gradient norms that plain torch computes."""
+    reports = [trained_and_replayed(tmp_path / "run", "ddp", 15, Wants(rank=0, ranks=2, samples=True))]
+    reports.append(replayed(tmp_path / "run", 15, Wants(rank=1, ranks=2)))
+    parts = [part for report in reports for part in report.parts]
+    assert [len(report.parts) for report in reports] == [3, 3]
+    step = reports[0].steps[-1]
+    total = sum(part.loss["loss"] * part.units["loss"] for part in parts if part.loss)
+    assert total / step.units["loss"] == pytest.approx(step.loss, rel=1e-12)
+
+    with Trainer(SETTINGS, run_dir=tmp_path / "run", quiet=True).replaying(15, task := Masked()) as (run, _):
+        from lockstep.watch import replay
+
+        for made in replay.steps(run, 14):
+            assert made.step <= 14
+        model, data = run.model, task.train_data()
+        for part in reports[0].samples:
+            if not part.loss:
+                continue
+            model.zero_grad()
+            batch = [tensor[None] for tensor in data[part.indices[0]]]
+            loss = task.loss(model, batch) / batch[2].sum()
+            loss.backward()
+            norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+            assert part.loss["loss"] == pytest.approx(float(loss.detach()), rel=1e-12)
+            assert part.grad_norm == pytest.approx(float(norm), rel=1e-12)
+    losses = [sum(part.loss.values()) for part in reports[0].samples if part.loss]
+    assert losses == sorted(losses, reverse=True)
+    assert {index for part in reports[0].samples for index in part.indices} == {
+        i for part in parts for i in part.indices
+    }
+
+
+def test_a_step_that_the_run_does_not_have_is_an_error_with_the_steps_that_it_has(tmp_path):
+    runs.fit(Masked(), SETTINGS, tmp_path / "run")
+    for step in (0, 21):
+        with pytest.raises(UsageError, match="the run has the steps 1 to 20"):
+            replayed(tmp_path / "run", step, Wants())
+
+
+def test_nothing_in_the_folder_of_the_run_changes(tmp_path):
+    runs.fit(Masked(), SETTINGS, tmp_path / "run")
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (tmp_path / "run").rglob("*")}
+    replayed(tmp_path / "run", 20, Wants())
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (tmp_path / "run").rglob("*")} == before
+
+
+def test_the_command_shows_a_step_and_writes_numbers_and_a_trace(tmp_path, monkeypatch, capsys):
+    settings = [
+        "train.epochs=null",
+        "train.min_steps=null",
+        "train.steps=4",
+        "train.eval_every_epochs=null",
+        "log.pictures=0",
+    ]
+    monkeypatch.setattr("sys.argv", ["lockstep", "train", "digits", *settings, "--run-dir", str(tmp_path / "run")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    files = [str(tmp_path / name) for name in ("step.json", "trace.json")]
+    options = ["--step", "4", "--samples", "--json", files[0], "--profile", files[1]]
+    monkeypatch.setattr("sys.argv", ["lockstep", "replay", str(tmp_path / "run"), *options])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert "this state: the same bits as checkpoint 4" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "step.json").read_text())["samples"]) == 64
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -1,0 +1,107 @@
+"""Replicas are compared before each save too, and the words on who differs."""
+
+import math
+import os
+
+import pytest
+import torch
+
+from lockstep import Trainer
+from lockstep.core.checkpoint import store
+from lockstep.core.errors import LockstepError
+from lockstep.core.parallel.sharded_tensor import local
+from lockstep.parts import determinism, replicas
+from lockstep.parts.replicas import differing, other_losses, who_differs
+from tests import own_tasks, runs
+from tests.core.test_strategies import STRATEGIES, settings_for
+from tests.ranks import run_ranks
+
+BAD_STEP = 4
+
+
+class Spoiled(runs.FinalWeights):
+    """Flips the lowest bit of a number on one rank, after an update."""
+
+    def __init__(self, what, rank):
+        super().__init__()
+        self.what, self.rank = what, rank
+
+    def record_steps(self, prepared):
+        def flip(optimizer, *_):
+            if prepared.state.step == BAD_STEP:
+                tensors = replicas.tensors_of_state(prepared.state)
+                numbers = local(tensors[self.what].detach()).flatten()
+                numbers[-1:].view(torch.int64).bitwise_xor_(1)
+
+        if os.environ["RANK"] == str(self.rank):
+            prepared.state.optimizer.register_step_post_hook(flip)
+        yield from super().record_steps(prepared)
+
+
+def spoiled(what, rank, settings, folder):
+    """The error that the training ends with on this rank."""
+    try:
+        Trainer(settings, run_dir=folder, quiet=True).fit(own_tasks.Deep(), Spoiled(what, rank))
+    except LockstepError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "what", "says", "kind"),
+    [
+        ("ddp 2", 0, "optimizer.inner.bias.exp_avg_sq", "ranks 0 and 1 differ in optimizer.inner.bias.exp", "memory"),
+        ("ddp 3", 2, "ema.scale", "rank 2 differs from ranks 0 and 1 in ema.scale", "memory"),
+        pytest.param(
+            "hybrid 2x2",
+            3,
+            "optimizer.head.weight.exp_avg",
+            "ranks 1 and 3 differ in optimizer.head.weight.exp_avg",
+            "memory",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_a_flipped_bit_is_named_before_the_state_is_saved(tmp_path, name, rank, what, says, kind):
+    world, parallel = (3, {"strategy": "ddp"}) if name == "ddp 3" else STRATEGIES[name]
+    train, checkpoint = {"steps": 6, "ema_decay": 0.9}, {"every_steps": 2, "mode": "sync"}
+    settings = settings_for(world, parallel, train=train, checkpoint=checkpoint, watch={"every": 2})
+    for text in run_ranks(world, spoiled, what, rank, settings, tmp_path / "run"):
+        assert f"step {BAD_STEP}, watch.every=2: {kind}: the ranks do not hold the same state: {says}" in text
+        assert f"the memory or the device of rank {rank}" in text  # as the steps say when they are made again
+        assert "more tensors" not in text
+    # The check of step 2 was whole, and replicas were the same after it.
+    assert [(one.step, one.confirmed_step) for one in store.listed(tmp_path / "run/checkpoints")] == [(2, 2)]
+
+
+def test_convolutions_are_not_chosen_by_measurement(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with determinism.same_convolutions():
+        assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (True, False)
+    assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (False, True)
+
+
+# ---- words
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([1, 2], "ranks 0 and 1 differ"),
+        ([1, 2, 1], "rank 1 differs from ranks 0 and 2"),
+        ([2, 1, 1], "rank 0 differs from ranks 1 and 2"),
+        ([1, 2, 3], "ranks 0 and 1 differ"),
+        ([1, 1, 2, 2], "ranks 0 and 2 differ"),
+        ([1, 2, 1, 3, 1], "ranks 1 and 3 differ from ranks 0, 2 and 4"),
+        ([1] * 11 + [2], "rank 11 differs from ranks 0, 1, 2, 3, 4, 5, 6 and 4 more"),
+    ],
+)
+def test_who_differs(values, words):
+    assert who_differs(dict(enumerate(values))) == words
+
+
+def test_the_first_head_that_differs_is_found():
+    one, near = (2.0).hex(), math.nextafter(2.0, 3.0).hex()
+    assert other_losses([{"a": one, "b": one}] * 3) is None
+    assert other_losses([{"a": one, "b": one}, {"a": one, "b": near}]) == ("b", "ranks 0 and 1 differ")
+    assert differing([{"a": (0, 2, 1)}, {"a": (2, 2, 5)}]) == []  # other rows
