@@ -27,6 +27,8 @@ class Seen:
     """Gradients of few elements by name of the parameter."""
     total: list[Tensor] = field(default_factory=list)
     """Digests of the others, which are let go of."""
+    norms: list[Tensor] = field(default_factory=list)
+    """2-norms of the others."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """`signed_sums` of the gradients by name, where they are wanted: added up over the micro-batches of a step."""
     each: dict[str, Tensor] = field(default_factory=dict)
@@ -43,6 +45,11 @@ class Seen:
             if parts
             else torch.zeros(2, dtype=torch.int64, device=device)
         )
+
+    def norm(self) -> float:
+        """The 2-norm of all gradients together. Waits for the device."""
+        norms = [*(one.norm().double() for one in self.small.values()), *self.norms]
+        return float(torch.stack([norm.abs() for norm in norms]).norm()) if norms else 0.0
 
     def loss(self, device: torch.device) -> Tensor:
         """The digest of the losses: two int64."""
@@ -115,6 +122,7 @@ def watched(
             seen.small[name] = gradient.detach().clone()  # the gradient itself is clipped in place
         else:
             seen.total.append(fold({name: gradient}, seen.sizes))
+            seen.norms.append(gradient.detach().norm().double())
 
     hooked: list[tuple[str, Any]] = list(leaves.items())
     handles: list[Any] = [leaf.register_hook(partial(look, name)) for name, leaf in hooked]

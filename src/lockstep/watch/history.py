@@ -12,7 +12,7 @@ _CHECKS = 16
 _LEAST = 8
 """So many numbers are needed before one can be unusual."""
 _DEVIATIONS = 12.0
-_FACTOR = 4.0
+_FACTOR = 8.0
 """A number is unusual if it is so many times larger or smaller than the median, and so many deviations away."""
 
 

@@ -61,7 +61,6 @@ class _Pending:
 
     def __init__(self, state: TrainState, micro_batch: MicroBatch) -> None:
         self.step, self.micro_batch = state.step, micro_batch
-        self.samples = micro_batch.samples
         self.state: Tensor | None = None
         self.share: Share | None = None
         self.leaves: Mapping[str, Tensor] = {}
@@ -261,14 +260,15 @@ class Watch(BuiltInPart):
         return [self.replicas.shard, *numbers[:4], int(itself), *numbers[4:], *bits]
 
     def _figures(self, inside: Inside, pending: _Pending, own: Seen) -> list[float]:
-        """The loss per unit and the norm of the gradient of this rank's share."""
-        units = max(1.0, float(pending.samples))
-        weights = pending.micro_batch.weights
-        if weights:
-            units = max(1.0, sum(weights.values()))
+        """The loss per unit of this rank's share, and the norm of its gradient per unit."""
+        weights, totals = pending.micro_batch.weights, _share(pending).totals
+        units = sum(weights.values()) if weights else float(pending.micro_batch.samples)
+        if not units:
+            return [0.0, 0.0]
         loss = sum(abs(float(value)) for value in own.losses.values()) / units
-        norms = [gradient.double().norm() for gradient in own.small.values()]
-        return [loss, float(torch.stack(norms).norm()) if norms else 0.0]
+        precision, world = inside.state.precision, inside.state.world.size
+        scale = precision.loss_scale / (world if precision.scaler.is_enabled() else 1)
+        return [loss, own.norm() * sum(totals.values()) / (world * units * scale)]
 
     def _reduced(self, inside: Inside) -> Tensor:
         """The digest of the gradients as the optimizer gets them."""
