@@ -1,44 +1,63 @@
 """Digests of 128 bits for many tensors at once, and signed sums: what is linear in the numbers.
 
-All sums stay on the device. Each element adds a number that depends on its bits and its place, so that the sums do not
-depend on the order in which tensors come.
+Both go once over the numbers, in pieces that stay in a cache of the processor, and all sums stay on the device.
 """
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.core import devices
+from lockstep.core.data.order import derive_seed, derive_seeds
+
 Digest = tuple[int, int]
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK = 1 << 20  # elements that are mixed together
-_GOLDEN = -7046029254386353131  # 2**64 / golden ratio, odd
-_OTHER = -2960836687070348117  # odd; of MurmurHash3's second constant and SplitMix64's increments
-_SHIFTS = ((30, -4658895280553007687), (27, -7723592293110705685))
 SIGNS = 4
 """Signed sums of each tensor."""
+SMALL = 1 << 16
+"""Elements: smaller tensors are put together before they are digested."""
+_GOLDEN, _LOW = -7046029254386353131, 0xFFFFFFFF  # 2**64 / golden ratio, odd; the lower half of a word
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fold(tensors: Mapping[str, Tensor], sizes: Mapping[str, int] | None = None) -> Tensor:
-    """The digest of all tensors together: two int64 on their device.
+def _piece(device: torch.device) -> int:
+    """Numbers of 8 bytes that are digested together: a cache's worth, or few calls of a GPU."""
+    return 1 << 15 if device.type == "cpu" else 1 << 20
 
-    Two independent sums modulo 2**64 of the mixed bits of all elements. The first never misses a change of one element.
 
-    Args:
-        tensors: by name, on one device.
-        sizes: elements by name, of these tensors and of others that may be missing. An element has a place in this
-            order. None: of these.
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """Two rows of random odd factors of 64 bits, by place in a piece."""
+    rows = [np.array(derive_seeds(range(_piece(device)), state=derive_seed(row)), np.uint64) for row in (1, 2)]
+    return torch.from_numpy((np.stack(rows) | np.uint64(1)).view(np.int64)).to(device)
+
+
+@functools.cache
+def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`SIGNS` rows of random signs by place in a piece."""
+    bits = np.array(derive_seeds(range(_piece(device)), state=derive_seed(3)), np.uint64)
+    rows = [1.0 - 2.0 * ((bits >> np.uint64(row)) & np.uint64(1)).astype(np.float64) for row in range(SIGNS)]
+    return torch.from_numpy(np.stack(rows)).to(device, dtype)
+
+
+def fold(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The digest of all tensors together: two int64 on the device of the first.
+
+    Each is a sum modulo 2**64, over the words of 8 bytes, of the mixed word times a random odd factor that its place
+    has. Words are mixed, because a change of high bits alone would vanish in products: two flipped signs would add to
+    2**64. A change of one word is never missed, and others with about 2**-32, for each of the two sums by itself. Names
+    and numbers of elements count, too.
     """
-    names = sizes or {name: tensor.numel() for name, tensor in tensors.items()}
-    starts = dict(zip(names, accumulate(names.values(), initial=0), strict=False))
     device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
     total = torch.zeros(2, dtype=torch.int64, device=device)
-    for bits, positions in _blocks(tensors, starts, device):
-        total += torch.stack(_sums(bits, positions))
+    for key, words in _groups(tensors, device):
+        total += _sums(words, key)
     return total
 
 
@@ -51,38 +70,51 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
     return {name: (int(a), int(b)) for name, (a, b) in zip(tensors, torch.stack(found).tolist(), strict=True)}
 
 
-def _sums(bits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    mixed = _mixed(bits + (positions + 1) * _GOLDEN)
-    return mixed.sum(), _mixed(mixed * _OTHER + positions).sum()
+def _sums(words: Tensor, key: int) -> Tensor:
+    factors, piece = _factors(words.device), _piece(words.device)
+    first = second = torch.zeros((), dtype=torch.int64, device=words.device)
+    for number, start in enumerate(range(0, len(words), piece)):
+        part = words[start : start + piece]
+        mixed = part * _GOLDEN
+        mixed ^= (mixed >> 32) & _LOW  # the mask makes the shift logical: torch's copies the sign
+        first = first + (mixed * factors[0, : len(part)]).sum() * _odd(key, number, 0)
+        second = second + (mixed * factors[1, : len(part)]).sum() * _odd(key, number, 1)
+    return torch.stack([first + _odd(key, -1, 0), second + _odd(key, -1, 1)])
 
 
-def _mixed(numbers: Tensor) -> Tensor:
-    """SplitMix64's finaliser. The masks make the shifts logical: torch's shift of int64 copies the sign."""
-    for shift, factor in _SHIFTS:
-        numbers = (numbers ^ ((numbers >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return numbers ^ ((numbers >> 31) & ((1 << 33) - 1))
+def _odd(*words: int) -> int:
+    """A random odd factor, as a signed number of 64 bits."""
+    number = derive_seed(*words) | 1
+    return number - (1 << 64) if number >> 63 else number
 
 
-def _blocks(
-    tensors: Mapping[str, Tensor], starts: Mapping[str, int], device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The bits of all elements as int64, and their places, in few pieces: small tensors share one."""
-    bits: list[Tensor] = []
-    places: list[Tensor] = []
-    held = 0
+def _groups(tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    """A key and the words of each large tensor, and of all small tensors of a size of elements together."""
+    small: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors.items():
         flat = _flat(tensor)
-        for start in range(0, len(flat), _BLOCK):
-            part = flat[start : start + _BLOCK]
-            first = starts[name] + start
-            bits.append(part.to(device=device, dtype=torch.int64))
-            places.append(torch.arange(first, first + len(part), dtype=torch.int64, device=device))
-            held += len(part)
-            if held >= _BLOCK:
-                yield (bits[0], places[0]) if len(bits) == 1 else (torch.cat(bits), torch.cat(places))
-                bits, places, held = [], [], 0
-    if bits:
-        yield torch.cat(bits), torch.cat(places)
+        if len(flat) > SMALL:
+            yield _key([(name, len(flat))]), _words([flat.to(device)])
+        else:
+            small.setdefault(flat.dtype, []).append((name, flat.to(device)))
+    for pairs in small.values():
+        yield _key([(name, len(flat)) for name, flat in pairs]), _words([flat for _, flat in pairs])
+
+
+def _key(sizes: Sequence[tuple[str, int]]) -> int:
+    return zlib.crc32(repr(sizes).encode())
+
+
+def _words(parts: list[Tensor]) -> Tensor:
+    """Integers of any size as words of 8 bytes, with zeros at the end."""
+    each = 8 // parts[0].element_size()
+    count = sum(map(len, parts))
+    if count % each:
+        parts = [*parts, parts[0].new_zeros(each - count % each)]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if whole.storage_offset() * whole.element_size() % 8:
+        whole = whole.clone()
+    return whole.view(torch.int64)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -94,7 +126,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def signed_sums(tensor: Tensor, start: int = 0) -> Tensor:
-    """`SIGNS` sums of all elements, each with fixed signs by place, and the sum of squares: float64 on the device.
+    """`SIGNS` sums of all elements, each with random signs by place, and the sum of squares: float64 on the device.
 
     A sum of random signs of a difference d is about |d|_2 in size (Alon, Matias and Szegedy 1996). The sums of a mean
     are the mean of the sums, so that they also check what an exchange has added up.
@@ -104,13 +136,18 @@ def signed_sums(tensor: Tensor, start: int = 0) -> Tensor:
     """
     flat = tensor.detach().reshape(-1)
     flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
-    total = torch.zeros(SIGNS + 1, dtype=torch.float64, device=flat.device)
-    for first in range(0, len(flat), _BLOCK):
-        part = flat[first : first + _BLOCK].double()
-        places = torch.arange(start + first + 1, start + first + 1 + len(part), dtype=torch.int64, device=flat.device)
-        hashed = _mixed(places * _GOLDEN)
-        sums = [(part * (1 - 2 * ((hashed >> bit) & 1))).sum() for bit in range(7, 7 + SIGNS)]
-        total += torch.stack([*sums, part.square().sum()])
+    dtype = torch.float64 if devices.of(flat.device).has_float64 else torch.float32
+    signs, piece = _signs(flat.device, dtype), _piece(flat.device)
+    total = torch.zeros(SIGNS + 1, dtype=dtype, device=flat.device)
+    first = 0
+    while first < len(flat):
+        number, within = divmod(start + first, piece)
+        part = flat[first : first + piece - within].to(dtype)
+        of_piece = torch.mv(signs[:, within : within + len(part)], part)
+        bits = derive_seed(4, number)
+        turned = [of_piece[row] * (1 - 2 * ((bits >> row) & 1)) for row in range(SIGNS)]
+        total += torch.stack([*turned, part.dot(part)])
+        first += len(part)
     return total
 
 

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.data.tensors import map_tensors
-from lockstep.watch.digest import Digest, digests, fold, signed_sums, stacked
-
-_KEPT = 1 << 16  # elements: smaller gradients are digested together, after the pass
+from lockstep.watch.digest import SMALL, Digest, digests, fold, signed_sums, stacked
 
 
 @dataclass
@@ -39,12 +37,11 @@ class Seen:
 
     def gradient(self, device: torch.device) -> Tensor:
         """The digest of all gradients together: two int64."""
-        parts = [fold(self.small, self.sizes), *self.total] if self.small else self.total
-        return (
-            torch.stack([part.to(device) for part in parts]).sum(0)
-            if parts
-            else torch.zeros(2, dtype=torch.int64, device=device)
-        )
+        small = {name: self.small[name] for name in self.sizes if name in self.small}  # in this order on all ranks
+        parts = [*([fold(small)] if small else []), *self.total]
+        if not parts:
+            return torch.zeros(2, dtype=torch.int64, device=device)
+        return torch.stack([part.to(device) for part in parts]).sum(0)
 
     def norm(self) -> float:
         """The 2-norm of all gradients together. Waits for the device."""
@@ -118,10 +115,10 @@ def watched(
         seen.dtypes[name] = gradient.dtype
         if each:
             seen.each[name] = fold({name: gradient})
-        if not each and gradient.numel() <= _KEPT:
+        if not each and gradient.numel() <= SMALL:
             seen.small[name] = gradient.detach().clone()  # the gradient itself is clipped in place
         else:
-            seen.total.append(fold({name: gradient}, seen.sizes))
+            seen.total.append(fold({name: gradient}))
             seen.norms.append(gradient.detach().norm().double())
 
     hooked: list[tuple[str, Any]] = list(leaves.items())
