@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,8 @@ from lockstep.audit.observe.recorder import recorder
 
 _NAMES = 50
 _WATCH_STEPS = 4
+_MODAL = ("Dropout", "BatchNorm", "InstanceNorm", "DropPath")
+"""Names of modules that compute something else in evaluation mode."""
 
 
 @dataclasses.dataclass
@@ -37,6 +40,8 @@ class Model:
     synced: bool | None = None
     """Whether gradients are exchanged in the backward of the last training forward pass. None: not DDP."""
     bypassed: int = 0
+    evaluating: bool = False
+    """Whether the last forward pass with gradients was in evaluation mode."""
     trained: bool = False
     """Whether a training forward pass came after the last evaluation."""
 
@@ -96,6 +101,7 @@ def _tell(model: Model) -> None:
         find_unused=getattr(wrapper, "find_unused_parameters", None),
         static_graph=getattr(wrapper, "static_graph", None),
         buffers=len(list(inner.buffers())),
+        modal=sum(any(word in type(each).__name__ for word in _MODAL) for each in inner.modules()),
     )
 
 
@@ -120,6 +126,21 @@ def owner(parameter: torch.Tensor) -> tuple[Model, str] | None:
     return _owners.get(parameter)
 
 
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """True of a parameter of FSDP."""
+    found = _owners.get(parameter)
+    return found is not None and found[0].how.startswith("fsdp")
+
+
+def is_shard_of(name: str, tensor: torch.Tensor) -> bool:
+    """True if a tensor has the shape of this rank's shard of a parameter of that name, and not of the whole."""
+    for parameter, (_, own) in _owners.items():
+        if name.removeprefix("module.") == own and hasattr(parameter, "_local_tensor"):
+            whole, shard = tuple(parameter.shape), tuple(parameter._local_tensor.shape)
+            return tuple(tensor.shape) == shard != whole
+    return False
+
+
 def missing(known: set[int]) -> dict[int, list[str]]:
     """By model, names of trainable parameters whose ids are not known."""
     return {
@@ -128,12 +149,22 @@ def missing(known: set[int]) -> dict[int, list[str]]:
     }
 
 
+def left_out(known: set[int]) -> dict[int, list[str]] | None:
+    """By model, names of parameters that have a gradient and are in no optimizer."""
+    found = {
+        model.number: [name for name, p in _parameters(model) if p.grad is not None and id(p) not in known][:_NAMES]
+        for model in told()
+    }
+    return {number: names for number, names in found.items() if names} or None
+
+
 def forward(wrapper: Any, *_: Any, **__: Any) -> After:
     """DDP.forward, FSDP.forward, DataParallel.forward."""
     model = _models.get(wrapper)
     if model is None:
         return None
-    if torch.is_grad_enabled() and wrapper.training:
+    if torch.is_grad_enabled():
+        model.evaluating = not wrapper.training
         model.synced = getattr(wrapper, "require_backward_grad_sync", None) if model.how == "ddp" else None
     model.active += 1
 
@@ -160,9 +191,9 @@ def _count_forward(model: Model, wrapper: Any) -> None:
     if not model.is_told:
         _tell(model)
     recorder.progress()
+    model.pending += torch.is_grad_enabled()
     if torch.is_grad_enabled() and wrapper.training:
         recorder.counts.forwards_training += 1
-        model.pending += 1
         model.trained = True
     else:
         recorder.counts.forwards_eval += 1
@@ -268,8 +299,9 @@ def at_exit() -> dict[str, Any]:
 
 def compiled(*_: Any, **__: Any) -> After:
     """torch.compile: compiled forward passes are not seen, so nothing is said about them."""
-    recorder.is_compiled = True
-    _locator.step()
+    if places.is_by_user(sys._getframe(3)):
+        recorder.is_compiled = True
+        _locator.step()
     return None
 
 
@@ -283,7 +315,8 @@ def backward_begins() -> dict[int, dict[str, Any]]:
         flag = bool(wrapper.require_backward_grad_sync)
         is_late = model.pending > 0 and flag != model.synced
         found[model.number] = {"synced": model.pending > 0 and bool(model.synced), "flag_set_late": is_late}
-        found[model.number]["pending"], model.pending = model.pending, 0
+        found[model.number] |= {"pending": model.pending, "evaluating": model.evaluating}
+        model.pending = 0
     return found
 
 

@@ -43,7 +43,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.folder: Path | None = None
-        self.every, self.patience, self.probe = 50, 60.0, False
+        self.every, self.patience, self.probe = 50, 60.0, True
         self.rank: int | None = None
         self.is_main = False
         self.is_compiled = False

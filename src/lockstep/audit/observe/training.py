@@ -1,4 +1,4 @@
-"""Observes training: backward passes, clipping, gradient scaling, optimizer steps and schedulers."""
+"""Observes training: backward passes, clipping, gradient scaling and optimizer steps."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import communication, data, digests, models, places, torch_state
-from lockstep.audit.observe.communication import gradients
+from lockstep.audit.observe import communication, data, digests, means, models, places, schedules, torch_state
 from lockstep.audit.observe.data import After
-from lockstep.audit.observe.objects import Numbers, Registry
+from lockstep.audit.observe.gradients import gradients
+from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
 
 _MOST = 256
 _UNFROZEN_EVERY = 10
-_SCHEDULERS = 100
+_DRAWN = 8
+"""Random numbers are compared in so many first steps, of tensors with at least so many elements."""
 
 
 @dataclasses.dataclass
@@ -35,6 +36,8 @@ class Optimizer:
     owners: dict[int, None] | None = None
     """Numbers of the models that have its parameters."""
     is_told: bool = False
+    was_cleared: bool | None = None
+    """Whether a backward pass since its last step began without gradients. None: no one has looked."""
 
 
 @dataclasses.dataclass
@@ -73,10 +76,16 @@ def backward(tensors: Any, *_: Any, **__: Any) -> After:
     _depth += 1
     if _depth > 1:
         return _leave
-    told: dict[str, Any] = {"at": places.here(), "models": models.backward_begins()}
+    frame = places.user_frame()
+    told: dict[str, Any] = {"at": places.here(frame), "models": models.backward_begins()}
     is_sampled = _next_is_sampled()
+    means.forget()
     if is_sampled:
         told |= _loss(tensors)
+        told["by_ranks"] = (frame is not None and _knows_ranks(frame.f_code)) or None
+        for optimizer, known in _optimizers.items():
+            if known.index and not known.was_cleared:
+                known.was_cleared = _is_cleared(optimizer)
 
     def after(result: Any, error: BaseException | None) -> None:
         global _depth, _first_backward
@@ -97,6 +106,18 @@ def backward(tensors: Any, *_: Any, **__: Any) -> After:
 def _leave(result: Any, error: BaseException | None) -> None:
     global _depth
     _depth -= 1
+
+
+def _knows_ranks(code: Any) -> bool:
+    """True if a function has the number of ranks by some name."""
+    names = (*code.co_names, *code.co_varnames, *code.co_freevars)
+    return any(word in name.lower() for name in names for word in ("world", "num_processes", "nranks", "n_ranks"))
+
+
+def _is_cleared(optimizer: Any) -> bool:
+    """True if no gradient, or only zeros, are there: of the first parameters that have one."""
+    found = [p.grad for p in _parameters(optimizer) if p.grad is not None][:2]
+    return not any(bool(digests.local(grad).detach().count_nonzero()) for grad in found if grad.layout == torch.strided)
 
 
 def _loss(tensors: Any) -> dict[str, Any]:
@@ -123,12 +144,28 @@ def _divisor(function: Any) -> float:
     return number if name == "DivBackward0" else 1 / number if name == "MulBackward0" and 0 < number < 1 else 1.0
 
 
+def drawn(*_: Any, **__: Any) -> After:
+    """torch.randn and the like by the script, once training has begun."""
+    frame = sys._getframe(3)
+    if not recorder.counts.optimizer_steps or recorder.counts.optimizer_steps > _DRAWN or not places.is_by_user(frame):
+        return None
+    at = places.here(frame)
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if isinstance(result, torch.Tensor) and result.numel() >= _DRAWN:
+            digest = digests.of_tensors({"": result})[""]
+            recorder.emit("drawn", limit=_DRAWN, at=at, digest=digest)
+
+    return after
+
+
 def clipped(how: str, parameters: Any, limit: Any = None, *_: Any, **named: Any) -> After:
     """clip_grad_norm_ and clip_grad_value_. The parameters may be an iterator, so nothing is taken from them."""
     global _clips_called
     _clips_called += 1
     limit = named.get("max_norm", named.get("clip_value", limit))
     told = {"at": places.here(), "how": how, "limit": float(limit), "backwards_before": recorder.counts.backwards}
+    told["reduced_before"] = bool(gradients.reduced)
     sequence, is_sampled = _clips_called, _next_is_sampled()
 
     def after(norm: Any, error: BaseException | None) -> None:
@@ -171,7 +208,7 @@ def _note_parameters(optimizer: Any, known: Optimizer) -> None:
         _known_parameters.add(id(parameter))
         gradients.all.put(parameter, None)
         owner = models.owner(parameter)
-        if owner is None or owner[0].how == "data_parallel":
+        if owner is None or not owner[0].how.startswith("fsdp"):
             gradients.parameters.put(parameter, None)
 
 
@@ -239,9 +276,12 @@ def _ready(step: Step) -> None:
         step.told |= _digests(step.optimizer, "gradients")
         found = [digests.local(p.grad.detach()) for p in parameters if p.grad is not None]
         found = [tensor for tensor in found if tensor.layout == torch.strided and tensor.numel()]
+        step.told["gradient_norm"] = 0.0
         if found:
-            norms = [float(norm) for norm in torch._foreach_norm([tensor.float() for tensor in found])]
-            step.told["gradient_norm"] = sum(norm * norm for norm in norms) ** 0.5
+            norms = torch._foreach_norm([tensor.float() for tensor in found])
+            step.told["gradient_norm"] = float(torch.stack(norms).norm())
+        step.told |= {"scaling": gradients.scaling(parameters), "was_cleared": step.known.was_cleared}
+    step.known.was_cleared = None
 
 
 def _digests(optimizer: Any, what: str) -> dict[str, Any]:
@@ -250,17 +290,33 @@ def _digests(optimizer: Any, what: str) -> dict[str, Any]:
     numbers: dict[int, None] = {}
     if not torch_state.has_other_ranks():
         return {}
-    for group_number, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"{group_number}.{number}" for number in range(len(group["params"]))]
-        for name, parameter in zip(names, group["params"], strict=True):
-            owner = models.owner(parameter)
-            if (owner and owner[0].how.startswith("fsdp")) or hasattr(parameter, "_local_tensor"):
-                continue
-            if owner:
-                numbers[owner[0].number] = None
-                name = owner[1] if next(iter(numbers)) == owner[0].number else f"{owner[0].number}:{owner[1]}"
-            tensors[name] = parameter.grad if what == "gradients" else parameter
+    for name, parameter in _named(optimizer):
+        owner = models.owner(parameter)
+        if (owner and owner[0].how.startswith("fsdp")) or hasattr(parameter, "_local_tensor"):
+            continue
+        if owner:
+            numbers[owner[0].number] = None
+            name = owner[1] if next(iter(numbers)) == owner[0].number else f"{owner[0].number}:{owner[1]}"
+        tensors[name] = parameter.grad if what == "gradients" else parameter
     return {"model": next(iter(numbers), None), what: digests.of_tensors(tensors)} if tensors else {}
+
+
+def _unwrapped(optimizer: Any) -> list[str] | None:
+    """The names that steps have for parameters of no wrapped model."""
+    found = [name for name, parameter in _named(optimizer) if models.owner(parameter) is None]
+    return found[:_MOST] or None
+
+
+def _named(optimizer: Any) -> list[tuple[str, torch.Tensor]]:
+    return [
+        pair
+        for number, group in enumerate(optimizer.param_groups)
+        for pair in zip(
+            group.get("param_names") or [f"{number}.{place}" for place in range(len(group["params"]))],
+            group["params"],
+            strict=True,
+        )
+    ]
 
 
 def _tell_optimizer(step: Step) -> None:
@@ -281,6 +337,8 @@ def _tell_optimizer(step: Step) -> None:
         owned=sum(owner is not None for owner in owners),
         foreign=sum(owner is None for owner in owners),
         missing=models.missing(_known_parameters),
+        left_out=models.left_out(_known_parameters),
+        unwrapped=_unwrapped(step.optimizer) if any(owners) else None,
         gradients_none=sum(parameter.grad is None for parameter in parameters),
     )
     if recorder.counts.optimizer_steps == 0 and parameters:
@@ -316,7 +374,7 @@ def _end(step: Step) -> None:
     recorder.counts.optimizer_steps += 1
     recorder.progress()
     models.after_step()
-    _note_schedulers()
+    schedules.after_step(step.optimizer)
 
 
 def _write_step(step: Step, skipped: bool | None = None) -> None:
@@ -381,6 +439,7 @@ def _told_backward(told: dict[str, Any], owners: dict[int, None]) -> dict[str, A
         kept["synced"] = any(each["synced"] for each in mine)
         kept["flag_set_late"] = any(each["flag_set_late"] for each in mine)
         kept["forwards"] = sum(each["pending"] for each in mine)
+        kept |= {"evaluating": True} if any(each["evaluating"] for each in mine) else {}
     return kept
 
 
@@ -411,75 +470,6 @@ def scaler_steps(scaler: Any, optimizer: Any, *_: Any, **__: Any) -> After:
     return after
 
 
-@dataclasses.dataclass
-class Scheduler:
-    """What is known of a scheduler."""
-
-    number: int
-    calls: int = 0
-    before: int | None = None
-    at: list[str | int] | None = None
-
-
-_schedulers: Registry[Scheduler] = Registry()
-_scheduler_numbers = Numbers()
-_scheduler_depth = 0
-
-
-def scheduler_begins(*_: Any, **__: Any) -> After:
-    """A scheduler's first step, in its constructor, which is not the script's."""
-    global _scheduler_depth
-    _scheduler_depth += 1
-    return _leave_scheduler
-
-
-def _leave_scheduler(result: Any, error: BaseException | None) -> None:
-    global _scheduler_depth
-    _scheduler_depth -= 1
-
-
-def scheduler_steps(scheduler: Any, *arguments: Any, **named: Any) -> After:
-    """The step of any scheduler. A scheduler may step others within its step."""
-    global _scheduler_depth
-    _scheduler_depth += 1
-    if _scheduler_depth > 1:
-        return _leave_scheduler
-    known = _schedulers.get_or_put(scheduler, lambda: Scheduler(_scheduler_numbers.of(scheduler)))
-    known.calls += 1
-    known.at = places.here()
-    metric = next(iter([*arguments, *named.values()]), None) if "Plateau" in type(scheduler).__name__ else None
-
-    def after(result: Any, error: BaseException | None) -> None:
-        _leave_scheduler(result, error)
-        if metric is not None and error is None:
-            _tell_scheduler(scheduler, known, float(metric))
-
-    return after
-
-
-def _tell_scheduler(scheduler: Any, known: Scheduler, metric: float | None = None) -> None:
-    optimizer = getattr(scheduler, "optimizer", None)
-    recorder.emit(
-        "scheduler",
-        limit=_SCHEDULERS,
-        at=known.at,
-        scheduler=known.number,
-        **{"class": type(scheduler).__name__},
-        per_step=known.calls,
-        metric=metric,
-        lr=[float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else None,
-    )
-
-
-def _note_schedulers() -> None:
-    """After an optimizer's step: how often schedulers stepped since the step before."""
-    for scheduler, known in _schedulers.items():
-        if known.calls != known.before:
-            _tell_scheduler(scheduler, known)
-        known.before, known.calls = known.calls, 0
-
-
 def at_exit() -> dict[str, Any]:
     """What came after the last optimizer step."""
-    _note_schedulers()
     return {"backwards_left": recorder.counts.backwards - _last_seen or None, "steps": dict(_finished) or None}

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
-from lockstep.audit.rules.facts import differ, each_rank, line, named, place, rule
+from lockstep.audit.rules.facts import differ, each_rank, line, named, place, rule, some
 
 _WHOLE = ("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "reduce_scatter", "all_gather_object")
 """Calls that every rank of a group makes alike."""
@@ -119,6 +119,28 @@ def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Findin
             remedy = "make the same collectives with the same shapes in the same order on all ranks"
             return [Finding("LS501", at, evidence, None, remedy, tuple(what), None)]
     return []
+
+
+@rule("LS505", "other-order", "ranks exchange the same things in other orders")
+def other_order(history: History) -> Iterable[Finding] | str:
+    """One line that exchanges several things, in an order that differs by rank: unlike things are added."""
+    turns: dict[tuple[Any, ...], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for event in history.of("collective"):
+        texts = event.get("names") or {}
+        parameter = {"the parameter": event["parameter"]} if "parameter" in event else {}
+        for name, text in {**texts, **parameter}.items():
+            where = (*(event.get("at") or ["?", 0, ""]), event["step"], event.get("group"), name)
+            turns[where][event["rank"]].append(str(text))
+    for (file, row, function, step, _, name), by_rank in turns.items():
+        orders = list(by_rank.values())
+        is_same = all(sorted(order) == sorted(orders[0]) for order in orders)
+        if len(orders) > 1 and is_same and differ(by_rank):
+            shown = each_rank({rank: some(order) for rank, order in by_rank.items()})
+            evidence = f"{name} in the calls of this line: {shown}"
+            cause = "the order of a set, of files, or of something else that each process has for itself"
+            remedy = "sort what is exchanged one by one, or put all of it into one tensor"
+            return [Finding("LS505", Place(file, row, function), evidence, cause, remedy, tuple(by_rank), step)]
+    return [] if turns else "no line exchanged several things that have names"
 
 
 @rule("LS502", "ranks-wait", "ranks wait for each other in different places")

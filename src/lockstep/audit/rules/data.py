@@ -21,6 +21,7 @@ from lockstep.audit.rules.facts import (
     some,
 )
 from lockstep.audit.rules.loaders import Iteration, Iterations, iterations
+from lockstep.audit.rules.shares import probes
 
 _FEW = 8
 """So many different indices are needed before their order means anything."""
@@ -285,14 +286,12 @@ def _exchange(history: History, its: dict[int, Iteration]) -> bool:
 @rule("LS105", "own-data-set", "ranks share out data sets that are not the same")
 def own_data_set(history: History) -> Iterable[Finding] | str:
     """A sampler that deals one data set to all ranks, over data sets of other size or content."""
-    findings, probed = [], {}
-    for event in history.of("probe"):
-        probed[event["rank"], event["loader"]] = event
+    findings, probed = [], probes(history)
     dealt = [by_rank for e in iterations(history).values() for by_rank in list(e.values())[:1] if _is_dealt(by_rank)]
     for by_rank in dealt:
         sizes = {rank: it.begin.get("dataset_size") for rank, it in by_rank.items()}
-        probes = {rank: probed.get((rank, it.begin["loader"])) for rank, it in by_rank.items()}
-        evidence = _probe_differs({rank: each for rank, each in probes.items() if each})
+        loader = next(iter(by_rank.values())).begin["loader"]
+        evidence = next((_other_contents(*each) for each in probed if each[0]["loader"] == loader), None)
         if differ(sizes) and None not in sizes.values():
             evidence = f"the data set has {each_rank({rank: f'{size} samples' for rank, size in sizes.items()})}"
         if evidence:
@@ -302,16 +301,24 @@ def own_data_set(history: History) -> Iterable[Finding] | str:
             findings.append(Finding("LS105", place(_made(first)), evidence, cause, remedy, tuple(by_rank), 0))
     if findings or probed:
         return findings
-    return "contents of data sets were not compared (--probe)" if dealt else "no sampler deals a data set to ranks"
+    return "contents of data sets were not compared" if dealt else "no sampler deals a data set to ranks"
 
 
-def _probe_differs(probes: dict[int, Event]) -> str | None:
-    """Evidence where a sample that several ranks read has other contents on each."""
-    common = set.intersection(*(set(event["samples"]) for event in probes.values())) if len(probes) > 1 else set()
-    wrong = [index for index in sorted(common) if differ({r: e["samples"][index] for r, e in probes.items()})]
-    if not wrong:
+def _other_contents(event: Event, by_rank: dict[int, list[list[Any]]]) -> str | None:
+    """Evidence where samples have other contents on each rank, in all of their fields, such as inputs and labels.
+
+    What augments inputs of its own on each rank leaves the labels as they are.
+    """
+    rows = list(zip(*by_rank.values(), strict=False))
+    fields = [list(zip(*row, strict=False)) for row in rows]
+    count = min(map(len, fields), default=0)
+    known = [[field[n] for field in fields if None not in field[n]] for n in range(count)]
+    known = [column for column in known if column]
+    other = [[len(set(map(str, parts))) > 1 for parts in column] for column in known]
+    is_wide = len(known) > 1 or event.get("dataset") == "TensorDataset"
+    if not (is_wide and all(map(any, other)) and any(map(all, other)) and len(rows) > 1):
         return None
-    return f"dataset[{wrong[0]}] has other contents on {named(probes)}, as have {len(wrong)} of {len(common)} samples"
+    return f"samples of the same number, read at the end, have other contents on {named(by_rank)}, in all fields"
 
 
 @rule("LS106", "whole-data", "every rank trains on the whole data set", "warning")

@@ -151,10 +151,30 @@ def replicas_part(history: History) -> Iterable[Finding] | str:
             continue
         if _without_sync(parting) and parting.gradients:
             continue
+        if {*parting.gradients, *parting.parameters} <= _unwrapped(history):
+            continue  # LS207
         if not parting.gradients and _other_rates(parting):
             continue  # LS301
         findings.append(_parted(history, parting))
     return findings if compared else _NOTHING
+
+
+def _restored_apart(history: History, parting: Parting) -> tuple[Any, str, set[int]] | None:
+    """A state that some ranks loaded before a parting, and others did not: place, what, ranks."""
+    for what in ("optimizer", "model", "scheduler"):
+        events = [event for event in _caused(history, "state", parting) if event.get("what") == what]
+        if what == "model":  # before the wrapping, the wrapper gives the model of rank 0 to all
+            wraps = {event["rank"]: event["number"] for event in history.of("wrap")}
+            events = [event for event in events if event["number"] > wraps.get(event["rank"], -1)]
+        ranks = {event["rank"] for event in events}
+        if events and ranks < set(parting.ranks):
+            return events[0].get("at"), what, ranks
+    return None
+
+
+def _unwrapped(history: History) -> set[str]:
+    """Names of parameters that optimizers have beside those of a wrapped model."""
+    return {name for event in history.of("optimizer") for name in event.get("unwrapped") or ()}
 
 
 def _other_rates(parting: Parting) -> bool:
@@ -165,8 +185,12 @@ def _other_rates(parting: Parting) -> bool:
 def _parted(history: History, parting: Parting) -> Finding:
     at, cause = parting.first.get("at"), None
     remedy = "compare the ranks around this step; every rank must do the same to its model"
-    backwards = _backwards(parting)
-    if parting.gradients and any(each.get("synced") is False for each in backwards[-1:]):
+    backwards, restored = _backwards(parting), _restored_apart(history, parting)
+    if restored:
+        at, what, ranks = restored
+        cause = f"the state of the {what} was loaded on {named(ranks)} only"
+        remedy = "load_state_dict on all ranks; only writing is for rank 0"
+    elif parting.gradients and any(each.get("synced") is False for each in backwards[-1:]):
         at, cause = backwards[-1].get("at"), "the last backward pass before the step did not exchange gradients"
     elif not parting.gradients and parting.first.get("index") == 0:
         cause = "gradients are equal and parameters are not, at the first step: they differed before training"
@@ -235,28 +259,43 @@ def step_without_sync(history: History) -> Iterable[Finding] | str:
 @rule("LS207", "never-exchanged", "ranks share out the data, and nothing exchanges gradients")
 def never_exchanged(history: History) -> Iterable[Finding] | str:
     """An optimizer of a model without a wrapper: each rank trains its own model on its part of the data."""
-    dealt = {
-        (event["rank"], event["loader"])
-        for event in history.of("loader")
-        if (event.get("distributed") or {}).get("replicas", 1) > 1
-    }
-    trained = {e["rank"] for e in history.of("loader_end") if e.get("backwards") and (e["rank"], e["loader"]) in dealt}
+    trained = _reads_a_part(history)
     if len(trained) < 2:
         return "no training on data that a sampler deals to ranks"
     exchanged = any(history.of("hand_reduce", "hand_average")) or _averages(history) or _hooked(history)
     if exchanged or uses(history, "deepspeed"):
         return []
-    known, findings = keys(history, "optimizer", "optimizer"), []
+    known, findings, beside = keys(history, "optimizer", "optimizer"), [], _unwrapped(history)
     owned = {known[event["rank"], event["optimizer"]] for event in history.of("optimizer") if event.get("owned")}
     for key, by_rank in steps(history).items():
         ranks = tuple(sorted(trained & by_rank.keys()))
-        pairs = list(_compared(by_rank, ranks, set())) if key not in owned and len(ranks) > 1 else []
-        if pairs and all(each.gradients and each.parameters for each in pairs):
+        pairs = list(_compared(by_rank, ranks, set())) if len(ranks) > 1 else []
+        wrong = [{*each.gradients} if key not in owned else {*each.gradients} & beside for each in pairs]
+        if pairs and all(names and each.parameters for names, each in zip(wrong, pairs, strict=True)):
             cause = "no wrapper has the model of this optimizer, and the script does not reduce its gradients"
+            if key in owned:
+                cause = f"{some(sorted(wrong[0]))} of the optimizer are in no wrapped model: their gradients stay local"
             remedy = "train through DistributedDataParallel(model); of a framework, do not take the model out before"
             at = place(optimizer_at(history, key))
             findings.append(Finding("LS207", at, pairs[0].evidence, cause, remedy, ranks, pairs[0].first["step"]))
     return findings
+
+
+def _reads_a_part(history: History) -> set[int]:
+    """Ranks that train on a part of the data: that a sampler deals, or other batches in a script with a wrapper."""
+    trained, first = set(), dict[tuple[Any, ...], dict[int, Any]]()
+    dealt = {
+        (event["rank"], event["loader"])
+        for event in history.of("loader")
+        if (event.get("distributed") or {}).get("replicas", 1) > 1
+    }
+    for event in history.of("loader_end"):
+        if event.get("backwards") and (event["rank"], event["loader"]) in dealt:
+            trained.add(event["rank"])
+    for event in history.of("batch") if any(history.of("wrap")) else ():
+        first.setdefault((event["loader"], event.get("epoch"), event["batch"]), {})[event["rank"]] = event.get("digest")
+    others = [by_rank for by_rank in first.values() if len(set(by_rank.values())) > 1]
+    return trained | ({rank for by_rank in others for rank in by_rank} if len(others) == len(first) else set())
 
 
 @rule("LS205", "sum-not-divided", "gradients are summed over ranks and not divided")
