@@ -164,7 +164,7 @@ def forward(wrapper: Any, *_: Any, **__: Any) -> After:
     if model is None:
         return None
     if torch.is_grad_enabled():
-        model.evaluating = not wrapper.training
+        model.evaluating = not _is_training(model, wrapper)
         model.synced = getattr(wrapper, "require_backward_grad_sync", None) if model.how == "ddp" else None
     model.active += 1
 
@@ -192,13 +192,19 @@ def _count_forward(model: Model, wrapper: Any) -> None:
         _tell(model)
     recorder.progress()
     model.pending += torch.is_grad_enabled()
-    if torch.is_grad_enabled() and wrapper.training:
+    if torch.is_grad_enabled() and _is_training(model, wrapper):
         recorder.counts.forwards_training += 1
         model.trained = True
     else:
         recorder.counts.forwards_eval += 1
-        if not wrapper.training:
+        if not _is_training(model, wrapper):
             _note_buffers(model)
+
+
+def _is_training(model: Model, wrapper: Any) -> bool:
+    """The mode of the module: Lightning restores that of the module, and not that of its wrapper."""
+    inner = model.inner()
+    return bool((wrapper if inner is None else inner).training)
 
 
 def _note_buffers(model: Model) -> None:
