@@ -17,6 +17,7 @@ from lockstep.audit.observe.data import After
 from lockstep.audit.observe.recorder import recorder
 
 _PROBED = 8
+_GOLDEN = 0.6180339887498949  # spreads the chosen samples without a period
 _VALUES = 64
 _STREAMED = 8
 _PLAIN = (int, float, str, bytes, bool, type(None))
@@ -59,7 +60,7 @@ def _probe(dataset: Any, told: dict[str, Any]) -> None:
     size = told["dataset_size"]
     states = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
     try:
-        chosen = sorted({size * part // _PROBED for part in range(_PROBED)} | {size - 1})
+        chosen = sorted({int(size * (part * _GOLDEN % 1)) for part in range(_PROBED)} | {size - 1})
         samples = {}
         for index in chosen:
             first, second = _read(dataset, index), _read(dataset, index)
