@@ -36,12 +36,15 @@ class Gradients:
         """Remember sums of the gradients."""
         self._is_fresh = False
         self.after_backward, self.shards = {}, {}
-        if not (is_sampled or self._looks < _LOOKS) or not torch_state.has_other_ranks():
+        if not torch_state.has_other_ranks():
             return
+        bare = [p for p, _ in self.parameters.items() if models.owner(p) is None] if self._looks < _LOOKS else []
+        self._looks += bool(bare)
+        looked = [parameter for parameter, _ in self.parameters.items()] if is_sampled else bare
         with torch.no_grad():
-            self.after_backward = _norms([parameter for parameter, _ in self.parameters.items()], 1)
-            self.shards = _norms([parameter for parameter, _ in self.all.items() if models.is_sharded(parameter)])
-        self._looks += bool(self.after_backward)
+            self.after_backward = _norms(looked, 1)
+            if is_sampled:
+                self.shards = _norms([parameter for parameter, _ in self.all.items() if models.is_sharded(parameter)])
 
     def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The parameter whose gradient a tensor is."""

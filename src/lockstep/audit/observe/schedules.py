@@ -107,7 +107,7 @@ def _tell(scheduler: Any, known: Scheduler, metric: float | None = None) -> None
 def after_step(optimizer: Any) -> None:
     """After an optimizer's step: how often schedulers stepped since the step before."""
     for scheduler, known in _schedulers.items():
-        if known.calls != known.before:
+        if known.calls != (known.before or 0):
             _tell(scheduler, known)
         known.before, known.calls = known.calls, 0
         inner = getattr(scheduler, "optimizer", None)
@@ -117,7 +117,7 @@ def after_step(optimizer: Any) -> None:
 def at_exit() -> dict[str, Any]:
     """All schedules, and what came after the last optimizer step."""
     for scheduler, known in _schedulers.items():
-        if known.calls != known.before:
+        if known.calls != (known.before or 0):
             _tell(scheduler, known)
     for known in _all:
         recorder.emit(
