@@ -47,7 +47,9 @@ def audit(
         if "RANK" in os.environ:
             from lockstep.audit.__main__ import main
 
-            given = as_arguments({"--folder": folder, "--every": every, "--patience": patience, "--no-probe": not probe})
+            given = as_arguments(
+                {"--folder": folder, "--every": every, "--patience": patience, "--no-probe": not probe}
+            )
             main([*given, *context.args], settings)
             return
         from lockstep.audit.run import run

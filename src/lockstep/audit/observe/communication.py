@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,7 @@ def collective(name: str, *arguments: Any, **named: Any) -> After:
         dtype=None if tensor is None else str(tensor.dtype).removeprefix("torch."),
         reduce_op=reduce_op or ("SUM" if name in ("all_reduce", "reduce", "reduce_scatter") else None),
         sequence=_sequences[group_name] - 1,
+        root=_root(name, arguments, named),
         divided_integer=True if reduce_op == "AVG" and tensor is not None and _is_integer(tensor) else None,
         **seen,
     )
@@ -116,6 +117,14 @@ def collective(name: str, *arguments: Any, **named: Any) -> After:
                 means.summed.put(reduction.tensor, at)
 
     return after
+
+
+def _root(name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> int | None:
+    """The rank that a collective begins or ends at."""
+    if name not in ("broadcast", "reduce", "broadcast_object_list"):
+        return None
+    found = [named[key] for key in ("src", "dst", "group_src", "group_dst") if key in named]
+    return next((int(each) for each in (*found, *arguments[1:2]) if isinstance(each, int)), None)
 
 
 def _seen(

@@ -105,6 +105,7 @@ def iteration_begins(loader: Any) -> After:
             known = _loaders.put(loader, Loader(_count, None))
             _count += 1
         close_complete()
+        recorder.has_loader = True
         if known.open is not None:
             close(known.open, is_complete=False)
         is_map_style = not isinstance(loader.dataset, torch.utils.data.IterableDataset)

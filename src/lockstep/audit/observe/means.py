@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import places, torch_state
+from lockstep.audit.observe import digests, places, torch_state
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
@@ -20,18 +20,30 @@ _MOST = 512
 _CLOSE, _FAR = 1e-5, 1e-4
 _means: dict[str, list[tuple[torch.Tensor, int]]] = defaultdict(list)
 """Since the last backward pass, by line: each mean, and of how many numbers it is the mean."""
+_weighted: set[str] = set()
 summed: Registry[list[str | int] | None] = Registry()
 """Whole numbers that were summed over ranks, and where."""
 
 
 def loss(output: Any, target: Any = None, *arguments: Any, **named: Any) -> After:
-    """A loss of torch.nn.functional, outside of training."""
+    """A loss of torch.nn.functional, outside of training. In training: the weights of classes."""
+    if torch.is_grad_enabled():
+        _note_weights(named.get("weight") if named.get("pos_weight") is None else named["pos_weight"], target)
     if torch.is_grad_enabled() or named.get("reduction", "mean") != "mean" or not isinstance(target, torch.Tensor):
         return None
     count = target.shape[0] if target.ndim else 1
     if not target.is_floating_point():
         count = int((target != named.get("ignore_index", -100)).sum())
     return lambda result, error: _keep(result, count)
+
+
+def _note_weights(weight: Any, target: Any) -> None:
+    """Note the weights of classes once for each line. Weights of single samples differ by rank rightly."""
+    at = places.here() if isinstance(weight, torch.Tensor) and weight.ndim == 1 else None
+    if at is not None and str(at) not in _weighted and isinstance(target, torch.Tensor):
+        _weighted.add(str(at))
+        if weight.shape != target.shape:
+            recorder.emit("class_weights", at=at, digest=digests.of_tensors({"": weight})[""], classes=weight.numel())
 
 
 def mean(tensor: Any, *arguments: Any, **named: Any) -> After:

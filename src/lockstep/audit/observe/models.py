@@ -17,6 +17,7 @@ from lockstep.audit.observe.recorder import recorder
 
 _NAMES = 50
 _WATCH_STEPS = 4
+_INPUTS = 6
 _MODAL = ("Dropout", "BatchNorm", "InstanceNorm", "DropPath")
 """Names of modules that compute something else in evaluation mode."""
 
@@ -42,6 +43,8 @@ class Model:
     bypassed: int = 0
     evaluating: bool = False
     """Whether the last forward pass with gradients was in evaluation mode."""
+    inputs: set[int] = dataclasses.field(default_factory=set)
+    """Steps whose first inputs were noted."""
     trained: bool = False
     """Whether a training forward pass came after the last evaluation."""
 
@@ -158,12 +161,13 @@ def left_out(known: set[int]) -> dict[int, list[str]] | None:
     return {number: names for number, names in found.items() if names} or None
 
 
-def forward(wrapper: Any, *_: Any, **__: Any) -> After:
+def forward(wrapper: Any, *arguments: Any, **named: Any) -> After:
     """DDP.forward, FSDP.forward, DataParallel.forward."""
     model = _models.get(wrapper)
     if model is None:
         return None
     if torch.is_grad_enabled():
+        _note_inputs(model, [*arguments, *named.values()])
         model.evaluating = not _is_training(model, wrapper)
         model.synced = getattr(wrapper, "require_backward_grad_sync", None) if model.how == "ddp" else None
     model.active += 1
@@ -176,11 +180,22 @@ def forward(wrapper: Any, *_: Any, **__: Any) -> After:
     return after
 
 
-def forward_of_shards(state: Any, module: Any, *_: Any, **__: Any) -> After:
+def _note_inputs(model: Model, inputs: list[Any]) -> None:
+    """Digests of what a model is given, of scripts without a DataLoader: the first time in each of the first steps."""
+    steps = recorder.counts.optimizer_steps
+    if steps < _INPUTS and steps not in model.inputs and not recorder.has_loader:
+        model.inputs.add(steps)
+        found = digests.of_tensors({str(number): tensor for number, tensor in enumerate(digests.tensors_in(inputs))})
+        recorder.emit("inputs", at=places.here(), model=model.number, digest=digests.of_numbers(found.values()))
+
+
+def forward_of_shards(state: Any, module: Any, *arguments: Any, **__: Any) -> After:
     """FSDPState._pre_forward."""
+    model = _models.get(module)
+    if model is not None and torch.is_grad_enabled():
+        _note_inputs(model, list(arguments))
 
     def after(result: Any, error: BaseException | None) -> None:
-        model = _models.get(module)
         if model is not None and error is None and state._is_root:
             _count_forward(model, module)
 
@@ -257,6 +272,22 @@ def _called(module: Any, arguments: Any) -> None:
         model = _inner.get(module)
         if model is not None and not model.active:
             recorder.guard("calls past a wrapper", _called_past, module, model)
+        elif model is None and id(module) not in _seen:
+            _seen.add(id(module))
+            recorder.guard("copies of models", _note_copy, module)
+
+
+_seen: set[int] = set()
+_copies: Registry[tuple[int, list[str | int] | None]] = Registry()
+_copied: dict[int, dict[str, Any]] = {}
+
+
+def _note_copy(module: Any) -> None:
+    """A module with the names of a wrapped model, such as its average: what becomes of it is told at the end."""
+    names = [name for name, _ in module.named_parameters()]
+    is_copy = any(names == list(model.trainable) for model in told()) and names
+    if is_copy and not any(_owners.get(parameter) for parameter in module.parameters()):
+        _copies.put(module, (len(list(_copies.items())), places.here()))
 
 
 def _called_past(module: Any, model: Model) -> None:
@@ -294,13 +325,16 @@ def note_parameters(*_: Any, **__: Any) -> After:
         parameters = {name: parameter.detach() for name, parameter in _parameters(model)}
         if model.how == "ddp" and parameters:
             _last[model.number] = digests.of_numbers(digests.of_tensors(parameters).values())
+    for copy, (number, at) in _copies.items():
+        found = digests.of_tensors({name: parameter.detach() for name, parameter in copy.named_parameters()})
+        _copied[number] = {"class": type(copy).__name__, "at": at, "digest": digests.of_numbers(found.values())}
     return None
 
 
 def at_exit() -> dict[str, Any]:
     """What the parameters are at the end."""
     note_parameters()
-    return {"parameters": dict(_last) or None}
+    return {"parameters": dict(_last) or None, "copies": dict(_copied) or None}
 
 
 def compiled(*_: Any, **__: Any) -> After:

@@ -47,6 +47,7 @@ class Recorder:
         self.rank: int | None = None
         self.is_main = False
         self.is_compiled = False
+        self.has_loader = False
         self.counts = Counts()
         self.cut: Counter[str] = Counter()
         self.moved = time.monotonic()

@@ -98,7 +98,7 @@ def _patches() -> list[Patch]:
     found += [Patch("torch.nn.functional", name, means.loss) for name in means.LOSSES]
     found += [Patch("torch", f"Tensor.{name}", means.floor_divided) for name in _FLOOR]
     found += [Patch("torch", "Tensor.mean", means.mean)]
-    found += [Patch("torch", name, training.drawn) for name in ("randn", "rand", "randn_like", "rand_like")]
+    found += [Patch("torch", name, training.drawn) for name in ("randn", "rand", "randn_like", "rand_like", "randint")]
     for name in communication.COLLECTIVES:
         observer = functools.partial(communication.collective, name)
         found.append(Patch(c10d, name, observer, ("torch.distributed",), is_optional="coalesced" in name))

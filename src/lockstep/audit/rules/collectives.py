@@ -10,9 +10,12 @@ from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
 from lockstep.audit.rules.facts import differ, each_rank, line, named, place, rule, some
 
-_WHOLE = ("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "reduce_scatter", "all_gather_object")
+_WHOLE = (
+    *("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "reduce_scatter", "all_gather_object"),
+    *("all_gather_into_tensor", "broadcast_object_list"),
+)
 """Calls that every rank of a group makes alike."""
-_SHAPED = ("all_reduce", "broadcast", "reduce")
+_SHAPED = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
 """Calls whose tensors have the same shape on all ranks."""
 _GONE = ("connection closed", "connection reset", "closed by peer", "broken pipe", "connect", "timed out", "timeout")
 _MOVES = ("step", "loader", "batch", "collective", "wrap", "optimizer")
@@ -74,10 +77,11 @@ def collectives_mismatch(history: History) -> Iterable[Finding] | str:
 
 
 def _call(event: Event) -> str:
+    root = f" of rank {event['root']}" if "root" in event else ""
     if event["op"] not in _SHAPED:
-        return str(event["op"])
+        return f"{event['op']}{root}"
     shape, reduce = event.get("shape"), event.get("reduce_op")
-    return " ".join(str(each) for each in (event["op"], reduce, shape, event.get("dtype")) if each is not None)
+    return " ".join(str(each) for each in (event["op"], reduce, shape, event.get("dtype")) if each is not None) + root
 
 
 def _ops(by_rank: Mapping[int, Event]) -> bool:

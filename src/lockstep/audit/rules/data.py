@@ -25,6 +25,7 @@ from lockstep.audit.rules.shares import probes
 
 _FEW = 8
 """So many different indices are needed before their order means anything."""
+_FEW_INPUTS = 4
 _NO_GROUP = "no ranks that train one model together"
 _NO_LOADER = "no DataLoader in training"
 
@@ -98,7 +99,27 @@ def same_data(history: History) -> Iterable[Finding] | str:
             if equal and not _other_data(found, key, equal[0], training[equal[0][0]]):
                 ranks = tuple(sorted({rank for pair in equal for rank in pair}))
                 findings.append(_same_data(training[ranks[0]], ranks, str(same[equal[0]]), len(by_rank)))
+    if not found:
+        findings, seen = _same_inputs(history, groups), any(history.of("inputs"))
     return findings if seen else _NO_LOADER
+
+
+def _same_inputs(history: History, groups: list[tuple[int, ...]]) -> list[Finding]:
+    """Batches that a script makes itself, without a loader, and that are equal on all ranks."""
+    given: dict[Any, dict[int, list[Event]]] = {}
+    for event in history.of("inputs"):
+        given.setdefault(event["model"], {}).setdefault(event["rank"], []).append(event)
+    for by_rank in given.values():
+        for group in groups:
+            digests = {rank: [event["digest"] for event in by_rank.get(rank, ())] for rank in group}
+            first = digests[group[0]]
+            if len(first) >= _FEW_INPUTS and len(set(first)) == len(first) and not differ(digests):
+                at, evidence = by_rank[group[0]][0].get("at"), f"the model got equal inputs on {named(group)} in "
+                evidence += f"each of the first {len(first)} steps, and other inputs in each step"
+                cause = "the script draws its batches itself, with the same seed on all ranks"
+                remedy = "a generator for the data of each rank: torch.Generator().manual_seed(seed + rank)"
+                return [Finding("LS101", place(at), evidence, cause, remedy, group, 0)]
+    return []
 
 
 def _same_data(iteration: Iteration, ranks: tuple[int, ...], evidence: str, world: int) -> Finding:

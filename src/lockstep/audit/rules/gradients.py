@@ -298,6 +298,26 @@ def _reads_a_part(history: History) -> set[int]:
     return trained | ({rank for by_rank in others for rank in by_rank} if len(others) == len(first) else set())
 
 
+@rule("LS214", "copies-part", "copies of a model differ between ranks", "warning")
+def copies_part(history: History) -> Iterable[Finding] | str:
+    """An average or a teacher that ranks call, whose weights are not the same on all ranks."""
+    told: dict[str, dict[int, Event]] = {}
+    for event in history.of("exit"):
+        for number, copy in (event.get("copies") or {}).items():
+            told.setdefault(number, {})[event["rank"]] = copy
+    findings = []
+    for by_rank in told.values() if not any(partings(history)[0]) else ():
+        for group in replicas(history):
+            found = {rank: by_rank[rank] for rank in group if rank in by_rank}
+            if len(found) == len(group) and differ({rank: copy["digest"] for rank, copy in found.items()}):
+                copy = next(iter(found.values()))
+                evidence = f"the {copy['class']} that this line calls has other weights on {named(found)} at the end"
+                cause = "each rank made it before the models were equal, or only some ranks update it"
+                remedy = "copy the model after DistributedDataParallel(...) made it equal, and update on all ranks"
+                findings.append(Finding("LS214", place(copy["at"]), evidence, cause, remedy, tuple(found), None))
+    return findings if told else "no copy of a wrapped model was called"
+
+
 @rule("LS205", "sum-not-divided", "gradients are summed over ranks and not divided")
 def sum_not_divided(history: History) -> Iterable[Finding] | str:
     """all_reduce(SUM) of gradients by the script, without a division by the number of ranks."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
-from lockstep.audit.rules.facts import each_rank, passes, place, replicas, rule, steps
+from lockstep.audit.rules.facts import differ, each_rank, named, passes, place, replicas, rule, steps
 
 _SAME = 0.01
 _MEANS = ("NllLoss", "Mean", "CrossEntropy", "MseLoss", "L1Loss", "SmoothL1Loss", "BinaryCrossEntropy", "HuberLoss")
@@ -80,26 +80,60 @@ def evaluation_mode(history: History) -> Iterable[Finding] | str:
     return findings if seen else "no wrapped model with dropout or batch normalization was trained"
 
 
-@rule("LS211", "divided-twice", "the loss is divided by the number of ranks, and gradients are averaged", "warning")
+@rule("LS211", "divided-twice", "the loss is divided once more than it should be", "warning")
 def divided_twice(history: History) -> Iterable[Finding] | str:
-    """loss / world_size under DistributedDataParallel: the gradient is world_size times too small."""
+    """loss / world_size under a wrapper that averages, or loss / accumulation where a framework divides, too."""
     groups = [] if any(history.of("hook", "hand_reduce")) else replicas(history, "ddp", "fsdp2", "fsdp1")
     findings: dict[str, Finding] = {}
     seen = False
     for group in groups:
         for event in history.of("step"):
             backwards = passes(event)
-            if event["rank"] not in group or len(backwards) != 1 or "divisor" not in backwards[0]:
+            if event["rank"] not in group or not backwards or "divisor" not in backwards[0]:
                 continue
             seen, ops, at = True, backwards[0].get("ops") or [""], backwards[0].get("at")
+            found = _squared(backwards)
+            if found:
+                findings.setdefault(str(at), Finding("LS211", place(at), *found, group, event["step"]))
             is_mean = len(ops) > 1 and ops[1].startswith(_MEANS)
             is_by_ranks = backwards[0]["divisor"] == len(group) and backwards[0].get("by_ranks")
-            if is_by_ranks and ops[0].startswith("Div") and is_mean:
+            if is_by_ranks and len(backwards) == 1 and ops[0].startswith("Div") and is_mean:
                 evidence = f"a mean loss was divided by {len(group)}, the number of ranks"
                 cause = "the wrapper averages gradients over ranks: nothing is left to divide"
                 remedy = "loss.backward() of the mean over the batch of this rank"
                 findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
-    return list(findings.values()) if seen else "no wrapped model was trained with one backward pass for each step"
+    return list(findings.values()) if seen else "no wrapped model was trained, or a hook exchanges in its own way"
+
+
+def _squared(backwards: list[Event]) -> tuple[str, str, str] | None:
+    """Evidence, cause and remedy where each micro-batch's mean is divided by their number two times."""
+    count, ops = len(backwards), backwards[0].get("ops") or []
+    is_twice = len(ops) > 2 and all(op.startswith(("Div", "Mul")) for op in ops[:2]) and ops[2].startswith(_MEANS)
+    if count < 2 or not is_twice or abs(backwards[0]["divisor"] - count * count) > _SAME:
+        return None
+    evidence = f"a mean loss was divided by {count * count} in each of {count} backward passes of a step"
+    cause = "the script divides by the number of micro-batches, and the framework does so once more"
+    return evidence, cause, "divide once: accelerator.backward and the Trainer divide by themselves"
+
+
+@rule("LS213", "class-weights-differ", "ranks weight classes differently", "warning")
+def class_weights_differ(history: History) -> Iterable[Finding] | str:
+    """Weights of a loss that each rank computes from its own part of the data."""
+    lines: dict[tuple[str, int], dict[int, Event]] = {}
+    for event in history.of("class_weights"):
+        lines.setdefault(tuple(event["at"][:2]), {})[event["rank"]] = event
+    findings = []
+    for by_rank in lines.values():
+        for group in replicas(history):
+            found = {rank: by_rank[rank] for rank in group if rank in by_rank}
+            if len(found) > 1 and differ({rank: event["digest"] for rank, event in found.items()}):
+                event = next(iter(found.values()))
+                evidence = f"the weights of {event['classes']} classes in this loss differ between {named(found)}"
+                cause = "each rank counted the classes of its own part of the data"
+                remedy = "count on all ranks together: all_reduce the counts, or count the whole data set"
+                at, ranks = place(event["at"]), tuple(found)
+                findings.append(Finding("LS213", at, evidence, cause, remedy, ranks, event["step"]))
+    return findings if lines else "no loss had weights of classes"
 
 
 @rule("LS212", "clip-before-average", "each rank clips its own gradient before ranks average", "warning")

@@ -77,13 +77,18 @@ def _apart(streams: list[list[Any]]) -> bool:
 def shares_wrong(history: History) -> Iterable[Finding] | str:
     """Samplers of ranks that deal from other orders, or to more ranks than there are."""
     groups, findings, seen = replicas(history), [], False
+    fixed = _fixed(history)
     for its in _firsts(history) if groups else ():
         first = next(iter(its.values()))
         if first.shards > len(history.ranks):
             evidence = f"the sampler deals to {first.shards} ranks, and there are {len(history.ranks)}"
             findings.append(_wrong(first, evidence, "num_replicas is not the number of ranks", tuple(its)))
             continue
-        shares = {rank: _share(it) for rank, it in its.items() if any(rank in group for group in groups)}
+        shares = {
+            rank: _share(it, (rank, it.begin["loader"]) in fixed)
+            for rank, it in its.items()
+            if any(rank in group for group in groups)
+        }
         known = {rank: share for rank, share in shares.items() if share}
         seen = seen or len(known) > 1
         for one, other in combinations(sorted(known), 2):
@@ -105,10 +110,22 @@ def _wrong(first: Iteration, evidence: str, cause: str, ranks: tuple[int, ...]) 
     return Finding("LS108", place(_made(first)), evidence, cause, remedy, ranks, first.begin["step"])
 
 
-def _share(iteration: Iteration) -> set[int] | None:
+def _fixed(history: History) -> set[tuple[int, int]]:
+    """Ranks and loaders that read the same samples in all epochs, and not in the same order: a share by hand."""
+    found = set()
+    for epochs in iterations(history).values():
+        for rank in history.ranks:
+            its = [by_rank[rank] for by_rank in epochs.values() if rank in by_rank and by_rank[rank].is_complete]
+            sets = {frozenset(map(str, it.indices)) for it in its}
+            if len(its) > 1 and len(sets) == 1 and its[0].indices != its[1].indices:
+                found.add((rank, int(its[0].begin["loader"])))
+    return found
+
+
+def _share(iteration: Iteration, is_fixed: bool) -> set[int] | None:
     """The samples of an epoch of a rank, as numbers of the data set below. None: not known, or drawn otherwise."""
     mapped, indices = iteration.begin.get("mapped"), iteration.indices
-    dealt = iteration.shards > 1
+    dealt = iteration.shards > 1 or is_fixed
     if not iteration.is_complete or iteration.begin.get("replacement") or not (dealt or mapped) or not indices:
         return None
     if (iteration.begin.get("subset") and not mapped) or len(set(map(str, indices))) < len(indices):
@@ -118,7 +135,7 @@ def _share(iteration: Iteration) -> set[int] | None:
 
 
 def _overlap(one: Iteration, other: Iteration, mine: set[int], theirs: set[int], world: int) -> str | None:
-    size = one.begin.get("dataset_size") if one.shards > 1 and not one.begin.get("mapped") else max(mine | theirs) + 1
+    size = max(mine | theirs) + 1 if one.begin.get("mapped") else one.begin.get("dataset_size")
     is_share = max(len(mine), len(theirs)) <= (1 + _PADDING) * (size or 0) / world + world
     same = len(mine & theirs)
     if not is_share or mine == theirs or same <= max(2 * world, _PADDING * len(mine)):
