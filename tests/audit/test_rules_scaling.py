@@ -170,3 +170,31 @@ def test_a_state_that_one_rank_loads_explains_replicas_that_part():
         script.step(rank, gradients=same, parameters=other)
     (finding,) = script.found("LS201")
     assert (finding.where.line, finding.cause) == (15, "the state of the optimizer was loaded on rank 0 only")
+
+
+def test_a_mean_that_script_and_framework_divide_is_a_warning():
+    def divided(divisor, count=4, ops=("DivBackward0", "DivBackward0", "NllLossBackward0")):
+        return lossy(divisor=divisor, ops=ops, count=count).found("LS211")
+
+    assert "divided by 16 in each of 4" in divided(16)[0].evidence
+    assert divided(4) == divided(16, count=1) == divided(16, ops=("DivBackward0", "SumBackward0")) == []
+
+
+def test_class_weights_that_differ_are_a_warning():
+    def weighted(digest):
+        return Script().add("class_weights", at=at(24), digest=digest, classes=3)
+
+    assert weighted(str).found("LS213")[0].where.line == 24
+    assert weighted("same").found("LS213") == []
+
+
+def test_copies_of_a_model_that_part_are_a_warning():
+    def copied(digest, ranks=(0, 1)):
+        script = Script().optimizer().step()
+        for rank in range(2):
+            told = {"0": {"class": "Net", "at": at(22), "digest": digest(rank)}}
+            script.exit(rank, copies=told if rank in ranks else None)
+        return script
+
+    assert copied(str).found("LS214")[0].where.line == 22
+    assert copied(lambda rank: "same").found("LS214") == copied(str, ranks=(0,)).found("LS214") == []

@@ -111,3 +111,30 @@ def test_noise_that_is_equal_on_all_ranks_is_a_warning():
     ]
     assert [script.found("LS111") for script in right] == [[], [], [], []]
     assert noise(lambda rank, number: str(number)).epoch(whole()).found("LS101") != []
+
+
+def test_shares_by_hand_that_stay_the_same_in_all_epochs_are_compared():
+    def epochs(order):
+        script = Script().optimizer()
+        for epoch in range(2):
+            turn = lambda rank, epoch=epoch: order(rank)[:: 1 - 2 * epoch]  # noqa: E731
+            script.epoch(
+                lambda rank, turn=turn: [turn(rank)[first : first + 4] for first in range(0, 32, 4)], epoch=epoch
+            )
+        return script.found("LS108")
+
+    assert len(epochs(lambda rank: [index for batch in drawn(rank) for index in batch])) == 1
+    assert epochs(lambda rank: list(range(64))[rank::2]) == []
+    assert trained(drawn).found("LS108") == []  # one epoch: drawn at random, perhaps
+
+
+def test_batches_that_a_script_draws_itself_and_that_are_equal_are_named():
+    def given(digest, steps=4):
+        script = Script().optimizer()
+        for step in range(steps):
+            script.add("inputs", at=at(23), model=0, digest=lambda rank, step=step: digest(rank, step)).step()
+        return script.found("LS101")
+
+    assert given(lambda rank, step: str(step))[0].where.line == 23
+    assert given(lambda rank, step: f"{rank} {step}") == given(lambda rank, step: "full batch") == []
+    assert given(lambda rank, step: str(step), steps=2) == []

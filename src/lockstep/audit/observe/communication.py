@@ -76,7 +76,8 @@ def collective(name: str, *arguments: Any, **named: Any) -> After:
     _depth += 1
     if _depth > 1:
         return _leave
-    values = [*arguments, *named.values()]
+    lists = [named["tensor_list"]] if "tensor_list" in named else []  # uneven: its first is alike on all ranks
+    values = [*arguments, *lists, *named.values()]
     group = next((value for value in values if isinstance(value, dist.ProcessGroup)), None)
     reduce_op = next((str(value).rpartition(".")[2] for value in values if isinstance(value, _OPS)), None)
     tensor = _tensor(values)

@@ -25,6 +25,7 @@ from lockstep.audit.observe import (
     frameworks,
     means,
     models,
+    passes,
     schedules,
     stuck,
     training,
@@ -55,7 +56,7 @@ def _patches() -> list[Patch]:
     loader, ddp = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
     c10d, fsdp = "torch.distributed.distributed_c10d", "torch.distributed.fsdp"
     wrapped = {how: functools.partial(models.wrapped, how) for how in ("ddp", "fsdp1", "fsdp2", "data_parallel")}
-    clip = {how: functools.partial(training.clipped, how) for how in ("norm", "value")}
+    clip = {how: functools.partial(passes.clipped, how) for how in ("norm", "value")}
     found = [
         Patch(loader, "DataLoader.__init__", data.loader_made),
         Patch(loader, "DataLoader.__iter__", data.iteration_begins),
@@ -79,7 +80,7 @@ def _patches() -> list[Patch]:
         Patch(fsdp, "fully_shard", wrapped["fsdp2"], (f"{fsdp}._fully_shard", f"{fsdp}._fully_shard._fully_shard")),
         Patch(f"{fsdp}._fully_shard._fsdp_state", "FSDPState._pre_forward", models.forward_of_shards),
         Patch("torch", "compile", models.compiled),
-        Patch("torch.autograd", "backward", training.backward),
+        Patch("torch.autograd", "backward", passes.backward),
         Patch("torch.nn.utils.clip_grad", "clip_grad_norm_", clip["norm"], ("torch.nn.utils",)),
         Patch("torch.nn.utils.clip_grad", "clip_grad_value_", clip["value"], ("torch.nn.utils",)),
         Patch("torch.optim.optimizer", "Optimizer.__init__", training.optimizer_made),
@@ -98,7 +99,7 @@ def _patches() -> list[Patch]:
     found += [Patch("torch.nn.functional", name, means.loss) for name in means.LOSSES]
     found += [Patch("torch", f"Tensor.{name}", means.floor_divided) for name in _FLOOR]
     found += [Patch("torch", "Tensor.mean", means.mean)]
-    found += [Patch("torch", name, training.drawn) for name in ("randn", "rand", "randn_like", "rand_like", "randint")]
+    found += [Patch("torch", name, passes.drawn) for name in ("randn", "rand", "randn_like", "rand_like", "randint")]
     for name in communication.COLLECTIVES:
         observer = functools.partial(communication.collective, name)
         found.append(Patch(c10d, name, observer, ("torch.distributed",), is_optional="coalesced" in name))

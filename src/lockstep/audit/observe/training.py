@@ -1,4 +1,4 @@
-"""Observes training: backward passes, clipping, gradient scaling and optimizer steps."""
+"""Observes optimizers: their parameters, steps, and gradient scaling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import communication, data, digests, means, models, places, schedules, torch_state
+from lockstep.audit.observe import communication, data, digests, models, passes, places, schedules, torch_state
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.gradients import gradients
 from lockstep.audit.observe.objects import Registry
@@ -16,8 +16,6 @@ from lockstep.audit.observe.recorder import recorder
 
 _MOST = 256
 _UNFROZEN_EVERY = 10
-_DRAWN = 8
-"""Random numbers are compared in so many first steps, of tensors with at least so many elements."""
 
 
 @dataclasses.dataclass
@@ -55,63 +53,16 @@ class Step:
 
 _optimizers: Registry[Optimizer] = Registry()
 _count = 0
-_depth = 0
 _steps: list[Step] = []
-_backwards: list[dict[str, Any]] = []
-_first_backward = 0
-_last_seen = 0
-_clips: list[tuple[int, dict[str, Any]]] = []
-_clips_called = 0
 _known_parameters: set[int] = set()
 _finished: dict[int, int] = {}
 
 
-def _next_is_sampled() -> bool:
-    return recorder.is_sampled(recorder.counts.optimizer_steps)
-
-
-def backward(tensors: Any, *_: Any, **__: Any) -> After:
-    """torch.autograd.backward, which Tensor.backward calls. Backward passes within one are checkpoints'."""
-    global _depth, _first_backward
-    _depth += 1
-    if _depth > 1:
-        return _leave
-    frame = places.user_frame()
-    told: dict[str, Any] = {"at": places.here(frame), "models": models.backward_begins()}
-    is_sampled = _next_is_sampled()
-    means.forget()
-    if is_sampled:
-        told |= _loss(tensors)
-        told["by_ranks"] = (frame is not None and _knows_ranks(frame.f_code)) or None
-        for optimizer, known in _optimizers.items():
-            if known.index and not known.was_cleared:
-                known.was_cleared = _is_cleared(optimizer)
-
-    def after(result: Any, error: BaseException | None) -> None:
-        global _depth, _first_backward
-        _depth -= 1
-        recorder.progress()
-        if error is None:
-            recorder.counts.backwards += 1
-            _backwards.append(told)
-            if len(_backwards) > _MOST:
-                _backwards.pop(0)
-                _first_backward += 1
-                recorder.cut["backwards"] += 1
-            recorder.guard("gradients after backward", gradients.at_backward, is_sampled)
-
-    return after
-
-
-def _leave(result: Any, error: BaseException | None) -> None:
-    global _depth
-    _depth -= 1
-
-
-def _knows_ranks(code: Any) -> bool:
-    """True if a function has the number of ranks by some name."""
-    names = (*code.co_names, *code.co_varnames, *code.co_freevars)
-    return any(word in name.lower() for name in names for word in ("world", "num_processes", "nranks", "n_ranks"))
+def note_cleared() -> None:
+    """Before a backward pass: note which optimizers' gradients were cleared."""
+    for optimizer, known in _optimizers.items():
+        if known.index and not known.was_cleared:
+            known.was_cleared = _is_cleared(optimizer)
 
 
 def _is_cleared(optimizer: Any) -> bool:
@@ -120,67 +71,7 @@ def _is_cleared(optimizer: Any) -> bool:
     return not any(bool(digests.local(grad).detach().count_nonzero()) for grad in found if grad.layout == torch.strided)
 
 
-def _loss(tensors: Any) -> dict[str, Any]:
-    """The value of a loss, and the last operations that made the loss, the last first."""
-    root = next(digests.tensors_in(tensors), None)
-    if root is None or root.numel() != 1:
-        return {}
-    names: list[str] = []
-    divisor = 1.0
-    function = root.grad_fn
-    while function is not None and len(names) < 4:
-        names.append(type(function).__name__)
-        divisor *= _divisor(function)
-        function = next((inner for inner, _ in function.next_functions if inner is not None), None)
-    return {"loss": float(root.detach()), "ops": names, "divisor": divisor}
-
-
-def _divisor(function: Any) -> float:
-    """The number that an autograd function divides by: of a division, or of a multiplication by less than 1."""
-    other = getattr(function, "_saved_other", None)
-    if not isinstance(other, torch.Tensor) or other.numel() != 1 or not float(other):
-        return 1.0
-    name, number = type(function).__name__, float(other)
-    return number if name == "DivBackward0" else 1 / number if name == "MulBackward0" and 0 < number < 1 else 1.0
-
-
-def drawn(*_: Any, **__: Any) -> After:
-    """torch.randn and the like by the script, once training has begun."""
-    frame = sys._getframe(3)
-    if not recorder.counts.optimizer_steps or recorder.counts.optimizer_steps > _DRAWN or not places.is_by_user(frame):
-        return None
-    at = places.here(frame)
-
-    def after(result: Any, error: BaseException | None) -> None:
-        if isinstance(result, torch.Tensor) and result.numel() >= _DRAWN:
-            digest = digests.of_tensors({"": result})[""]
-            recorder.emit("drawn", limit=_DRAWN, at=at, digest=digest)
-
-    return after
-
-
-def clipped(how: str, parameters: Any, limit: Any = None, *_: Any, **named: Any) -> After:
-    """clip_grad_norm_ and clip_grad_value_. The parameters may be an iterator, so nothing is taken from them."""
-    global _clips_called
-    _clips_called += 1
-    limit = named.get("max_norm", named.get("clip_value", limit))
-    told = {"at": places.here(), "how": how, "limit": float(limit), "backwards_before": recorder.counts.backwards}
-    told["reduced_before"] = bool(gradients.reduced)
-    sequence, is_sampled = _clips_called, _next_is_sampled()
-
-    def after(norm: Any, error: BaseException | None) -> None:
-        if error is None:
-            if is_sampled and isinstance(norm, torch.Tensor) and _is_whole(norm):
-                told["norm"] = float(digests.local(norm))
-            _clips.append((sequence, told))
-            del _clips[:-_MOST]
-
-    return after
-
-
-def _is_whole(tensor: Any) -> bool:
-    """True if this rank holds all of a tensor: a DTensor may need other ranks."""
-    return all(placement.is_replicate() for placement in getattr(tensor, "placements", ()))
+passes.at_sampled.append(note_cleared)
 
 
 def optimizer_made(optimizer: Any, *_: Any, **__: Any) -> After:
@@ -268,7 +159,7 @@ def _ready(step: Step) -> None:
     parameters = _parameters(step.optimizer)
     for line in gradients.take(parameters):
         owner = next((owner for owner in map(models.owner, parameters) if owner), None)
-        is_clean = not _clips and step.known.scaler is None
+        is_clean = not passes.clips and step.known.scaler is None
         line["divided"] = line.get("divided") if is_clean or line.get("divided") else None
         model = owner[0].number if owner else None
         recorder.emit("hand_reduce", limit=4, model=model, optimizer=step.known.number, **line)
@@ -388,16 +279,18 @@ def _write_step(step: Step, skipped: bool | None = None) -> None:
         for model in models.told():
             if model.number in owners and model.how == "ddp":
                 models.note_unfrozen(model, step.at)
-    fresh = _backwards[max(0, _last_seen - _first_backward) :]  # since the last step of any optimizer
-    own = _backwards[max(0, known.backwards_seen - _first_backward) :]
+    fresh = passes.backwards[
+        max(0, passes.state.last_seen - passes.state.first) :
+    ]  # since the last step of any optimizer
+    own = passes.backwards[max(0, known.backwards_seen - passes.state.first) :]
     backwards = [_told_backward(told, owners) for told in fresh or own]
     if any(told.pop("is_past") for told in backwards):
         models.watch_forwards()
     hyperparameters = [_hyperparameters(group) for group in optimizer.param_groups]
-    clips = [{**told, "backwards_before": _since(known, told)} for _, told in _clips]
+    clips = [{**told, "backwards_before": _since(known, told)} for _, told in passes.clips]
     scaler = known.scaler
-    if scaler is not None and _clips:
-        scaler["unscaled_before_clip"] = known.unscaled_at is not None and known.unscaled_at < _clips[0][0]
+    if scaler is not None and passes.clips:
+        scaler["unscaled_before_clip"] = known.unscaled_at is not None and known.unscaled_at < passes.clips[0][0]
     recorder.emit(
         "step",
         at=step.at,
@@ -415,15 +308,14 @@ def _write_step(step: Step, skipped: bool | None = None) -> None:
     known.hyperparameters, known.scaler, known.unscaled_at = hyperparameters, None, None
     known.backwards_seen = recorder.counts.backwards
     data.given.clear()
-    _clips.clear()
+    passes.clips.clear()
     seen = min(other.backwards_seen for _, other in _optimizers.items())
-    del _backwards[: max(0, seen - _first_backward)]
-    _note_seen(max(seen, _first_backward), recorder.counts.backwards)
+    del passes.backwards[: max(0, seen - passes.state.first)]
+    _note_seen(max(seen, passes.state.first), recorder.counts.backwards)
 
 
 def _note_seen(first: int, last: int) -> None:
-    global _first_backward, _last_seen
-    _first_backward, _last_seen = first, last
+    passes.state.first, passes.state.last_seen = first, last
 
 
 def _since(known: Optimizer, told: dict[str, Any]) -> int:
@@ -446,7 +338,7 @@ def _told_backward(told: dict[str, Any], owners: dict[int, None]) -> dict[str, A
 def scaler_unscales(scaler: Any, optimizer: Any) -> After:
     """GradScaler.unscale_."""
     if scaler._enabled:
-        _know(optimizer).unscaled_at = _clips_called
+        _know(optimizer).unscaled_at = passes.state.clips_called
     return None
 
 
@@ -472,4 +364,7 @@ def scaler_steps(scaler: Any, optimizer: Any, *_: Any, **__: Any) -> After:
 
 def at_exit() -> dict[str, Any]:
     """What came after the last optimizer step."""
-    return {"backwards_left": recorder.counts.backwards - _last_seen or None, "steps": dict(_finished) or None}
+    return {
+        "backwards_left": recorder.counts.backwards - passes.state.last_seen or None,
+        "steps": dict(_finished) or None,
+    }

@@ -15,9 +15,22 @@ from lockstep.audit.rules import (
     scaling,
     schedules,
     shares,
+    unwrapped,
 )
 
-_MODULES = (data, shares, gradients, scaling, optimizers, schedules, accumulation, collectives, evaluation, files)
+_MODULES = (
+    data,
+    shares,
+    gradients,
+    unwrapped,
+    scaling,
+    optimizers,
+    schedules,
+    accumulation,
+    collectives,
+    evaluation,
+    files,
+)
 ALL: tuple[Rule, ...] = tuple(sorted(facts.RULES, key=lambda rule: rule.id))
 BY_ID = {rule.id: rule for rule in ALL}
 EXPLAINED = {

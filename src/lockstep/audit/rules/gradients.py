@@ -12,16 +12,13 @@ from lockstep.audit.rules.facts import (
     Key,
     differ,
     each_rank,
-    keys,
     line,
     named,
-    optimizer_at,
     place,
     replicas,
     rule,
     some,
     steps,
-    uses,
 )
 
 _NOTHING = "no step of replicas was compared"
@@ -65,21 +62,23 @@ def partings(history: History) -> tuple[list[Parting], bool]:
     groups, found, compared = replicas(history, "ddp"), [], False
     if not groups and not any(history.of("wrap")):
         groups = replicas(history)
-    averaged = any(history.of("hand_average")) or _averages(history)
+    averaged = any(history.of("hand_average")) or averages(history)
     ignored = {name for wrap in history.of("wrap") for name in wrap.get("ignored") or ()}
     for by_rank in steps(history).values():
         for group in groups:
             ranks = tuple(rank for rank in group if rank in by_rank)
-            pairs = list(_compared(by_rank, ranks, ignored)) if len(ranks) > 1 else []
+            pairs = list(compared_steps(by_rank, ranks, ignored)) if len(ranks) > 1 else []
             compared = compared or bool(pairs)
             first = next((parting for parting in pairs if parting.gradients or parting.parameters), None)
             together = any(not each.parameters for each in pairs[pairs.index(first) :]) if first else True
-            if first and not averaged and not together and not _hooked(history) and not _meet(history, ranks):
+            if first and not averaged and not together and not hooked(history) and not _meet(history, ranks):
                 found.append(first)
     return found, compared
 
 
-def _compared(by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...], ignored: set[str]) -> Iterator[Parting]:
+def compared_steps(
+    by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...], ignored: set[str]
+) -> Iterator[Parting]:
     for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))):
         events = {rank: by_rank[rank][index] for rank in ranks}
         if all("parameters" in event for event in events.values()):
@@ -95,7 +94,7 @@ def _compared(by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...], igno
             yield Parting(ranks, events, kinds[0], kinds[1], len(names))
 
 
-def _averages(history: History) -> bool:
+def averages(history: History) -> bool:
     """True if the script exchanges tensors itself between steps: perhaps parameters."""
     shapes: dict[tuple[str, int], set[str]] = {}
     of_gradients = {str(event.get("at")) for event in history.of("hand_reduce")}
@@ -109,7 +108,7 @@ def _averages(history: History) -> bool:
     return any(len(each) > 1 for each in shapes.values())
 
 
-def _hooked(history: History) -> bool:
+def hooked(history: History) -> bool:
     """True if a communication hook (local SGD, compression) exchanges in its own way."""
     return any(event.get("hook") for event in history.of("wrap", "step")) or any(history.of("hook"))
 
@@ -151,7 +150,7 @@ def replicas_part(history: History) -> Iterable[Finding] | str:
             continue
         if _without_sync(parting) and parting.gradients:
             continue
-        if {*parting.gradients, *parting.parameters} <= _unwrapped(history):
+        if {*parting.gradients, *parting.parameters} <= unwrapped(history):
             continue  # LS207
         if not parting.gradients and _other_rates(parting):
             continue  # LS301
@@ -172,7 +171,7 @@ def _restored_apart(history: History, parting: Parting) -> tuple[Any, str, set[i
     return None
 
 
-def _unwrapped(history: History) -> set[str]:
+def unwrapped(history: History) -> set[str]:
     """Names of parameters that optimizers have beside those of a wrapped model."""
     return {name for event in history.of("optimizer") for name in event.get("unwrapped") or ()}
 
@@ -254,68 +253,6 @@ def step_without_sync(history: History) -> Iterable[Finding] | str:
         at, step = place(last.get("at")), parting.first["step"]
         findings.append(Finding("LS204", at, parting.evidence, cause, remedy, parting.ranks, step))
     return findings if compared else _NOTHING
-
-
-@rule("LS207", "never-exchanged", "ranks share out the data, and nothing exchanges gradients")
-def never_exchanged(history: History) -> Iterable[Finding] | str:
-    """An optimizer of a model without a wrapper: each rank trains its own model on its part of the data."""
-    trained = _reads_a_part(history)
-    if len(trained) < 2:
-        return "no training on data that a sampler deals to ranks"
-    exchanged = any(history.of("hand_reduce", "hand_average")) or _averages(history) or _hooked(history)
-    if exchanged or uses(history, "deepspeed"):
-        return []
-    known, findings, beside = keys(history, "optimizer", "optimizer"), [], _unwrapped(history)
-    owned = {known[event["rank"], event["optimizer"]] for event in history.of("optimizer") if event.get("owned")}
-    for key, by_rank in steps(history).items():
-        ranks = tuple(sorted(trained & by_rank.keys()))
-        pairs = list(_compared(by_rank, ranks, set())) if len(ranks) > 1 else []
-        wrong = [{*each.gradients} if key not in owned else {*each.gradients} & beside for each in pairs]
-        if pairs and all(names and each.parameters for names, each in zip(wrong, pairs, strict=True)):
-            cause = "no wrapper has the model of this optimizer, and the script does not reduce its gradients"
-            if key in owned:
-                cause = f"{some(sorted(wrong[0]))} of the optimizer are in no wrapped model: their gradients stay local"
-            remedy = "train through DistributedDataParallel(model); of a framework, do not take the model out before"
-            at = place(optimizer_at(history, key))
-            findings.append(Finding("LS207", at, pairs[0].evidence, cause, remedy, ranks, pairs[0].first["step"]))
-    return findings
-
-
-def _reads_a_part(history: History) -> set[int]:
-    """Ranks that train on a part of the data: that a sampler deals, or other batches in a script with a wrapper."""
-    trained, first = set(), dict[tuple[Any, ...], dict[int, Any]]()
-    dealt = {
-        (event["rank"], event["loader"])
-        for event in history.of("loader")
-        if (event.get("distributed") or {}).get("replicas", 1) > 1
-    }
-    for event in history.of("loader_end"):
-        if event.get("backwards") and (event["rank"], event["loader"]) in dealt:
-            trained.add(event["rank"])
-    for event in history.of("batch") if any(history.of("wrap")) else ():
-        first.setdefault((event["loader"], event.get("epoch"), event["batch"]), {})[event["rank"]] = event.get("digest")
-    others = [by_rank for by_rank in first.values() if len(set(by_rank.values())) > 1]
-    return trained | ({rank for by_rank in others for rank in by_rank} if len(others) == len(first) else set())
-
-
-@rule("LS214", "copies-part", "copies of a model differ between ranks", "warning")
-def copies_part(history: History) -> Iterable[Finding] | str:
-    """An average or a teacher that ranks call, whose weights are not the same on all ranks."""
-    told: dict[str, dict[int, Event]] = {}
-    for event in history.of("exit"):
-        for number, copy in (event.get("copies") or {}).items():
-            told.setdefault(number, {})[event["rank"]] = copy
-    findings = []
-    for by_rank in told.values() if not any(partings(history)[0]) else ():
-        for group in replicas(history):
-            found = {rank: by_rank[rank] for rank in group if rank in by_rank}
-            if len(found) == len(group) and differ({rank: copy["digest"] for rank, copy in found.items()}):
-                copy = next(iter(found.values()))
-                evidence = f"the {copy['class']} that this line calls has other weights on {named(found)} at the end"
-                cause = "each rank made it before the models were equal, or only some ranks update it"
-                remedy = "copy the model after DistributedDataParallel(...) made it equal, and update on all ranks"
-                findings.append(Finding("LS214", place(copy["at"]), evidence, cause, remedy, tuple(found), None))
-    return findings if told else "no copy of a wrapped model was called"
 
 
 @rule("LS205", "sum-not-divided", "gradients are summed over ranks and not divided")
