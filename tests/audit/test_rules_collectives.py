@@ -49,7 +49,7 @@ def test_calls_that_do_not_match_are_named_with_both_lines():
     [
         called(lambda rank: ("all_reduce", [4], 20), lambda rank: ("barrier", [], 21)),
         called(lambda rank: ("all_reduce", [4], 20 + rank)),  # `if rank == 0: ... else: ...` with the same call in both
-        called(lambda rank: ("all_gather", [4 + rank], 20)),  # the lists may be uneven
+        called(lambda rank: ("gather", [4 + rank], 20)),
         called(lambda rank: ("send" if rank else "recv", [4], 20)),
     ],
     ids=["equal", "two branches", "uneven gather", "pipeline"],
@@ -132,3 +132,12 @@ def test_the_end_of_a_loader_counts_backward_passes_and_does_not_list_them():
         lambda rank: 40 if rank == 0 else 30, script=Script().add("loader_end", loader=0, epoch=0, backwards=8)
     )
     assert script.found("LS502")[0].where.line == 40
+
+
+def test_collectives_with_different_roots_do_not_match():
+    def broadcast(root):
+        keys = {"op": "broadcast", "dtype": "float32", "shape": [4], "group": "0", "sequence": 0}
+        return Script().add("collective", at=at(44), root=root, **keys).found("LS501")
+
+    assert "broadcast [4] float32 of rank 0 at train.py:44 on rank 0" in broadcast(lambda rank: rank)[0].evidence
+    assert broadcast(0) == []

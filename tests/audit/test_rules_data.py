@@ -179,12 +179,19 @@ def test_data_sets_that_are_not_the_same_are_named():
     (finding,) = trained(parts(), distributed=dealt(), dataset_size=lambda rank: 64 + rank).found("LS105")
     assert "64 samples on rank 0, 65 samples on rank 1" in finding.evidence
 
-    def probed(digest):
-        script = trained(parts(), distributed=dealt())
-        return script.add("probe", loader=0, dataset_size=64, samples=lambda rank: {"0": digest(rank), "9": "x"})
+    def probed(samples):
+        return trained(parts(), distributed=dealt()).add("probe", loader=0, dataset_size=64, samples=samples)
 
-    assert "dataset[0]" in probed(str).found("LS105")[0].evidence
-    assert probed(lambda rank: "same").found("LS105") == []
+    def other(rank):
+        return {"0": [f"picture {rank}", [rank]], "9": [f"another {rank}", [1]]}
+
+    assert "in all fields" in probed(other).found("LS105")[0].evidence
+    right = [
+        lambda rank: {"0": ["picture", [0]], "9": ["another", [1]]},
+        lambda rank: {"0": [f"augmented {rank}", [0]], "9": [f"augmented {rank}", [1]]},  # labels stay
+        lambda rank: {"0": [None, [0]], "9": [None, [1]]},  # random
+    ]
+    assert [probed(each).found("LS105") for each in right] == [[], [], []]
     assert uneven().found("LS105") == []  # files of its own on each rank, and no sampler that deals
 
 

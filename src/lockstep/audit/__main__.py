@@ -32,7 +32,7 @@ def _options() -> argparse.ArgumentParser:
         "--every", type=int, default=int(get(boot.EVERY, "50")), help="look closely at each so many steps"
     )
     parser.add_argument("--patience", type=float, default=float(get(boot.PATIENCE, "60")), help="seconds until a hang")
-    parser.add_argument("--probe", action="store_true", default=get(boot.PROBE) == "1", help="compare data sets")
+    parser.add_argument("--no-probe", action="store_true", default=get(boot.PROBE) == "0", help="read no samples")
     parser.add_argument("-m", dest="module", help="run a module")
     parser.add_argument("script", nargs="?", help="the script")
     return parser
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None, settings: Settings | None = None) -
     if options.script and not Path(options.script).exists():
         parser.error(f"there is no script {options.script}")
     folder = options.folder or Path(f"lockstep-audit-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}")
-    boot.activate(folder, every=options.every, patience=options.patience, probe=options.probe)
+    boot.activate(folder, every=options.every, patience=options.patience, probe=not options.no_probe)
     recorder.is_main = True
     try:
         run(options.module, options.script, rest)

@@ -34,7 +34,7 @@ def run(
     folder: Path | None = None,
     every: int = 50,
     patience: float = 60.0,
-    probe: bool = False,
+    probe: bool = True,
 ) -> int:
     """Run a script on so many ranks, observed, and write the report.
 
@@ -43,7 +43,7 @@ def run(
         folder: where events go. None: into a temporary folder, which is deleted.
         every: of the steps after the first few, each so many is looked at closely.
         patience: seconds without progress of any rank after which the run is ended.
-        probe: whether samples of data sets are read on all ranks and compared.
+        probe: whether samples of data sets are read on all ranks at the end and compared.
 
     Returns:
         the exit code: see docs/audit.md.
@@ -60,7 +60,7 @@ def run(
     with _folder(folder) as place:
         options = ["--folder", str(place), "--every", str(every), "--patience", str(patience)]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-        command += ["--max-restarts", "0", "-m", "lockstep.audit", *options, *["--probe"] * probe, *target]
+        command += ["--max-restarts", "0", "-m", "lockstep.audit", *options, *["--no-probe"] * (not probe), *target]
         process = subprocess.Popen(command, env=os.environ | {JUDGED_OUTSIDE: "1"}, start_new_session=True)
         failed = True
         try:

@@ -18,7 +18,7 @@ def audit(
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Ranks on this machine.")] = 2,
     every: Annotated[int, typer.Option("--every", min=1, help="Look closely at every K-th step.")] = 50,
     patience: Annotated[float, typer.Option("--patience", min=1, help="Seconds without progress: a hang.")] = 60,
-    probe: Annotated[bool, typer.Option("--probe", help="Read samples on all ranks, and compare them.")] = False,
+    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Read a few samples at the end.")] = True,
     format: Annotated[str, typer.Option("--format", metavar="text|json|sarif|github")] = "text",
     output: Annotated[Path | None, typer.Option("--output", help="A file for the report.")] = None,
     folder: Annotated[Path | None, typer.Option("--folder", help="Keep the events in this new folder.")] = None,
@@ -47,7 +47,9 @@ def audit(
         if "RANK" in os.environ:
             from lockstep.audit.__main__ import main
 
-            given = as_arguments({"--folder": folder, "--every": every, "--patience": patience, "--probe": probe})
+            given = as_arguments(
+                {"--folder": folder, "--every": every, "--patience": patience, "--no-probe": not probe}
+            )
             main([*given, *context.args], settings)
             return
         from lockstep.audit.run import run

@@ -59,8 +59,9 @@ class Hook(importlib.abc.MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             execute(module)
             del loader.exec_module
-            for function in self._after.pop(name, []):
-                recorder.guard(f"import of {name}", function, module)
+            while functions := self._after.pop(name, []):  # a function may ask for more of the same module
+                for function in functions:
+                    recorder.guard(f"import of {name}", function, module)
 
         loader.exec_module = exec_module
 
@@ -68,14 +69,14 @@ class Hook(importlib.abc.MetaPathFinder):
 hook = Hook()
 
 
-def activate(folder: Path, *, every: int = 50, patience: float = 60.0, probe: bool = False) -> None:
+def activate(folder: Path, *, every: int = 50, patience: float = 60.0, probe: bool = True) -> None:
     """Observe this process and its children.
 
     Args:
         folder: where events go.
         every: of the steps after the first 4, each so many is looked at closely.
         patience: seconds without progress after which a process is noted as stuck.
-        probe: whether samples of data sets are read, to compare data sets of ranks.
+        probe: whether samples of data sets are read at the end, to compare data sets of ranks.
     """
     if recorder.folder is not None:
         return
@@ -105,7 +106,7 @@ def activate_from_environment() -> None:
     """Observe this process if its parent was observed."""
     if folder := os.environ.get(FOLDER):
         every, patience = int(os.environ.get(EVERY, "50")), float(os.environ.get(PATIENCE, "60"))
-        activate(Path(folder), every=every, patience=patience, probe=os.environ.get(PROBE) == "1")
+        activate(Path(folder), every=every, patience=patience, probe=os.environ.get(PROBE) != "0")
         sys.exit = _exit  # the code of a process that only Python itself runs is seen nowhere else
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep.audit.observe import digests, models, places, torch_state
+from lockstep.audit.observe import digests, means, models, places, torch_state
 from lockstep.audit.observe.data import After
-from lockstep.audit.observe.objects import Registry
+from lockstep.audit.observe.gradients import Reduction, gradients
 from lockstep.audit.observe.recorder import recorder
 from lockstep.core.parallel import torch_internals
 
 _EACH_LINE = 2000
 _LOOKS = 8
+_NAMED = 200
+"""So many calls of a line are told with the names that the script has for what it exchanges."""
+_LONGEST = 60
+_OWN_NAMESPACE = 1  # of a function: CO_OPTIMIZED
 _depth = 0
 _sequences: Counter[str] = Counter()
 _groups: set[str] = set()
@@ -71,12 +76,18 @@ def collective(name: str, *arguments: Any, **named: Any) -> After:
     _depth += 1
     if _depth > 1:
         return _leave
-    values = [*arguments, *named.values()]
+    lists = [named["tensor_list"]] if "tensor_list" in named else []  # uneven: its first is alike on all ranks
+    values = [*arguments, *lists, *named.values()]
     group = next((value for value in values if isinstance(value, dist.ProcessGroup)), None)
     reduce_op = next((str(value).rpartition(".")[2] for value in values if isinstance(value, _OPS)), None)
     tensor = _tensor(values)
     group_name = torch_state.name_of(group)
-    at = places.here()
+    frame = places.user_frame()
+    at = places.here(frame)
+    reduction = Reduction(tensor, at, reduce_op or "SUM") if name == "all_reduce" and tensor is not None else None
+    seen: dict[str, Any] = {}
+    if tensor is not None and name in ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor"):
+        seen = recorder.guard("what is exchanged", _seen, name, values, tensor, frame, reduction) or {}
     _sequences[group_name] += 1
     recorder.counts.collectives_python += 1
     recorder.emit(
@@ -90,13 +101,62 @@ def collective(name: str, *arguments: Any, **named: Any) -> After:
         dtype=None if tensor is None else str(tensor.dtype).removeprefix("torch."),
         reduce_op=reduce_op or ("SUM" if name in ("all_reduce", "reduce", "reduce_scatter") else None),
         sequence=_sequences[group_name] - 1,
+        root=_root(name, arguments, named),
         divided_integer=True if reduce_op == "AVG" and tensor is not None and _is_integer(tensor) else None,
+        **seen,
     )
     if name in ("all_reduce", "broadcast") and tensor is not None:
         recorder.guard("parameters averaged by hand", _note_average, name, tensor, at, reduce_op)
-    if name == "all_reduce" and tensor is not None:
-        return _Reduction(tensor, at, reduce_op or "SUM").after
-    return _leave
+    if reduction is None:
+        return _leave
+
+    def after(result: Any, error: BaseException | None) -> None:
+        _leave(result, error)
+        if error is None:
+            reduction.after(result)
+            if reduction.op == "SUM" and reduction.tensor.numel() <= _SMALL:
+                means.summed.put(reduction.tensor, at)
+
+    return after
+
+
+def _root(name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> int | None:
+    """The rank that a collective begins or ends at."""
+    if name not in ("broadcast", "reduce", "broadcast_object_list"):
+        return None
+    found = [named[key] for key in ("src", "dst", "group_src", "group_dst") if key in named]
+    return next((int(each) for each in (*found, *arguments[1:2]) if isinstance(each, int)), None)
+
+
+def _seen(
+    name: str, values: Sequence[Any], tensor: torch.Tensor, frame: Any, reduction: Reduction | None
+) -> dict[str, Any]:
+    """Names that the calling line has for a tensor, which gradient it is, and of which means it is the mean."""
+    _named[name] += 1
+    told: dict[str, Any] = {}
+    if _named[name] <= _NAMED:
+        if frame is not None and tensor.numel() <= _SMALL:
+            told["names"] = _names(frame)
+        if reduction is not None and reduction.parameter is not None:
+            told["parameter"] = gradients.number_of(reduction.parameter)
+    given = tensor if name in ("all_reduce", "reduce") else next(digests.tensors_in(values[1:], 1), None)
+    return told | (means.about(given) if given is not None and name != "broadcast" else {})
+
+
+_named: Counter[str] = Counter()
+_SMALL = 1024
+
+
+def _names(frame: Any) -> dict[str, str] | None:
+    """The short texts among the variables of a function. What was read of them is not kept alive."""
+    code = frame.f_code
+    if not code.co_flags & _OWN_NAMESPACE:
+        return None
+    space = frame.f_locals
+    found = {name: space[name] for name in code.co_varnames if isinstance(space.get(name), str)}
+    if sys.version_info < (3, 13) and sys.gettrace() is None:
+        space.clear()  # a copy, which would live as long as the call
+    return {name: text for name, text in found.items() if len(text) <= _LONGEST} or None
 
 
 _averages: set[str] = set()
@@ -134,113 +194,10 @@ def _tensor(values: Sequence[Any]) -> torch.Tensor | None:
     return next((tensor for value in values for tensor in digests.tensors_in(value, 2)), None)
 
 
-class Gradients:
-    """The gradients that optimizers will use next, and what a script that sums them by hand does to them."""
-
-    def __init__(self) -> None:
-        self.parameters: Registry[None] = Registry()
-        """Of optimizers that have stepped or were made, and of no wrapped model."""
-        self.all: Registry[None] = Registry()
-        """Of any optimizer."""
-        self.after_backward: dict[int, float] = {}
-        self.reduced: dict[int, dict[str, Any]] = {}
-        self._places: dict[int, torch.Tensor] = {}
-        self._is_fresh = False
-        self._looks = 0
-
-    def at_backward(self, is_sampled: bool) -> None:
-        """Remember sums of the gradients."""
-        self._is_fresh = False
-        self.after_backward = {}
-        if not (is_sampled or self._looks < _LOOKS) or not torch_state.has_other_ranks():
-            return
-        with torch.no_grad():
-            for parameter, _ in self.parameters.items():
-                if parameter.grad is not None:
-                    self.after_backward[id(parameter)] = _size(parameter.grad)
-        self._looks += bool(self.after_backward)
-
-    def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The parameter whose gradient a tensor is."""
-        if not self._is_fresh:
-            self._is_fresh = True
-            living = [parameter for parameter, _ in self.parameters.items()]
-            self._places = {p.grad.data_ptr(): p for p in living if p.grad is not None and not _is_sharded(p.grad)}
-        found = self._places.get(tensor.data_ptr()) if not _is_sharded(tensor) else None
-        if found is not None and found.grad is not None and found.grad.shape == tensor.shape:
-            return found
-        with_gradients = [parameter for parameter in self._places.values() if parameter.grad is not None]
-        total = sum(parameter.grad.numel() for parameter in with_gradients if parameter.grad is not None)
-        if tensor.ndim == 1 and with_gradients and tensor.numel() == total:  # a flat copy of all
-            first = with_gradients[0].grad
-            if first is not None and torch.equal(tensor[: first.numel()].detach(), first.detach().flatten()):
-                return with_gradients[0]
-        return None
-
-    def sum(self) -> float:
-        """The sum of the absolute values of all gradients."""
-        return sum(_size(parameter.grad) for parameter, _ in self.parameters.items() if parameter.grad is not None)
-
-    def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The parameter that a tensor is, or the first of all that the tensor is a flat copy of."""
-        living = [parameter for parameter, _ in self.all.items() if not _is_sharded(parameter)]
-        if tensor.ndim == 1 and living and tensor.numel() == sum(parameter.numel() for parameter in living):
-            first = living[0].detach().flatten()
-            return living[0] if torch.equal(tensor[: first.numel()].detach(), first) else None
-        places_of = {parameter.data_ptr(): parameter for parameter in living}
-        return None if _is_sharded(tensor) else places_of.get(tensor.data_ptr())
-
-    def take(self, parameters: list[torch.Tensor]) -> list[dict[str, Any]]:
-        """What the script summed of these parameters since the last call, a dictionary for each line."""
-        lines: dict[str, dict[str, Any]] = {}
-        for parameter in parameters if self.reduced else ():
-            told = self.reduced.pop(id(parameter), None)
-            if told is None:
-                continue
-            line = lines.setdefault(str(told["at"]), {"at": told["at"], "op": told["op"], "parameters": 0})
-            line["parameters"] += 1
-            if told["after"] and parameter.grad is not None and told["op"] == "SUM":
-                left = (self.sum() if told["is_flat"] else _size(parameter.grad)) / told["after"]
-                came = told["before"] / told["first"] if told.get("first") else 1.0
-                world = dist.get_world_size()
-                line.setdefault("factor", left * came)
-                line.setdefault("divided", abs(left * came * world - 1) < 0.01)
-            elif told["op"] == "AVG":
-                line["divided"] = True
-        return list(lines.values())
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "_local_tensor")
-
-
-def _size(tensor: torch.Tensor) -> float:
-    return float(digests.local(tensor).detach().double().abs().sum())
-
-
-gradients = Gradients()
-
-
-class _Reduction:
-    """An all-reduce, perhaps of a gradient."""
-
-    def __init__(self, tensor: torch.Tensor, at: list[str | int] | None, op: str) -> None:
-        self.parameter = gradients.find(tensor)
-        self.tensor, self.at, self.op = tensor, at, op
-        self.is_sampled = bool(gradients.after_backward)
-        self.before = _size(tensor) if self.parameter is not None and self.is_sampled else None
-
-    def after(self, result: Any, error: BaseException | None) -> None:
-        _leave(result, error)
-        if error is None and self.parameter is not None:
-            grad = self.parameter.grad
-            is_flat = grad is not None and grad.shape != self.tensor.shape
-            told: dict[str, Any] = {"at": self.at, "op": self.op, "after": None, "is_flat": is_flat}
-            if self.is_sampled and result is None:  # not asynchronous
-                told |= {"before": self.before, "after": _size(self.tensor)}
-                sums = gradients.after_backward
-                told["first"] = sum(sums.values()) if told["is_flat"] else sums.get(id(self.parameter))
-            gradients.reduced[id(self.parameter)] = told
+def waited(work: Any, *_: Any, **__: Any) -> After:
+    """Work.wait."""
+    gradients.waited.add(id(work))
+    return None
 
 
 def at_exit() -> dict[str, Any]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy
 import torch
 
 from lockstep.audit.observe import digests, places
@@ -20,7 +18,7 @@ _INDICES = 100_000
 _EACH = 50
 _MOST_GIVEN = 256
 _IGNORED = -100
-_PROBED = 4
+_MAPPED = 20_000
 _SHUFFLING = {"RandomSampler": True, "SeedableRandomSampler": True, "WeightedRandomSampler": True}
 _SHUFFLING |= {"SubsetRandomSampler": True, "SequentialSampler": False, "LengthGroupedSampler": True}
 
@@ -34,9 +32,10 @@ class Loader:
     number: int
     made_at: list[str | int] | None
     subset: str | None = None
+    mapped: list[int] | None = None
+    """Of a Subset: the index below for each of its indices."""
     epochs: int = 0
     open: Pass | None = None
-    is_probed: bool = False
 
 
 @dataclasses.dataclass
@@ -48,6 +47,8 @@ class Pass:
     at: list[str | int] | None
     before: dict[str, int]
     is_map_style: bool
+    rounds: int = 0
+    """So many first batches are looked at: two of each worker of a stream."""
     drawn: deque[Any] = dataclasses.field(default_factory=deque)
     unwritten: list[list[int]] = dataclasses.field(default_factory=list)
     first_unwritten: int = 0
@@ -104,32 +105,40 @@ def iteration_begins(loader: Any) -> After:
             known = _loaders.put(loader, Loader(_count, None))
             _count += 1
         close_complete()
+        recorder.has_loader = True
         if known.open is not None:
             close(known.open, is_complete=False)
         is_map_style = not isinstance(loader.dataset, torch.utils.data.IterableDataset)
-        known.open = Pass(known, known.epochs, at, dict(vars(recorder.counts)), is_map_style)
+        rounds = 0 if is_map_style else 2 * loader.num_workers
+        known.open = Pass(known, known.epochs, at, dict(vars(recorder.counts)), is_map_style, rounds)
         known.epochs += 1
         early = getattr(result, "_sampler_iter", None)  # workers have drawn indices before this returns
         if isinstance(early, _Drawing):
             known.open.drawn = early.drawn
         _passes.put(result, known.open)
         if known.epochs == 1:
-            known.subset = _subset(loader.dataset)
-        recorder.emit("loader", limit=500, at=at, **_described(loader, known))
-        if recorder.probe and not known.is_probed and is_map_style:
-            known.is_probed = True
-            _probe(loader, known)
+            known.subset, known.mapped = _subset(loader.dataset)
+        described = _described(loader, known)
+        recorder.emit("loader", limit=500, at=at, **described)
+        for function in on_loader:
+            function(loader.dataset, described)
 
     return after
 
 
-def _subset(dataset: Any) -> str | None:
-    """A digest of the indices that `Subset`s within each other have. None: there is none."""
-    found = []
+on_loader: list[Callable[[Any, dict[str, Any]], None]] = []
+"""Called with the data set and the event of each iteration that begins."""
+
+
+def _subset(dataset: Any) -> tuple[str | None, list[int] | None]:
+    """Of `Subset`s within each other: a digest of their indices (None: there is none), and indices below all."""
+    found, mapped = [], None
     while isinstance(dataset, torch.utils.data.Subset):
-        found.append(digests.of_numbers(map(int, dataset.indices)))
+        indices = [int(index) for index in dataset.indices]
+        found.append(digests.of_numbers(indices))
+        mapped = indices if mapped is None else [indices[index] for index in mapped]
         dataset = dataset.dataset
-    return digests.of_numbers(found) if found else None
+    return (digests.of_numbers(found), mapped) if found else (None, None)
 
 
 def joining(*_: Any, **__: Any) -> After:
@@ -177,7 +186,8 @@ def _samplers_in(loader: Any) -> list[Any]:
 def _described(loader: Any, known: Loader) -> dict[str, Any]:
     samplers = _samplers_in(loader)
     inner = samplers[-1] if samplers else None
-    distributed = next((told for told in map(_distribution, samplers) if told), None)
+    shares = [told for told in map(_distribution, samplers) if told]
+    distributed = shares[0] if shares else None
     kind = type(inner).__name__ if inner is not None else None
     shuffles = distributed.get("shuffle") if distributed else None
     return {
@@ -187,6 +197,8 @@ def _described(loader: Any, known: Loader) -> dict[str, Any]:
         "dataset": type(loader.dataset).__name__,
         "dataset_size": _length(loader.dataset),
         "subset": known.subset,
+        "mapped": known.mapped if known.epochs == 1 and len(known.mapped or ()) <= _MAPPED else None,
+        "shared_twice": True if sum((told.get("replicas") or 1) > 1 for told in shares) > 1 else None,
         "replacement": next((bool(s.replacement) for s in samplers if hasattr(s, "replacement")), None),
         "batches": _length(loader),
         "batch_size": loader.batch_size or next((s.batch_size for s in samplers if hasattr(s, "batch_size")), None),
@@ -254,7 +266,7 @@ def _give(turn: Pass, batch: Any) -> None:
     told: dict[str, Any] = {"loader": turn.loader.number, "batch": number, "samples": samples}
     if turn.is_map_style and turn.drawn:
         _keep_indices(turn, turn.drawn.popleft())
-    if recorder.is_sampled(number):
+    if recorder.is_sampled(number) or number < turn.rounds:
         valid = _valid(batch)
         told |= {"valid": valid} if valid is not None else {}
         each = digests.of_batch(batch)
@@ -337,12 +349,6 @@ def at_exit() -> dict[str, Any]:
     return {}
 
 
-def gathered(*_: Any, **__: Any) -> After:
-    """Accelerator.gather_for_metrics and the like."""
-    recorder.counts.gathered += 1
-    return None
-
-
 def splitted(*_: Any, **__: Any) -> After:
     """torch.utils.data.random_split."""
     at = places.here()
@@ -359,22 +365,3 @@ def epoch_set(sampler: Any, epoch: Any) -> After:
     """DistributedSampler.set_epoch."""
     recorder.emit("set_epoch", limit=2000, at=places.here(), sampler=_samplers.of(sampler), epoch=int(epoch))
     return None
-
-
-def _probe(loader: Any, known: Loader) -> None:
-    """Read a few samples. All generators of random numbers stay as they were."""
-    size = _length(loader.dataset)
-    if not size:
-        return
-    states = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    try:
-        chosen = sorted({size * part // _PROBED for part in range(_PROBED)} | {size - 1})
-        samples = {index: digests.of_numbers(digests.of_batch(loader.dataset[index])) for index in chosen}
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
-    recorder.emit("probe", at=known.made_at, loader=known.number, dataset_size=size, samples=samples)

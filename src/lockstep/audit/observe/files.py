@@ -6,10 +6,12 @@ import builtins
 import io
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.audit.observe import places
+import torch
+
+from lockstep.audit.observe import models, places
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Numbers
 from lockstep.audit.observe.recorder import recorder
@@ -28,7 +30,9 @@ def saved(how: str, value: Any, to: Any = None, *_: Any, **named: Any) -> After:
     _depth += 1
     at = places.here()
     if _depth == 1 and (path := _path(to)):
-        recorder.emit("save", limit=_EACH_LINE, at=at, path=path, keys=_keys(value), how=how)
+        shards = recorder.guard("shards in files", lambda: list(_shards(value))) if how != "dcp" else None
+        parts = {"shards": shards[:_KEYS]} if shards else {}
+        recorder.emit("save", limit=_EACH_LINE, at=at, path=path, keys=_keys(value), how=how, **parts)
 
     def after(result: Any, error: BaseException | None) -> None:
         global _depth
@@ -58,6 +62,24 @@ def loaded_in_place(state: Any, *_: Any, **named: Any) -> After:
     return None
 
 
+def renamed(old: Any, new: Any, *_: Any, **__: Any) -> After:
+    """os.rename, os.replace and copies: a file has another name."""
+    if (before := _path(old)) and (now := _path(new)) and not before.startswith(("/dev/", "/proc/")):
+        recorder.emit("rename", limit=_EACH_LINE, at=places.here(), path=before, to=now)
+    return None
+
+
+def _shards(value: Any, depth: int = 5) -> Iterator[str]:
+    """The names of tensors in a checkpoint that hold a part of a tensor: shards, of DTensors or taken out of them."""
+    for name, one in value.items() if isinstance(value, Mapping) and depth else ():
+        if isinstance(one, torch.Tensor):
+            parts = getattr(one, "placements", ())
+            if any(placement.is_shard() for placement in parts) or (not parts and models.is_shard_of(str(name), one)):
+                yield str(name)
+        else:
+            yield from _shards(one, depth - 1)
+
+
 def _path(to: Any) -> str | None:
     """The absolute path of a path or of an open file."""
     to = getattr(to, "name", to) if not isinstance(to, os.PathLike) else os.fspath(to)
@@ -71,19 +93,27 @@ def _keys(value: Any) -> list[str] | None:
 
 def restored(what: str, thing: Any, *_: Any, **__: Any) -> After:
     """load_state_dict of a model, an optimizer, a scheduler or a scaler."""
-    recorder.emit("state", limit=_EACH_LINE, at=places.here(), what=what, id=_numbers[what].of(thing))
-    return None
+    told = {"at": places.here(), "what": what, "id": _numbers[what].of(thing)}
+
+    def after(result: Any, error: BaseException | None) -> None:
+        keys = {name: list(getattr(result, f"{name}_keys", ())) for name in ("missing", "unexpected")}
+        shown = {name: names[:_KEYS] for name, names in keys.items() if names}
+        of = len(thing.state_dict()) if shown else None
+        if error is None:
+            recorder.emit("state", limit=_EACH_LINE, of=of, **told, **shown)
+
+    return after
 
 
 def watch_open() -> None:
-    """Observe `open` for writing by the script, or by a package that writes for the script, such as NumPy.
+    """Observe `open` by the script, or by a package that writes for the script, such as NumPy.
 
     `sys.addaudithook` would do too, but is called for each call of `id`, and slows all steps.
     """
     original = builtins.open
 
     def observed(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-        if isinstance(mode, str) and not mode.startswith("r"):
+        if isinstance(mode, str):
             recorder.guard("open", _opened, file, mode, sys._getframe(1))
         return original(file, mode, *arguments, **named)
 
@@ -97,4 +127,5 @@ def _opened(file: Any, mode: str, caller: Any) -> None:
         return
     path = _path(file)
     if path and not path.startswith(("/dev/", "/proc/")):
-        recorder.emit("save", limit=_EACH_LINE, at=places.here(caller), path=path, how="open", mode=mode)
+        kind = "read" if mode.startswith("r") and "+" not in mode else "save"
+        recorder.emit(kind, limit=_EACH_LINE, at=places.here(caller), path=path, how="open", mode=mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,9 @@ from lockstep.audit.observe.recorder import recorder
 
 _NAMES = 50
 _WATCH_STEPS = 4
+_INPUTS = 6
+_MODAL = ("Dropout", "BatchNorm", "InstanceNorm", "DropPath")
+"""Names of modules that compute something else in evaluation mode."""
 
 
 @dataclasses.dataclass
@@ -37,6 +41,10 @@ class Model:
     synced: bool | None = None
     """Whether gradients are exchanged in the backward of the last training forward pass. None: not DDP."""
     bypassed: int = 0
+    evaluating: bool = False
+    """Whether the last forward pass with gradients was in evaluation mode."""
+    inputs: set[int] = dataclasses.field(default_factory=set)
+    """Steps whose first inputs were noted."""
     trained: bool = False
     """Whether a training forward pass came after the last evaluation."""
 
@@ -96,6 +104,7 @@ def _tell(model: Model) -> None:
         find_unused=getattr(wrapper, "find_unused_parameters", None),
         static_graph=getattr(wrapper, "static_graph", None),
         buffers=len(list(inner.buffers())),
+        modal=sum(any(word in type(each).__name__ for word in _MODAL) for each in inner.modules()),
     )
 
 
@@ -120,6 +129,21 @@ def owner(parameter: torch.Tensor) -> tuple[Model, str] | None:
     return _owners.get(parameter)
 
 
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """True of a parameter of FSDP."""
+    found = _owners.get(parameter)
+    return found is not None and found[0].how.startswith("fsdp")
+
+
+def is_shard_of(name: str, tensor: torch.Tensor) -> bool:
+    """True if a tensor has the shape of this rank's shard of a parameter of that name, and not of the whole."""
+    for parameter, (_, own) in _owners.items():
+        if name.removeprefix("module.") == own and hasattr(parameter, "_local_tensor"):
+            whole, shard = tuple(parameter.shape), tuple(parameter._local_tensor.shape)
+            return tuple(tensor.shape) == shard != whole
+    return False
+
+
 def missing(known: set[int]) -> dict[int, list[str]]:
     """By model, names of trainable parameters whose ids are not known."""
     return {
@@ -128,12 +152,23 @@ def missing(known: set[int]) -> dict[int, list[str]]:
     }
 
 
-def forward(wrapper: Any, *_: Any, **__: Any) -> After:
+def left_out(known: set[int]) -> dict[int, list[str]] | None:
+    """By model, names of parameters that have a gradient and are in no optimizer."""
+    found = {
+        model.number: [name for name, p in _parameters(model) if p.grad is not None and id(p) not in known][:_NAMES]
+        for model in told()
+    }
+    return {number: names for number, names in found.items() if names} or None
+
+
+def forward(wrapper: Any, *arguments: Any, **named: Any) -> After:
     """DDP.forward, FSDP.forward, DataParallel.forward."""
     model = _models.get(wrapper)
     if model is None:
         return None
-    if torch.is_grad_enabled() and wrapper.training:
+    if torch.is_grad_enabled():
+        _note_inputs(model, [*arguments, *named.values()])
+        model.evaluating = not _is_training(model, wrapper)
         model.synced = getattr(wrapper, "require_backward_grad_sync", None) if model.how == "ddp" else None
     model.active += 1
 
@@ -145,11 +180,22 @@ def forward(wrapper: Any, *_: Any, **__: Any) -> After:
     return after
 
 
-def forward_of_shards(state: Any, module: Any, *_: Any, **__: Any) -> After:
+def _note_inputs(model: Model, inputs: list[Any]) -> None:
+    """Digests of what a model is given, of scripts without a DataLoader: the first time in each of the first steps."""
+    steps = recorder.counts.optimizer_steps
+    if steps < _INPUTS and steps not in model.inputs and not recorder.has_loader:
+        model.inputs.add(steps)
+        found = digests.of_tensors({str(number): tensor for number, tensor in enumerate(digests.tensors_in(inputs))})
+        recorder.emit("inputs", at=places.here(), model=model.number, digest=digests.of_numbers(found.values()))
+
+
+def forward_of_shards(state: Any, module: Any, *arguments: Any, **__: Any) -> After:
     """FSDPState._pre_forward."""
+    model = _models.get(module)
+    if model is not None and torch.is_grad_enabled():
+        _note_inputs(model, list(arguments))
 
     def after(result: Any, error: BaseException | None) -> None:
-        model = _models.get(module)
         if model is not None and error is None and state._is_root:
             _count_forward(model, module)
 
@@ -160,14 +206,20 @@ def _count_forward(model: Model, wrapper: Any) -> None:
     if not model.is_told:
         _tell(model)
     recorder.progress()
-    if torch.is_grad_enabled() and wrapper.training:
+    model.pending += torch.is_grad_enabled()
+    if torch.is_grad_enabled() and _is_training(model, wrapper):
         recorder.counts.forwards_training += 1
-        model.pending += 1
         model.trained = True
     else:
         recorder.counts.forwards_eval += 1
-        if not wrapper.training:
+        if not _is_training(model, wrapper):
             _note_buffers(model)
+
+
+def _is_training(model: Model, wrapper: Any) -> bool:
+    """The mode of the module: Lightning restores that of the module, and not that of its wrapper."""
+    inner = model.inner()
+    return bool((wrapper if inner is None else inner).training)
 
 
 def _note_buffers(model: Model) -> None:
@@ -220,6 +272,22 @@ def _called(module: Any, arguments: Any) -> None:
         model = _inner.get(module)
         if model is not None and not model.active:
             recorder.guard("calls past a wrapper", _called_past, module, model)
+        elif model is None and id(module) not in _seen:
+            _seen.add(id(module))
+            recorder.guard("copies of models", _note_copy, module)
+
+
+_seen: set[int] = set()
+_copies: Registry[tuple[int, list[str | int] | None]] = Registry()
+_copied: dict[int, dict[str, Any]] = {}
+
+
+def _note_copy(module: Any) -> None:
+    """A module with the names of a wrapped model, such as its average: what becomes of it is told at the end."""
+    names = [name for name, _ in module.named_parameters()]
+    is_copy = any(names == list(model.trainable) for model in told()) and names
+    if is_copy and not any(_owners.get(parameter) for parameter in module.parameters()):
+        _copies.put(module, (len(list(_copies.items())), places.here()))
 
 
 def _called_past(module: Any, model: Model) -> None:
@@ -257,19 +325,23 @@ def note_parameters(*_: Any, **__: Any) -> After:
         parameters = {name: parameter.detach() for name, parameter in _parameters(model)}
         if model.how == "ddp" and parameters:
             _last[model.number] = digests.of_numbers(digests.of_tensors(parameters).values())
+    for copy, (number, at) in _copies.items():
+        found = digests.of_tensors({name: parameter.detach() for name, parameter in copy.named_parameters()})
+        _copied[number] = {"class": type(copy).__name__, "at": at, "digest": digests.of_numbers(found.values())}
     return None
 
 
 def at_exit() -> dict[str, Any]:
     """What the parameters are at the end."""
     note_parameters()
-    return {"parameters": dict(_last) or None}
+    return {"parameters": dict(_last) or None, "copies": dict(_copied) or None}
 
 
 def compiled(*_: Any, **__: Any) -> After:
     """torch.compile: compiled forward passes are not seen, so nothing is said about them."""
-    recorder.is_compiled = True
-    _locator.step()
+    if places.is_by_user(sys._getframe(3)):
+        recorder.is_compiled = True
+        _locator.step()
     return None
 
 
@@ -283,7 +355,8 @@ def backward_begins() -> dict[int, dict[str, Any]]:
         flag = bool(wrapper.require_backward_grad_sync)
         is_late = model.pending > 0 and flag != model.synced
         found[model.number] = {"synced": model.pending > 0 and bool(model.synced), "flag_set_late": is_late}
-        found[model.number]["pending"], model.pending = model.pending, 0
+        found[model.number] |= {"pending": model.pending, "evaluating": model.evaluating}
+        model.pending = 0
     return found
 
 

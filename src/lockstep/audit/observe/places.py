@@ -56,15 +56,18 @@ def kind_of(code: CodeType) -> tuple[str, str]:
     return found
 
 
+def user_frame(frame: FrameType | None = None) -> FrameType | None:
+    """The innermost frame of the user, of this thread or of a given stack."""
+    frame = frame or sys._getframe(1)
+    while frame is not None and kind_of(frame.f_code)[0] is not USER:
+        frame = frame.f_back
+    return frame
+
+
 def here(frame: FrameType | None = None) -> list[str | int] | None:
     """`[file, line, function]` of the innermost frame of the user, of this thread or of a given stack."""
-    frame = frame or sys._getframe(1)
-    while frame is not None:
-        kind, path = kind_of(frame.f_code)
-        if kind is USER:
-            return [path, frame.f_lineno, frame.f_code.co_name]
-        frame = frame.f_back
-    return None
+    frame = user_frame(frame or sys._getframe(1))
+    return None if frame is None else [kind_of(frame.f_code)[1], frame.f_lineno, frame.f_code.co_name]
 
 
 def is_by_user(frame: FrameType | None) -> bool:

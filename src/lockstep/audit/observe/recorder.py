@@ -43,10 +43,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.folder: Path | None = None
-        self.every, self.patience, self.probe = 50, 60.0, False
+        self.every, self.patience, self.probe = 50, 60.0, True
         self.rank: int | None = None
         self.is_main = False
         self.is_compiled = False
+        self.has_loader = False
         self.counts = Counts()
         self.cut: Counter[str] = Counter()
         self.moved = time.monotonic()

@@ -17,10 +17,23 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.audit.observe import communication, data, files, models, stuck, training
+from lockstep.audit.observe import (
+    communication,
+    contents,
+    data,
+    files,
+    frameworks,
+    means,
+    models,
+    passes,
+    schedules,
+    stuck,
+    training,
+)
 from lockstep.audit.observe.recorder import is_child, recorder
 
 Observer = Callable[..., data.After]
+_FLOOR = ("__floordiv__", "__ifloordiv__", "floor_divide", "floor_divide_")
 
 
 class Patch(NamedTuple):
@@ -43,7 +56,7 @@ def _patches() -> list[Patch]:
     loader, ddp = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
     c10d, fsdp = "torch.distributed.distributed_c10d", "torch.distributed.fsdp"
     wrapped = {how: functools.partial(models.wrapped, how) for how in ("ddp", "fsdp1", "fsdp2", "data_parallel")}
-    clip = {how: functools.partial(training.clipped, how) for how in ("norm", "value")}
+    clip = {how: functools.partial(passes.clipped, how) for how in ("norm", "value")}
     found = [
         Patch(loader, "DataLoader.__init__", data.loader_made),
         Patch(loader, "DataLoader.__iter__", data.iteration_begins),
@@ -57,7 +70,8 @@ def _patches() -> list[Patch]:
         Patch(ddp, "DistributedDataParallel.forward", models.forward),
         Patch(ddp, "DistributedDataParallel.register_comm_hook", models.hooked),
         Patch("torch.distributed.algorithms.join", "Join.__enter__", data.joining),
-        Patch(c10d, "destroy_process_group", models.note_parameters, ("torch.distributed",)),
+        Patch(c10d, "destroy_process_group", _ending, ("torch.distributed",)),
+        Patch("torch._C._distributed_c10d", "Work.wait", communication.waited),
         Patch("torch.nn.parallel.data_parallel", "DataParallel.__init__", wrapped["data_parallel"]),
         Patch("torch.nn.parallel.data_parallel", "DataParallel.forward", models.forward),
         Patch(fsdp, "FullyShardedDataParallel.__init__", wrapped["fsdp1"]),
@@ -66,23 +80,37 @@ def _patches() -> list[Patch]:
         Patch(fsdp, "fully_shard", wrapped["fsdp2"], (f"{fsdp}._fully_shard", f"{fsdp}._fully_shard._fully_shard")),
         Patch(f"{fsdp}._fully_shard._fsdp_state", "FSDPState._pre_forward", models.forward_of_shards),
         Patch("torch", "compile", models.compiled),
-        Patch("torch.autograd", "backward", training.backward),
+        Patch("torch.autograd", "backward", passes.backward),
         Patch("torch.nn.utils.clip_grad", "clip_grad_norm_", clip["norm"], ("torch.nn.utils",)),
         Patch("torch.nn.utils.clip_grad", "clip_grad_value_", clip["value"], ("torch.nn.utils",)),
         Patch("torch.optim.optimizer", "Optimizer.__init__", training.optimizer_made),
         Patch("torch.amp.grad_scaler", "GradScaler.unscale_", training.scaler_unscales),
         Patch("torch.amp.grad_scaler", "GradScaler.step", training.scaler_steps),
-        Patch("torch.optim.lr_scheduler", "LRScheduler._initial_step", training.scheduler_begins),
+        Patch("torch.optim.lr_scheduler", "LRScheduler._initial_step", schedules.begins),
         Patch(c10d, "init_process_group", communication.initialized, ("torch.distributed",)),
         Patch(c10d, "new_group", communication.group_made, ("torch.distributed",)),
-        Patch("accelerate.accelerator", "Accelerator.gather_for_metrics", data.gathered),
+        Patch("accelerate.accelerator", "Accelerator.gather_for_metrics", frameworks.gathered),
+        Patch("accelerate.accelerator", "Accelerator.gather", frameworks.gathers),
+        Patch("accelerate.data_loader", "IterableDatasetShard.__init__", contents.shard_made),
+        Patch("lightning.pytorch.core.module", "LightningModule.log", frameworks.logged),
+        Patch("pytorch_lightning.core.module", "LightningModule.log", frameworks.logged),
         *_of_files(),
     ]
+    found += [Patch("torch.nn.functional", name, means.loss) for name in means.LOSSES]
+    found += [Patch("torch", f"Tensor.{name}", means.floor_divided) for name in _FLOOR]
+    found += [Patch("torch", "Tensor.mean", means.mean)]
+    found += [Patch("torch", name, passes.drawn) for name in ("randn", "rand", "randn_like", "rand_like", "randint")]
     for name in communication.COLLECTIVES:
         observer = functools.partial(communication.collective, name)
         found.append(Patch(c10d, name, observer, ("torch.distributed",), is_optional="coalesced" in name))
     schedulers = ("LRScheduler", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler", "CosineAnnealingWarmRestarts")
-    return found + [Patch("torch.optim.lr_scheduler", f"{name}.step", training.scheduler_steps) for name in schedulers]
+    return found + [Patch("torch.optim.lr_scheduler", f"{name}.step", schedules.steps) for name in schedulers]
+
+
+def _ending(*arguments: Any, **named: Any) -> data.After:
+    """The process group ends."""
+    contents.probe()
+    return models.note_parameters()
 
 
 def _of_files() -> list[Patch]:
@@ -96,6 +124,10 @@ def _of_files() -> list[Patch]:
         Patch(safe, "save_file", saved["safetensors"]),
         Patch(safe, "load_file", loaded["safetensors"]),
         Patch(dcp, "save", saved["dcp"]),
+        Patch("os", "rename", files.renamed),
+        Patch("os", "replace", files.renamed),
+        Patch("shutil", "copyfile", files.renamed),
+        Patch("shutil", "copytree", files.renamed),
         Patch(dcp, "load", files.loaded_in_place),
         Patch("torch.nn.modules.module", "Module.load_state_dict", restored["model"]),
         Patch("torch.optim.optimizer", "Optimizer.load_state_dict", restored["optimizer"]),
@@ -163,8 +195,8 @@ def _apply(patch: Patch, module: ModuleType) -> None:
 def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -> None:
     """Install all observers: at once, or once the module of each is imported."""
     recorder.on_open.append(stuck.start)
-    for told_at_exit in (data.at_exit, training.at_exit, models.at_exit, communication.at_exit):
-        recorder.at_exit.append(told_at_exit)
+    data.on_loader.append(contents.remember)
+    recorder.at_exit += [each.at_exit for each in (contents, data, training, schedules, models, communication)]
     recorder.emit("start", **_start())
     recorder.find_rank()
     for patch in _patches():

@@ -1,4 +1,4 @@
-"""Observes training: backward passes, clipping, gradient scaling, optimizer steps and schedulers."""
+"""Observes optimizers: their parameters, steps, and gradient scaling."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import communication, data, digests, models, places, torch_state
-from lockstep.audit.observe.communication import gradients
+from lockstep.audit.observe import communication, data, digests, models, passes, places, schedules, torch_state
 from lockstep.audit.observe.data import After
-from lockstep.audit.observe.objects import Numbers, Registry
+from lockstep.audit.observe.gradients import gradients
+from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
 
 _MOST = 256
 _UNFROZEN_EVERY = 10
-_SCHEDULERS = 100
 
 
 @dataclasses.dataclass
@@ -35,6 +34,8 @@ class Optimizer:
     owners: dict[int, None] | None = None
     """Numbers of the models that have its parameters."""
     is_told: bool = False
+    was_cleared: bool | None = None
+    """Whether a backward pass since its last step began without gradients. None: no one has looked."""
 
 
 @dataclasses.dataclass
@@ -52,98 +53,25 @@ class Step:
 
 _optimizers: Registry[Optimizer] = Registry()
 _count = 0
-_depth = 0
 _steps: list[Step] = []
-_backwards: list[dict[str, Any]] = []
-_first_backward = 0
-_last_seen = 0
-_clips: list[tuple[int, dict[str, Any]]] = []
-_clips_called = 0
 _known_parameters: set[int] = set()
 _finished: dict[int, int] = {}
 
 
-def _next_is_sampled() -> bool:
-    return recorder.is_sampled(recorder.counts.optimizer_steps)
+def note_cleared() -> None:
+    """Before a backward pass: note which optimizers' gradients were cleared."""
+    for optimizer, known in _optimizers.items():
+        if known.index and not known.was_cleared:
+            known.was_cleared = _is_cleared(optimizer)
 
 
-def backward(tensors: Any, *_: Any, **__: Any) -> After:
-    """torch.autograd.backward, which Tensor.backward calls. Backward passes within one are checkpoints'."""
-    global _depth, _first_backward
-    _depth += 1
-    if _depth > 1:
-        return _leave
-    told: dict[str, Any] = {"at": places.here(), "models": models.backward_begins()}
-    is_sampled = _next_is_sampled()
-    if is_sampled:
-        told |= _loss(tensors)
-
-    def after(result: Any, error: BaseException | None) -> None:
-        global _depth, _first_backward
-        _depth -= 1
-        recorder.progress()
-        if error is None:
-            recorder.counts.backwards += 1
-            _backwards.append(told)
-            if len(_backwards) > _MOST:
-                _backwards.pop(0)
-                _first_backward += 1
-                recorder.cut["backwards"] += 1
-            recorder.guard("gradients after backward", gradients.at_backward, is_sampled)
-
-    return after
+def _is_cleared(optimizer: Any) -> bool:
+    """True if no gradient, or only zeros, are there: of the first parameters that have one."""
+    found = [p.grad for p in _parameters(optimizer) if p.grad is not None][:2]
+    return not any(bool(digests.local(grad).detach().count_nonzero()) for grad in found if grad.layout == torch.strided)
 
 
-def _leave(result: Any, error: BaseException | None) -> None:
-    global _depth
-    _depth -= 1
-
-
-def _loss(tensors: Any) -> dict[str, Any]:
-    """The value of a loss, and the last operations that made the loss, the last first."""
-    root = next(digests.tensors_in(tensors), None)
-    if root is None or root.numel() != 1:
-        return {}
-    names: list[str] = []
-    divisor = 1.0
-    function = root.grad_fn
-    while function is not None and len(names) < 4:
-        names.append(type(function).__name__)
-        divisor *= _divisor(function)
-        function = next((inner for inner, _ in function.next_functions if inner is not None), None)
-    return {"loss": float(root.detach()), "ops": names, "divisor": divisor}
-
-
-def _divisor(function: Any) -> float:
-    """The number that an autograd function divides by: of a division, or of a multiplication by less than 1."""
-    other = getattr(function, "_saved_other", None)
-    if not isinstance(other, torch.Tensor) or other.numel() != 1 or not float(other):
-        return 1.0
-    name, number = type(function).__name__, float(other)
-    return number if name == "DivBackward0" else 1 / number if name == "MulBackward0" and 0 < number < 1 else 1.0
-
-
-def clipped(how: str, parameters: Any, limit: Any = None, *_: Any, **named: Any) -> After:
-    """clip_grad_norm_ and clip_grad_value_. The parameters may be an iterator, so nothing is taken from them."""
-    global _clips_called
-    _clips_called += 1
-    limit = named.get("max_norm", named.get("clip_value", limit))
-    told = {"at": places.here(), "how": how, "limit": float(limit), "backwards_before": recorder.counts.backwards}
-    sequence, is_sampled = _clips_called, _next_is_sampled()
-
-    def after(norm: Any, error: BaseException | None) -> None:
-        if error is None:
-            if is_sampled and isinstance(norm, torch.Tensor) and _is_whole(norm):
-                told["norm"] = float(digests.local(norm))
-            _clips.append((sequence, told))
-            del _clips[:-_MOST]
-
-    return after
-
-
-def _is_whole(tensor: Any) -> bool:
-    """True if this rank holds all of a tensor: a DTensor may need other ranks."""
-    return all(placement.is_replicate() for placement in getattr(tensor, "placements", ()))
+passes.at_sampled.append(note_cleared)
 
 
 def optimizer_made(optimizer: Any, *_: Any, **__: Any) -> After:
@@ -171,7 +99,7 @@ def _note_parameters(optimizer: Any, known: Optimizer) -> None:
         _known_parameters.add(id(parameter))
         gradients.all.put(parameter, None)
         owner = models.owner(parameter)
-        if owner is None or owner[0].how == "data_parallel":
+        if owner is None or not owner[0].how.startswith("fsdp"):
             gradients.parameters.put(parameter, None)
 
 
@@ -231,7 +159,7 @@ def _ready(step: Step) -> None:
     parameters = _parameters(step.optimizer)
     for line in gradients.take(parameters):
         owner = next((owner for owner in map(models.owner, parameters) if owner), None)
-        is_clean = not _clips and step.known.scaler is None
+        is_clean = not passes.clips and step.known.scaler is None
         line["divided"] = line.get("divided") if is_clean or line.get("divided") else None
         model = owner[0].number if owner else None
         recorder.emit("hand_reduce", limit=4, model=model, optimizer=step.known.number, **line)
@@ -239,9 +167,12 @@ def _ready(step: Step) -> None:
         step.told |= _digests(step.optimizer, "gradients")
         found = [digests.local(p.grad.detach()) for p in parameters if p.grad is not None]
         found = [tensor for tensor in found if tensor.layout == torch.strided and tensor.numel()]
+        step.told["gradient_norm"] = 0.0
         if found:
-            norms = [float(norm) for norm in torch._foreach_norm([tensor.float() for tensor in found])]
-            step.told["gradient_norm"] = sum(norm * norm for norm in norms) ** 0.5
+            norms = torch._foreach_norm([tensor.float() for tensor in found])
+            step.told["gradient_norm"] = float(torch.stack(norms).norm())
+        step.told |= {"scaling": gradients.scaling(parameters), "was_cleared": step.known.was_cleared}
+    step.known.was_cleared = None
 
 
 def _digests(optimizer: Any, what: str) -> dict[str, Any]:
@@ -250,17 +181,33 @@ def _digests(optimizer: Any, what: str) -> dict[str, Any]:
     numbers: dict[int, None] = {}
     if not torch_state.has_other_ranks():
         return {}
-    for group_number, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [f"{group_number}.{number}" for number in range(len(group["params"]))]
-        for name, parameter in zip(names, group["params"], strict=True):
-            owner = models.owner(parameter)
-            if (owner and owner[0].how.startswith("fsdp")) or hasattr(parameter, "_local_tensor"):
-                continue
-            if owner:
-                numbers[owner[0].number] = None
-                name = owner[1] if next(iter(numbers)) == owner[0].number else f"{owner[0].number}:{owner[1]}"
-            tensors[name] = parameter.grad if what == "gradients" else parameter
+    for name, parameter in _named(optimizer):
+        owner = models.owner(parameter)
+        if (owner and owner[0].how.startswith("fsdp")) or hasattr(parameter, "_local_tensor"):
+            continue
+        if owner:
+            numbers[owner[0].number] = None
+            name = owner[1] if next(iter(numbers)) == owner[0].number else f"{owner[0].number}:{owner[1]}"
+        tensors[name] = parameter.grad if what == "gradients" else parameter
     return {"model": next(iter(numbers), None), what: digests.of_tensors(tensors)} if tensors else {}
+
+
+def _unwrapped(optimizer: Any) -> list[str] | None:
+    """The names that steps have for parameters of no wrapped model."""
+    found = [name for name, parameter in _named(optimizer) if models.owner(parameter) is None]
+    return found[:_MOST] or None
+
+
+def _named(optimizer: Any) -> list[tuple[str, torch.Tensor]]:
+    return [
+        pair
+        for number, group in enumerate(optimizer.param_groups)
+        for pair in zip(
+            group.get("param_names") or [f"{number}.{place}" for place in range(len(group["params"]))],
+            group["params"],
+            strict=True,
+        )
+    ]
 
 
 def _tell_optimizer(step: Step) -> None:
@@ -281,6 +228,8 @@ def _tell_optimizer(step: Step) -> None:
         owned=sum(owner is not None for owner in owners),
         foreign=sum(owner is None for owner in owners),
         missing=models.missing(_known_parameters),
+        left_out=models.left_out(_known_parameters),
+        unwrapped=_unwrapped(step.optimizer) if any(owners) else None,
         gradients_none=sum(parameter.grad is None for parameter in parameters),
     )
     if recorder.counts.optimizer_steps == 0 and parameters:
@@ -316,7 +265,7 @@ def _end(step: Step) -> None:
     recorder.counts.optimizer_steps += 1
     recorder.progress()
     models.after_step()
-    _note_schedulers()
+    schedules.after_step(step.optimizer)
 
 
 def _write_step(step: Step, skipped: bool | None = None) -> None:
@@ -330,16 +279,18 @@ def _write_step(step: Step, skipped: bool | None = None) -> None:
         for model in models.told():
             if model.number in owners and model.how == "ddp":
                 models.note_unfrozen(model, step.at)
-    fresh = _backwards[max(0, _last_seen - _first_backward) :]  # since the last step of any optimizer
-    own = _backwards[max(0, known.backwards_seen - _first_backward) :]
+    fresh = passes.backwards[
+        max(0, passes.state.last_seen - passes.state.first) :
+    ]  # since the last step of any optimizer
+    own = passes.backwards[max(0, known.backwards_seen - passes.state.first) :]
     backwards = [_told_backward(told, owners) for told in fresh or own]
     if any(told.pop("is_past") for told in backwards):
         models.watch_forwards()
     hyperparameters = [_hyperparameters(group) for group in optimizer.param_groups]
-    clips = [{**told, "backwards_before": _since(known, told)} for _, told in _clips]
+    clips = [{**told, "backwards_before": _since(known, told)} for _, told in passes.clips]
     scaler = known.scaler
-    if scaler is not None and _clips:
-        scaler["unscaled_before_clip"] = known.unscaled_at is not None and known.unscaled_at < _clips[0][0]
+    if scaler is not None and passes.clips:
+        scaler["unscaled_before_clip"] = known.unscaled_at is not None and known.unscaled_at < passes.clips[0][0]
     recorder.emit(
         "step",
         at=step.at,
@@ -357,15 +308,14 @@ def _write_step(step: Step, skipped: bool | None = None) -> None:
     known.hyperparameters, known.scaler, known.unscaled_at = hyperparameters, None, None
     known.backwards_seen = recorder.counts.backwards
     data.given.clear()
-    _clips.clear()
+    passes.clips.clear()
     seen = min(other.backwards_seen for _, other in _optimizers.items())
-    del _backwards[: max(0, seen - _first_backward)]
-    _note_seen(max(seen, _first_backward), recorder.counts.backwards)
+    del passes.backwards[: max(0, seen - passes.state.first)]
+    _note_seen(max(seen, passes.state.first), recorder.counts.backwards)
 
 
 def _note_seen(first: int, last: int) -> None:
-    global _first_backward, _last_seen
-    _first_backward, _last_seen = first, last
+    passes.state.first, passes.state.last_seen = first, last
 
 
 def _since(known: Optimizer, told: dict[str, Any]) -> int:
@@ -381,13 +331,14 @@ def _told_backward(told: dict[str, Any], owners: dict[int, None]) -> dict[str, A
         kept["synced"] = any(each["synced"] for each in mine)
         kept["flag_set_late"] = any(each["flag_set_late"] for each in mine)
         kept["forwards"] = sum(each["pending"] for each in mine)
+        kept |= {"evaluating": True} if any(each["evaluating"] for each in mine) else {}
     return kept
 
 
 def scaler_unscales(scaler: Any, optimizer: Any) -> After:
     """GradScaler.unscale_."""
     if scaler._enabled:
-        _know(optimizer).unscaled_at = _clips_called
+        _know(optimizer).unscaled_at = passes.state.clips_called
     return None
 
 
@@ -411,75 +362,9 @@ def scaler_steps(scaler: Any, optimizer: Any, *_: Any, **__: Any) -> After:
     return after
 
 
-@dataclasses.dataclass
-class Scheduler:
-    """What is known of a scheduler."""
-
-    number: int
-    calls: int = 0
-    before: int | None = None
-    at: list[str | int] | None = None
-
-
-_schedulers: Registry[Scheduler] = Registry()
-_scheduler_numbers = Numbers()
-_scheduler_depth = 0
-
-
-def scheduler_begins(*_: Any, **__: Any) -> After:
-    """A scheduler's first step, in its constructor, which is not the script's."""
-    global _scheduler_depth
-    _scheduler_depth += 1
-    return _leave_scheduler
-
-
-def _leave_scheduler(result: Any, error: BaseException | None) -> None:
-    global _scheduler_depth
-    _scheduler_depth -= 1
-
-
-def scheduler_steps(scheduler: Any, *arguments: Any, **named: Any) -> After:
-    """The step of any scheduler. A scheduler may step others within its step."""
-    global _scheduler_depth
-    _scheduler_depth += 1
-    if _scheduler_depth > 1:
-        return _leave_scheduler
-    known = _schedulers.get_or_put(scheduler, lambda: Scheduler(_scheduler_numbers.of(scheduler)))
-    known.calls += 1
-    known.at = places.here()
-    metric = next(iter([*arguments, *named.values()]), None) if "Plateau" in type(scheduler).__name__ else None
-
-    def after(result: Any, error: BaseException | None) -> None:
-        _leave_scheduler(result, error)
-        if metric is not None and error is None:
-            _tell_scheduler(scheduler, known, float(metric))
-
-    return after
-
-
-def _tell_scheduler(scheduler: Any, known: Scheduler, metric: float | None = None) -> None:
-    optimizer = getattr(scheduler, "optimizer", None)
-    recorder.emit(
-        "scheduler",
-        limit=_SCHEDULERS,
-        at=known.at,
-        scheduler=known.number,
-        **{"class": type(scheduler).__name__},
-        per_step=known.calls,
-        metric=metric,
-        lr=[float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else None,
-    )
-
-
-def _note_schedulers() -> None:
-    """After an optimizer's step: how often schedulers stepped since the step before."""
-    for scheduler, known in _schedulers.items():
-        if known.calls != known.before:
-            _tell_scheduler(scheduler, known)
-        known.before, known.calls = known.calls, 0
-
-
 def at_exit() -> dict[str, Any]:
     """What came after the last optimizer step."""
-    _note_schedulers()
-    return {"backwards_left": recorder.counts.backwards - _last_seen or None, "steps": dict(_finished) or None}
+    return {
+        "backwards_left": recorder.counts.backwards - passes.state.last_seen or None,
+        "steps": dict(_finished) or None,
+    }

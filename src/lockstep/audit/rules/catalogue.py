@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 from lockstep.audit.findings import Rule
-from lockstep.audit.rules import accumulation, collectives, data, evaluation, facts, files, gradients, optimizers
+from lockstep.audit.rules import (
+    accumulation,
+    collectives,
+    data,
+    evaluation,
+    facts,
+    files,
+    gradients,
+    optimizers,
+    scaling,
+    schedules,
+    shares,
+    unwrapped,
+)
 
-_MODULES = (data, gradients, optimizers, accumulation, collectives, evaluation, files)
+_MODULES = (
+    data,
+    shares,
+    gradients,
+    unwrapped,
+    scaling,
+    optimizers,
+    schedules,
+    accumulation,
+    collectives,
+    evaluation,
+    files,
+)
 ALL: tuple[Rule, ...] = tuple(sorted(facts.RULES, key=lambda rule: rule.id))
 BY_ID = {rule.id: rule for rule in ALL}
 EXPLAINED = {
+    "LS105": ("LS103", "LS110"),
     "LS106": ("LS103",),
-    "LS201": ("LS202", "LS203", "LS204", "LS205", "LS206", "LS301", "LS302", "LS303", "LS305"),
+    "LS108": ("LS103",),
+    "LS111": ("LS101",),
+    "LS201": ("LS202", "LS203", "LS204", "LS205", "LS206", "LS301", "LS302", "LS303", "LS305", "LS207", "LS209"),
     "LS204": ("LS202",),
     "LS206": ("LS104", "LS305", "LS501", "LS503"),
     "LS301": ("LS302",),
+    "LS307": ("LS306",),
+    "LS308": ("LS303",),
+    "LS309": ("LS303",),
     "LS403": ("LS402",),
     "LS502": ("LS501", "LS104"),
     "LS503": ("LS104", "LS206"),

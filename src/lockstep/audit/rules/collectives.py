@@ -8,11 +8,14 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
-from lockstep.audit.rules.facts import differ, each_rank, line, named, place, rule
+from lockstep.audit.rules.facts import differ, each_rank, line, named, place, rule, some
 
-_WHOLE = ("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "reduce_scatter", "all_gather_object")
+_WHOLE = (
+    *("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "reduce_scatter", "all_gather_object"),
+    *("all_gather_into_tensor", "broadcast_object_list"),
+)
 """Calls that every rank of a group makes alike."""
-_SHAPED = ("all_reduce", "broadcast", "reduce")
+_SHAPED = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
 """Calls whose tensors have the same shape on all ranks."""
 _GONE = ("connection closed", "connection reset", "closed by peer", "broken pipe", "connect", "timed out", "timeout")
 _MOVES = ("step", "loader", "batch", "collective", "wrap", "optimizer")
@@ -74,10 +77,11 @@ def collectives_mismatch(history: History) -> Iterable[Finding] | str:
 
 
 def _call(event: Event) -> str:
+    root = f" of rank {event['root']}" if "root" in event else ""
     if event["op"] not in _SHAPED:
-        return str(event["op"])
+        return f"{event['op']}{root}"
     shape, reduce = event.get("shape"), event.get("reduce_op")
-    return " ".join(str(each) for each in (event["op"], reduce, shape, event.get("dtype")) if each is not None)
+    return " ".join(str(each) for each in (event["op"], reduce, shape, event.get("dtype")) if each is not None) + root
 
 
 def _ops(by_rank: Mapping[int, Event]) -> bool:
@@ -119,6 +123,28 @@ def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Findin
             remedy = "make the same collectives with the same shapes in the same order on all ranks"
             return [Finding("LS501", at, evidence, None, remedy, tuple(what), None)]
     return []
+
+
+@rule("LS505", "other-order", "ranks exchange the same things in other orders")
+def other_order(history: History) -> Iterable[Finding] | str:
+    """One line that exchanges several things, in an order that differs by rank: unlike things are added."""
+    turns: dict[tuple[Any, ...], dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for event in history.of("collective"):
+        texts = event.get("names") or {}
+        parameter = {"the parameter": event["parameter"]} if "parameter" in event else {}
+        for name, text in {**texts, **parameter}.items():
+            where = (*(event.get("at") or ["?", 0, ""]), event["step"], event.get("group"), name)
+            turns[where][event["rank"]].append(str(text))
+    for (file, row, function, step, _, name), by_rank in turns.items():
+        orders = list(by_rank.values())
+        is_same = all(sorted(order) == sorted(orders[0]) for order in orders)
+        if len(orders) > 1 and is_same and differ(by_rank):
+            shown = each_rank({rank: some(order) for rank, order in by_rank.items()})
+            evidence = f"{name} in the calls of this line: {shown}"
+            cause = "the order of a set, of files, or of something else that each process has for itself"
+            remedy = "sort what is exchanged one by one, or put all of it into one tensor"
+            return [Finding("LS505", Place(file, row, function), evidence, cause, remedy, tuple(by_rank), step)]
+    return [] if turns else "no line exchanged several things that have names"
 
 
 @rule("LS502", "ranks-wait", "ranks wait for each other in different places")

@@ -21,9 +21,11 @@ from lockstep.audit.rules.facts import (
     some,
 )
 from lockstep.audit.rules.loaders import Iteration, Iterations, iterations
+from lockstep.audit.rules.shares import probes
 
 _FEW = 8
 """So many different indices are needed before their order means anything."""
+_FEW_INPUTS = 4
 _NO_GROUP = "no ranks that train one model together"
 _NO_LOADER = "no DataLoader in training"
 
@@ -97,7 +99,27 @@ def same_data(history: History) -> Iterable[Finding] | str:
             if equal and not _other_data(found, key, equal[0], training[equal[0][0]]):
                 ranks = tuple(sorted({rank for pair in equal for rank in pair}))
                 findings.append(_same_data(training[ranks[0]], ranks, str(same[equal[0]]), len(by_rank)))
+    if not found:
+        findings, seen = _same_inputs(history, groups), any(history.of("inputs"))
     return findings if seen else _NO_LOADER
+
+
+def _same_inputs(history: History, groups: list[tuple[int, ...]]) -> list[Finding]:
+    """Batches that a script makes itself, without a loader, and that are equal on all ranks."""
+    given: dict[Any, dict[int, list[Event]]] = {}
+    for event in history.of("inputs"):
+        given.setdefault(event["model"], {}).setdefault(event["rank"], []).append(event)
+    for by_rank in given.values():
+        for group in groups:
+            digests = {rank: [event["digest"] for event in by_rank.get(rank, ())] for rank in group}
+            first = digests[group[0]]
+            if len(first) >= _FEW_INPUTS and len(set(first)) == len(first) and not differ(digests):
+                at, evidence = by_rank[group[0]][0].get("at"), f"the model got equal inputs on {named(group)} in "
+                evidence += f"each of the first {len(first)} steps, and other inputs in each step"
+                cause = "the script draws its batches itself, with the same seed on all ranks"
+                remedy = "a generator for the data of each rank: torch.Generator().manual_seed(seed + rank)"
+                return [Finding("LS101", place(at), evidence, cause, remedy, group, 0)]
+    return []
 
 
 def _same_data(iteration: Iteration, ranks: tuple[int, ...], evidence: str, world: int) -> Finding:
@@ -285,14 +307,12 @@ def _exchange(history: History, its: dict[int, Iteration]) -> bool:
 @rule("LS105", "own-data-set", "ranks share out data sets that are not the same")
 def own_data_set(history: History) -> Iterable[Finding] | str:
     """A sampler that deals one data set to all ranks, over data sets of other size or content."""
-    findings, probed = [], {}
-    for event in history.of("probe"):
-        probed[event["rank"], event["loader"]] = event
+    findings, probed = [], probes(history)
     dealt = [by_rank for e in iterations(history).values() for by_rank in list(e.values())[:1] if _is_dealt(by_rank)]
     for by_rank in dealt:
         sizes = {rank: it.begin.get("dataset_size") for rank, it in by_rank.items()}
-        probes = {rank: probed.get((rank, it.begin["loader"])) for rank, it in by_rank.items()}
-        evidence = _probe_differs({rank: each for rank, each in probes.items() if each})
+        loader = next(iter(by_rank.values())).begin["loader"]
+        evidence = next((_other_contents(*each) for each in probed if each[0]["loader"] == loader), None)
         if differ(sizes) and None not in sizes.values():
             evidence = f"the data set has {each_rank({rank: f'{size} samples' for rank, size in sizes.items()})}"
         if evidence:
@@ -302,16 +322,24 @@ def own_data_set(history: History) -> Iterable[Finding] | str:
             findings.append(Finding("LS105", place(_made(first)), evidence, cause, remedy, tuple(by_rank), 0))
     if findings or probed:
         return findings
-    return "contents of data sets were not compared (--probe)" if dealt else "no sampler deals a data set to ranks"
+    return "contents of data sets were not compared" if dealt else "no sampler deals a data set to ranks"
 
 
-def _probe_differs(probes: dict[int, Event]) -> str | None:
-    """Evidence where a sample that several ranks read has other contents on each."""
-    common = set.intersection(*(set(event["samples"]) for event in probes.values())) if len(probes) > 1 else set()
-    wrong = [index for index in sorted(common) if differ({r: e["samples"][index] for r, e in probes.items()})]
-    if not wrong:
+def _other_contents(event: Event, by_rank: dict[int, list[list[Any]]]) -> str | None:
+    """Evidence where samples have other contents on each rank, in all of their fields, such as inputs and labels.
+
+    What augments inputs of its own on each rank leaves the labels as they are.
+    """
+    rows = list(zip(*by_rank.values(), strict=False))
+    fields = [list(zip(*row, strict=False)) for row in rows]
+    count = min(map(len, fields), default=0)
+    known = [[field[n] for field in fields if None not in field[n]] for n in range(count)]
+    known = [column for column in known if column]
+    other = [[len(set(map(str, parts))) > 1 for parts in column] for column in known]
+    is_wide = len(known) > 1 or event.get("dataset") == "TensorDataset"
+    if not (is_wide and all(map(any, other)) and any(map(all, other)) and len(rows) > 1):
         return None
-    return f"dataset[{wrong[0]}] has other contents on {named(probes)}, as have {len(wrong)} of {len(common)} samples"
+    return f"samples of the same number, read at the end, have other contents on {named(by_rank)}, in all fields"
 
 
 @rule("LS106", "whole-data", "every rank trains on the whole data set", "warning")

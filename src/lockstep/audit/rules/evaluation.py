@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from lockstep.audit.events import Event, History
-from lockstep.audit.findings import Finding
-from lockstep.audit.rules.facts import differ, each_rank, group_of, keys, named, place, replicas, rule, some
+from lockstep.audit.findings import Finding, Place
+from lockstep.audit.rules.facts import differ, each_rank, group_of, keys, line, named, place, replicas, rule, some
 from lockstep.audit.rules.loaders import iterations
+
+_UNEQUAL = 1.25
+"""Parts whose sizes differ by this factor are unequal."""
+_WHOLE = 1e-6
 
 
 @rule("LS601", "eval-duplicates", "an evaluation counts samples twice", "warning")
@@ -34,6 +39,11 @@ def eval_duplicates(history: History) -> Iterable[Finding] | str:
             cause = "the sampler repeats samples until all ranks have equally many"
             remedy = "indices without padding (range(rank, len(dataset), world_size)), or take the repeated samples out"
             at = place(first.begin.get("made_at") or first.begin.get("at"))
+            for gather in history.of("gather", rank=first.begin["rank"]):
+                if first.begin["number"] < gather["number"] < (first.end or {})["number"]:
+                    cause += f", and gather() at {line(gather.get('at'))} keeps them"
+                    at, remedy = place(gather.get("at")), "accelerator.gather_for_metrics(...), which takes them out"
+                    break
             findings.append(Finding("LS601", at, evidence, cause, remedy, tuple(its), first.begin["step"]))
     return findings if seen else "no evaluation on data that a sampler deals to ranks"
 
@@ -83,7 +93,91 @@ def integer_mean(history: History) -> Iterable[Finding] | str:
             ranks = tuple(history.ranks)
             at = place(event.get("at"))
             findings[str(event.get("at"))] = Finding("LS603", at, evidence, cause, remedy, ranks, event["step"])
+    for event in history.of("floor_division"):
+        if event.get("remainder"):
+            evidence = f"a sum over ranks was divided by {event['divisor']} with //, and left a remainder"
+            findings[str(event.get("at"))] = Finding(
+                "LS603",
+                place(event.get("at")),
+                evidence,
+                "// rounds down",
+                "divide with /, or add counts and divide once",
+                tuple(history.ranks),
+                event["step"],
+            )
     return list(findings.values()) if any(history.of("collective")) else "no collective was seen in Python"
+
+
+@rule("LS604", "mean-of-means", "a metric is a mean of unequal means", "warning")
+def mean_of_means(history: History) -> Iterable[Finding] | str:
+    """A mean over batches or ranks that gives a small part the weight of a large one."""
+    findings: dict[str, Finding] = {}
+    turns: dict[tuple[Any, ...], dict[int, list[Event]]] = {}
+    for event in history.of("collective"):
+        if "value" in event:
+            key = (*(event.get("at") or ["?", 0, ""]), event["step"])
+            turns.setdefault(key, {}).setdefault(event["rank"], []).append(event)
+    for (file, row, function, step), by_rank in turns.items():
+        firsts = {rank: events[0] for rank, events in by_rank.items()}
+        words = _unequal_means(firsts) or _unequal_ratios(history, firsts)
+        if words:
+            remedy = "add the sums and the counts of all batches and ranks, and divide once"
+            cause = "the parts have unequal sizes, and each mean has the same weight"
+            found = Finding("LS604", Place(file, row, function), words, cause, remedy, tuple(by_rank), step)
+            findings.setdefault(f"{file}:{row}", found)
+    return list(findings.values()) if turns else "no single number was exchanged by ranks"
+
+
+def _unequal_means(firsts: dict[int, Event]) -> str | None:
+    means = {rank: event["mean_of"] for rank, event in firsts.items() if event.get("mean_of")}
+    uneven = {r: m for r, m in means.items() if m["unequal"] and m["least"] * _UNEQUAL <= m["most"]}
+    if uneven:
+        rank, mean = next(iter(uneven.items()))
+        value = firsts[rank]["value"]
+        return (
+            f"the number is the mean of {mean['means']} means, each of {mean['least']} to {mean['most']} numbers: "
+            f"{value:.6g}; weighted it is {mean['weighted']:.6g} on rank {rank}"
+        )
+    numbers = {rank: mean["numbers"] for rank, mean in means.items()}
+    if len(means) == len(firsts) > 1 and min(numbers.values()) * _UNEQUAL < max(numbers.values()):
+        return f"each rank gives a mean of its own, of so many numbers: {each_rank(numbers)}"
+    return None
+
+
+def _unequal_ratios(history: History, firsts: dict[int, Event]) -> str | None:
+    """Shares of right answers, as numbers between 0 and 1, of unequal numbers of samples."""
+    counts: dict[int, int] = {}
+    for rank, event in firsts.items():
+        ends = [
+            e for e in history.of("loader_end", rank=rank) if e["number"] < event["number"] and not e.get("backwards")
+        ]
+        count = ends[-1].get("samples") if ends else None
+        hits = event["value"] * (count or 0)
+        if not count or not 0 < event["value"] < 1 or abs(hits - round(hits)) > _WHOLE * count:
+            return None
+        counts[rank] = count
+    if len(counts) > 1 and differ(counts):
+        return f"each rank gives a share of its own samples, of {each_rank(counts)}"
+    return None
+
+
+@rule("LS605", "metric-of-one-rank", "a metric of one rank's part is logged", "warning")
+def metric_of_one_rank(history: History) -> Iterable[Finding] | str:
+    """Lightning's self.log without sync_dist in an evaluation: rank 0's part, and another number on each rank."""
+    told: dict[tuple[Any, ...], dict[int, list[float]]] = {}
+    for event in history.of("log"):
+        if not event["exchanged"] and not event.get("only_zero"):
+            key = (*(event.get("at") or ["?", 0, ""]), event["name"])
+            told.setdefault(key, {}).setdefault(event["rank"], []).append(event["value"])
+    findings = []
+    for (file, row, function, name), by_rank in told.items():
+        if len(by_rank) > 1 and differ(by_rank):
+            firsts = {rank: f"{values[0]:.6g}" for rank, values in by_rank.items()}
+            evidence = f"the first {name}: {each_rank(firsts)}"
+            cause = "each rank logs its own part; what is shown, kept as the best or stopped by is that of rank 0"
+            remedy = f'self.log("{name}", ..., sync_dist=True), or a metric of torchmetrics'
+            findings.append(Finding("LS605", Place(file, row, function), evidence, cause, remedy, tuple(by_rank), None))
+    return findings if any(history.of("log")) else "no Lightning module logged in an evaluation on several ranks"
 
 
 @rule("LS802", "data-parallel", "torch.nn.DataParallel", "warning")

@@ -15,6 +15,9 @@ from lockstep.audit.rules.loaders import Iteration, iterations
 _NO_PREVIOUS = "no earlier run to compare with (--previous)"
 _STATELESS = ("SGD",)
 _FEW = 8
+_PREFIXES = ("module.", "_orig_mod.", "model.", "_fsdp_wrapped_module.", "base_model.model.")
+_LISTED = 30
+"""So many names of missing and unexpected keys are in an event."""
 
 
 def _together(history: History) -> list[list[Event]]:
@@ -63,6 +66,10 @@ def _resumed(history: History) -> list[tuple[Event, Event]]:
     if history.previous is None:
         return []
     saves = {str(event.get("path")): event for event in history.previous.of("save")}
+    for event in history.previous.of("rename"):
+        old, new = str(event["path"]), str(event["to"])
+        for path in [path for path in saves if path == old or path.startswith(f"{old}/")]:
+            saves[new + path.removeprefix(old)] = saves[path]
     return [(event, saves[event["path"]]) for event in history.of("load") if event.get("path") in saves]
 
 
@@ -113,13 +120,24 @@ def _repeated(before: list[tuple[Key, Iteration]], after: tuple[Key, Iteration],
                     f"the file was saved after epoch {number}, and the first {length} indices of this run are its own"
                 )
                 return evidence, "the run begins with an epoch that was over when the checkpoint was saved"
-        return None
+        return _left_out(same, again)
     used = _used_before(last, save)
     repeated = [index for index in fresh[: len(used)] if index in set(used)]
     if used and len(repeated) > len(used) // 2 and len(last.indices) > len(used):
         evidence = f"of {len(used)} samples before the save, {len(repeated)} come again: {some(map(str, repeated), 5)}"
         return evidence, "the run begins the epoch anew, and the position in it is not restored"
     return None
+
+
+def _left_out(before: list[Iteration], again: Iteration) -> tuple[str, str] | None:
+    """Evidence where a run goes on after an epoch that nobody has trained."""
+    epochs = [(it.begin.get("distributed") or {}).get("epoch") for it in (*before, again)]
+    known = [epoch for epoch in epochs if isinstance(epoch, int)]
+    is_counted = len(known) == len(epochs) and len(known) > 2 and known[:-1] == list(range(known[0], known[-2] + 1))
+    if not is_counted or known[-1] <= known[-2] + 1:
+        return None
+    evidence = f"the file was saved after epoch {known[-2]}, and this run begins with epoch {known[-1]}"
+    return evidence, "the number of the next epoch is counted twice"
 
 
 def _is_shuffled(iteration: Iteration) -> bool:
@@ -157,3 +175,81 @@ def resume_without_state(history: History) -> Iterable[Finding] | str:
 
 def _has_momentum(event: Event) -> bool:
     return any(group.get("momentum") for group in [*(event.get("groups") or ()), *(event.get("hyperparameters") or ())])
+
+
+@rule("LS705", "shards-saved", "a file has shards of one rank instead of the whole")
+def shards_saved(history: History) -> Iterable[Finding] | str:
+    """A checkpoint of a sharded model that one rank writes from what it holds itself."""
+    sharded = [wrap for wrap in history.of("wrap") if wrap["how"].startswith("fsdp")]
+    by_step: dict[int, list[Event]] = defaultdict(list)
+    for event in history.of("save"):
+        if event.get("shards"):
+            by_step[event["step"]].append(event)
+    for events in by_step.values():
+        writers = {event["rank"] for event in events}
+        if len(writers) == 1 and len(history.ranks) > 1:
+            event = events[0]
+            evidence = f"{os.path.basename(event['path'])} has shards of {some(event['shards'])}, and only "
+            evidence += f"{named(writers)} wrote its shards"
+            cause = "a state_dict() of FSDP2 holds DTensors, and to_local() or torch.save takes the part of this rank"
+            remedy = "parameter.full_tensor() on all ranks, get_model_state_dict(model, options="
+            remedy += "StateDictOptions(full_state_dict=True)), or torch.distributed.checkpoint"
+            at = place(event.get("at"))
+            return [Finding("LS705", at, evidence, cause, remedy, tuple(writers), event["step"])]
+    return [] if sharded and any(history.of("save")) else "no sharded model was saved"
+
+
+@rule("LS706", "read-too-early", "a rank reads a file that another may not have written yet", "warning")
+def read_too_early(history: History) -> Iterable[Finding] | str:
+    """A file of one rank that another rank reads, and nothing between that makes it wait."""
+    saves = {(str(event.get("path")), event["rank"]): event for event in history.of("save")}
+    for event in history.of("rename"):
+        saves.setdefault((str(event["to"]), event["rank"]), event)
+    writers = {path: [event for (other, _), event in saves.items() if other == path] for path, _ in saves}
+    seen = False
+    for read in history.of("load", "read"):
+        found = writers.get(str(read.get("path")), [])
+        if len(found) != 1 or found[0]["rank"] == read["rank"] or found[0]["time"] > read["time"]:
+            continue
+        seen = True
+        if not _waited(history, found[0], read) and not history.previous:
+            by = f"{named([found[0]['rank']])} at {line(found[0].get('at'))}"
+            evidence = f"{named([read['rank']])} reads {os.path.basename(read['path'])}, which {by} writes"
+            cause = "no barrier and no other collective is between the two"
+            remedy = "dist.barrier() after the write, on all ranks"
+            at, ranks = place(read.get("at")), (found[0]["rank"], read["rank"])
+            return [Finding("LS706", at, evidence, cause, remedy, ranks, read["step"])]
+    return [] if seen else "no rank read a file that another wrote"
+
+
+def _waited(history: History, save: Event, read: Event) -> bool:
+    """True if a reader made something together with the writer that the writer made after its write."""
+    if any((event.get("cut") or {}).get("collective") for event in history.of("exit")):
+        return True
+    made = [e for e in history.of("collective", rank=save["rank"]) if e["number"] > save["number"]]
+    after = {str(e.get("group")): e["sequence"] for e in reversed(made)}
+    for event in history.of("collective", rank=read["rank"]):
+        if event["number"] < read["number"] and event["sequence"] >= after.get(str(event.get("group")), float("inf")):
+            return True
+    wraps = [sum(w["number"] < e["number"] for w in history.of("wrap", rank=e["rank"])) for e in (save, read)]
+    return bool(read["step"] > save["step"] or wraps[1] > wraps[0])
+
+
+@rule("LS707", "nothing-loaded", "the names in a checkpoint are not those of the model")
+def nothing_loaded(history: History) -> Iterable[Finding] | str:
+    """load_state_dict(..., strict=False) of names with a prefix, such as `module.`: nothing is loaded."""
+    for event in history.of("state"):
+        missing, unexpected = set(event.get("missing") or ()), set(event.get("unexpected") or ())
+        for prefix in _PREFIXES:
+            renamed = {name.replace(prefix, "") for name in unexpected}, {name.replace(prefix, "") for name in missing}
+            common = renamed[0] & renamed[1]
+            if missing and 2 * len(common) > len(missing) and 2 * len(missing) > min(_LISTED, event.get("of") or 1):
+                evidence = f"{len(missing)} or more names are missing ({some(sorted(missing))}), and as many are there "
+                evidence += f"with another prefix ({some(sorted(unexpected))})"
+                cause = f"one of the two has `{prefix}` in its names, and strict=False leaves the difference untold"
+                remedy = "save model.module.state_dict() (unwrapped), and load with strict=True"
+                at = place(event.get("at"))
+                return [Finding("LS707", at, evidence, cause, remedy, (event["rank"],), event["step"])]
+    return (
+        [] if any(event.get("what") == "model" for event in history.of("state")) else "no state of a model was loaded"
+    )

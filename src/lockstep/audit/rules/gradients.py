@@ -12,16 +12,13 @@ from lockstep.audit.rules.facts import (
     Key,
     differ,
     each_rank,
-    keys,
     line,
     named,
-    optimizer_at,
     place,
     replicas,
     rule,
     some,
     steps,
-    uses,
 )
 
 _NOTHING = "no step of replicas was compared"
@@ -65,21 +62,23 @@ def partings(history: History) -> tuple[list[Parting], bool]:
     groups, found, compared = replicas(history, "ddp"), [], False
     if not groups and not any(history.of("wrap")):
         groups = replicas(history)
-    averaged = any(history.of("hand_average")) or _averages(history)
+    averaged = any(history.of("hand_average")) or averages(history)
     ignored = {name for wrap in history.of("wrap") for name in wrap.get("ignored") or ()}
     for by_rank in steps(history).values():
         for group in groups:
             ranks = tuple(rank for rank in group if rank in by_rank)
-            pairs = list(_compared(by_rank, ranks, ignored)) if len(ranks) > 1 else []
+            pairs = list(compared_steps(by_rank, ranks, ignored)) if len(ranks) > 1 else []
             compared = compared or bool(pairs)
             first = next((parting for parting in pairs if parting.gradients or parting.parameters), None)
             together = any(not each.parameters for each in pairs[pairs.index(first) :]) if first else True
-            if first and not averaged and not together and not _hooked(history) and not _meet(history, ranks):
+            if first and not averaged and not together and not hooked(history) and not _meet(history, ranks):
                 found.append(first)
     return found, compared
 
 
-def _compared(by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...], ignored: set[str]) -> Iterator[Parting]:
+def compared_steps(
+    by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...], ignored: set[str]
+) -> Iterator[Parting]:
     for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))):
         events = {rank: by_rank[rank][index] for rank in ranks}
         if all("parameters" in event for event in events.values()):
@@ -95,7 +94,7 @@ def _compared(by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...], igno
             yield Parting(ranks, events, kinds[0], kinds[1], len(names))
 
 
-def _averages(history: History) -> bool:
+def averages(history: History) -> bool:
     """True if the script exchanges tensors itself between steps: perhaps parameters."""
     shapes: dict[tuple[str, int], set[str]] = {}
     of_gradients = {str(event.get("at")) for event in history.of("hand_reduce")}
@@ -109,7 +108,7 @@ def _averages(history: History) -> bool:
     return any(len(each) > 1 for each in shapes.values())
 
 
-def _hooked(history: History) -> bool:
+def hooked(history: History) -> bool:
     """True if a communication hook (local SGD, compression) exchanges in its own way."""
     return any(event.get("hook") for event in history.of("wrap", "step")) or any(history.of("hook"))
 
@@ -151,10 +150,30 @@ def replicas_part(history: History) -> Iterable[Finding] | str:
             continue
         if _without_sync(parting) and parting.gradients:
             continue
+        if {*parting.gradients, *parting.parameters} <= unwrapped(history):
+            continue  # LS207
         if not parting.gradients and _other_rates(parting):
             continue  # LS301
         findings.append(_parted(history, parting))
     return findings if compared else _NOTHING
+
+
+def _restored_apart(history: History, parting: Parting) -> tuple[Any, str, set[int]] | None:
+    """A state that some ranks loaded before a parting, and others did not: place, what, ranks."""
+    for what in ("optimizer", "model", "scheduler"):
+        events = [event for event in _caused(history, "state", parting) if event.get("what") == what]
+        if what == "model":  # before the wrapping, the wrapper gives the model of rank 0 to all
+            wraps = {event["rank"]: event["number"] for event in history.of("wrap")}
+            events = [event for event in events if event["number"] > wraps.get(event["rank"], -1)]
+        ranks = {event["rank"] for event in events}
+        if events and ranks < set(parting.ranks):
+            return events[0].get("at"), what, ranks
+    return None
+
+
+def unwrapped(history: History) -> set[str]:
+    """Names of parameters that optimizers have beside those of a wrapped model."""
+    return {name for event in history.of("optimizer") for name in event.get("unwrapped") or ()}
 
 
 def _other_rates(parting: Parting) -> bool:
@@ -165,8 +184,12 @@ def _other_rates(parting: Parting) -> bool:
 def _parted(history: History, parting: Parting) -> Finding:
     at, cause = parting.first.get("at"), None
     remedy = "compare the ranks around this step; every rank must do the same to its model"
-    backwards = _backwards(parting)
-    if parting.gradients and any(each.get("synced") is False for each in backwards[-1:]):
+    backwards, restored = _backwards(parting), _restored_apart(history, parting)
+    if restored:
+        at, what, ranks = restored
+        cause = f"the state of the {what} was loaded on {named(ranks)} only"
+        remedy = "load_state_dict on all ranks; only writing is for rank 0"
+    elif parting.gradients and any(each.get("synced") is False for each in backwards[-1:]):
         at, cause = backwards[-1].get("at"), "the last backward pass before the step did not exchange gradients"
     elif not parting.gradients and parting.first.get("index") == 0:
         cause = "gradients are equal and parameters are not, at the first step: they differed before training"
@@ -230,33 +253,6 @@ def step_without_sync(history: History) -> Iterable[Finding] | str:
         at, step = place(last.get("at")), parting.first["step"]
         findings.append(Finding("LS204", at, parting.evidence, cause, remedy, parting.ranks, step))
     return findings if compared else _NOTHING
-
-
-@rule("LS207", "never-exchanged", "ranks share out the data, and nothing exchanges gradients")
-def never_exchanged(history: History) -> Iterable[Finding] | str:
-    """An optimizer of a model without a wrapper: each rank trains its own model on its part of the data."""
-    dealt = {
-        (event["rank"], event["loader"])
-        for event in history.of("loader")
-        if (event.get("distributed") or {}).get("replicas", 1) > 1
-    }
-    trained = {e["rank"] for e in history.of("loader_end") if e.get("backwards") and (e["rank"], e["loader"]) in dealt}
-    if len(trained) < 2:
-        return "no training on data that a sampler deals to ranks"
-    exchanged = any(history.of("hand_reduce", "hand_average")) or _averages(history) or _hooked(history)
-    if exchanged or uses(history, "deepspeed"):
-        return []
-    known, findings = keys(history, "optimizer", "optimizer"), []
-    owned = {known[event["rank"], event["optimizer"]] for event in history.of("optimizer") if event.get("owned")}
-    for key, by_rank in steps(history).items():
-        ranks = tuple(sorted(trained & by_rank.keys()))
-        pairs = list(_compared(by_rank, ranks, set())) if key not in owned and len(ranks) > 1 else []
-        if pairs and all(each.gradients and each.parameters for each in pairs):
-            cause = "no wrapper has the model of this optimizer, and the script does not reduce its gradients"
-            remedy = "train through DistributedDataParallel(model); of a framework, do not take the model out before"
-            at = place(optimizer_at(history, key))
-            findings.append(Finding("LS207", at, pairs[0].evidence, cause, remedy, ranks, pairs[0].first["step"]))
-    return findings
 
 
 @rule("LS205", "sum-not-divided", "gradients are summed over ranks and not divided")

@@ -1,0 +1,146 @@
+"""Observes what data sets hold: a few samples, read when training is over, and the beginnings of streams."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+
+from lockstep.audit.observe import digests, places
+from lockstep.audit.observe.data import After
+from lockstep.audit.observe.recorder import recorder
+
+_PROBED = 8
+_GOLDEN = 0.6180339887498949  # spreads the chosen samples without a period
+_VALUES = 64
+_STREAMED = 8
+_PLAIN = (int, float, str, bytes, bool, type(None))
+_PATIENCE_S = 5.0
+_waiting: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
+
+
+def remember(dataset: Any, described: Mapping[str, Any]) -> None:
+    """A data set with a length, of which samples are read at the end."""
+    size = described["dataset_size"]
+    if size and not described["is_iterable"] and described["epoch"] == 0:
+        try:
+            told = {"at": described["made_at"], "loader": described["loader"], "dataset_size": size}
+            _waiting[described["loader"]] = (weakref.ref(dataset), told)
+        except TypeError:  # a list has no weak references
+            return
+
+
+def probe(*_: Any, **__: Any) -> After:
+    """Before the process group ends, or at exit: the script has computed all that it computes."""
+    if not recorder.probe or recorder.rank is None or not recorder.counts.optimizer_steps or recorder.error is not None:
+        return None
+    end = time.monotonic() + _PATIENCE_S
+    for number in list(_waiting):
+        reference, told = _waiting.pop(number)
+        dataset = reference()
+        if dataset is not None and time.monotonic() < end:
+            recorder.guard("contents of data sets", _probe, dataset, told)
+    return None
+
+
+def at_exit() -> dict[str, Any]:
+    """Read what was not read yet."""
+    probe()
+    return {}
+
+
+def _probe(dataset: Any, told: dict[str, Any]) -> None:
+    """Read a few samples twice, from equal seeds. All generators of random numbers stay as they were."""
+    size = told["dataset_size"]
+    states = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
+    try:
+        chosen = sorted({int(size * (part * _GOLDEN % 1)) for part in range(_PROBED)} | {size - 1})
+        samples = {}
+        for index in chosen:
+            first, second = _read(dataset, index), _read(dataset, index)
+            samples[index] = [one if one == other else None for one, other in zip(first, second, strict=False)]
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+    recorder.emit("probe", samples=samples, **told)
+
+
+def _read(dataset: Any, index: int) -> list[Any]:
+    random.seed(index)
+    numpy.random.seed(index)
+    torch.manual_seed(index)
+    return [_told(part) for part in parts(dataset[index])]
+
+
+def parts(sample: Any) -> list[Any]:
+    """The fields of a sample."""
+    if isinstance(sample, Mapping):
+        return list(sample.values())
+    return list(sample) if isinstance(sample, (tuple, list)) else [sample]
+
+
+def _told(part: Any) -> Any:
+    """Whole numbers as they are; the digest of anything else that has one."""
+    if isinstance(part, numpy.ndarray) and part.dtype.kind in "iufb":
+        part = torch.from_numpy(numpy.ascontiguousarray(part))
+    if isinstance(part, torch.Tensor) and part.device.type == "cpu":
+        is_whole = part.dtype in (torch.int64, torch.int32)
+        return part.flatten()[:_VALUES].tolist() if is_whole else digests.of_tensors({"": part})[""]
+    if isinstance(part, int) and not isinstance(part, bool):
+        return [part]
+    if isinstance(part, list) and part and all(type(each) is int for each in part):
+        return part[:_VALUES]
+    flat = part if isinstance(part, (list, tuple)) else [part]
+    return digests.of_numbers(flat) if all(isinstance(each, _PLAIN) for each in flat) else None
+
+
+_classes: set[type] = set()
+
+
+def shard_made(shard: Any, dataset: Any, *_: Any, **__: Any) -> After:
+    """Accelerate's IterableDatasetShard, which takes every n-th part of what should be one stream on all ranks."""
+    at = places.here()
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if error is None:
+            _streams[id(dataset)] = (weakref.ref(dataset), at, int(shard.num_processes))
+            _watch(type(dataset))
+
+    return after
+
+
+_streams: dict[int, tuple[weakref.ref[Any], list[str | int] | None, int]] = {}
+
+
+def _watch(kind: type) -> None:
+    """Note the first samples of streams of a class. They go on to whoever reads the stream."""
+    original = kind.__dict__.get("__iter__")
+    if original is None or kind in _classes:
+        return
+    _classes.add(kind)
+
+    @functools.wraps(original)
+    def observed(stream: Any) -> Iterator[Any]:
+        found = _streams.pop(id(stream), None)
+        if found is None or found[0]() is not stream:
+            return iter(original(stream))
+        return _first(iter(original(stream)), *found[1:])
+
+    kind.__iter__ = observed  # type: ignore[attr-defined]
+
+
+def _first(stream: Iterator[Any], at: list[str | int] | None, shards: int) -> Iterator[Any]:
+    seen: list[Any] = []
+    for sample in stream:
+        if len(seen) < _STREAMED:
+            seen.append(recorder.guard("streams", lambda one=sample: [_told(part) for part in parts(one)]))
+            if len(seen) == _STREAMED:
+                recorder.emit("stream", at=at, shards=shards, samples=seen)
+        yield sample

@@ -1,0 +1,46 @@
+"""Observes what Accelerate and Lightning offer for metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.audit.observe import places, torch_state
+from lockstep.audit.observe.data import After
+from lockstep.audit.observe.recorder import recorder
+
+_EACH_LINE = 20
+_depth = 0
+
+
+def gathered(*_: Any, **__: Any) -> After:
+    """Accelerator.gather_for_metrics, which takes repeated samples out."""
+    global _depth
+    recorder.counts.gathered += 1
+    _depth += 1
+
+    def after(result: Any, error: BaseException | None) -> None:
+        global _depth
+        _depth -= 1
+
+    return after
+
+
+def gathers(*_: Any, **__: Any) -> After:
+    """Accelerator.gather by the script."""
+    if not _depth:
+        recorder.emit("gather", limit=_EACH_LINE, at=places.here())
+    return None
+
+
+def logged(module: Any, name: Any, value: Any = None, *arguments: Any, **named: Any) -> After:
+    """LightningModule.log in an evaluation. A metric of torchmetrics is exchanged by itself."""
+    trainer = getattr(module, "_trainer", None)
+    if trainer is None or not torch_state.has_other_ranks() or trainer.training or trainer.sanity_checking:
+        return None
+    if isinstance(value, (torch.Tensor, int, float)):
+        told = {"name": str(name), "exchanged": bool(named.get("sync_dist")), "world": int(trainer.world_size)}
+        told["only_zero"] = bool(named.get("rank_zero_only")) or None
+        recorder.emit("log", limit=_EACH_LINE, at=places.here(), value=float(value), **told)
+    return None

@@ -1,0 +1,151 @@
+"""Gradients between a backward pass and the step that uses them: what a script does to them by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.audit.observe import digests, models, torch_state
+from lockstep.audit.observe.objects import Registry
+
+_LOOKS = 8
+_SAME = 1e-3
+
+
+class Gradients:
+    """The gradients that optimizers will use next, and what a script that sums them by hand does to them."""
+
+    def __init__(self) -> None:
+        self.parameters: Registry[None] = Registry()
+        """Of optimizers that have stepped or were made, and of no wrapped model."""
+        self.all: Registry[None] = Registry()
+        """Of any optimizer."""
+        self.after_backward: dict[int, float] = {}
+        self.reduced: dict[int, dict[str, Any]] = {}
+        self.waited: set[int] = set()
+        """Ids of the works of asynchronous all-reduces for which the script waited."""
+        self.shards: dict[int, float] = {}
+        """Norms of the shards of gradients after the last backward pass, by the id of the parameter."""
+        self._places: dict[int, torch.Tensor] = {}
+        self._is_fresh = False
+        self._looks = 0
+
+    def at_backward(self, is_sampled: bool) -> None:
+        """Remember sums of the gradients."""
+        self._is_fresh = False
+        self.after_backward, self.shards = {}, {}
+        if not torch_state.has_other_ranks():
+            return
+        bare = [p for p, _ in self.parameters.items() if models.owner(p) is None] if self._looks < _LOOKS else []
+        self._looks += bool(bare)
+        looked = [parameter for parameter, _ in self.parameters.items()] if is_sampled else bare
+        with torch.no_grad():
+            self.after_backward = _norms(looked, 1)
+            if is_sampled:
+                self.shards = _norms([parameter for parameter, _ in self.all.items() if models.is_sharded(parameter)])
+
+    def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The parameter whose gradient a tensor is."""
+        if not self._is_fresh:
+            self._is_fresh = True
+            living = [parameter for parameter, _ in self.parameters.items()]
+            self._places = {p.grad.data_ptr(): p for p in living if p.grad is not None and not _is_sharded(p.grad)}
+        found = self._places.get(tensor.data_ptr()) if not _is_sharded(tensor) else None
+        if found is not None and found.grad is not None and found.grad.shape == tensor.shape:
+            return found
+        with_gradients = [parameter for parameter in self._places.values() if parameter.grad is not None]
+        total = sum(parameter.grad.numel() for parameter in with_gradients if parameter.grad is not None)
+        if tensor.ndim == 1 and with_gradients and tensor.numel() == total:  # a flat copy of all
+            first = with_gradients[0].grad
+            if first is not None and torch.equal(tensor[: first.numel()].detach(), first.detach().flatten()):
+                return with_gradients[0]
+        return None
+
+    def number_of(self, parameter: torch.Tensor) -> int:
+        """The place of a parameter among those of optimizers, in the order of their making."""
+        return next(number for number, (other, _) in enumerate(self.parameters.items()) if other is parameter)
+
+    def sum(self) -> float:
+        """The sum of the absolute values of all gradients."""
+        return sum(_size(parameter.grad) for parameter, _ in self.parameters.items() if parameter.grad is not None)
+
+    def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The parameter that a tensor is, or the first of all that the tensor is a flat copy of."""
+        living = [parameter for parameter, _ in self.all.items() if not _is_sharded(parameter)]
+        if tensor.ndim == 1 and living and tensor.numel() == sum(parameter.numel() for parameter in living):
+            first = living[0].detach().flatten()
+            return living[0] if torch.equal(tensor[: first.numel()].detach(), first) else None
+        places_of = {parameter.data_ptr(): parameter for parameter in living}
+        return None if _is_sharded(tensor) else places_of.get(tensor.data_ptr())
+
+    def take(self, parameters: list[torch.Tensor]) -> list[dict[str, Any]]:
+        """What the script summed of these parameters since the last call, a dictionary for each line."""
+        lines: dict[str, dict[str, Any]] = {}
+        for parameter in parameters if self.reduced else ():
+            told = self.reduced.pop(id(parameter), None)
+            if told is None:
+                continue
+            line = lines.setdefault(str(told["at"]), {"at": told["at"], "op": told["op"], "parameters": 0})
+            line["parameters"] += 1
+            if told["work"] is not None and id(told["work"]) not in self.waited:
+                line["unwaited"] = True
+            if told["after"] and parameter.grad is not None and told["op"] == "SUM":
+                left = (self.sum() if told["is_flat"] else _size(parameter.grad)) / told["after"]
+                came = told["before"] / told["first"] if told.get("first") else 1.0
+                world = dist.get_world_size()
+                line.setdefault("factor", left * came)
+                line.setdefault("divided", abs(left * came * world - 1) < 0.01)
+            elif told["op"] == "AVG":
+                line["divided"] = True
+        self.waited.clear()
+        return list(lines.values())
+
+    def scaling(self, parameters: list[torch.Tensor]) -> float | None:
+        """The one factor of this rank's shards of all gradients since the backward pass. None: there is no such."""
+        now = _norms(parameters) if self.shards else {}
+        factors = [norm / self.shards[key] for key, norm in now.items() if self.shards.get(key)]
+        if not factors or max(factors) - min(factors) > _SAME * max(factors):
+            return None
+        return sum(factors) / len(factors)
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "_local_tensor")
+
+
+def _norms(parameters: list[torch.Tensor], power: float = 2) -> dict[int, float]:
+    held = {id(p): digests.local(p.grad) for p in parameters if p.grad is not None}
+    held = {key: grad.detach().float() for key, grad in held.items() if grad.layout == torch.strided and grad.numel()}
+    return dict(zip(held, map(float, torch._foreach_norm(list(held.values()), power)), strict=True)) if held else {}
+
+
+def _size(tensor: torch.Tensor) -> float:
+    return float(digests.local(tensor).detach().double().abs().sum())
+
+
+gradients = Gradients()
+
+
+class Reduction:
+    """An all-reduce, perhaps of a gradient."""
+
+    def __init__(self, tensor: torch.Tensor, at: list[str | int] | None, op: str) -> None:
+        self.parameter = gradients.find(tensor)
+        self.tensor, self.at, self.op = tensor, at, op
+        self.is_sampled = bool(gradients.after_backward)
+        self.before = _size(tensor) if self.parameter is not None and self.is_sampled else None
+
+    def after(self, work: Any) -> None:
+        """Note the sum. `work`: that of an asynchronous all-reduce."""
+        if self.parameter is None:
+            return
+        grad = self.parameter.grad
+        is_flat = grad is not None and grad.shape != self.tensor.shape
+        told: dict[str, Any] = {"at": self.at, "op": self.op, "after": None, "is_flat": is_flat, "work": work}
+        if self.is_sampled and work is None:
+            told |= {"before": self.before, "after": _size(self.tensor)}
+            sums = gradients.after_backward
+            told["first"] = sum(sums.values()) if is_flat else sums.get(id(self.parameter))
+        gradients.reduced[id(self.parameter)] = told

@@ -1,0 +1,96 @@
+"""Observes means that an evaluation computes, and whole numbers that are divided: a mean of means may be no mean."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from lockstep.audit.observe import digests, places, torch_state
+from lockstep.audit.observe.data import After
+from lockstep.audit.observe.objects import Registry
+from lockstep.audit.observe.recorder import recorder
+
+LOSSES = (
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+)
+_MOST = 512
+_CLOSE, _FAR = 1e-5, 1e-4
+_means: dict[str, list[tuple[torch.Tensor, int]]] = defaultdict(list)
+"""Since the last backward pass, by line: each mean, and of how many numbers it is the mean."""
+_weighted: set[str] = set()
+summed: Registry[list[str | int] | None] = Registry()
+"""Whole numbers that were summed over ranks, and where."""
+
+
+def loss(output: Any, target: Any = None, *arguments: Any, **named: Any) -> After:
+    """A loss of torch.nn.functional, outside of training. In training: the weights of classes."""
+    if torch.is_grad_enabled():
+        _note_weights(named.get("weight") if named.get("pos_weight") is None else named["pos_weight"], target)
+    if torch.is_grad_enabled() or named.get("reduction", "mean") != "mean" or not isinstance(target, torch.Tensor):
+        return None
+    count = target.shape[0] if target.ndim else 1
+    if not target.is_floating_point():
+        count = int((target != named.get("ignore_index", -100)).sum())
+    return lambda result, error: _keep(result, count)
+
+
+def _note_weights(weight: Any, target: Any) -> None:
+    """Note the weights of classes once for each line. Weights of single samples differ by rank rightly."""
+    at = places.here() if isinstance(weight, torch.Tensor) and weight.ndim == 1 else None
+    if at is not None and str(at) not in _weighted and isinstance(target, torch.Tensor):
+        _weighted.add(str(at))
+        if weight.shape != target.shape:
+            recorder.emit("class_weights", at=at, digest=digests.of_tensors({"": weight})[""], classes=weight.numel())
+
+
+def mean(tensor: Any, *arguments: Any, **named: Any) -> After:
+    """Tensor.mean of all elements, outside of training."""
+    if torch.is_grad_enabled() or arguments or named or tensor.device.type != "cpu":
+        return None
+    count = tensor.numel()
+    return lambda result, error: _keep(result, count)
+
+
+def _keep(result: Any, count: int) -> None:
+    if isinstance(result, torch.Tensor) and result.ndim == 0 and result.device.type == "cpu" and count:
+        line = _means[str(places.here())]
+        if len(line) < _MOST:
+            line.append((result, count))
+
+
+def forget() -> None:
+    """Training goes on."""
+    if _means:
+        _means.clear()
+
+
+def about(tensor: torch.Tensor) -> dict[str, Any]:
+    """The value of one number that ranks exchange. If it is the mean of means: of how many, and of how many numbers."""
+    if tensor.numel() != 1 or tensor.device.type != "cpu" or not tensor.is_floating_point() or tensor.requires_grad:
+        return {}
+    value = float(tensor)
+    told: dict[str, Any] = {"value": value}
+    for line in _means.values():
+        values, counts = [float(each) for each, _ in line], [count for _, count in line]
+        plain = sum(values) / len(values)
+        weighted = sum(each * count for each, count in zip(values, counts, strict=True)) / sum(counts)
+        most = told.get("mean_of", {}).get("means", 0)
+        if value and abs(plain - value) <= _CLOSE * abs(value) and len(line) > most:
+            is_other = abs(weighted - value) > _FAR * abs(value)
+            told["mean_of"] = {"means": len(line), "numbers": sum(counts), "unequal": is_other, "weighted": weighted}
+            full = counts[:-1] or counts  # the last batch may be short
+            told["mean_of"] |= {"least": min(full), "most": max(full)}
+    return told
+
+
+def floor_divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:
+    """Tensor // number, of a sum over ranks."""
+    if isinstance(tensor, torch.Tensor) and isinstance(other, int) and summed.get(tensor) and other > 1:
+        is_mean = other == torch.distributed.get_world_size()
+        rest = bool((tensor % other).any())
+        if is_mean and torch_state.has_other_ranks():
+            recorder.emit("floor_division", limit=20, at=places.here(), divisor=other, remainder=rest)
+    return None

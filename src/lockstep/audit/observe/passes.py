@@ -1,0 +1,147 @@
+"""Observes backward passes, clipping, and random numbers that a script draws in training."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lockstep.audit.observe import digests, means, models, places
+from lockstep.audit.observe.data import After
+from lockstep.audit.observe.gradients import gradients
+from lockstep.audit.observe.recorder import recorder
+
+_MOST = 256
+_DRAWN = 8
+"""Random numbers are compared in so many first steps, of tensors with at least so many elements."""
+
+
+@dataclasses.dataclass
+class State:
+    """Where the lists of passes and clips stand."""
+
+    first: int = 0
+    """The number of the first backward pass in the list."""
+    last_seen: int = 0
+    """So many backward passes had been when an optimizer stepped last."""
+    clips_called: int = 0
+
+
+state = State()
+backwards: list[dict[str, Any]] = []
+clips: list[tuple[int, dict[str, Any]]] = []
+at_sampled: list[Callable[[], None]] = []
+"""Called before a backward pass that is looked at closely."""
+_depth = 0
+
+
+def _next_is_sampled() -> bool:
+    return recorder.is_sampled(recorder.counts.optimizer_steps)
+
+
+def backward(tensors: Any, *_: Any, **__: Any) -> After:
+    """torch.autograd.backward, which Tensor.backward calls. Backward passes within one are checkpoints'."""
+    global _depth
+    _depth += 1
+    if _depth > 1:
+        return _leave
+    frame = places.user_frame()
+    told: dict[str, Any] = {"at": places.here(frame), "models": models.backward_begins()}
+    is_sampled = _next_is_sampled()
+    means.forget()
+    if is_sampled:
+        told |= _loss(tensors)
+        told["by_ranks"] = (frame is not None and _knows_ranks(frame.f_code)) or None
+        for function in at_sampled:
+            function()
+
+    def after(result: Any, error: BaseException | None) -> None:
+        global _depth
+        _depth -= 1
+        recorder.progress()
+        if error is None:
+            recorder.counts.backwards += 1
+            backwards.append(told)
+            if len(backwards) > _MOST:
+                backwards.pop(0)
+                state.first += 1
+                recorder.cut["backwards"] += 1
+            recorder.guard("gradients after backward", gradients.at_backward, is_sampled)
+
+    return after
+
+
+def _leave(result: Any, error: BaseException | None) -> None:
+    global _depth
+    _depth -= 1
+
+
+def _knows_ranks(code: Any) -> bool:
+    """True if a function has the number of ranks by some name."""
+    names = (*code.co_names, *code.co_varnames, *code.co_freevars)
+    return any(word in name.lower() for name in names for word in ("world", "num_processes", "nranks", "n_ranks"))
+
+
+def _loss(tensors: Any) -> dict[str, Any]:
+    """The value of a loss, and the last operations that made the loss, the last first."""
+    root = next(digests.tensors_in(tensors), None)
+    if root is None or root.numel() != 1:
+        return {}
+    names: list[str] = []
+    divisor = 1.0
+    function = root.grad_fn
+    while function is not None and len(names) < 4:
+        names.append(type(function).__name__)
+        divisor *= _divisor(function)
+        function = next((inner for inner, _ in function.next_functions if inner is not None), None)
+    return {"loss": float(root.detach()), "ops": names, "divisor": divisor}
+
+
+def _divisor(function: Any) -> float:
+    """The number that an autograd function divides by: of a division, or of a multiplication by less than 1."""
+    other = getattr(function, "_saved_other", None)
+    if not isinstance(other, torch.Tensor) or other.numel() != 1 or not float(other):
+        return 1.0
+    name, number = type(function).__name__, float(other)
+    return number if name == "DivBackward0" else 1 / number if name == "MulBackward0" and 0 < number < 1 else 1.0
+
+
+def drawn(*_: Any, **__: Any) -> After:
+    """torch.randn and the like by the script, once training has begun."""
+    frame = sys._getframe(3)
+    if not recorder.counts.optimizer_steps or recorder.counts.optimizer_steps > _DRAWN or not places.is_by_user(frame):
+        return None
+    at = places.here(frame)
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if isinstance(result, torch.Tensor) and result.numel() >= _DRAWN:
+            digest = digests.of_tensors({"": result})[""]
+            recorder.emit("drawn", limit=_DRAWN, at=at, digest=digest)
+
+    return after
+
+
+def clipped(how: str, parameters: Any, limit: Any = None, *_: Any, **named: Any) -> After:
+    """clip_grad_norm_ and clip_grad_value_. The parameters may be an iterator, so nothing is taken from them."""
+    state.clips_called += 1
+    limit = named.get("max_norm", named.get("clip_value", limit))
+    told = {"at": places.here(), "how": how, "limit": float(limit), "backwards_before": recorder.counts.backwards}
+    told["reduced_before"] = bool(gradients.reduced)
+    sequence, is_sampled = state.clips_called, _next_is_sampled()
+
+    def after(norm: Any, error: BaseException | None) -> None:
+        if error is None:
+            if is_sampled and isinstance(norm, torch.Tensor) and _is_whole(norm):
+                told["norm"] = float(digests.local(norm))
+            clips.append((sequence, told))
+            del clips[:-_MOST]
+
+    return after
+
+
+def _is_whole(tensor: Any) -> bool:
+    """True if this rank holds all of a tensor: a DTensor may need other ranks."""
+    return all(placement.is_replicate() for placement in getattr(tensor, "placements", ()))

@@ -1,0 +1,157 @@
+"""Rules on what a script does to gradients between the backward pass and the step, and on the mode of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lockstep.audit.events import Event, History
+from lockstep.audit.findings import Finding
+from lockstep.audit.rules.facts import differ, each_rank, named, passes, place, replicas, rule, steps
+
+_SAME = 0.01
+_MEANS = ("NllLoss", "Mean", "CrossEntropy", "MseLoss", "L1Loss", "SmoothL1Loss", "BinaryCrossEntropy", "HuberLoss")
+
+
+@rule("LS208", "shards-scaled-apart", "shards of one gradient are scaled by different factors")
+def shards_scaled_apart(history: History) -> Iterable[Finding] | str:
+    """A norm that each rank computes from its own shards, and clips with."""
+    findings, seen = [], False
+    for by_rank in steps(history).values():
+        for group in replicas(history, "fsdp1", "fsdp2"):
+            ranks = tuple(rank for rank in group if rank in by_rank)
+            for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))) if len(ranks) > 1 else ():
+                events = {rank: by_rank[rank][index] for rank in ranks}
+                factors = {rank: event["scaling"] for rank, event in events.items() if event.get("scaling")}
+                seen = seen or len(factors) > 1
+                if len(factors) > 1 and min(factors.values()) < (1 - _SAME) * max(factors.values()):
+                    first = events[ranks[0]]
+                    clips = first.get("clips") or [first]
+                    shown = each_rank({rank: f"{factor:.4g}" for rank, factor in factors.items()})
+                    evidence = f"between the backward pass and step {index}, shards were multiplied by {shown}"
+                    cause = "each rank clips by the norm of its own shards, and not by that of the whole gradient"
+                    remedy = "torch.nn.utils.clip_grad_norm_ of FSDP2's parameters, FSDP.clip_grad_norm_ of FSDP1, or "
+                    remedy += "all_reduce the sum of squares before its root"
+                    findings.append(Finding("LS208", place(clips[0].get("at")), evidence, cause, remedy, ranks, index))
+                    break
+    return findings if seen else "no gradients in shards were followed from the backward pass to the step"
+
+
+@rule("LS209", "sum-not-awaited", "gradients are used before their sum is there")
+def sum_not_awaited(history: History) -> Iterable[Finding] | str:
+    """all_reduce(gradient, async_op=True) without wait() before the step."""
+    findings: dict[str, Finding] = {}
+    for event in history.of("hand_reduce"):
+        if event.get("unwaited"):
+            evidence = f"the step began, and nobody had waited for the sum of {event.get('parameters')} gradients"
+            cause = "all_reduce with async_op=True returns at once; the step may use gradients of this rank alone"
+            remedy = "keep the works that all_reduce returns, and call wait() of each before optimizer.step()"
+            at, ranks = place(event.get("at")), tuple(history.ranks)
+            findings.setdefault(
+                str(event.get("at")), Finding("LS209", at, evidence, cause, remedy, ranks, event["step"])
+            )
+    return list(findings.values()) if any(history.of("hand_reduce")) else "the script does not reduce gradients itself"
+
+
+@rule("LS210", "evaluation-mode", "the model is trained in evaluation mode", "warning")
+def evaluation_mode(history: History) -> Iterable[Finding] | str:
+    """model.train() that is missing after an evaluation, or on some ranks."""
+    modal = {(event["rank"], event["model"]) for event in history.of("wrap") if event.get("modal")}
+    findings, seen = [], False
+    for by_rank in steps(history).values():
+        modes: dict[int, list[tuple[bool, Event]]] = {}
+        for rank, by_index in by_rank.items():
+            for index in sorted(by_index):
+                for each in by_index[index].get("backwards") or ():
+                    if "synced" in each and (rank, by_index[index].get("model", 0)) in modal:
+                        modes.setdefault(rank, []).append((bool(each.get("evaluating")), each))
+        seen = seen or bool(modes)
+        for rank, told in modes.items():
+            turn = next((number for number, (is_on, _) in enumerate(told) if is_on), None)
+            stays = turn is not None and len(told) > turn + 1 and all(is_on for is_on, _ in told[turn:])
+            others = [mode[turn][0] for mode in modes.values() if turn is not None and len(mode) > turn]
+            if turn is not None and ((turn and stays) or not all(others)):
+                evidence = f"from backward pass {turn} on, the model was in evaluation mode on rank {rank}"
+                evidence += "" if all(others) else ", and in training mode on others"
+                cause = "model.eval() was called, and model.train() was not called after it"
+                remedy = "model.train() at the beginning of each epoch, on all ranks"
+                at = place(told[turn][1].get("at"))
+                findings.append(Finding("LS210", at, evidence, cause, remedy, (rank,), None))
+                break
+    return findings if seen else "no wrapped model with dropout or batch normalization was trained"
+
+
+@rule("LS211", "divided-twice", "the loss is divided once more than it should be", "warning")
+def divided_twice(history: History) -> Iterable[Finding] | str:
+    """loss / world_size under a wrapper that averages, or loss / accumulation where a framework divides, too."""
+    groups = [] if any(history.of("hook", "hand_reduce")) else replicas(history, "ddp", "fsdp2", "fsdp1")
+    findings: dict[str, Finding] = {}
+    seen = False
+    for group in groups:
+        for event in history.of("step"):
+            backwards = passes(event)
+            if event["rank"] not in group or not backwards or "divisor" not in backwards[0]:
+                continue
+            seen, ops, at = True, backwards[0].get("ops") or [""], backwards[0].get("at")
+            found = _squared(backwards)
+            if found:
+                findings.setdefault(str(at), Finding("LS211", place(at), *found, group, event["step"]))
+            is_mean = len(ops) > 1 and ops[1].startswith(_MEANS)
+            is_by_ranks = backwards[0]["divisor"] == len(group) and backwards[0].get("by_ranks")
+            if is_by_ranks and len(backwards) == 1 and ops[0].startswith("Div") and is_mean:
+                evidence = f"a mean loss was divided by {len(group)}, the number of ranks"
+                cause = "the wrapper averages gradients over ranks: nothing is left to divide"
+                remedy = "loss.backward() of the mean over the batch of this rank"
+                findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
+    return list(findings.values()) if seen else "no wrapped model was trained, or a hook exchanges in its own way"
+
+
+def _squared(backwards: list[Event]) -> tuple[str, str, str] | None:
+    """Evidence, cause and remedy where each micro-batch's mean is divided by their number two times."""
+    count, ops = len(backwards), backwards[0].get("ops") or []
+    is_twice = len(ops) > 2 and all(op.startswith(("Div", "Mul")) for op in ops[:2]) and ops[2].startswith(_MEANS)
+    if count < 2 or not is_twice or abs(backwards[0]["divisor"] - count * count) > _SAME:
+        return None
+    evidence = f"a mean loss was divided by {count * count} in each of {count} backward passes of a step"
+    cause = "the script divides by the number of micro-batches, and the framework does so once more"
+    return evidence, cause, "divide once: accelerator.backward and the Trainer divide by themselves"
+
+
+@rule("LS213", "class-weights-differ", "ranks weight classes differently", "warning")
+def class_weights_differ(history: History) -> Iterable[Finding] | str:
+    """Weights of a loss that each rank computes from its own part of the data."""
+    lines: dict[tuple[str, int], dict[int, Event]] = {}
+    for event in history.of("class_weights"):
+        lines.setdefault(tuple(event["at"][:2]), {})[event["rank"]] = event
+    findings = []
+    for by_rank in lines.values():
+        for group in replicas(history):
+            found = {rank: by_rank[rank] for rank in group if rank in by_rank}
+            if len(found) > 1 and differ({rank: event["digest"] for rank, event in found.items()}):
+                event = next(iter(found.values()))
+                evidence = f"the weights of {event['classes']} classes in this loss differ between {named(found)}"
+                cause = "each rank counted the classes of its own part of the data"
+                remedy = "count on all ranks together: all_reduce the counts, or count the whole data set"
+                at, ranks = place(event["at"]), tuple(found)
+                findings.append(Finding("LS213", at, evidence, cause, remedy, ranks, event["step"]))
+    return findings if lines else "no loss had weights of classes"
+
+
+@rule("LS212", "clip-before-average", "each rank clips its own gradient before ranks average", "warning")
+def clip_before_average(history: History) -> Iterable[Finding] | str:
+    """Clipping before the script's own all_reduce: the limit then is that of no gradient that is used."""
+    reduced = {(e["rank"], e["step"]) for e in history.of("hand_reduce")}
+    findings: dict[str, Finding] = {}
+    for event in history.of("step"):
+        clips = event.get("clips") or []
+        if (
+            (event["rank"], event["step"]) in reduced
+            and clips
+            and not any(each.get("reduced_before") for each in clips)
+        ):
+            at = clips[0].get("at")
+            evidence = "gradients were clipped first and summed over ranks later"
+            cause = "each rank scales by the norm of its own gradient, so ranks have unequal weights in the average"
+            remedy = "all_reduce the gradients, then clip"
+            ranks = tuple(history.ranks)
+            findings.setdefault(str(at), Finding("LS212", place(at), evidence, cause, remedy, ranks, event["step"]))
+    return list(findings.values()) if reduced else "the script does not reduce gradients itself"

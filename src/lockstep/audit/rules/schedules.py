@@ -1,0 +1,146 @@
+"""Rules on schedules, on what optimizers leave out, and on gradients that are not there or never cleared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lockstep.audit.events import Event, History
+from lockstep.audit.findings import Finding
+from lockstep.audit.rules.facts import place, rule, some, steps, uses
+
+_LEAST = 4
+"""Fewer steps say nothing about a schedule."""
+_TINY = 1e-6
+_PART = 0.25
+"""So much of the training without a learning rate is a fault."""
+_NO_STEP = "no optimizer made a step"
+
+
+@rule("LS307", "schedule-length", "the schedule is longer or shorter than the training", "warning")
+def schedule_length(history: History) -> Iterable[Finding] | str:
+    """A schedule that steps by epochs and was made for batches, or for the steps of one process; a rate of zero."""
+    findings: dict[str, Finding] = {}
+    ended = all(not e.get("code") and not e.get("error") for e in history.of("exit"))
+    told = [event for event in history.of("schedule") if event.get("optimizer_steps", 0) >= _LEAST]
+    for event in told if ended else ():
+        others = [other for other in told if other["rank"] == event["rank"] and other.get("is_outer")]
+        words = _length(event, len(history.ranks), bool(others))
+        if words:
+            at = event.get("made_at") or event.get("at")
+            remedy = "count the schedule in the steps that are made: optimizer steps of this process, or epochs"
+            ranks, evidence = (event["rank"],), words[0]
+            findings.setdefault(
+                str(at), Finding("LS307", place(at), evidence, words[1], remedy, ranks, event["optimizer_steps"])
+            )
+    if not findings:
+        findings = {str(each.where): each for each in _without_rate(history, told)}
+    return list(findings.values()) if told else "no schedule with several optimizer steps"
+
+
+def _length(event: Event, world: int, has_outer: bool) -> tuple[str, str] | None:
+    """Evidence and cause where the length of a schedule is not that of the training."""
+    horizon, made, own = event.get("horizon"), event["optimizer_steps"], event["steps"]
+    name = event.get("name")
+    if not own and not has_outer:
+        return f"{name} never stepped in {made} optimizer steps", "scheduler.step() is missing"
+    if not horizon or not event.get("is_outer") or name in ("LinearLR", "ConstantLR"):
+        return None
+    said = f"{name} was made for {horizon} steps and stepped {own} times, in {made} optimizer steps"
+    if 0.9 * made <= horizon <= 1.15 * made and own < made / 1.9:
+        return said, "it was made for optimizer steps, and steps once for each epoch or some steps"
+    if own >= 1.9 * horizon and name != "CosineAnnealingWarmRestarts":
+        cause = "it steps once for each rank" if own == world * made else "it was made for epochs, and steps by batches"
+        return said, cause
+    if world > 1 and own == made and abs(horizon - world * made) <= world:
+        return said, "it was made for the batches of one process, and each rank has a part of them"
+    return None
+
+
+def _without_rate(history: History, told: Sequence[Event]) -> list[Finding]:
+    """Optimizers whose learning rates fall to nothing, and which go on."""
+    findings = []
+    for by_rank in steps(history).values() if told else ():
+        for rank, by_index in list(by_rank.items())[:1]:
+            rates: list[float] = []
+            for index in sorted(by_index):
+                groups = by_index[index].get("hyperparameters")
+                now = max((float(group.get("lr") or 0) for group in groups), default=0.0) if groups else None
+                rates.append(now if now is not None else rates[-1] if rates else 0.0)
+            idle = sum(rate <= _TINY * max(rates) for rate in rates[rates.index(max(rates)) :])
+            if idle > max(_LEAST, _PART * len(rates)):
+                event = next((event for event in told if event["rank"] == rank), told[0])
+                evidence = f"the learning rate was zero in {idle} of {len(rates)} steps, after {max(rates):g}"
+                at = event.get("made_at") or event.get("at")
+                remedy = "make the schedule for as many steps as there are"
+                findings.append(Finding("LS307", place(at), evidence, None, remedy, (rank,), len(rates) - idle))
+    return findings
+
+
+@rule("LS308", "left-out", "parameters have gradients, and no optimizer has them", "warning")
+def left_out(history: History) -> Iterable[Finding] | str:
+    """Parameters of a wrapped model that are trained by nobody."""
+    made = {event["rank"]: event for event in history.of("optimizer") if event.get("owned")}
+    findings: dict[str, Finding] = {}
+    for rank, event in made.items():
+        wraps = {str(wrap["model"]): wrap for wrap in history.of("wrap", rank=rank)}
+        for model, names in (event.get("left_out") or {}).items():
+            if names and len(names) < wraps.get(str(model), {}).get("trainable", 0):
+                at = event.get("made_at") or event.get("at")
+                evidence = f"{some(names)} got gradients in the first step, and no optimizer has them"
+                cause = "the optimizer was given a part of the parameters, or was made before these were"
+                remedy = "give them to an optimizer, or freeze them: requires_grad_(False) before wrapping"
+                findings.setdefault(
+                    str(at), Finding("LS308", place(at), evidence, cause, remedy, (rank,), event["step"])
+                )
+    return list(findings.values()) if made else "no optimizer of a wrapped model made a step"
+
+
+def _looked_at(history: History) -> list[list[Event]]:
+    """Of each optimizer of each rank: the steps that were looked at closely, and that follow a backward pass."""
+    found = []
+    for by_rank in steps(history).values():
+        for by_index in by_rank.values():
+            events = [by_index[index] for index in sorted(by_index)]
+            found.append([e for e in events if e.get("sampled") and not e.get("skipped") and e.get("backwards")])
+    return found
+
+
+def _named(id: str, cases: list[list[Event]], evidence: str, cause: str | None, remedy: str) -> list[Finding]:
+    by_line: dict[Any, list[Event]] = {}
+    for events in cases:
+        by_line.setdefault(str(events[0].get("at")), []).extend(events)
+    return [
+        Finding(
+            id,
+            place(events[0].get("at")),
+            f"{evidence}, at {len(events)} steps that were looked at",
+            cause,
+            remedy,
+            tuple(sorted({event["rank"] for event in events})),
+            events[0]["step"],
+        )
+        for events in by_line.values()
+    ]
+
+
+@rule("LS309", "no-gradients", "the optimizer steps without gradients")
+def no_gradients(history: History) -> Iterable[Finding] | str:
+    """Steps after a backward pass that find no gradient, or zeros: nothing is trained."""
+    looked = [events for events in _looked_at(history) if events]
+    if uses(history, "deepspeed") or not looked:
+        return _NO_STEP
+    wrong = [events for events in looked if len(events) > 1 and all(e.get("gradient_norm") == 0 for e in events)]
+    cause = "zero_grad() between backward() and step(), a loss without a way to the parameters, or shards not reduced"
+    remedy = "optimizer.zero_grad(), loss.backward(), optimizer.step(), in this order"
+    return _named("LS309", wrong, "no parameter had a gradient other than zero", cause, remedy)
+
+
+@rule("LS310", "never-cleared", "gradients are never cleared", "warning")
+def never_cleared(history: History) -> Iterable[Finding] | str:
+    """Steps whose gradients still hold those of all steps before."""
+    looked = [[event for event in events if event["index"]] for events in _looked_at(history)]
+    wrong = [events for events in looked if len(events) > 1 and all(e.get("was_cleared") is False for e in events)]
+    remedy = "optimizer.zero_grad() after each step"
+    found = _named("LS310", wrong, "no backward pass began without the gradients of the step before", None, remedy)
+    return found if any(looked) else _NO_STEP

@@ -1,0 +1,237 @@
+"""Rules on how data are dealt to ranks and workers, and on random numbers that should differ between ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import combinations
+from typing import Any
+
+from lockstep.audit.events import Event, History
+from lockstep.audit.findings import Finding
+from lockstep.audit.rules.facts import differ, each_rank, named, place, replicas, rule, some
+from lockstep.audit.rules.loaders import Iteration, iterations
+
+_PADDING = 0.05
+"""So much of a share may be on another rank, too: samplers repeat samples to make shares equal."""
+_FEW_STEPS = 3
+_NO_GROUP = "no ranks that train one model together"
+
+
+def _made(iteration: Iteration) -> Any:
+    return iteration.begin.get("made_at") or iteration.begin.get("at")
+
+
+def _firsts(history: History) -> list[dict[int, Iteration]]:
+    """The first training iterations of each loader, by rank."""
+    found = []
+    for epochs in iterations(history).values():
+        for by_rank in list(epochs.values())[:1]:
+            its = {rank: it for rank, it in by_rank.items() if it.is_training or it.end is None}
+            found += [its] if its else []
+    return found
+
+
+@rule("LS107", "shared-twice", "the data are shared among ranks twice", "warning")
+def shared_twice(history: History) -> Iterable[Finding] | str:
+    """A part of each rank that a framework or a second sampler deals to the ranks once more."""
+    findings, firsts = [], _firsts(history)
+    for its in firsts:
+        first = next(iter(its.values()))
+        if first.begin.get("shared_twice"):
+            shares = (first.begin.get("distributed") or {}).get("kind")
+            evidence = f"a sampler of the loader deals samples to ranks, and {shares} deals them again"
+            findings.append(_twice(_made(first), evidence, tuple(its)))
+    streams = {event["rank"]: event for event in history.of("stream")}
+    if len(streams) > 1 and _apart([event["samples"] for event in streams.values()]):
+        evidence = "a shard takes every n-th part of what should be one stream, and ranks have streams of their own"
+        first_stream = next(iter(streams.values()))
+        loader = next((its for its in firsts if any(it.begin.get("is_iterable") for it in its.values())), None)
+        at = _made(next(iter(loader.values()))) if loader else first_stream.get("at")
+        findings.append(_twice(at, evidence, tuple(streams)))
+    return findings if firsts or streams else "no DataLoader in training"
+
+
+def _twice(at: Any, evidence: str, ranks: tuple[int, ...]) -> Finding:
+    cause = "the script deals the data itself, and the framework or the second sampler deals the part of a rank again"
+    remedy = "deal once: give the framework the whole data set, or switch its own sampler off"
+    return Finding("LS107", place(at), evidence, cause, remedy, ranks, 0)
+
+
+def _apart(streams: list[list[Any]]) -> bool:
+    """True if the first samples of streams are not the same in any field that is known."""
+    pairs = [
+        (a, b)
+        for one, other in combinations(streams, 2)
+        for samples in zip(one, other, strict=False)
+        for a, b in zip(samples[0] or (), samples[1] or (), strict=False)
+        if a is not None and b is not None
+    ]
+    labels = [(a, b) for a, b in pairs if isinstance(a, list) and len(a) == 1]  # augmented inputs keep them
+    others = [pair for pair in pairs if pair not in labels]
+    known = bool(labels) or any(isinstance(a, list) for a, _ in others)
+    return known and bool(others) and all(a != b for a, b in others) and any(a != b for a, b in labels or others)
+
+
+@rule("LS108", "shares-wrong", "shares of ranks overlap, or leave samples out")
+def shares_wrong(history: History) -> Iterable[Finding] | str:
+    """Samplers of ranks that deal from other orders, or to more ranks than there are."""
+    groups, findings, seen = replicas(history), [], False
+    fixed = _fixed(history)
+    for its in _firsts(history) if groups else ():
+        first = next(iter(its.values()))
+        if first.shards > len(history.ranks):
+            evidence = f"the sampler deals to {first.shards} ranks, and there are {len(history.ranks)}"
+            findings.append(_wrong(first, evidence, "num_replicas is not the number of ranks", tuple(its)))
+            continue
+        shares = {
+            rank: _share(it, (rank, it.begin["loader"]) in fixed)
+            for rank, it in its.items()
+            if any(rank in group for group in groups)
+        }
+        known = {rank: share for rank, share in shares.items() if share}
+        seen = seen or len(known) > 1
+        for one, other in combinations(sorted(known), 2):
+            found = _overlap(its[one], its[other], known[one], known[other], len(its))
+            if found:
+                seeds = {rank: (it.begin.get("distributed") or {}).get("seed") for rank, it in its.items()}
+                cause = "each rank deals from an order of its own" + (
+                    f": the seed of the sampler is {each_rank(seeds)}" if differ(seeds) else ""
+                )
+                findings.append(_wrong(first, f"{found} {named([one, other])}", cause, tuple(its)))
+                break
+    return (
+        findings if groups and (seen or findings) else "no whole epoch whose indices are known" if groups else _NO_GROUP
+    )
+
+
+def _wrong(first: Iteration, evidence: str, cause: str, ranks: tuple[int, ...]) -> Finding:
+    remedy = "the same seed, epoch and num_replicas on all ranks, or one permutation of which each takes [rank::world]"
+    return Finding("LS108", place(_made(first)), evidence, cause, remedy, ranks, first.begin["step"])
+
+
+def _fixed(history: History) -> set[tuple[int, int]]:
+    """Ranks and loaders that read the same samples in all epochs, and not in the same order: a share by hand."""
+    found = set()
+    for epochs in iterations(history).values():
+        for rank in history.ranks:
+            its = [by_rank[rank] for by_rank in epochs.values() if rank in by_rank and by_rank[rank].is_complete]
+            sets = {frozenset(map(str, it.indices)) for it in its}
+            if len(its) > 1 and len(sets) == 1 and its[0].indices != its[1].indices:
+                found.add((rank, int(its[0].begin["loader"])))
+    return found
+
+
+def _share(iteration: Iteration, is_fixed: bool) -> set[int] | None:
+    """The samples of an epoch of a rank, as numbers of the data set below. None: not known, or drawn otherwise."""
+    mapped, indices = iteration.begin.get("mapped"), iteration.indices
+    dealt = iteration.shards > 1 or is_fixed
+    if not iteration.is_complete or iteration.begin.get("replacement") or not (dealt or mapped) or not indices:
+        return None
+    if (iteration.begin.get("subset") and not mapped) or len(set(map(str, indices))) < len(indices):
+        return None
+    found = {int(index) for index in indices if isinstance(index, int)}
+    return {mapped[index] for index in found if index < len(mapped)} if mapped else found
+
+
+def _overlap(one: Iteration, other: Iteration, mine: set[int], theirs: set[int], world: int) -> str | None:
+    size = max(mine | theirs) + 1 if one.begin.get("mapped") else one.begin.get("dataset_size")
+    is_share = max(len(mine), len(theirs)) <= (1 + _PADDING) * (size or 0) / world + world
+    same = len(mine & theirs)
+    if not is_share or mine == theirs or same <= max(2 * world, _PADDING * len(mine)):
+        return None
+    return f"of {len(mine)} samples of an epoch, {same} are also on the other rank, of"
+
+
+@rule("LS109", "workers-repeat", "all workers of a loader read the same samples")
+def workers_repeat(history: History) -> Iterable[Finding] | str:
+    """An IterableDataset with several workers, each of which gives the whole stream."""
+    findings, seen = [], False
+    for its in _firsts(history):
+        wrong = []
+        for rank, it in its.items():
+            workers = it.begin.get("num_workers") or 0
+            if it.begin.get("is_iterable") and workers > 1:
+                seen = True
+                digests = [it.sampled[n].get("digest") for n in range(2 * workers) if n in it.sampled]
+                turns = [set(digests[:workers]), set(digests[workers:])]
+                if len(digests) == 2 * workers and all(len(turn) == 1 for turn in turns) and turns[0] != turns[1]:
+                    wrong.append(rank)
+        if wrong:
+            it = its[wrong[0]]
+            evidence = f"the batches of all {it.begin['num_workers']} workers are equal bit by bit, on {named(wrong)}"
+            cause = "each worker has a copy of the IterableDataset, and each copy gives all samples"
+            remedy = "take a part in __iter__: samples[info.id :: info.num_workers] with info = get_worker_info()"
+            findings.append(Finding("LS109", place(_made(it)), evidence, cause, remedy, tuple(wrong), it.begin["step"]))
+    return findings if seen else "no IterableDataset with several workers"
+
+
+@rule("LS110", "ids-differ", "ranks give other numbers to the same things")
+def ids_differ(history: History) -> Iterable[Finding] | str:
+    """Words or classes that are numbered in an order of each rank's own, such as that of a set."""
+    findings, seen = [], False
+    for event, by_rank in probes(history):
+        columns = list(zip(*by_rank.values(), strict=False))
+        seen = seen or bool(columns)
+        for number in range(max((len(parts) for row in columns for parts in row), default=0)):
+            pairs = [
+                pair for row in columns for pair in _pairs([p[number] if number < len(p) else None for p in row[:2]])
+            ]
+            forth, back = defaultdict(set), defaultdict(set)
+            for a, b in pairs:
+                forth[a].add(b)
+                back[b].add(a)
+            others = [pair for pair in pairs if pair[0] != pair[1]]
+            is_renamed = all(len(each) == 1 for each in (*forth.values(), *back.values()))
+            if len(others) > 5 and len(set(others)) > 1 and is_renamed:
+                shown = some([f"{a} is {b}" for a, b in dict.fromkeys(others)])
+                evidence = f"the same samples have other numbers on ranks 0 and 1, one for one: {shown}"
+                cause = "the numbers follow an order that differs by process: that of a set, or of files in a folder"
+                remedy = "sort before numbering: for number, word in enumerate(sorted(words))"
+                at = place(event.get("at"))
+                findings.append(Finding("LS110", at, evidence, cause, remedy, tuple(by_rank), event["step"]))
+                break
+    return findings if seen else "no samples of data that a sampler deals were compared"
+
+
+def _pairs(parts: list[Any]) -> list[tuple[int, int]]:
+    is_whole = len(parts) == 2 and all(isinstance(part, list) for part in parts) and len(parts[0]) == len(parts[1])
+    return list(zip(*parts, strict=True)) if is_whole else []
+
+
+def probes(history: History) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
+    """Samples of data sets that a sampler deals: the event of a rank, and by rank the fields of the same samples."""
+    found: list[tuple[Event, dict[int, list[list[Any]]]]] = []
+    read = {(event["rank"], event["loader"]): event for event in history.of("probe")}
+    for epochs in iterations(history).values():
+        for by_rank in list(epochs.values())[:1]:
+            its = {rank: it for rank, it in by_rank.items() if it.shards > 1 and (rank, it.begin["loader"]) in read}
+            events = {rank: read[rank, it.begin["loader"]] for rank, it in its.items()}
+            sizes = {rank: event["dataset_size"] for rank, event in events.items()}
+            if len(events) > 1 and not differ(sizes):
+                common = sorted(set.intersection(*(set(event["samples"]) for event in events.values())), key=int)
+                event = {**next(iter(events.values())), "dataset": next(iter(its.values())).begin.get("dataset")}
+                found.append((event, {r: [e["samples"][index] for index in common] for r, e in events.items()}))
+    return found
+
+
+@rule("LS111", "same-noise", "all ranks draw the same random numbers", "warning")
+def same_noise(history: History) -> Iterable[Finding] | str:
+    """Noise in training that is equal on all ranks: N ranks try one noise instead of N."""
+    groups, lines = replicas(history), dict[tuple[Any, ...], dict[int, dict[int, list[str]]]]()
+    for event in history.of("drawn"):
+        by_rank = lines.setdefault(tuple(event["at"]), {})
+        by_rank.setdefault(event["rank"], {}).setdefault(event["step"], []).append(event["digest"])
+    findings = []
+    for at, drawn in lines.items():
+        group = next((group for group in groups if set(group) <= drawn.keys()), None)
+        if group is None or differ({rank: drawn[rank] for rank in group}):
+            continue
+        steps = sorted(drawn[group[0]])
+        digests = [digest for each in drawn[group[0]].values() for digest in each]
+        if len(steps) >= _FEW_STEPS and steps[-1] - steps[0] < len(steps) and len(set(digests)) == len(digests):
+            evidence = f"what this line drew in {len(steps)} steps after another is equal on {named(group)}"
+            cause = "the ranks began with the same seed, and draw the same numbers"
+            remedy = "a generator of each rank for noise: torch.Generator().manual_seed(seed + rank)"
+            findings.append(Finding("LS111", place(at), evidence, cause, remedy, group, steps[0]))
+    return findings if lines and groups else "no line of the script drew random numbers in training"

@@ -1,0 +1,73 @@
+"""Rules on models that no wrapper has: trained by each rank for itself, or copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lockstep.audit.events import Event, History
+from lockstep.audit.findings import Finding
+from lockstep.audit.rules.facts import differ, keys, named, optimizer_at, place, replicas, rule, some, steps, uses
+from lockstep.audit.rules.gradients import averages, compared_steps, hooked, partings, unwrapped
+
+
+@rule("LS207", "never-exchanged", "ranks share out the data, and nothing exchanges gradients")
+def never_exchanged(history: History) -> Iterable[Finding] | str:
+    """An optimizer of a model without a wrapper: each rank trains its own model on its part of the data."""
+    trained = _reads_a_part(history)
+    if len(trained) < 2:
+        return "no training on data that a sampler deals to ranks"
+    exchanged = any(history.of("hand_reduce", "hand_average")) or averages(history) or hooked(history)
+    if exchanged or uses(history, "deepspeed"):
+        return []
+    known, findings, beside = keys(history, "optimizer", "optimizer"), [], unwrapped(history)
+    owned = {known[event["rank"], event["optimizer"]] for event in history.of("optimizer") if event.get("owned")}
+    for key, by_rank in steps(history).items():
+        ranks = tuple(sorted(trained & by_rank.keys()))
+        pairs = list(compared_steps(by_rank, ranks, set())) if len(ranks) > 1 else []
+        wrong = [{*each.gradients} if key not in owned else {*each.gradients} & beside for each in pairs]
+        if pairs and all(names and each.parameters for names, each in zip(wrong, pairs, strict=True)):
+            cause = "no wrapper has the model of this optimizer, and the script does not reduce its gradients"
+            if key in owned:
+                cause = f"{some(sorted(wrong[0]))} of the optimizer are in no wrapped model: their gradients stay local"
+            remedy = "train through DistributedDataParallel(model); of a framework, do not take the model out before"
+            at = place(optimizer_at(history, key))
+            findings.append(Finding("LS207", at, pairs[0].evidence, cause, remedy, ranks, pairs[0].first["step"]))
+    return findings
+
+
+def _reads_a_part(history: History) -> set[int]:
+    """Ranks that train on a part of the data: that a sampler deals, or other batches in a script with a wrapper."""
+    trained, first = set(), dict[tuple[Any, ...], dict[int, Any]]()
+    dealt = {
+        (event["rank"], event["loader"])
+        for event in history.of("loader")
+        if (event.get("distributed") or {}).get("replicas", 1) > 1
+    }
+    for event in history.of("loader_end"):
+        if event.get("backwards") and (event["rank"], event["loader"]) in dealt:
+            trained.add(event["rank"])
+    for event in history.of("batch") if any(history.of("wrap")) else ():
+        first.setdefault((event["loader"], event.get("epoch"), event["batch"]), {})[event["rank"]] = event.get("digest")
+    others = [by_rank for by_rank in first.values() if len(set(by_rank.values())) > 1]
+    return trained | ({rank for by_rank in others for rank in by_rank} if len(others) == len(first) else set())
+
+
+@rule("LS214", "copies-part", "copies of a model differ between ranks", "warning")
+def copies_part(history: History) -> Iterable[Finding] | str:
+    """An average or a teacher that ranks call, whose weights are not the same on all ranks."""
+    told: dict[str, dict[int, Event]] = {}
+    for event in history.of("exit"):
+        for number, copy in (event.get("copies") or {}).items():
+            told.setdefault(number, {})[event["rank"]] = copy
+    findings = []
+    for by_rank in told.values() if not any(partings(history)[0]) else ():
+        for group in replicas(history):
+            found = {rank: by_rank[rank] for rank in group if rank in by_rank}
+            if len(found) == len(group) and differ({rank: copy["digest"] for rank, copy in found.items()}):
+                copy = next(iter(found.values()))
+                evidence = f"the {copy['class']} that this line calls has other weights on {named(found)} at the end"
+                cause = "each rank made it before the models were equal, or only some ranks update it"
+                remedy = "copy the model after DistributedDataParallel(...) made it equal, and update on all ranks"
+                findings.append(Finding("LS214", place(copy["at"]), evidence, cause, remedy, tuple(found), None))
+    return findings if told else "no copy of a wrapped model was called"

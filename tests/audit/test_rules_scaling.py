@@ -1,0 +1,200 @@
+"""Rules on gradients between the backward pass and the step, on modes, schedules, and what optimizers leave out."""
+
+from tests.audit.made_events import Script, at, dealt, parts
+
+
+def scaled(factor, how="fsdp2", **keys):
+    return Script(how=how).optimizer().step(scaling=factor, **keys)
+
+
+def test_shards_that_are_scaled_by_different_factors_are_named():
+    (finding,) = scaled(lambda rank: 0.5 + rank).found("LS208")
+    assert (finding.where.line, finding.evidence) == (
+        30,
+        "between the backward pass and step 0, shards were multiplied by 0.5 on rank 0, 1.5 on rank 1",
+    )
+    assert scaled(lambda rank: rank + 1.0, clips=[{"at": at(28)}]).found("LS208")[0].where.line == 28
+    assert scaled(0.5).errors() == scaled(lambda rank: None).errors() == set()
+    assert scaled(lambda rank: 0.5 + rank, how="ddp").found("LS208") == []
+
+
+def reduced(**keys):
+    return (
+        Script(how=None).optimizer(owned=0).add("hand_reduce", at=at(27), op="SUM", parameters=2, divided=True, **keys)
+    )
+
+
+def test_sums_that_nobody_waits_for_are_named():
+    (finding,) = reduced(unwaited=True).step().found("LS209")
+    assert finding.where.line == 27
+    assert reduced().step().found("LS209") == []
+
+
+def test_clipping_before_the_average_is_a_warning():
+    def clipped(before):
+        return reduced().step(clips=[{"at": at(26), "reduced_before": before}])
+
+    assert clipped(False).found("LS212")[0].where.line == 26
+    assert clipped(True).found("LS212") == []
+    assert Script().optimizer().step(clips=[{"at": at(26)}]).found("LS212") == []  # the wrapper reduces
+
+
+def modes(turns, modal=1, ranks=(0, 1)):
+    script = Script(how=None).add("wrap", at=at(5), model=0, how="ddp", modal=modal).optimizer()
+    for is_evaluating in turns:
+        for rank in range(2):
+            told = {"at": at(25), "synced": True} | ({"evaluating": True} if is_evaluating and rank in ranks else {})
+            script.step(rank, backwards=0)
+            script.events[-1]["backwards"] = [told]
+    return script
+
+
+def test_a_model_that_stays_in_evaluation_mode_is_a_warning():
+    assert modes([False, False, True, True]).found("LS210")[0].where.line == 25
+    assert modes([True, True, True], ranks=(0,)).found("LS210")[0].ranks == (0,)
+    right = [modes([False] * 4), modes([True] * 4), modes([False, True, False]), modes([False, True, True], modal=0)]
+    assert [script.found("LS210") for script in right] == [[], [], [], []]
+
+
+def lossy(divisor=2, ops=("DivBackward0", "NllLossBackward0"), count=1, **keys):
+    script = Script().optimizer()
+    for rank in range(2):
+        script.step(rank, backwards=count)
+        for told in script.events[-1]["backwards"]:
+            told |= {"divisor": divisor, "ops": list(ops)} | keys
+    return script
+
+
+def test_a_loss_that_is_divided_by_the_number_of_ranks_is_a_warning():
+    assert lossy(by_ranks=True).found("LS211")[0].where.line == 25
+    right = [
+        lossy(),  # halved for a reason of its own
+        lossy(divisor=4, by_ranks=True),
+        lossy(ops=("DivBackward0", "SumBackward0"), by_ranks=True),
+        lossy(ops=("MulBackward0", "NllLossBackward0"), by_ranks=True),
+        lossy(count=2, by_ranks=True),  # by the number of micro-batches
+    ]
+    assert [script.found("LS211") for script in right] == [[]] * 5
+
+
+def scheduled(horizon, steps, optimizer_steps=32, name="OneCycleLR", is_outer=True, code=0):
+    told = {"made_at": at(9), "name": name, "horizon": horizon, "steps": steps, "is_outer": is_outer}
+    return Script().optimizer().add("schedule", optimizer_steps=optimizer_steps, **told).exit(code=code)
+
+
+def test_schedules_of_another_length_than_the_training_are_a_warning():
+    wrong = {
+        "once for each epoch": scheduled(32, 2),
+        "made for epochs": scheduled(4, 32, name="CosineAnnealingLR"),
+        "once for each rank": scheduled(32, 64, name="LambdaLR"),
+        "batches of one process": scheduled(64, 32),
+        "step() is missing": scheduled(None, 0, name="StepLR", is_outer=False),
+    }
+    for words, script in wrong.items():
+        (finding,) = script.found("LS307")
+        assert (finding.where.line, words in finding.cause) == (9, True), finding
+    right = [
+        scheduled(32, 32),
+        scheduled(33, 33),
+        scheduled(3, 3),  # by epochs
+        scheduled(100, 32),  # a short run to look at the script
+        scheduled(4, 32, name="LinearLR"),  # a warm-up
+        scheduled(32, 2, code=1),
+        scheduled(None, 2, name="StepLR"),
+    ]
+    assert [script.found("LS307") for script in right] == [[]] * 7
+
+
+def test_a_learning_rate_of_nothing_is_a_warning():
+    def rated(rates):
+        script = Script().optimizer()
+        for rate in rates:
+            script.step(hyperparameters=[{"lr": rate}])
+        told = {"made_at": at(9), "name": "LambdaLR", "steps": len(rates), "is_outer": True}
+        return script.add("schedule", optimizer_steps=len(rates), **told).exit()
+
+    assert "zero in 8 of 12 steps" in rated([0.1] * 4 + [0.0] * 8).found("LS307")[0].evidence
+    assert rated([0.0, 0.05, 0.1] + [0.05] * 8 + [0.0]).found("LS307") == []
+
+
+def test_parameters_that_no_optimizer_has_are_a_warning():
+    assert Script().optimizer(left_out={"0": ["head.weight"]}).found("LS308")[0].where.line == 7
+    assert Script().optimizer(left_out={"0": []}).found("LS308") == []
+    assert Script().optimizer(left_out={"0": ["a", "b"]}).found("LS308") == []  # none: another kind of optimizer
+
+
+def test_steps_without_gradients_are_named():
+    def normed(*norms):
+        script = Script().optimizer()
+        for norm in norms:
+            script.step(gradient_norm=norm)
+        return script
+
+    assert normed(0.0, 0.0, 0.0).found("LS309")[0].ranks == (0, 1)
+    assert normed(0.0, 0.0, 1.0).found("LS309") == normed(0.0).found("LS309") == normed(1.0, 1.0).found("LS309") == []
+
+
+def test_gradients_that_are_never_cleared_are_a_warning():
+    def cleared(*turns):
+        script = Script().optimizer()
+        for turn in turns:
+            script.step(was_cleared=turn)
+        return script
+
+    assert cleared(None, False, False).found("LS310")[0].where.line == 30
+    assert cleared(None, True, True).found("LS310") == cleared(None, False, True).found("LS310") == []
+    assert cleared(None, None, None).found("LS310") == []
+
+
+def test_an_optimizer_of_parameters_beside_the_wrapped_model_is_named():
+    def beside(digest):
+        script = (
+            Script().optimizer(unwrapped=["0.3"]).epoch(parts(), train=False, distributed=dealt(), end={"backwards": 2})
+        )
+        told = {"weight": "w", "0.3": digest}
+        for rank in range(2):
+            mine = {name: value(rank) if callable(value) else value for name, value in told.items()}
+            script.step(rank, gradients=mine, parameters=mine)
+        return script
+
+    (finding,) = beside(str).found("LS207")
+    assert "0.3 of the optimizer are in no wrapped model" in finding.cause
+    assert beside(str).found("LS201") == []
+    assert beside("same").found("LS207") == []
+
+
+def test_a_state_that_one_rank_loads_explains_replicas_that_part():
+    script = Script().optimizer().add("state", 0, what="optimizer", id=0, at=at(15))
+    for rank in range(2):
+        same, other = {"weight": "g"}, {"weight": str(rank)}
+        script.step(rank, gradients=same, parameters=other)
+    (finding,) = script.found("LS201")
+    assert (finding.where.line, finding.cause) == (15, "the state of the optimizer was loaded on rank 0 only")
+
+
+def test_a_mean_that_script_and_framework_divide_is_a_warning():
+    def divided(divisor, count=4, ops=("DivBackward0", "DivBackward0", "NllLossBackward0")):
+        return lossy(divisor=divisor, ops=ops, count=count).found("LS211")
+
+    assert "divided by 16 in each of 4" in divided(16)[0].evidence
+    assert divided(4) == divided(16, count=1) == divided(16, ops=("DivBackward0", "SumBackward0")) == []
+
+
+def test_class_weights_that_differ_are_a_warning():
+    def weighted(digest):
+        return Script().add("class_weights", at=at(24), digest=digest, classes=3)
+
+    assert weighted(str).found("LS213")[0].where.line == 24
+    assert weighted("same").found("LS213") == []
+
+
+def test_copies_of_a_model_that_part_are_a_warning():
+    def copied(digest, ranks=(0, 1)):
+        script = Script().optimizer().step()
+        for rank in range(2):
+            told = {"0": {"class": "Net", "at": at(22), "digest": digest(rank)}}
+            script.exit(rank, copies=told if rank in ranks else None)
+        return script
+
+    assert copied(str).found("LS214")[0].where.line == 22
+    assert copied(lambda rank: "same").found("LS214") == copied(str, ranks=(0,)).found("LS214") == []
