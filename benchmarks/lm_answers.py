@@ -1,14 +1,21 @@
 """Questions with answers of unequal length: does the result depend on ranks and batches?
 
     pip install trl==1.16.0 accelerate psutil
-    python benchmarks/lm_answers.py [--data ../shared/data/lm/gsm8k/test.jsonl]
+    python benchmarks/lm_answers.py [--data ../shared/data/lm/gsm8k/test.jsonl] [--systems NAME ...]
 
 The same small Llama and the same tokens for transformers' Trainer, trl's SFTTrainer and Lockstep. Only answers are
-learned. Two numbers are compared with one process that computes with plain torch:
+learned. Three numbers are compared with one process that computes with plain torch:
 
     the loss of an evaluation of 101 questions, with micro-batches of 1 and 8, on one and two ranks;
-    the weights after one step of plain SGD on 32 questions (of 1 x 32 | 2 ranks x 2 micro-batches x 8), as the
-    distance from the right update, divided by the size of that update.
+    the weights after one step of plain SGD on 32 questions (of 1 x 32 | 1 x 4 micro-batches x 8 | 2 ranks x 2
+    micro-batches x 8), as the distance from the right update, divided by the size of that update;
+    the same of a step behind an evaluation by the same trainer.
+
+Other systems are the same with one change:
+
+    trainer-own, trl-own   average_tokens_across_devices=False: each rank divides by its own tokens
+    trainer-means          a model with accepts_loss_kwargs=False, as some of transformers have: it returns means
+    trainer-start          eval_on_start=True: the evaluation comes in the training and not before
 """
 
 from __future__ import annotations
@@ -24,7 +31,15 @@ import torch
 from torch.nn import functional
 
 ROOT = Path(__file__).resolve().parents[1]
-SYSTEMS = ("lockstep", "trainer", "trl")
+SYSTEMS = {
+    "lockstep": {},
+    "trainer": {},
+    "trl": {},
+    "trainer-own": {"average_tokens_across_devices": False},
+    "trl-own": {"average_tokens_across_devices": False},
+    "trainer-means": {},
+    "trainer-start": {"eval_on_start": True, "eval_strategy": "steps"},
+}
 SETTINGS = ((1, 1), (1, 8), (2, 8))  # ranks and rows of a micro-batch
 EVALUATED, TRAINED, LR = 101, 32, 0.1
 SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -91,7 +106,7 @@ def exact(options):
 
 
 def work(options):
-    """A system in one setting: writes its loss, and its weights after the step."""
+    """A system in one setting: writes the loss of an evaluation, if it comes first, and the weights after the step."""
     torch.set_num_threads(1)
     loss, model = (lockstep if options.worker == "lockstep" else hugging_face)(options)
     if os.environ["RANK"] == "0":
@@ -119,10 +134,13 @@ def hugging_face(options):
         "disable_tqdm": True,
         "use_cpu": True,
         "ddp_backend": "gloo",
+        **SYSTEMS[options.worker],
     }
     model = AutoModelForCausalLM.from_pretrained(f"{options.folder}/model")
+    if options.worker == "trainer-means":
+        model.accepts_loss_kwargs = False
     sets = [datasets.Dataset.from_list(features(data)) for data in (task.train_data(), task.eval_data())]
-    if options.worker == "trl":
+    if options.worker.startswith("trl"):
         from trl import SFTConfig, SFTTrainer
 
         config = SFTConfig(**arguments, bf16=False, gradient_checkpointing=False, max_length=None)
@@ -134,7 +152,7 @@ def hugging_face(options):
         trainer = Trainer(
             model, TrainingArguments(**arguments), data_collator=collate, train_dataset=sets[0], eval_dataset=sets[1]
         )
-    loss = trainer.evaluate()["eval_loss"]
+    loss = trainer.evaluate()["eval_loss"] if options.evaluate else None
     trainer.train()
     return loss, trainer.accelerator.unwrap_model(trainer.model)
 
@@ -142,25 +160,41 @@ def hugging_face(options):
 def lockstep(options):
     from lockstep import Trainer
 
-    losses = []
-    for name, rate in (("evaluated", 1e-30), ("trained", LR)):  # an evaluation comes after a step, and so of size 0
-        settings = {
-            "batch": {"global": TRAINED, "micro": options.micro},
-            "train": {"steps": 1, "eval_every_steps": 1},
-            "optim": {"name": "SGD", "lr": rate},
-            "schedule": {"name": "constant"},
-            "device": "cpu",
-        }
-        trainer = Trainer(settings, run_dir=f"{options.result}-{name}", quiet=True)
-        losses.append(trainer.fit(task_of(options))["eval/loss"])
-    return losses[0], trainer.model
+    settings = {
+        "batch": {"global": TRAINED, "micro": options.micro},
+        "train": {"steps": 1, "eval_every_steps": 1},
+        "optim": {"name": "SGD", "lr": LR},
+        "schedule": {"name": "constant"},
+        "device": "cpu",
+    }
+    loss, task = None, task_of(options)
+    if options.evaluate:  # of the untrained model: an evaluation comes after a step, and so of size 0
+        first = {**settings, "optim": {"name": "SGD", "lr": 1e-30}}
+        loss = Trainer(first, run_dir=f"{options.result}-evaluated", quiet=True).fit(task)["eval/loss"]
+    trainer = Trainer(settings, run_dir=f"{options.result}-trained", quiet=True)
+    trainer.fit(task)
+    return loss, trainer.model
+
+
+def run(options, system, ranks, micro, evaluate):
+    """What a system finds, in processes of its own."""
+    result = f"{options.folder}/{system}-{ranks}-{micro}-{evaluate}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+    command += ["--worker", system, "--micro", str(micro), "--folder", options.folder, "--result", result]
+    command += ["--evaluate"] if evaluate else []
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        sys.exit(done.stdout[-4000:] + done.stderr[-4000:])
+    return torch.load(result)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data/lm/gsm8k/test.jsonl")
     parser.add_argument("--micro", type=int)
-    parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
+    parser.add_argument("--systems", nargs="+", default=[*SYSTEMS], choices=SYSTEMS)
+    parser.add_argument("--evaluate", action="store_true", help=argparse.SUPPRESS)
     for name in ("worker", "result", "folder"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -173,26 +207,14 @@ def main():
         print(f"one process with plain torch: loss {right:.6f}")
         for system in options.systems:
             for ranks, micro in SETTINGS:
-                result = f"{options.folder}/{system}-{ranks}-{micro}"
-                command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-                command += [f"--nproc-per-node={ranks}", __file__, "--worker", system, "--micro", str(micro)]
-                command += ["--folder", options.folder, "--result", result]
-                done = subprocess.run(
-                    command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-                )
-                if done.returncode:
-                    sys.exit(done.stdout[-4000:] + done.stderr[-4000:])
-                found = torch.load(result)
-                theirs, right_update = found["weights"] - before, after - before
-                off = float((theirs - right_update).norm() / right_update.norm())
-                size = float(theirs.norm() / right_update.norm())
-                setting = f"{ranks} ranks, micro-batches of {micro}"
-                difference = f"off by {found['loss'] - right:+.6f}"
-                update = f"update off by {off:.1e}, {size:.3f} as large"
-                print(
-                    f"{system:<9} {setting:<28} loss {found['loss']:.6f}, {difference}; {update}",
-                    flush=True,
-                )
+                alone, evaluated = (run(options, system, ranks, micro, evaluate) for evaluate in (False, True))
+                off = [
+                    float((found["weights"] - after).norm() / (after - before).norm()) for found in (alone, evaluated)
+                ]
+                setting = f"{ranks} x {micro}"
+                loss = f"loss {evaluated['loss']:.6f}, off by {evaluated['loss'] - right:+.6f}"
+                updates = f"update off by {off[0]:.1e}, behind an evaluation by {off[1]:.1e}"
+                print(f"{system:<14} {setting}: {loss}; {updates}", flush=True)
 
 
 if __name__ == "__main__":

@@ -191,19 +191,43 @@ def fit(config, run_dir):
     return weights.tensors
 
 
-@pytest.mark.parametrize("strategy", mainly(["fsdp"], ["ddp", "fsdp"]))
-def test_a_run_goes_on_bit_for_bit_and_on_another_number_of_ranks(corpus, bases, tmp_path, strategy):
-    def config(steps):
-        found = lora_config(corpus, bases["gpt2"], lora={"dropout": 0.0, "base_dtype": "bf16"}, train={"steps": steps})
-        return found | {"parallel": {"strategy": strategy}, "schedule": {"name": "constant", "warmup_steps": 0}}
+def spread_config(corpus, bases, strategy, steps):
+    found = lora_config(corpus, bases["gpt2"], lora={"dropout": 0.0, "base_dtype": "bf16"}, train={"steps": steps})
+    return found | {"parallel": {"strategy": strategy}, "schedule": {"name": "constant", "warmup_steps": 0}}
 
-    whole = run_ranks(2, fit, config(4), tmp_path / "whole")[0]
-    run_ranks(2, fit, config(2), tmp_path / "halved")
-    shutil.copytree(tmp_path / "halved", tmp_path / "grown")
-    halved = run_ranks(2, fit, config(4), tmp_path / "halved")[0]
-    assert all("lora_" in name and torch.equal(whole[name], halved[name]) for name in whole | halved)
-    ((grown),) = run_ranks(1, fit, config(4) | {"parallel": {"strategy": "single"}}, tmp_path / "grown")
-    assert max(float((whole[name] - grown[name]).abs().max()) for name in whole) < 1e-5
+
+@pytest.fixture(scope="module")
+def whole(corpus, bases, tmp_path_factory):
+    """The weights of runs of four steps that nothing interrupts."""
+    known = {}
+
+    def of(world, strategy):
+        if (world, strategy) not in known:
+            folder = tmp_path_factory.mktemp("whole") / "run"
+            known[world, strategy] = run_ranks(world, fit, spread_config(corpus, bases, strategy, 4), folder)[0]
+        return known[world, strategy]
+
+    return of
+
+
+SPREADS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp")]
+MOVES = [(before, after) for before in SPREADS for after in SPREADS]
+CHOSEN_MOVES = [((2, "fsdp"), (2, "fsdp")), ((2, "fsdp"), (1, "single")), ((1, "single"), (2, "fsdp"))]
+CHOSEN_MOVES += [((1, "single"), (2, "ddp")), ((2, "fsdp"), (2, "ddp"))]
+
+
+@pytest.mark.parametrize(("before", "after"), mainly(CHOSEN_MOVES, MOVES))
+def test_a_run_goes_on_bit_for_bit_and_on_other_ranks(corpus, bases, whole, tmp_path, before, after):
+    run_ranks(before[0], fit, spread_config(corpus, bases, before[1], 2), tmp_path / "run")
+    resumed, *_ = run_ranks(after[0], fit, spread_config(corpus, bases, after[1], 4), tmp_path / "run")
+    expected = whole(*before)
+    assert resumed.keys() == expected.keys()
+    assert all("lora_" in name for name in resumed)
+    largest = max(float((resumed[name] - expected[name]).abs().max()) for name in expected)
+    assert largest < 1e-5
+    assert largest == 0 or before != after
+    done = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(done) == 4
 
 
 def test_going_on_over_other_weights_is_refused(corpus, bases, tmp_path):

@@ -1,10 +1,14 @@
 """The loss in chunks, and answers with numbers."""
 
+import copy
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.core.errors import UsageError
-from lockstep.tasks.lm import answers, models
+from lockstep.tasks.lm import answers, losses, models
 from tests import lm_cases, runs
 from tests.lm_cases import json_lines, small_task
 from tests.ranks import run_ranks
@@ -15,40 +19,83 @@ def corpus(tmp_path_factory):
     return lm_cases.corpus(tmp_path_factory.mktemp("corpus"))
 
 
+class Logits(TorchDispatchMode):
+    """The numbers in tensors with a number for each word that are there after each operation."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.vocabulary, self.tensors, self.largest = vocabulary, [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.shape[-1:] == (self.vocabulary,):
+            self.tensors.append(weakref.ref(made))
+            self.largest = max(self.largest, self.now())
+        return made
+
+    def now(self):
+        there = {id(found): found.numel() for tensor in self.tensors if (found := tensor()) is not None}
+        return sum(there.values())
+
+
 def loss_and_gradients(corpus, kind, chunk):
     task = small_task(corpus, **lm_cases.MODELS[kind], loss_chunk=chunk, prompts=[])
     torch.manual_seed(0)
     model = task.model().double()
     data = task.train_data()
     batch = task.collate([data[index] for index in range(4)])
-    largest = 0
-
-    def note(tensor):
-        nonlocal largest
-        largest = max(largest, tensor.numel() if tensor.shape[-1:] == (len(task.tokenizer),) else 0)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with Logits(len(task.tokenizer)) as counted:
         loss = task.loss(model, batch)
+        kept = counted.now()
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     output = task.predict(model.eval(), batch)
-    return loss.item(), gradients, largest, output
+    return loss.item(), gradients, (kept, counted.largest), output
 
 
 @pytest.mark.parametrize("kind", list(lm_cases.MODELS))
 def test_the_loss_in_chunks_is_the_loss_and_holds_no_logits(corpus, kind):
-    whole, gradients, held, output = loss_and_gradients(corpus, kind, None)
+    whole, gradients, (kept, _), output = loss_and_gradients(corpus, kind, None)
     vocabulary, places = 300, 4 * 32
-    assert held > vocabulary * places / 2  # without chunks, the backward pass needs the logits of all places
+    assert kept >= vocabulary * places  # without chunks, the backward pass needs the logits of all places
     for chunk in (7, 1000):
-        loss, found, kept, of_chunks = loss_and_gradients(corpus, kind, chunk)
-        assert kept < held / 2
+        loss, found, (kept, largest), of_chunks = loss_and_gradients(corpus, kind, chunk)
+        assert kept == 0
+        assert 0 < largest <= vocabulary * (3 * chunk + 16)  # logits, two results, and the weights of 16 numbers a word
         assert loss == pytest.approx(whole, rel=1e-13)
         for one, other in zip(found, gradients, strict=True):
             assert float((one - other).abs().max()) < 1e-12 * float(other.abs().max() + 1)
         assert torch.allclose(of_chunks["nats"], output["nats"], rtol=1e-13)
         assert torch.equal(of_chunks["right"], output["right"])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_loss_in_chunks_in_16_bits_is_nearer_than_a_sum_in_16_bits(autocast):
+    """The sum of many chunks is in float32, and so is the factor of the backward pass."""
+    torch.manual_seed(0)
+    head, targets = torch.nn.Linear(16, 30).bfloat16(), torch.randint(30, (4096,))
+    targets[::5] = -100
+    hidden = torch.randn(4096, 16).bfloat16()
+
+    def gradients(dtype, total):
+        made, given = copy.deepcopy(head).to(dtype), hidden.to(dtype).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and dtype == torch.float32):
+            loss = total(made, given) / 4097
+        loss.backward()
+        assert all(found.dtype == dtype for found in (given.grad, made.weight.grad, made.bias.grad))
+        return [loss.detach(), given.grad, made.weight.grad, made.bias.grad]
+
+    def part_by_part(made, given):
+        pairs = zip(given.split(16), targets.split(16), strict=True)
+        return torch.stack([losses.total(made(part), wanted) for part, wanted in pairs]).sum()
+
+    dtype = torch.float32 if autocast else torch.bfloat16
+    exact, summed = gradients(torch.float64, part_by_part), gradients(dtype, part_by_part)
+    found = gradients(dtype, lambda made, given: losses.total_in_chunks(made, given, targets, 16))
+    for right, one, other in zip(exact, summed, found, strict=True):
+        assert float((other - right).norm()) <= 1.02 * float((one - right).norm()) + 1e-5 * float(right.norm())
+    if not autocast:
+        assert float((found[2] - exact[2]).norm()) < 0.5 * float((summed[2] - exact[2]).norm())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
