@@ -10,6 +10,7 @@ import typer
 from lockstep.cli.audit import audit
 from lockstep.cli.checkpoints import checkpoints
 from lockstep.cli.config import config
+from lockstep.cli.env import env
 from lockstep.cli.evaluate import evaluate
 from lockstep.cli.export import export
 from lockstep.cli.first_hour import first_hour
@@ -39,6 +40,7 @@ _COMMANDS: dict[Callable[..., None], str] = {
     plan: "lockstep plan imagenet --gpus 8 --gpu 'A100 80GB'",
     preflight: "lockstep preflight digits --nproc 2",
     first_hour: "lockstep first-hour --nproc auto",
+    env: "lockstep env > environment.txt",
     audit: "lockstep audit --nproc 2 train.py --lr 1e-3",
 }
 """The commands in the order of `lockstep --help`, each with the example that its own help ends with."""
