@@ -20,9 +20,9 @@ demo: $(DEMO_READY)
 test: $(READY)
 	$(BIN)/python tests/in_halves.py --durations=15
 
-# Also the combinations that are left out above because others test the same.
+# Also the combinations that are left out above because others test the same. TESTS: paths and options of pytest.
 test-all: $(READY)
-	$(BIN)/python -m pytest -m "not cluster"
+	$(BIN)/python -m pytest -m "not cluster" $(TESTS)
 
 # What the GPUs of this machine show, tests and figures: gpu-report.md. Without a GPU it says so, and ends without an error.
 test-gpu: $(READY)
@@ -54,6 +54,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .github/workflows action.yml
 
 # The documentation as a site, in build/site. A broken link is an error. Material for MkDocs gets repairs
 # until May 2027; its successor Zensical reads the same mkdocs.yml.

@@ -11,6 +11,7 @@ import tomllib
 import zipfile
 
 import pytest
+import yaml
 
 import lockstep
 from tests.processes import HANG_S, ROOT
@@ -143,3 +144,24 @@ def test_addresses_of_the_project_stand_in_one_file():
     }
     assert naming == {"pyproject.toml"}
     assert set(PROJECT["urls"]) >= {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+
+
+def test_files_about_the_version_name_this_version():
+    assert f"\nversion: {lockstep.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert "\n## [Unreleased]\n" in changes or f"\n## [{lockstep.__version__}]" in changes
+    bug = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    assert any("lockstep env" in field["attributes"]["label"] for field in bug["body"])
+
+
+def test_the_workflow_of_releases_gives_every_link_of_the_readme_a_whole_address():
+    """Commands of the workflow's step: PyPI shows README.md, and knows no files beside it."""
+    steps = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["build"]["steps"]
+    (script,) = [step["run"] for step in steps if "README.md" in step.get("run", "")]
+    text = (ROOT / "README.md").read_text()
+    for pattern, address in re.findall(r"s#(.+?)#(.+?)#g", script):
+        address = address.replace("$repository", "https://host/o/r").replace("$GITHUB_REF_NAME", "v1")
+        text = re.sub(pattern, address, text)
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert links
+    assert all(link.startswith(("https://", "#")) for link in links), links
