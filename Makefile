@@ -6,9 +6,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 DEMO_READY := .venv/.demo-ready
 READY := .venv/.ready
 OVER := .venv/trackers
+PEERS := .venv/peers
 MODELS := .venv/models
 
-.PHONY: demo test test-all test-gpu test-cluster test-slurm test-trackers check docs bench clean
+.PHONY: demo test test-all test-gpu test-cluster test-slurm test-trackers check docs bench bench-peers clean
 
 demo: $(DEMO_READY)
 	@rm -rf runs/demo
@@ -20,9 +21,9 @@ demo: $(DEMO_READY)
 test: $(READY)
 	$(BIN)/python tests/in_halves.py --durations=15
 
-# Also the combinations that are left out above because others test the same.
+# Also the combinations that are left out above because others test the same. TESTS: paths and options of pytest.
 test-all: $(READY)
-	$(BIN)/python -m pytest -m "not cluster"
+	$(BIN)/python -m pytest -m "not cluster" $(TESTS)
 
 # What the GPUs of this machine show, tests and figures: gpu-report.md. Without a GPU it says so, and ends without an error.
 test-gpu: $(READY)
@@ -54,11 +55,12 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .github/workflows action.yml
 
 # The documentation as a site, in build/site. A broken link is an error. Material for MkDocs gets repairs
 # until May 2027; its successor Zensical reads the same mkdocs.yml.
 docs: $(READY)
-	@$(BIN)/python -c 'import material, pymdownx' 2>/dev/null || \
+	@$(BIN)/python -c 'import material, mkdocstrings, pymdownx' 2>/dev/null || \
 	    $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	mkdir -p build/site-pages
 	for part in README.md docs benchmarks examples src; do ln -sfn ../../$$part build/site-pages/$$part; done
@@ -68,6 +70,15 @@ bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/overhead.py --data collate --sizes small
 	$(BIN)/python benchmarks/startup.py
+
+# Beside Lightning, Accelerate and transformers' Trainer, at the versions of benchmarks/peers.txt, in an environment over
+# that of make. PEERS_OPTIONS="--tiny --rounds 1" shows in minutes that all of it runs.
+bench-peers: $(READY)
+	test -x $(PEERS)/bin/python || $(BIN)/python -m venv $(PEERS)
+	$(BIN)/python -c 'import site; print(*site.getsitepackages(), "$(CURDIR)/src", sep="\n")' \
+	    > $$(echo $(PEERS)/lib/python*/site-packages)/under.pth
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -r benchmarks/peers.txt
+	$(PEERS)/bin/python benchmarks/peers.py $(PEERS_OPTIONS)
 
 clean:
 	rm -rf .venv runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -57,3 +57,26 @@ def test_the_site_has_every_page_of_the_documentation():
 def test_the_page_on_commands_has_every_command():
     listed = re.findall(r"^\| `lockstep ([\w-]+)", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
     assert set(typer.main.get_command(app).commands) == set(listed)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "`tests/" in page.read_text()], ids=lambda page: page.name)
+def test_tests_that_a_page_names_are_there(page):
+    files = set(re.findall(r"`(tests/[\w/]+\.py)", page.read_text()))
+    assert not [path for path in files if not (ROOT / path).is_file()]
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page.read_text())
+    assert not [name for path, name in named if f"\ndef {name}(" not in (ROOT / path).read_text()]
+
+
+def test_every_option_of_every_command_says_what_it_does():
+    silent = []
+
+    def look(command, words):
+        for name, one in getattr(command, "commands", {}).items():
+            look(one, f"{words} {name}")
+        options = [one for one in command.params if one.param_type_name == "option" and not one.hidden]
+        silent.extend(f"{words} {one.opts[-1]}" for one in options if not one.help)
+        if not hasattr(command, "commands"):
+            assert (command.epilog or "").startswith("Example: lockstep "), words
+
+    look(typer.main.get_command(app), "lockstep")
+    assert not silent

@@ -24,8 +24,20 @@ def _stop(number: int, frame: object) -> None:
     os._exit(_EXIT_PREEMPTED)
 
 
+def _check_package() -> None:
+    """PyPI has another distribution with a module `lockstep`, an empty file. Installed later, it replaces ours."""
+    import lockstep
+
+    if not hasattr(lockstep, "__all__"):
+        home = os.path.dirname(lockstep.__file__ or "")
+        what = f"error: another distribution named lockstep has replaced a file of torch-lockstep in {home}"
+        print(f"{what}. Run: pip uninstall lockstep torch-lockstep; pip install torch-lockstep", file=sys.stderr)
+        sys.exit(2)
+
+
 def main() -> None:
     """Run the command line, and end the process."""
+    _check_package()
     heeded = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # SIGHUP: nohup
     for number in heeded:
         signal.signal(number, _stop)

@@ -11,6 +11,7 @@ from lockstep.cli.audit import audit
 from lockstep.cli.check_device import check_device
 from lockstep.cli.checkpoints import checkpoints
 from lockstep.cli.config import config
+from lockstep.cli.env import env
 from lockstep.cli.evaluate import evaluate
 from lockstep.cli.export import export
 from lockstep.cli.first_hour import first_hour
@@ -43,6 +44,7 @@ _COMMANDS: dict[Callable[..., None], str] = {
     preflight: "lockstep preflight digits --nproc 2",
     check_device: "lockstep check-device --nproc auto --seconds 600",
     first_hour: "lockstep first-hour --nproc auto",
+    env: "lockstep env > environment.txt",
     audit: "lockstep audit --nproc 2 train.py --lr 1e-3",
 }
 """The commands in the order of `lockstep --help`, each with the example that its own help ends with."""

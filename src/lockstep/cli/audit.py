@@ -19,7 +19,7 @@ def audit(
     every: Annotated[int, typer.Option("--every", min=1, help="Look closely at every K-th step.")] = 50,
     patience: Annotated[float, typer.Option("--patience", min=1, help="Seconds without progress: a hang.")] = 60,
     probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Read a few samples at the end.")] = True,
-    format: Annotated[str, typer.Option("--format", metavar="text|json|sarif|github")] = "text",
+    format: Annotated[str, typer.Option("--format", metavar="text|json|sarif|github", help="Of the report.")] = "text",
     output: Annotated[Path | None, typer.Option("--output", help="A file for the report.")] = None,
     folder: Annotated[Path | None, typer.Option("--folder", help="Keep the events in this new folder.")] = None,
     previous: Annotated[Path | None, typer.Option("--previous", help="Events of the run that is resumed.")] = None,

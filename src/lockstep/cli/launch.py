@@ -68,9 +68,9 @@ def for_slurm(
     gpus: Gpus,
     time: Annotated[str, typer.Option(metavar="HH:MM:SS", help="Time limit. Longer runs go on by themselves.")],
     nproc: Nproc = None,
-    account: Annotated[str | None, typer.Option()] = None,
-    partition: Annotated[str | None, typer.Option()] = None,
-    qos: Annotated[str | None, typer.Option()] = None,
+    account: Annotated[str | None, typer.Option(help="Who is charged: sbatch --account.")] = None,
+    partition: Annotated[str | None, typer.Option(help="As sbatch names it.")] = None,
+    qos: Annotated[str | None, typer.Option(help="Quality of service: sbatch --qos.")] = None,
     cpus_per_task: Annotated[
         int | None, typer.Option(min=1, help="CPUs of each node. Default: one for each rank and loader worker.")
     ] = None,
@@ -155,7 +155,7 @@ def for_kubernetes(
         str, typer.Option(metavar="CLAIM[:/PATH]", help="PersistentVolumeClaim for runs, mounted at /runs.")
     ],
     nproc: Nproc = None,
-    namespace: Annotated[str, typer.Option()] = "default",
+    namespace: Annotated[str, typer.Option(help="Where the job runs.")] = "default",
     kind: Annotated[Kind, typer.Option(help="For Kubeflow Trainer, or the older training operator.")] = Kind.TRAIN_JOB,
     cpu: Annotated[str | None, typer.Option(help="CPUs of each node.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of each node, such as 64Gi.")] = None,

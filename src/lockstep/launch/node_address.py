@@ -279,6 +279,14 @@ def interface_of(address: str) -> str | None:
     return fits
 
 
+def interfaces() -> dict[str, str]:
+    """The IPv4 address of each network interface that has one, by name. Empty where the system is not Linux."""
+    if not sys.platform.startswith("linux"):
+        return {}
+    found = {name: _of_interface(name, _GET_ADDRESS) for _, name in socket.if_nameindex()}
+    return {name: address for name, address in found.items() if address}
+
+
 def _of_interface(name: str, what: int) -> str | None:
     import fcntl
 

@@ -25,6 +25,7 @@ from lockstep.recipes.config_layers import (
     read_numbers_as_today,
     read_target,
     read_yaml,
+    with_new_names,
 )
 
 Origin = Callable[[str], str]  # from a key's dotted path to the place where it was set: the command line, or a file
@@ -151,6 +152,7 @@ def parse(
     problems: list[str] = []
     raw: dict[str, Any] = _plain(values, "", where, problems)
     given = _override(raw, overrides, problems)
+    with_new_names(raw, where)
     _suggest(raw)
     train = raw.get("train")
     if isinstance(train, dict) and not train.get("probe_every", True):  # as runs of earlier versions have recorded it

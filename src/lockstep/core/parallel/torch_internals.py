@@ -20,7 +20,8 @@ def abort_groups() -> None:
 
 def set_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
     """Set how long the collectives of `group` wait for other ranks."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public since torch 2.15
+    change(timeout, group)
 
 
 def timeouts(group: dist.ProcessGroup) -> set[datetime.timedelta]:

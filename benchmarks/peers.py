@@ -1,0 +1,351 @@
+"""Lockstep beside Lightning, Accelerate, transformers' Trainer and a plain loop: the same trainings, interleaved.
+
+    make bench-peers        # makes a venv with the pinned versions of benchmarks/peers.txt, and runs this
+    python benchmarks/peers.py [--parts steps launch ...] [--rounds 5] [--systems ...] [--tiny]
+
+All parts train one small network on the CPU with two ranks and one thread each, without progress bars and trackers.
+Each system is used as its documentation says: `peers_trainings.py`. Medians over rounds; in a round the systems
+alternate.
+
+    steps    seconds per step, and the ratio to the plain loop
+    launch   seconds from the command to the end of the first step
+    save     seconds by which a save holds up a training of --parameters weights, whatever it does in the background
+    restart  seconds from SIGKILL of a rank to the end of the next step, under torchrun; Lockstep under its own launcher
+    exact    one update over 29 samples with unequally many units: distance from the update of one process that has
+             all samples at once, as a share of this update
+    resume   a training ends without a word in the middle of its second epoch, and is started again: samples that
+             were trained twice, or never, in the whole training
+    kill     all processes are killed while a checkpoint is written: how often the next start goes on, begins anew,
+             fails
+    text, lm, answers    `text.py`, `lm.py` and `lm_answers.py`, which have tables of their own
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SYSTEMS = ("plain", "lockstep", "lightning", "accelerate", "trainer")
+RANKS = 2
+HANG_S = 300
+OTHERS = {
+    "text": ["text.py", "--systems", "plain", "lockstep", "trainer"],
+    "lm": ["lm.py", "--systems", "lockstep", "trl-packed", "trainer-padded", "plain"],
+    "answers": ["lm_answers.py"],
+}
+
+
+class Run:
+    """A training of one system in a folder, which may be started several times."""
+
+    def __init__(self, system, folder, **job):
+        self.system, self.folder, self.starts = system, Path(folder), 0
+        self.job = {"system": system, "folder": str(self.folder / "run")} | job
+        Path(self.job["folder"]).mkdir(parents=True, exist_ok=True)
+        if system == "lockstep":
+            shutil.rmtree(self.job["folder"])
+
+    def command(self, restarts):
+        job, file = self.job, HERE / "peers_trainings.py"
+        if self.system != "lockstep":
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+            return [*torchrun, "--max-restarts", str(restarts), str(file)]
+        batch, accumulate = job.get("batch", 10), job.get("accumulate", 1)
+        keys = {
+            "train.epochs": job.get("epochs", 1),
+            "train.parts": f"[{file}:Notes]",
+            "batch.global": batch * accumulate,
+            "batch.micro": batch // RANKS,
+            "optim.name": "SGD",
+            "optim.lr": job.get("lr", 0.1),
+            "optim.clip_norm": "null",
+            "optim.weight_decay": 0,
+            "checkpoint.every_steps": job.get("save_every", 0),
+            "checkpoint.every_minutes": "null",
+            "log.writers": "[]",
+            "log.every_steps": 1000,
+            "device": "cpu",
+        }
+        settings = [f"{key}={value}" for key, value in keys.items()]
+        given = ["--nproc", str(RANKS), "--run-dir", job["folder"], "--max-restarts", str(restarts)]
+        return [sys.executable, "-m", "lockstep", "train", f"{file}:Regression", *settings, *given]
+
+    def start(self, restarts=0, **change):
+        """Start the training, in a session of its own."""
+        self.notes = self.folder / f"notes-{self.starts}"
+        self.notes.mkdir(parents=True)
+        self.starts += 1
+        environment = os.environ | {
+            "JOB": json.dumps(self.job | change),
+            "NOTES": str(self.notes),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+            "TRANSFORMERS_VERBOSITY": "error",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        self.log = open(self.folder / f"log-{self.starts}.txt", "w")
+        self.begun = time.time()
+        self.process = subprocess.Popen(
+            self.command(restarts), env=environment, stdout=self.log, stderr=self.log, start_new_session=True
+        )
+        return self
+
+    def wait(self):
+        """The exit code, or None after a hang, which is ended."""
+        try:
+            return self.process.wait(HANG_S)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            self.kill()
+
+    def kill(self):
+        """Kill all processes of the training."""
+        for pid in [self.process.pid, *_below(self.process.pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self.log.close()
+
+    def read(self, rank=0):
+        """The notes of a rank in their order. A line that a kill has cut off is left out."""
+        path, found = self.notes / f"rank-{rank}.jsonl", []
+        for line in path.read_text().splitlines() if path.exists() else ():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+    def steps(self, rank=0):
+        return [note for note in self.read(rank) if "step" in note]
+
+    def wait_for(self, condition):
+        """Wait until `condition` is true. False: the training has ended before, or hangs."""
+        deadline = time.time() + HANG_S
+        while not condition():
+            if self.process.poll() is not None or time.time() > deadline:
+                return False
+            time.sleep(0.002)
+        return True
+
+
+def _below(pid):
+    """The processes that a process has started, and those that these have started."""
+    parents = collections.defaultdict(list)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.read_text().rpartition(")")[2].split()[1])].append(int(path.parent.name))
+        except OSError:
+            continue
+    found = [pid]
+    for one in found:
+        found += parents[one]
+    return found[1:]
+
+
+def _finished(run):
+    code = run.wait()
+    if code != 0:
+        raise RuntimeError(
+            f"{run.system} ended with {code}: {(run.folder / f'log-{run.starts}.txt').read_text()[-2000:]}"
+        )
+    return run
+
+
+def _gaps(run, skipped=5):
+    """Seconds from step to step, without the first."""
+    at = [note["at"] for note in run.steps()][skipped:]
+    return [later - earlier for earlier, later in itertools.pairwise(at)]
+
+
+def steps(system, folder, options):
+    job = {"samples": 200 if options.tiny else 4000, "width": 64 if options.tiny else 256}
+    return statistics.median(_gaps(_finished(Run(system, folder, **job).start())))
+
+
+def launch(system, folder, options):
+    run = _finished(Run(system, folder, samples=50).start())
+    return run.steps()[0]["at"] - run.begun
+
+
+def save(system, folder, options):
+    width = 100 if options.tiny else int((options.parameters * 1e6) ** 0.5)
+    job = {"samples": 410, "width": width, "save_every": 10}
+    without = statistics.median(_gaps(_finished(Run(system, folder / "without", **job | {"save_every": 0}).start())))
+    gaps = _gaps(_finished(Run(system, folder / "with", **job).start()))
+    saves = len(gaps) // job["save_every"]
+    return (sum(gaps) - len(gaps) * without) / saves
+
+
+def restart(system, folder, options):
+    run = Run(system, folder, samples=200, epochs=10_000, save_every=20).start(restarts=3)
+    try:
+        if not run.wait_for(lambda: len(run.steps(1)) > 50):
+            raise RuntimeError(f"{system} did not train")
+        victim = run.steps(1)[-1]["pid"]
+        os.kill(victim, signal.SIGKILL)
+        killed = time.time()
+        again = lambda: [note for note in run.steps(1) if note["pid"] != victim]  # noqa: E731
+        return again()[0]["at"] - killed if run.wait_for(again) else None
+    finally:
+        run.kill()
+
+
+def exact(system, folder, options):
+    import torch
+
+    sys.path.insert(0, str(HERE))
+    from peers_trainings import Samples, mean_loss, network
+
+    run = _finished(Run(system, folder, samples=29, batch=8, accumulate=4, width=32).start())
+    os.environ.pop("JOB", None)
+    begin, right = network().state_dict(), network()
+    optimizer = torch.optim.SGD(right.parameters(), lr=0.1)
+    mean_loss(right, torch.utils.data.default_collate(list(Samples(29)))).backward()
+    optimizer.step()
+    found = torch.load(run.notes / "end.pt")
+    flat = lambda state: torch.cat([tensor.flatten() for tensor in state.values()])  # noqa: E731
+    update = flat(right.state_dict()) - flat(begin)
+    return float((flat(found) - flat(right.state_dict())).norm() / update.norm())
+
+
+def resume(system, folder, options):
+    """Samples trained twice, and samples that were left out, in a training of two epochs."""
+    run = Run(system, folder, samples=200, epochs=2, save_every=5)
+    run.start(die_at=28).wait()
+    before = [_by_step(run.read(rank)) for rank in range(RANKS)]
+    _finished(run.start())
+    after = [_by_step(run.read(rank)) for rank in range(RANKS)]
+    kept = min(after[0]) - 1
+    counts = collections.Counter()
+    for earlier, later in zip(before, after, strict=True):
+        for step, samples in [*((s, i) for s, i in earlier.items() if s <= kept), *later.items()]:
+            counts.update(samples)
+            assert step <= 60
+    twice = sum(max(0, counts[index] - 2) for index in range(200))
+    never = sum(max(0, 2 - counts[index]) for index in range(200))
+    return f"{twice} / {never} (from step {kept}, {max(after[0])} steps)"
+
+
+def _by_step(notes):
+    found, pending = {}, []
+    for note in notes:
+        pending = [] if "start" in note else pending + note.get("samples", [])
+        if "step" in note:
+            found[note["step"]], pending = pending, []
+    return found
+
+
+def kill(system, folder, options):
+    """What the start after a kill does: it goes on, begins anew, or fails."""
+    width = 200 if options.tiny else int((options.parameters * 1e6) ** 0.5)
+    run = Run(system, folder, samples=200, epochs=2, width=width, save_every=5).start()
+    ready = run.wait_for(lambda: len(run.steps()) >= 10)  # one checkpoint is whole; the second one begins now
+    if not ready:
+        raise RuntimeError(f"{system} did not train: {(folder / 'log-1.txt').read_text()[-2000:]}")
+    time.sleep(random.random() * (0.1 if options.tiny else 1.0))
+    run.kill()
+    code = run.start().wait()
+    if code != 0 or not run.steps():
+        return "fails"
+    return "goes on" if run.steps()[0]["step"] > 1 else "begins anew"
+
+
+PARTS = {
+    "steps": (steps, 1e3, "ms per step"),
+    "launch": (launch, 1, "s from the command to the first step"),
+    "save": (save, 1, "s by which a save holds up the training"),
+    "restart": (restart, 1, "s from the kill of a rank to the next step"),
+    "exact": (exact, 1, "distance from the right update, as a share of it"),
+    "resume": (resume, None, "samples trained twice / left out"),
+    "kill": (kill, None, "start after a kill while saving"),
+}
+ONCE = ("exact", "resume")
+
+
+def measure(name, systems, options, folder):
+    """A row for each part: what each system got."""
+    function, scale, _ = PARTS[name]
+    values = {system: [] for system in systems}
+    rounds = 1 if name in ONCE else options.rounds
+    for number in range(rounds):
+        for system in systems[number % len(systems) :] + systems[: number % len(systems)]:
+            place = folder / f"{name}-{number}-{system}"
+            place.mkdir()
+            print(f"{name}, round {number + 1} of {rounds}: {system}", file=sys.stderr, flush=True)
+            try:
+                values[system].append(function(system, place, options))
+            except RuntimeError as error:
+                print(f"{name}, {system}: {error}", file=sys.stderr, flush=True)
+                values[system].append(None)
+            shutil.rmtree(place, ignore_errors=True)
+    return {system: _shown(found, scale) for system, found in values.items()}
+
+
+def _shown(found, scale):
+    if scale is None:
+        counts = collections.Counter("failed" if one is None else one for one in found)
+        return ", ".join(
+            text if len(found) == 1 else f"{text} {count} of {len(found)}" for text, count in counts.items()
+        )
+    numbers = [scale * one for one in found if one is not None]
+    failed = f", {len(found) - len(numbers)} failed" if len(numbers) < len(found) else ""
+    return f"{statistics.median(numbers):.3g}{failed}" if numbers else "failed"
+
+
+def versions():
+    from importlib import metadata
+
+    names = ("torch", "lightning", "accelerate", "transformers", "trl", "torch-lockstep")
+    found = {name: metadata.version(name) for name in names if _is_installed(name)}
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def _is_installed(name):
+    from importlib import metadata
+
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS, *OTHERS], default=[*PARTS, *OTHERS])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parameters", type=float, default=20, help="of the models that are saved, in millions")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, which show that it runs and nothing else")
+    options = parser.parse_args()
+    print(versions(), flush=True)
+    print(f"\n| | {' | '.join(options.systems)} |\n|---|{'---|' * len(options.systems)}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="lockstep-peers-") as folder:
+        for name in [part for part in options.parts if part in PARTS]:
+            row = measure(name, options.systems, options, Path(folder))
+            print(f"| {name}: {PARTS[name][2]} | {' | '.join(row.values())} |", flush=True)
+    for name in [part for part in options.parts if part in OTHERS]:
+        print(f"\n{name}", flush=True)
+        rounds = [] if name == "answers" else ["--rounds", str(options.rounds)]
+        small = ["--steps", "3"] if options.tiny and name != "answers" else []
+        subprocess.run([sys.executable, HERE / OTHERS[name][0], *OTHERS[name][1:], *rounds, *small], check=False)
+
+
+if __name__ == "__main__":
+    main()

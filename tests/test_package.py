@@ -1,0 +1,167 @@
+"""The distribution as pip installs it: what is in it, and that it works where nothing of the repository is."""
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+
+import pytest
+import yaml
+
+import lockstep
+from tests.processes import HANG_S, ROOT
+
+SOURCE = ROOT / "src" / "lockstep"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NO_PART = {"__pycache__", "torch_lockstep.egg-info"}
+LICENCES = {"LICENSE", "src/lockstep/recipes/LICENSE-digits.txt", "src/lockstep/recipes/LICENSE-docstrings.txt"}
+LICENCES |= {"src/lockstep/report/vendor/LICENSE"}
+
+
+def run(*command, code=0, **more):
+    """The output of a program that ends with `code`, in an environment that knows nothing of this checkout."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(
+        [*map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=clean,
+        timeout=HANG_S,
+        **more,
+    )
+    assert done.returncode == code, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """The folder that has the sdist, and the wheel that was made of the sdist alone."""
+    folder = tmp_path_factory.mktemp("package")
+    run(sys.executable, "-m", "venv", folder / "tools")
+    python = folder / "tools" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", "--no-compile", "setuptools>=77")
+    ignored = shutil.ignore_patterns(".*", "build", "runs", "dist-wheels", *NO_PART)
+    shutil.copytree(ROOT, folder / "repository", ignore=ignored)
+    out = folder / "made"
+    build = "import setuptools.build_meta as b, sys; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
+    run(python, "-c", build, "sdist", out, cwd=folder / "repository")
+    (sdist,) = out.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    run(python, "-c", build, "wheel", out, cwd=folder / sdist.name.removesuffix(".tar.gz"))
+    return out
+
+
+def files_of_package():
+    """All files below `src`, as paths there."""
+    found = [path for path in SOURCE.rglob("*") if path.is_file() and not NO_PART & set(path.parts)]
+    return {path.relative_to(SOURCE.parent).as_posix() for path in found}
+
+
+@pytest.mark.exhaustive
+def test_the_wheel_has_every_file_of_the_package_and_nothing_else(made):
+    (wheel,) = made.glob("*.whl")
+    assert wheel.name == f"torch_lockstep-{lockstep.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        about = f"torch_lockstep-{lockstep.__version__}.dist-info"
+        own = {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt")}
+        licences = {f"{about}/licenses/{name}" for name in LICENCES}
+        assert names == files_of_package() | own | licences
+        metadata = email.message_from_bytes(archive.read(f"{about}/METADATA"))
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert set(metadata.get_all("License-File")) == LICENCES
+    assert set(metadata.get_all("Provides-Extra")) >= {"images", "text", "ct", "lm", "all"}
+    assert metadata.get_payload().startswith("# Lockstep")
+
+
+@pytest.mark.exhaustive
+def test_the_sdist_has_the_package_and_what_builds_it(made):
+    (sdist,) = made.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    names = {name for name in names if ".egg-info/" not in name}
+    about = {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
+    assert names == {f"src/{name}" for name in files_of_package()} | about
+
+
+@pytest.mark.exhaustive
+def test_the_wheel_trains_in_an_environment_that_has_nothing_else(made, tmp_path):
+    (wheel,) = made.glob("*.whl")
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    bin_ = tmp_path / "venv" / "bin"
+    install = ["pip", "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt", wheel]
+    run(bin_ / "python", "-m", *install)
+    call = lambda *arguments: run(bin_ / "lockstep", *arguments, cwd=tmp_path)  # noqa: E731
+    assert "Check this training: lockstep verify digits" in call("train", "digits", "train.steps=3", "--nproc", "2")
+    call("report", "runs/digits")
+    assert "uPlot" in (tmp_path / "runs" / "digits" / "report.html").read_text()
+    assert "local" in call("presets")
+    assert "docstrings" in call("recipes")
+    assert "Lightning" in call("init", "--from", "lightning")
+    call("init", "mine.py")
+    call("config", "mine.py:MyTask")
+    # The empty package `lockstep` of PyPI has one file, which replaces ours where it is installed later.
+    (path,) = bin_.parent.glob("lib/python*/site-packages/lockstep/__init__.py")
+    path.write_text("")
+    said = run(bin_ / "lockstep", "recipes", cwd=tmp_path, code=2)
+    assert "pip uninstall lockstep torch-lockstep" in said
+
+
+def test_every_data_file_of_the_package_is_declared():
+    """Quicker than building a wheel: the patterns of pyproject.toml match every file that is no module."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["lockstep"]
+    declared = {path for pattern in patterns for path in SOURCE.glob(pattern)}
+    files = {SOURCE.parent / name for name in files_of_package() if not name.endswith(".py")}
+    assert files == declared
+    packages = {path.parent for path in SOURCE.rglob("*.py")}
+    assert all((folder / "__init__.py").is_file() for folder in packages)
+
+
+def test_extras_have_what_the_remedies_in_the_source_name():
+    extras = PROJECT["optional-dependencies"]
+
+    def named(text):
+        return {one for found in re.findall(r"torch-lockstep\[([\w,-]+)\]", text) for one in found.split(",")}
+
+    of_source = named("".join(path.read_text() for path in SOURCE.rglob("*.py")))
+    assert of_source >= {"images", "text", "ct"}
+    assert of_source | named(str(extras.values())) <= set(extras)
+
+
+def test_addresses_of_the_project_stand_in_one_file():
+    """OWNER stands for the owner of the repository, until there is one."""
+    pattern = re.compile(r"github\.(com|io)[:/]OWNER|OWNER\.github\.io")
+    paths = [*ROOT.glob("*.*"), *ROOT.glob("docs/**/*.md"), *SOURCE.rglob("*.py"), *ROOT.glob(".github/**/*.*")]
+    naming = {
+        path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and pattern.search(path.read_text())
+    }
+    assert naming == {"pyproject.toml"}
+    assert set(PROJECT["urls"]) >= {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
+
+
+def test_files_about_the_version_name_this_version():
+    assert f"\nversion: {lockstep.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert "\n## [Unreleased]\n" in changes or f"\n## [{lockstep.__version__}]" in changes
+    bug = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    assert any("lockstep env" in field["attributes"]["label"] for field in bug["body"])
+
+
+def test_the_workflow_of_releases_gives_every_link_of_the_readme_a_whole_address():
+    """Commands of the workflow's step: PyPI shows README.md, and knows no files beside it."""
+    steps = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["build"]["steps"]
+    (script,) = [step["run"] for step in steps if "README.md" in step.get("run", "")]
+    text = (ROOT / "README.md").read_text()
+    for pattern, address in re.findall(r"s#(.+?)#(.+?)#g", script):
+        address = address.replace("$repository", "https://host/o/r").replace("$GITHUB_REF_NAME", "v1")
+        text = re.sub(pattern, address, text)
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert links
+    assert all(link.startswith(("https://", "#")) for link in links), links
