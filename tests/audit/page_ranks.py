@@ -1,12 +1,7 @@
-"""Runs scripts under the observers on forked ranks of one process that has imported torch: a second for each script.
+"""Runs scripts under the observers on forked ranks of one process that has imported torch: a second for each script."""
 
-python -m tests.audit.page_ranks < JOBS; JOBS is a JSON list of [script, folder of the events, patience].
-"""
-
-import json
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -57,11 +52,10 @@ def run(script, folder, patience):
         time.sleep(0.05)
 
 
-def main():
+def main(jobs):
+    """For `forked.start`. A job is a script, the folder of its events, and the patience."""
+    from lockstep.audit.observe import torch_private
 
-    for script, folder, patience in json.load(sys.stdin):
+    assert torch_private  # ranks need not import it
+    for script, folder, patience in jobs:
         run(script, folder, patience)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 
 from lockstep.audit.events import History, read
-from tests import processes
+from lockstep.audit.observe import self_test
+from tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def start(script, *arguments, rank, port, folder=None, **extra):
+def start(script, *arguments, rank, port, folder=None):
     """A rank of a script, observed if a folder is given."""
-    observed = ["-m", "lockstep.audit", "--folder", str(folder)] if folder else []
-    ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-    environment = processes.environment(**ranks, MASTER_PORT=str(port), **extra)
-    command = [sys.executable, *observed, str(script), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    variables["MASTER_PORT"] = str(port)
+    if folder is None:
+        return forked.start(forked.script, script, *arguments, **variables)
+    return forked.start(forked.observed, folder, script, *arguments, **variables)
 
 
 def free_port():
@@ -41,9 +42,9 @@ def run_both(script, folder, *arguments):
         started[is_observed] = [start(script, *given, rank=rank, port=port, folder=events) for rank in range(2)]
     done = {}
     for is_observed, ranks in started.items():
-        ended = [rank.communicate(timeout=processes.HANG_S) for rank in ranks]
-        lines = [[line for line in out.splitlines() if line.startswith("HASH")] for out, _ in ended]
-        done[is_observed] = lines, [rank.returncode for rank in ranks], [error for _, error in ended]
+        ended = forked.ended(ranks)
+        lines = [[line for line in rank.stdout.splitlines() if line.startswith("HASH")] for rank in ended]
+        done[is_observed] = lines, [rank.returncode for rank in ended], [rank.stderr for rank in ended]
     return done[False], done[True]
 
 
@@ -165,8 +166,7 @@ def test_wrapping_splits_buffers_and_collectives_are_told(both):
 
 def test_all_patches_work_with_the_installed_torch():
     """In a process of its own: observers import much of torch."""
-    command = [sys.executable, "-m", "lockstep.audit.observe.self_test"]
-    done = subprocess.run(command, capture_output=True, text=True, env=processes.environment())
+    (done,) = forked.ended([forked.start(forked.script, self_test.__file__)])
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,10 +1,7 @@
 """The pages of rules: each has its rule's words, and its wrong and right lines do what the page says."""
 
-import json
 import re
 import runpy
-import subprocess
-import sys
 
 import pytest
 
@@ -12,7 +9,9 @@ from lockstep.audit import events
 from lockstep.audit.events import History
 from lockstep.audit.report.outcome import outcome
 from lockstep.audit.rules.catalogue import ALL, BY_ID
-from tests.processes import HANG_S, ROOT, environment
+from tests import forked
+from tests.audit import page_ranks
+from tests.processes import ROOT
 
 PRELUDE = re.search(r"```python\n(.*?)```", (ROOT / "docs/audit.md").read_text(), re.DOTALL)[1]
 END = "dist.destroy_process_group()\n"
@@ -50,20 +49,18 @@ def ran(folder, ids):
             script.write_text(text)
             jobs.append((str(script), str(script.parent / "events"), 4))
             lines[id, name] = next((n for n, line in enumerate(text.splitlines(), 1) if f"# {id}" in line), None)
-    command = [sys.executable, "-m", "tests.audit.page_ranks"]
-    options = {"input": json.dumps(jobs), "cwd": ROOT, "env": environment(), "timeout": HANG_S, "text": True}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    (done,) = forked.ended([forked.start(page_ranks.main, jobs)])
     found = {}
     for id, name in lines:
         read = events.read(folder / f"{id}_{name}" / "events")
-        assert read, done.stdout[-3000:]
-        found[id, name] = outcome(History(read)), lines[id, name], done.stdout
+        assert read, done.stdout[-3000:] + done.stderr[-3000:]
+        found[id, name] = outcome(History(read)), lines[id, name]
     return found
 
 
 def check(found):
     wrong = []
-    for (id, name), (result, line, _) in found.items():
+    for (id, name), (result, line) in found.items():
         ids = {finding.rule: finding.where.line if finding.where else None for finding in result.findings}
         errors = {finding.rule for finding in result.of("error")}
         if name == "right" and (errors or id in ids):
