@@ -453,8 +453,14 @@ BLOCKS = {
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize(
+    ("kind", "recomputes"),
+    [
+        pytest.param(kind, recomputes, marks=() if (kind, recomputes) == ("sequence", True) else pytest.mark.exhaustive)
+        for kind in BLOCKS
+        for recomputes in (False, True)
+    ],
+)
 def test_blocks_of_each_class_are_compiled_also_where_there_are_many(kind, recomputes, monkeypatch):
     """`Module.compile` compiles nothing of torch's own classes, and torch compiles a code for eight modules at most."""
     compiled = []
@@ -483,6 +489,7 @@ def normed_blocks():
     return nn.Sequential(*[nn.Sequential(*map(copy.deepcopy, block)) for _ in range(2)])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
 def test_compiled_blocks_with_buffers_are_recomputed():
     def trained(compute):
