@@ -55,40 +55,36 @@ def largest_difference(one, other):
 SGD = {"optim": {"name": "SGD", "lr": 0.1, "weight_decay": None}}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"reduction": "question", "positive_weights": "balanced"},
-        pytest.param({"reduction": "patient"}, marks=pytest.mark.exhaustive),
-        {"reduction": "question", "head": "hazard", "loss": "survival", "slices_per_chunk": 4},
-    ],
-)
-def test_a_step_with_uneven_labels_and_slices_is_that_of_plain_torch(table, options):
+BALANCED = {"reduction": "question", "positive_weights": "balanced"}
+SURVIVAL = {"reduction": "question", "head": "hazard", "loss": "survival", "slices_per_chunk": 4}
+CUTS = [(1, "single", 10), (2, "ddp", 1), (3, "ddp", 2), (2, "fsdp", 2)]
+CASES = [(options, *cut) for options in (BALANCED, {"reduction": "patient"}, SURVIVAL) for cut in CUTS]
+CHOSEN = [(BALANCED, 2, "ddp", 1), (BALANCED, 3, "ddp", 2), (SURVIVAL, 2, "fsdp", 2)]
+
+
+@pytest.mark.parametrize(("options", "world", "strategy", "micro"), mainly(CHOSEN, CASES))
+def test_a_step_with_uneven_labels_and_slices_is_that_of_plain_torch(table, options, world, strategy, micro):
     """One volume has three labels and up to six slices, most others one label and few slices."""
     task = make_task(PLAIN | options, table)
     model = risk_cases.gradient_by_hand(task)
     with torch.no_grad():
         expected = {name: value - 0.1 * value.grad for name, value in model.named_parameters()}
     settings = {"train": {"steps": 1}, **SGD}
-    for world, strategy, batch in (
-        (1, "single", {"global": 10}),
-        (2, "ddp", {"global": 10, "micro": 1}),
-        (3, "ddp", {"global": 10, "micro": 2}),
-        (2, "fsdp", {"global": 10, "micro": 2}),
-    ):
-        cut = runs.config(batch=batch, parallel={"strategy": strategy}, **settings)
-        for weights, _ in run_ranks(world, risk_cases.fit, PLAIN | options, table, None, cut):
-            assert largest_difference(weights, expected) < 1e-12, (world, strategy, batch)
+    cut = runs.config(batch={"global": 10, "micro": micro}, parallel={"strategy": strategy}, **settings)
+    for weights, _ in run_ranks(world, risk_cases.fit, PLAIN | options, table, None, cut):
+        assert largest_difference(weights, expected) < 1e-12
 
 
-def test_random_slices_and_pixels_are_the_same_on_any_ranks(table):
+@pytest.mark.parametrize(
+    ("world", "strategy", "micro"), mainly([(2, "ddp", 1)], [(2, "ddp", 1), (2, "fsdp", 2), (3, "ddp", 2)])
+)
+def test_random_slices_and_pixels_are_the_same_on_any_ranks(table, world, strategy, micro):
     options = {"train_slices": "stratified", "frozen_epochs": 1, "keep_features": False}
     train = {"train": {"steps": 8, "unfreeze": PHASES}, **SGD}
     reference, _ = runs.fit(make_task(options, table), runs.config(batch={"global": 4}, **train))
-    for world, strategy, micro in ((2, "ddp", 1), (2, "fsdp", 2), (3, "ddp", 2)):
-        settings = runs.config(batch={"global": 4, "micro": micro}, parallel={"strategy": strategy}, **train)
-        for weights, _ in run_ranks(world, risk_cases.fit, options, table, None, settings):
-            assert largest_difference(weights, reference) < 1e-12, (world, strategy)
+    settings = runs.config(batch={"global": 4, "micro": micro}, parallel={"strategy": strategy}, **train)
+    for weights, _ in run_ranks(world, risk_cases.fit, options, table, None, settings):
+        assert largest_difference(weights, reference) < 1e-12
 
 
 # ---- evaluation

@@ -26,6 +26,7 @@ from lockstep.tasks.lm import attention, models, writing
 from tests import hub_server, lm_cases, runs
 from tests.lm_cases import json_lines, lm_task, small_task
 from tests.ranks import run_ranks
+from tests.selection import mainly
 
 TINY = {"kind": "lm", **lm_cases.SMALL, "length": 32, "vocab_size": 300, "new_tokens": 8}
 
@@ -53,11 +54,11 @@ def run_dir(corpus, tmp_path_factory):
 # ---- results
 
 
-@pytest.mark.parametrize("kind", list(lm_cases.MODELS))
+@pytest.mark.parametrize("kind", mainly(["gpt2"], lm_cases.MODELS))
 def test_results_are_those_of_sums_over_all_tokens_on_any_number_of_ranks(corpus, kind):
     options = {"train": corpus, **lm_cases.MODELS[kind], "eval_fraction": 0.3, "new_tokens": 4}
     settings = runs.config(batch={"global": 4, "micro": 2}, train={"steps": 1, "eval_every_steps": 1})
-    trained = {world: run_ranks(world, lm_cases.train, options, settings)[0] for world in (1, 2, 3)}
+    trained = {world: run_ranks(world, lm_cases.train, options, settings)[0] for world in (1, 3)}
     task = small_task(**options)
     data = task.eval_data()
     model = task.model().double().eval()

@@ -163,20 +163,20 @@ OPTIM = {"name": "SGD", "lr": 0.01, "weight_decay": 0.0}
 @pytest.mark.parametrize(
     ("architecture", "steps"),
     mainly(
-        [("rt_detr", 4)],
-        [("detr", 4), ("yolos", 4), ("deformable_detr", 4), ("rt_detr", 4), ("d_fine", 1)],
+        [("rt_detr", 3)],
+        [("detr", 4), ("yolos", 4), ("deformable_detr", 4), ("rt_detr", 3), ("d_fine", 1)],
     ),
 )
-def test_weights_are_the_same_on_every_number_of_ranks(architecture, steps):
+@pytest.mark.parametrize("micro", mainly([2], [4, 2]))
+def test_weights_are_the_same_on_every_number_of_ranks(architecture, steps, micro):
     settings = {"train": {"steps": steps}, "optim": OPTIM}
     (one, _) = detector_cases.trained(architecture, runs.config(batch={"global": 8, "micro": 8}, **settings))
     if architecture != "d_fine":  # its distillation has other units
         expected = by_hand(detector_cases.Detectors(architecture), steps=steps, global_batch=8)
         assert apart(one, expected) < 1e-10
-    for micro in (4, 2):
-        cut = runs.config(batch={"global": 8, "micro": micro}, **settings)
-        for weights, _ in run_ranks(2, detector_cases.trained, architecture, cut):
-            assert apart(weights, one) < 1e-10
+    cut = runs.config(batch={"global": 8, "micro": micro}, **settings)
+    for weights, _ in run_ranks(2, detector_cases.trained, architecture, cut):
+        assert apart(weights, one) < 1e-10
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
