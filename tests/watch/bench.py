@@ -1,9 +1,15 @@
 """What ranks run for `benchmarks/watch.py`: they import it by its name."""
 
+import contextlib
 import resource
+import statistics
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from lockstep.core import loop
+from lockstep.watch.part import Watch
 
 Job = dict[str, Any]
 
@@ -36,19 +42,63 @@ def right(config: str, folder: str) -> Job:
     return {"error": ""}
 
 
-def timed(task: str, settings: Job, every: int, rounds: int) -> list[tuple[float, float]]:
-    """Processor seconds of this rank for a training without and with the watch, in turns."""
+def timed(task: str, settings: Job, every: int, rounds: int) -> list[tuple[float, float, float]]:
+    """Processor seconds of this rank for a training without and with the watch, in turns; and the share of the checks.
+
+    The share is the time of the checks, with what steps that are checked take longer than the others, over the time
+    of `every` steps.
+    """
     from tests import runs
 
     made, found = SIZES[task](), []
     for number in range(rounds + 1):
-        pair = {}
+        pair, share = {}, 0.0
         for watched in ((False, True), (True, False))[number % 2]:
-            begun = _processor_s()
-            runs.fit_in_memory(made, settings | ({"watch": {"every": every}} if watched else {}))
+            begun, times = _processor_s(), Times()
+            with times if watched else contextlib.nullcontext():
+                runs.fit_in_memory(made, settings | ({"watch": {"every": every}} if watched else {}))
             pair[watched] = _processor_s() - begun
-        found.append((pair[False], pair[True]))
+            share = times.share(every) if watched else share
+        found.append((pair[False], pair[True], share))
     return found[1:]
+
+
+class Times(contextlib.ExitStack):
+    """Inside, the processor times of steps and of checks are noted. The first check of a training is left out."""
+
+    def __enter__(self) -> "Times":
+        self.checks: list[float] = []
+        self.steps: dict[bool, list[float]] = {False: [], True: []}
+        self.is_checked, watch = False, self
+        for name in ("_begin", "_end"):
+            self.enter_context(mock.patch.object(Watch, name, self._noted(getattr(Watch, name))))
+        make = loop.train_step
+
+        def step(*arguments: Any, **options: Any) -> Any:
+            before, begun = sum(watch.checks), _processor_s()
+            result = make(*arguments, **options)
+            within = sum(watch.checks) - before  # the check ends within the step
+            watch.steps[watch.is_checked].append(_processor_s() - begun - within)
+            watch.is_checked = False
+            return result
+
+        self.enter_context(mock.patch.object(loop, "train_step", step))
+        return super().__enter__()
+
+    def _noted(self, call: Any) -> Any:
+        def noted(*arguments: Any) -> None:
+            begun = _processor_s()
+            call(*arguments)
+            self.checks.append(_processor_s() - begun)
+            self.is_checked = True
+
+        return noted
+
+    def share(self, every: int) -> float:
+        checks = self.checks[2:] or self.checks
+        usual = statistics.median(self.steps[False])
+        longer = statistics.median(self.steps[True]) - usual if self.steps[True] else 0.0
+        return (2 * statistics.mean(checks) + longer) / (every * usual)
 
 
 def _processor_s() -> float:

@@ -72,14 +72,23 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
 
 def _sums(words: Tensor, key: int) -> Tensor:
     factors, piece = _factors(words.device), _piece(words.device)
+    whole = [torch.empty(min(piece, len(words)), dtype=torch.int64, device=words.device) for _ in range(2)]
     first = second = torch.zeros((), dtype=torch.int64, device=words.device)
     for number, start in enumerate(range(0, len(words), piece)):
         part = words[start : start + piece]
-        mixed = part * _GOLDEN
-        mixed ^= (mixed >> 32) & _LOW  # the mask makes the shift logical: torch's copies the sign
-        first = first + (mixed * factors[0, : len(part)]).sum() * _odd(key, number, 0)
-        second = second + (mixed * factors[1, : len(part)]).sum() * _odd(key, number, 1)
+        mixed, high = (one[: len(part)] for one in whole)  # new memory for each piece would take twice as long
+        torch.mul(part, _GOLDEN, out=mixed)
+        torch.bitwise_right_shift(mixed, 32, out=high)
+        mixed.bitwise_xor_(high.bitwise_and_(_LOW))  # the mask makes the shift logical: torch's copies the sign
+        first = first + _dot(mixed, factors[0, : len(part)], high) * _odd(key, number, 0)
+        second = second + _dot(mixed, factors[1, : len(part)], high) * _odd(key, number, 1)
     return torch.stack([first + _odd(key, -1, 0), second + _odd(key, -1, 1)])
+
+
+def _dot(one: Tensor, other: Tensor, room: Tensor) -> Tensor:
+    if one.device.type == "cpu":  # GPUs have no such product of integers
+        return torch.dot(one, other)
+    return torch.mul(one, other, out=room).sum()
 
 
 def _odd(*words: int) -> int:
