@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional
 from torch.nn.attention import flex_attention, varlen
 
@@ -42,6 +44,31 @@ def test_flex_attention_is_that_of_the_mask(model, monkeypatch):
     assert max(apart(of_flex[name], gradients[name]) for name in gradients) < 1e-4
 
 
+def test_attention_in_groups_of_documents_is_that_of_the_mask(model):
+    groups = attention.groups_of(POSITIONS)
+    assert groups.shapes == [(2, 5), (1, 3), (2, 2), (3, 1)]  # paddings are documents of a token
+    assert torch.equal(groups.taken[groups.back], torch.arange(20))
+    logits, gradients = logits_and_gradients(model.double(), attention.document_mask(DOCUMENTS))
+    found, of_groups = logits_and_gradients(model, groups)
+    assert apart(found, logits) < 1e-12
+    assert max(apart(of_groups[name], gradients[name]) for name in gradients) < 1e-12
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+def test_groups_hold_each_place_once_in_its_document(lengths):
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    groups = attention.groups_of(positions)
+    assert sum(count for count, _ in groups.shapes) == len(lengths)
+    assert torch.equal(groups.taken[groups.back], torch.arange(len(positions[0])))
+    at, found = 0, []
+    for count, longest in groups.shapes:
+        for row in groups.taken[at : at + count * longest].view(count, longest):
+            assert torch.equal(row, row[0] + torch.arange(longest).clamp(max=int(row[-1] - row[0])))
+            found.append(int(row[-1] - row[0]) + 1)
+        at += count * longest
+    assert sorted(found) == sorted(lengths)
+
+
 def varlen_by_hand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
     """What the documentation of `varlen_attn` says, sequence by sequence. It stands in for a function of GPUs."""
     assert query.dtype == key.dtype == value.dtype == torch.bfloat16
@@ -74,8 +101,10 @@ def test_a_batch_has_what_its_attention_needs(tmp_path, monkeypatch, kind):
     task = small_task(lm_cases.corpus(tmp_path), attention=kind)
     data, model = task.train_data(), task.model()
     batch = task.collate([data[index] for index in range(len(data) - 4, len(data))])
-    masks = {"sdpa": torch.Tensor, "flex": flex_attention.BlockMask, "flash": attention.Pieces}
-    assert isinstance(attention.mask_for(kind, model.eval(), batch), torch.Tensor)  # without CUDA
+    masks = {"sdpa": attention.Groups, "flex": flex_attention.BlockMask, "flash": attention.Pieces}
+    assert isinstance(attention.mask_for(kind, model.eval(), batch), attention.Groups)  # without CUDA
+    of_transformers = small_task(lm_cases.corpus(tmp_path), config=lm_cases.LLAMA).model()
+    assert isinstance(attention.mask_for("sdpa", of_transformers, batch), torch.Tensor)
     assert task.predict(model.eval(), batch)["nats"].sum() > 0
     if kind != "sdpa":
         with pytest.raises(UsageError, match=f"task.attention={kind}: {kind} attention has no backward pass on cpu"):

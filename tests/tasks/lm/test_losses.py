@@ -3,6 +3,7 @@
 import copy
 import weakref
 
+import peft
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -118,6 +119,31 @@ def test_a_model_whose_logits_need_more_than_a_layer_is_refused(corpus):
     with pytest.raises(UsageError, match=r"task.loss_chunk: Gemma2ForCausalLM makes its logits by more"):
         task.model()
     models.check_head(small_task(corpus, config=lm_cases.LLAMA).model(), 300, "Llama")
+
+
+SIZES = {**lm_cases.LLAMA, "num_key_value_heads": 4, "tie_word_embeddings": False, "pad_token_id": 0}
+NEOX = {key: SIZES[key] for key in SIZES if key != "num_key_value_heads"}
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", models.PLAIN_HEADS)
+def test_usual_models_make_their_logits_by_their_last_layer(corpus, kind):
+    sizes = {"gpt2": lm_cases.GPT2, "gpt_neox": NEOX}.get(kind, SIZES)
+    task = small_task(corpus, config={**sizes, "model_type": kind})
+    model = task.model()
+    models.check_head(model, 300, kind)
+    assert task.loss_chunk(model, CPU) == 2**21 // models.vocabulary(task.config)
+
+
+def test_adapters_of_the_last_layer_and_other_models_have_no_chunks(corpus):
+    task = small_task(corpus, config=lm_cases.LLAMA | {"tie_word_embeddings": False})
+    model = task.model()
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["lm_head"]), model)
+    assert task.loss_chunk(model, CPU) is None
+    with pytest.raises(UsageError, match=r"task.loss_chunk: Llama makes its logits by more"):
+        models.check_head(model, 300, "Llama")
+    task = small_task(corpus, config={**lm_cases.LLAMA, "model_type": "gemma2", "head_dim": 4})
+    assert task.loss_chunk(task.model(), CPU) is None
 
 
 # ---- answers

@@ -36,6 +36,9 @@ class SmallModel(nn.Module):
         dropout: of embeddings and of what each layer adds.
     """
 
+    takes_groups = True
+    """Documents of a batch may be given as `attention.Groups`."""
+
     def __init__(self, config: Any, dropout: float = 0.0) -> None:
         super().__init__()
         self.config = config

@@ -197,10 +197,19 @@ class LanguageModel(Task):
             checked = (model, models.vocabulary(self.config), type(model).__name__)
             if self.options.packing:
                 models.check_no_leak(*checked, masked=self.options.attention == "sdpa")
-            if self.options.loss_chunk is not None:
+            if self.loss_chunk(model, torch.device("cpu")) is not None:
                 models.check_head(*checked)
         attention.use(model, self.options.attention)
         return model
+
+    def loss_chunk(self, model: Any, device: torch.device) -> int | None:
+        """The tokens whose loss is computed at a time. None: all. It is the same on all ranks."""
+        if self.options.loss_chunk != "auto":
+            return self.options.loss_chunk
+        is_usual = self.options.is_small or self.config.model_type in models.PLAIN_HEADS
+        if not (is_usual and isinstance(model.get_output_embeddings(), nn.Linear)):  # it may have an adapter
+            return None
+        return losses.chunk_for(models.vocabulary(self.config), device)
 
     # ---- from rows to a batch
 
@@ -250,7 +259,8 @@ class LanguageModel(Task):
         if not model.training:
             output = self.predict(model, batch)
             return output["nats"].sum(), output
-        chunk, targets = self.options.loss_chunk, batch["targets"].flatten()
+        targets = batch["targets"].flatten()
+        chunk = self.loss_chunk(model, targets.device)
         if chunk is None:
             return losses.total(models.called(model, *self._inputs(model, batch)).logits.flatten(0, 1), targets)
         hidden, head = models.hidden_and_head(model, *self._inputs(model, batch))
@@ -262,7 +272,8 @@ class LanguageModel(Task):
 
     def _by_token(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """The loss of each token, and whether the most probable token was right: (rows, tokens)."""
-        chunk, targets = self.options.loss_chunk, batch["targets"]
+        targets = batch["targets"]
+        chunk = self.loss_chunk(model, targets.device)
         if chunk is None:
             logits = models.called(model, *self._inputs(model, batch)).logits.flatten(0, 1)
             found = losses.by_token(logits, targets.flatten())
