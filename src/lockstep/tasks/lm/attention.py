@@ -172,7 +172,7 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, groups: Groups) -> T
     mixed = []
     for number, (count, longest) in enumerate(groups.shapes):
         given: Any = [part[number].unflatten(0, (count, longest)).transpose(1, 2) for part in parts]  # type: ignore[no-untyped-call]
-        mixed.append(attend(*given, mask=None, is_causal=True).transpose(1, 2).flatten(0, 1))
+        mixed.append(attend(*given, None, True).transpose(1, 2).flatten(0, 1))
     rows, heads, tokens, width = query.shape
     return torch.cat(mixed).index_select(0, groups.back).view(rows, tokens, heads, width).transpose(1, 2)
 
