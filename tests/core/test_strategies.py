@@ -35,16 +35,13 @@ def combinations():
 
 
 @pytest.mark.parametrize(("name", "accumulate", "clip_norm"), list(combinations()))
-def test_weights_and_norms_after_12_steps_are_those_of_plain_torch(name, accumulate, clip_norm):
+def test_weights_and_norms_after_20_steps_are_those_of_plain_torch(name, accumulate, clip_norm):
     world, parallel = STRATEGIES[name]
-    expected, norms = runs.by_hand(own_tasks.Deep(), STEPS, clip_norm=clip_norm)
-    train = {"steps": STEPS}
-    settings = settings_for(
-        world, parallel, accumulate, optim={"clip_norm": clip_norm}, train=train, log={"every_steps": 1}
-    )
+    expected, norms = runs.by_hand(own_tasks.Deep(), clip_norm=clip_norm)
+    settings = settings_for(world, parallel, accumulate, optim={"clip_norm": clip_norm})
     for weights, results in run_ranks(world, runs.fit_kind, "Deep", {}, settings):
         calls = weights.pop("calls")
-        assert calls == STEPS * accumulate
+        assert calls == 20 * accumulate
         assert runs.difference(weights, {name: tensor for name, tensor in expected.items() if name != "calls"}) < 1e-10
         assert results["train/grad_norm"] == pytest.approx(norms[-1], rel=1e-10)
 

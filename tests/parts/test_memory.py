@@ -64,15 +64,14 @@ class Hungry(own_tasks.Plain):
 
 @pytest.mark.parametrize("in_training", mainly([True], [False, True]))
 def test_memory_belongs_to_the_part_that_took_it(tmp_path, in_training):
-    train = {"steps": 6, "eval_every_steps": 3}
-    settings = runs.config(train=train, log={"memory": "table", "every_steps": 2})
+    settings = runs.config(train={"eval_every_steps": 10}, log={"memory": "table"})
     _, results = runs.fit(Hungry(in_training), settings, tmp_path)
     hungry, modest = ("activations", "evaluation") if in_training else ("evaluation", "activations")
     assert 190 < results[f"memory/{hungry}_mb"] < 300
     assert results[f"memory/{modest}_mb"] < 100
     logged = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in logged] == [2, 3, 4, 6, 6]
-    assert [position for position, entry in enumerate(logged) if "memory/parameters_mb" in entry] == [0, 4]
+    assert [entry["step"] for entry in logged] == [5, 10, 10, 15, 20, 20]
+    assert [position for position, entry in enumerate(logged) if "memory/parameters_mb" in entry] == [0, 5]
     assert "memory/evaluation_mb" not in logged[0]
     peaks = [entry["memory/peak_mb"] for entry in logged if "memory/peak_mb" in entry]
     assert peaks == sorted(peaks)  # setting marks back loses none
@@ -80,7 +79,7 @@ def test_memory_belongs_to_the_part_that_took_it(tmp_path, in_training):
     log = (tmp_path / "train.log").read_text()
     assert log.count("memory at step") == 2
     assert log.count("memory: at most") == 1
-    assert log.index("step 6/6") < log.index("memory at step 6 in MiB, resident:")
+    assert log.index("step 20/20") < log.index("memory at step 20 in MiB, resident:")
 
 
 def test_lines_of_the_log_show_no_more_of_memory_than_the_peak():

@@ -58,7 +58,7 @@ def run_dir(corpus, tmp_path_factory):
 def test_results_are_those_of_sums_over_all_tokens_on_any_number_of_ranks(corpus, kind):
     options = {"train": corpus, **lm_cases.MODELS[kind], "eval_fraction": 0.3, "new_tokens": 4}
     settings = runs.config(batch={"global": 4, "micro": 2}, train={"steps": 1, "eval_every_steps": 1})
-    trained = {world: run_ranks(world, lm_cases.train, options, settings)[0] for world in (1, 3)}
+    trained = {world: run_ranks(world, lm_cases.train, options, settings)[0] for world in (1, 2, 3)}
     task = small_task(**options)
     data = task.eval_data()
     model = task.model().double().eval()

@@ -388,12 +388,12 @@ def test_a_killed_run_ends_with_the_same_bits(folder, tmp_path):
 
 def test_the_task_learns_and_shows_what_it_learned(folder, tmp_path):
     task = make_task({}, folder, double=False)
-    settings = runs.config(batch={"global": 6}, train={"steps": 24, "eval_every_steps": 24}, log={"pictures": 8})
+    settings = runs.config(batch={"global": 6}, train={"steps": 40, "eval_every_steps": 40}, log={"pictures": 8})
     results = Trainer(settings, run_dir=tmp_path, quiet=True).fit(task)
     assert results["eval/miou"] > 0.6
     assert (tmp_path / "samples" / "augmented.png").exists()
-    assert (tmp_path / "samples" / "step-00000024.png").exists()
-    assert (tmp_path / "pictures" / "confusion-step-00000024.png").exists()
+    assert (tmp_path / "samples" / "step-00000040.png").exists()
+    assert (tmp_path / "pictures" / "confusion-step-00000040.png").exists()
     log = (tmp_path / "train.log").read_text()
     assert "evaluation: pictures at their own size; counted at the original resolution" in log
     assert "disc" in log
