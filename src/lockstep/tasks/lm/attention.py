@@ -171,8 +171,8 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, groups: Groups) -> T
     parts = [torch.split(part.index_select(0, groups.taken), sizes) for part in flat]
     mixed = []
     for number, (count, longest) in enumerate(groups.shapes):
-        given: Any = [part[number].unflatten(0, (count, longest)).transpose(1, 2) for part in parts]  # type: ignore[no-untyped-call]
-        mixed.append(attend(*given, None, True).transpose(1, 2).flatten(0, 1))
+        own_query, own_key, own_value = [part[number].unflatten(0, (count, longest)).transpose(1, 2) for part in parts]  # type: ignore[no-untyped-call]
+        mixed.append(attend(own_query, own_key, own_value, None, True).transpose(1, 2).flatten(0, 1))
     rows, heads, tokens, width = query.shape
     return torch.cat(mixed).index_select(0, groups.back).view(rows, tokens, heads, width).transpose(1, 2)
 
