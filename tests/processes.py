@@ -1,6 +1,6 @@
 """The `lockstep` command in processes of its own, as a user runs it.
 
-Most of the time of such a test is spent in waiting for the processes, and most other tests leave one core idle. So the
+Most of the time of such a test is spent in starting the processes, and most other tests leave one core idle. So the
 commands run in the background while other tests run: `@launched(command, ...)` states the commands of a test, and the
 fixture `launch` waits until they have ended. A test that sends signals to a command, or kills it, gives `@launched` a
 function instead of the command.
@@ -22,9 +22,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-from lockstep.launch import warm_process
-from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 HANG_S = 900.0
@@ -66,19 +63,12 @@ def lockstep(*arguments, torchrun=None, **extra):
     )
 
 
-def start(*arguments, torchrun=None, cold=False, **extra):
-    """Start the command in a session of its own, and return its process.
-
-    Args:
-        cold: in a new interpreter, and not as `tests.forked` does.
-    """
-    variables = environment(**extra)
-    if torchrun or cold or not warm_process.is_possible():
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        line = command(*arguments, torchrun=torchrun)
-        process = subprocess.Popen(line, env=variables, start_new_session=True, **pipes)
-    else:
-        process = forked.start(forked.command, *map(str, arguments), environment=variables)
+def start(*arguments, torchrun=None, **extra):
+    """Start the command in a session of its own, and return its process."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(
+        command(*arguments, torchrun=torchrun), env=environment(**extra), start_new_session=True, **pipes
+    )
     _started.append(process)
     return process
 
@@ -128,7 +118,7 @@ def count_commands(items):
     return sum(len(mark.args) for mark in marks.values())
 
 
-def launched(*commands, torchrun=None, cold=False, **extra):
+def launched(*commands, torchrun=None, **extra):
     """Mark a test with the commands that it needs. They run one after another, in the background of other tests.
 
     In an argument, "{folder}" stands for a folder of the commands, in which tasks.py holds the module's TASKS. Several
@@ -137,10 +127,9 @@ def launched(*commands, torchrun=None, cold=False, **extra):
 
     Args:
         torchrun: start the commands under torchrun with this many ranks.
-        cold: see `start`.
         extra: environment variables.
     """
-    return pytest.mark.launched(*commands, torchrun=torchrun, cold=cold, **extra)
+    return pytest.mark.launched(*commands, torchrun=torchrun, **extra)
 
 
 class Launch:
@@ -179,10 +168,10 @@ class Launch:
 
     def _run(self, arguments):
         options = dict(self.mark.kwargs)
-        torchrun, cold = options.pop("torchrun"), options.pop("cold")
+        torchrun = options.pop("torchrun")
         filled = [str(argument).replace("{folder}", str(self.folder)) for argument in arguments]
         extra = {name: value.replace("{folder}", str(self.folder)) for name, value in options.items()}
-        process = start(*filled, torchrun=torchrun, cold=cold, **extra)
+        process = start(*filled, torchrun=torchrun, **extra)
         out, errors = process.communicate()
         return SimpleNamespace(returncode=process.returncode, stdout=out, stderr=errors)
 
@@ -197,9 +186,8 @@ def _kill(process):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if isinstance(process, subprocess.Popen):
-        process.stdout.close()
-        process.stderr.close()
+    for stream in (process.stdout, process.stderr):
+        stream.close()
 
 
 class Background:
@@ -229,7 +217,6 @@ class Background:
                 self.process.start()
 
     def _run(self):
-        forked.allow_here()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         parent = os.getppid()
         for launch in self.launches.values():

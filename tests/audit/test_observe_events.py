@@ -17,11 +17,11 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 def start(script, *arguments, rank, port, folder=None):
     """A rank of a script, observed if a folder is given."""
-    ranks = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-    environment = processes.environment(**ranks, MASTER_PORT=str(port))
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    variables["MASTER_PORT"] = str(port)
     if folder is None:
-        return forked.start(forked.script, script, *arguments, environment=environment)
-    return forked.start(forked.observed, folder, script, *arguments, environment=environment)
+        return forked.start(forked.script, script, *arguments, **variables)
+    return forked.start(forked.observed, folder, script, *arguments, **variables)
 
 
 def free_port():

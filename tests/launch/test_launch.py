@@ -1,12 +1,11 @@
 """Ranks in processes of their own, as a user starts them: through `--nproc`, and through torchrun."""
 
 import json
-import socket
 
 import pytest
 
-from tests import forked, rank_cases
-from tests.processes import environment, launched, lockstep
+from tests import rank_cases
+from tests.processes import launched, lockstep
 from tests.ranks import run_ranks
 
 TASKS = """
@@ -46,7 +45,6 @@ def tasks(tmp_path):
     ("train", "digits", "train.epochs=1", "--nproc", 2, "--run-dir", "{folder}/run"),
     ("evaluate", "{folder}/run", "--nproc", 2),
     ("predict", "{folder}/run", "--samples", 3, "--nproc", 2),
-    cold=True,
 )
 def test_nproc_trains_evaluates_and_predicts(launch):
     trained, evaluated, predicted = launch.done
@@ -93,25 +91,12 @@ def test_failed_rank_is_named_with_its_traceback(tmp_path, tasks, rank):
     assert "own_tasks.py" in done.stderr
 
 
-@pytest.mark.exhaustive
 @launched(("train", "{folder}/tasks.py:Fails0", "--run-dir", "{folder}/run"), torchrun=2)
 def test_under_torchrun_the_other_ranks_say_which_rank_failed(launch):
     (done,) = launch.done
     assert done.returncode == 1
     assert "[rank 1] error: rank 1 stopped because of it: rank 0 failed" in done.stderr
     assert "the cat sat on the cable" in done.stderr.partition("[rank 1] error")[2]
-
-
-def test_under_another_launcher_the_other_ranks_say_which_rank_failed(tmp_path, tasks):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    command = ("train", f"{tasks}:Fails0", "--run-dir", str(tmp_path / "run"))
-    ranks = [environment(**shared, RANK=rank, LOCAL_RANK=rank) for rank in "01"]
-    first, other = forked.ended([forked.start(forked.command, *command, environment=rank) for rank in ranks])
-    assert (first.returncode, other.returncode) == (1, 1)
-    assert "[rank 1] error: rank 1 stopped because of it: rank 0 failed" in other.stderr
-    assert "the cat sat on the cable" in other.stderr.partition("[rank 1] error")[2]
 
 
 @pytest.mark.exhaustive

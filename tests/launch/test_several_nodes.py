@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -44,9 +45,19 @@ def two_nodes(folder):
     options = ["--nnodes", "2", "--rendezvous", f"127.0.0.1:{port}", "--run-dir", folder / "run"]
     begun = []
     for name in ("a", "b"):
+        command = processes.command("train", "toy", *SETTINGS, *options)
         variables = {"LOCKSTEP_NODE": name, "LOCKSTEP_FAIL_AT": f"1:20:in-share:kill:{folder}/once"}
-        begun.append(processes.start("train", "toy", *SETTINGS, *options, **variables))
-    return [("".join(process.communicate(timeout=HANG_S)), process.returncode) for process in begun]
+        begun.append(
+            subprocess.Popen(
+                command,
+                env=processes.environment(**variables),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                text=True,
+            )
+        )
+    return [(process.communicate(timeout=HANG_S)[0], process.returncode) for process in begun]
 
 
 @launched(two_nodes)
