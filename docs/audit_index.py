@@ -143,7 +143,7 @@ in one folder, and judge them with `lockstep audit --read FOLDER`.
 - Not every fault has a rule. Of 40 faults in scripts by somebody who had not read the rules, 12 were named at the right
 line, 17 at another line, and 11 were not seen
 ([what was found, and what was not](../benchmarks/RESULTS.md#lockstep-audit-on-scripts-of-others)).
-[Public examples](audit/found.md): real faults in known projects, false alarms, and what was missed.
+[Public examples](audit_found.md): real faults in known projects, false alarms, and what was missed.
 - Not tried: `accelerate launch`, FSDP of version 1, `torch.compile`, several nodes, `--probe` on large data.
 - All of this was tried on CPUs with gloo. On GPUs and with NCCL nothing was tried.
 """

@@ -150,7 +150,7 @@ CODE_LINES = {
     "tasks/lm/lora": 220,
     "tasks/lm/stream.py": 40,
     "trainer/hub.py": 70,
-    "tasks/lm/attention.py": 90,
+    "tasks/lm/attention.py": 115,
     "audit": 5_100,
     "launch/device_check": 450,
     "cli/check_device.py": 60,

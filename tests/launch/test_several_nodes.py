@@ -238,7 +238,7 @@ def test_a_wrong_time_until_a_node_counts_as_gone_is_refused(text, port, monkeyp
 def test_where_the_run_stopped_is_told_on_every_node(rank, capfd, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     text = "stopped by SIGTERM on node a at step 63 of 100, saved"
-    run = SeveralNodes(SimpleNamespace(), 3, Forwarding())
+    run = SeveralNodes(SimpleNamespace(name="a"), 3, Forwarding())
     run.first, run.rank = 0, rank
     monkeypatch.setattr(run, "meet", lambda number: "start")
     monkeypatch.setattr(launcher, "_run_once", lambda *_: "ending")

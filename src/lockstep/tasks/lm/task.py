@@ -207,6 +207,7 @@ class LanguageModel(Task):
         if self.options.loss_chunk != "auto":
             return self.options.loss_chunk
         is_usual = self.options.is_small or self.config.model_type in models.PLAIN_HEADS
+        is_usual &= hasattr(type(model), "get_output_embeddings")  # what stands in for a model has no last layer
         if not (is_usual and isinstance(model.get_output_embeddings(), nn.Linear)):  # it may have an adapter
             return None
         return losses.chunk_for(models.vocabulary(self.config), device)
