@@ -14,6 +14,7 @@ from lockstep.core.errors import (
     RankError,
     TrainingError,
     UsageError,
+    WatchError,
 )
 from tests import own_tasks, runs
 
@@ -34,6 +35,7 @@ def test_these_are_all_the_kinds():
         DeviceError,
         CheckpointError,
         RankError,
+        WatchError,
     }
 
 
@@ -79,8 +81,9 @@ def test_class_and_fields_survive_copying(kind, copied):
     assert fields(back) == ("what", "where", "remedy")
 
 
-def test_wrong_usage_exits_with_2_and_every_other_failure_with_1():
-    assert {kind: kind("what").exit_code for kind in KINDS} == {kind: 2 if kind is UsageError else 1 for kind in KINDS}
+def test_wrong_usage_exits_with_2_a_watch_that_fires_with_4_and_every_other_failure_with_1():
+    others = {UsageError: 2, WatchError: 4}
+    assert {kind: kind("what").exit_code for kind in KINDS} == {kind: others.get(kind, 1) for kind in KINDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)
