@@ -31,7 +31,6 @@ PRIVATE = {
     "torch.distributed.distributed_c10d._world": "the audit: which groups a script has made",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": "a cache that outlives the groups of a process",
     "torch.nn.modules.batchnorm._BatchNorm": "the base of all BatchNorms",
-    "torch.nn.modules.batchnorm._NormBase": "the base of all layers with running statistics",
     "torch.numa.binding._maybe_apply_numa_binding_to_current_process": "torchrun alone has public options for it",
     "torch.ops.aten._to_copy": "plans: casts of parameters in a trace",
     "torch.testing._internal.distributed.fake_pg": "plans pretend many ranks in one process",

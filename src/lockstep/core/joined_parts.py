@@ -149,7 +149,8 @@ class JoinedParts:
         """A step begins, of these micro-batches on this rank."""
         for part, inside in zip(self.built_in, self._inside, strict=True):
             inside.micro_batches, inside.step = micro_batches, self.state.step
-            part.before_step(inside)
+            if type(part).before_step is not BuiltInPart.before_step:
+                part.before_step(inside)
 
     @contextlib.contextmanager
     def apart(self, what: str) -> Generator[None, None, None]:
