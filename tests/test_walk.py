@@ -10,6 +10,7 @@ from tests.ranks import run_ranks
 
 ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
 ENGINE = {
+    "core/joined_parts.py",
     "core/data/loader.py",
     "core/data/order.py",
     "core/data/randomness.py",
