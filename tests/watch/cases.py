@@ -47,7 +47,22 @@ class Trembling(own_tasks.Deep):
         return super().loss(model, [batch[0] * noise, *batch[1:]])
 
 
-KINDS = {kind.__name__: kind for kind in (Named, OtherBytes, Unseeded, Trembling, own_tasks.Deep, own_tasks.Plain)}
+class Diverging(own_tasks.Deep):
+    """In the second epoch, the model gives numbers that are not finite, on all ranks alike."""
+
+    def prepare(self, sample, epoch, training):
+        inputs, *rest = sample
+        return (inputs * (float("nan") if epoch else 1.0), *rest)
+
+
+class DivergingTrembling(Diverging, Trembling):
+    """The same, with kernels that add in any order."""
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (Named, OtherBytes, Unseeded, Trembling, Diverging, DivergingTrembling, own_tasks.Deep, own_tasks.Plain)
+}
 
 
 def end_of(fault, settings, folder, kind="Deep"):

@@ -190,6 +190,27 @@ def test_an_exchange_is_right_to_rounding_or_its_parameter_is_named(factor, dtyp
             assert judged.factor == pytest.approx(factor, rel=1e-4)
 
 
+def test_a_gradient_that_was_not_finite_before_the_exchange_says_nothing_about_it():
+    """One that was finite before, and is not afterwards, does."""
+    generator = torch.Generator().manual_seed(3)
+    gradients = [{name: torch.randn(size, generator=generator) for name, size, _ in SIZES} for _ in range(3)]
+    gradients[1]["small"][5] = float("nan")
+    assert exchange._judge(*rows_of(gradients), 1e-5).name == ""
+    names, rows = rows_of([{name: one.nan_to_num() for name, one in of.items()} for of in gradients])
+    rows[names.index("middle")][-1] = float("nan")
+    assert exchange._judge(names, rows, 1e-5).name == "middle"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_results_that_are_not_finite_on_both_ranks_do_not_differ(value):
+    numbers = [value] * SIGNS + [value]
+    diverged = Detail({"loss": value}, {}, {"w": numbers}, {"w": 2.0**-23}, folded=())
+    fine = Detail({"loss": 1.0}, {}, {"w": [1.0] * (SIGNS + 1)}, {"w": 2.0**-23}, folded=())
+    assert Noise().same(diverged, diverged)
+    assert not Noise().same(diverged, fine)
+    assert not Noise().same(fine, diverged)
+
+
 SIZES = (("large", 3000, 1.0), ("small", 40, 1e-3), ("middle", 500, 0.1))
 
 
@@ -239,6 +260,7 @@ def test_replicas_that_differ():
 
 
 def test_a_device_that_lies_gets_known_answers_wrong():
+    assert wrong_answers(torch.device("cpu")) == []
     with faulty.Flips("aten.sort"):
         assert wrong_answers(torch.device("cpu")) == ["sort fp32"]
 

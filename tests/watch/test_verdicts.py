@@ -111,3 +111,13 @@ def test_without_recomputation_replicas_are_compared_alone(tmp_path):
     settings = cases.settings(2, "ddp", watch={"recompute": False})
     assert run_ranks(2, cases.end_of, {"kind": "activation"}, settings, tmp_path) == [None, None]
     assert "the watch compares replicas alone: watch.recompute=false" in (tmp_path / "train.log").read_text()
+
+
+@pytest.mark.parametrize("kind", ["Diverging", "DivergingTrembling"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
+def test_a_model_that_diverges_is_no_fault_of_a_device(tmp_path, strategy, kind):
+    for text in run_ranks(2, cases.end_of, None, cases.settings(2, strategy), tmp_path, kind):
+        assert "watch" not in text
+        assert "step 11, " in text  # the loop names the step, the samples, and what to set
+        assert "optim.clip_norm" in text
+    assert cases.verdict_of(tmp_path) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,14 +60,18 @@ def check(state: TrainState, own: Seen, replicas: int, micro_batches: int) -> Ch
 
 
 def _judge(names: Sequence[str], rows: Sequence[Sequence[float]], rounding: float) -> Checked:
-    """Compare rows of: means of signed sums, the mean of the norms, and signed sums after the exchange."""
+    """Compare rows of: means of signed sums, the mean of the norms, and signed sums after the exchange.
+
+    A gradient that was not finite before the exchange says nothing about the exchange. The loop ends such a training.
+    """
+    finite = {name: row for name, row in zip(names, rows, strict=True) if all(map(math.isfinite, row[: SIGNS + 1]))}
     pairs = [
         (one, two, rounding * row[SIGNS])
-        for row in rows
+        for row in finite.values()
         for one, two in zip(row[:SIGNS], row[SIGNS + 1 :], strict=True)
     ]
     factor, unsure = _factor(pairs)
-    for name, row in zip(names, rows, strict=True):
+    for name, row in finite.items():
         bound = abs(factor) * rounding * row[SIGNS]
         for one, two in zip(row[:SIGNS], row[SIGNS + 1 :], strict=True):
             if not abs(two - factor * one) <= bound + unsure * abs(one):  # also true of NaN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -128,11 +129,14 @@ class Noise:
 
 
 def _differences(one: Detail, other: Detail) -> dict[str, float]:
-    """The differences of two results, relative to the larger norm, by head of the loss and by name of the parameter."""
+    """The differences of two results, relative to the larger norm, by head of the loss and by name of the parameter.
+
+    Numbers that are not finite in both do not differ: the model diverges, and no device is at fault.
+    """
     found = {}
     for head in one.losses.keys() | other.losses.keys():
-        a, b = one.losses.get(head, float("nan")), other.losses.get(head, float("nan"))
-        found[f"the loss {head}"] = 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
+        a, b = one.losses.get(head, float("inf")), other.losses.get(head, float("-inf"))
+        found[f"the loss {head}"] = 0.0 if a == b or (a != a and b != b) else abs(a - b) / max(abs(a), abs(b))
     for name in one.sums.keys() | other.sums.keys():
         found[f"the gradient of {name}"] = _relative(one.sums, other.sums, name)
     return found
@@ -142,6 +146,8 @@ def _relative(one: Mapping[str, list[float]], other: Mapping[str, list[float]], 
     if name not in one or name not in other:
         return float("inf")
     (*a, square), (*b, other_square) = one[name], other[name]
+    if not math.isfinite(square) and not math.isfinite(other_square):
+        return 0.0
     largest = max(abs(x - y) for x, y in zip(a, b, strict=True))
     norm = max(square, other_square) ** 0.5
     return 0.0 if largest == 0 else largest / norm if norm else float("inf")
