@@ -192,6 +192,36 @@ def test_models_without_positions_or_masks_are_refused(corpus, kind):
     assert task.loss(task.model(), task.collate([data[0], data[1]])) > 0
 
 
+BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT |= {"intermediate_size": 32}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_model_that_sees_the_next_token_is_refused(corpus, packed):
+    with pytest.raises(UsageError, match=r"task.model: BertLMHeadModel is not causal: a token sees those behind it"):
+        small_task(corpus, config=BERT, packing=packed).model()
+    small_task(corpus, config=BERT | {"is_decoder": True}, packing=False).model()
+
+
+def test_attention_that_is_cut_by_places_of_a_row_is_not_packed(corpus):
+    sizes = {**lm_cases.LLAMA, "model_type": "llama4_text", "attention_chunk_size": 16, "head_dim": 4}
+    with pytest.raises(UsageError, match=r"task.packing: attention of llama4_text sees 16 tokens.*\n.*length=16"):
+        small_task(corpus, config=sizes).model()
+    models.check_lengths(small_task(corpus, config=sizes).config, 16, True)
+    models.check_lengths(small_task(corpus, config=sizes).config, 32, False)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_rotations_that_depend_on_the_longest_document_of_a_batch_are_refused(corpus, packed):
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
+    config = {**lm_cases.LLAMA, "model_type": "phi3", "rope_parameters": rope, "pad_token_id": 0}
+    config |= {"original_max_position_embeddings": 16}
+    with pytest.raises(UsageError, match=r"task.length: positions of phi3 beyond 16 depend on the longest document"):
+        small_task(corpus, config=config, packing=packed).model()
+    small_task(corpus, config=config, packing=packed, length=16).model()
+
+
 def test_a_sliding_window_stays(corpus):
     """A model with windows finds the documents by its positions, and sees no token outside of its window."""
     sizes = {**lm_cases.LLAMA, "model_type": "mistral", "sliding_window": 4}

@@ -142,6 +142,41 @@ def hidden_and_head(
     return called(model.base_model, ids, positions, mask).last_hidden_state, model.get_output_embeddings()
 
 
+def check_lengths(config: Any, length: int, packing: bool) -> None:
+    """Find out whether documents in rows of `length` tokens get the same logits in any batch.
+
+    Raises:
+        UsageError: transformers cuts attention by the place in a row, or chooses rotations by the longest document.
+    """
+    text = config.get_text_config()
+    chunk = getattr(text, "attention_chunk_size", None)
+    if packing and chunk and chunk < length:
+        what = f"attention of {text.model_type} sees {chunk} tokens, counted from the beginning of a row"
+        raise UsageError(what, where="task.packing", remedy=f"set task.packing=false, or task.length={chunk}")
+    rotations = getattr(text, "rope_parameters", None) or {}
+    limit = rotations.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    if rotations.get("rope_type") in ("longrope", "dynamic") and limit and limit < length:
+        what = f"positions of {text.model_type} beyond {limit} depend on the longest document of a batch"
+        raise UsageError(what, where="task.length", remedy=f"use at most {limit}")
+
+
+def check_causal(model: nn.Module, vocab_size: int, name: str) -> None:
+    """Compare the logits of tokens before two different last tokens.
+
+    Raises:
+        UsageError: they differ: a token sees the token that it is to predict.
+    """
+    ids = (torch.arange(7) * 7 % vocab_size).repeat(2, 1)
+    ids[1, -1] = (ids[0, -1] + 1) % vocab_size
+    was_training = model.training
+    with torch.no_grad():
+        one, other = called(model.eval(), ids).logits[:, :-1]
+    model.train(was_training)
+    if not (one - other).abs().max() <= _LEAK * one.abs().max():
+        what = f"{name} is not causal: a token sees those behind it"
+        raise UsageError(what, where="task.model", remedy="use a causal model (some have is_decoder in their config)")
+
+
 def check_head(model: nn.Module, vocab_size: int, name: str) -> None:
     """Compare the logits of a model with those that its last layer makes.
 

@@ -189,12 +189,14 @@ class LanguageModel(Task):
     # ---- the model
 
     def model(self) -> nn.Module:
+        models.check_lengths(self.config, self.options.length, self.options.packing)
         model, self.new_weights = models.make_model(self.options, self.config, trained=self._trained)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         if self.options.is_small:
             return model
         if torch.empty(0).device.type != "meta":
             checked = (model, models.vocabulary(self.config), type(model).__name__)
+            models.check_causal(*checked)
             if self.options.packing:
                 models.check_no_leak(*checked, masked=self.options.attention == "sdpa")
             if self.loss_chunk(model, torch.device("cpu")) is not None:
