@@ -140,7 +140,7 @@ def test_folders_stand_on_few_floors():
 
 
 CODE_LINES = {
-    "core": 9_886,
+    "core": 9_885,
     "": 42_560,
     "updates": 355,
     "cli/first_hour.py": 85,

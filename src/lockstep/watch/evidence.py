@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep.core import atomic
+from lockstep.core import atomic, devices
 from lockstep.core.build import Run
 from lockstep.core.checkpoint import store
 from lockstep.core.checkpoint.manifest import Checkpoint
@@ -79,11 +79,9 @@ def confirmed_step(run_dir: Path, checkpoint: Checkpoint | None) -> int | None:
 
 
 def device_name(device: torch.device) -> str:
-    """A device for people, with the identity of its hardware, where it has one."""
-    if device.type != "cuda":
-        return str(device)
-    about = torch.cuda.get_device_properties(device)
-    return f"{about.name} {getattr(about, 'uuid', '')}".strip()
+    """A device for people, with its model and the identity of its hardware, where it has these."""
+    found = devices.of(device)
+    return " ".join(filter(None, (str(device), found.name(), found.identity())))
 
 
 @contextlib.contextmanager

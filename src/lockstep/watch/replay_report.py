@@ -13,7 +13,6 @@ from pathlib import Path
 from lockstep.core import devices
 from lockstep.core.build import Run
 from lockstep.core.data.loader import MicroBatch
-from lockstep.core.step import SAMPLES
 from lockstep.watch import replay, shares
 from lockstep.watch.digest import Digest
 from lockstep.watch.replay import ReplayedStep
@@ -265,5 +264,5 @@ def as_json(report: Report) -> str:
     for part in (*values["parts"], *values["samples"]):
         part["units"] = {head or "samples": units for head, units in part["units"].items()}
     for one in values["steps"]:
-        one["units"] = {head or "samples" if head == SAMPLES else head: units for head, units in one["units"].items()}
+        one["units"] = {head or "samples": units for head, units in one["units"].items()}
     return json.dumps(values, indent=1) + "\n"

@@ -78,6 +78,20 @@ def test_columns_are_found_by_their_usual_names(tmp_path):
     assert parts(read(tmp_path / "d.csv")) == [[("one", True)]]
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("question,answer\nq1,a1\nq2,\n", r"a.csv:3: the row has no answer \(column 'answer'\)"),
+        ("question,answer\nq1,a1\n,a2\n", r"a.csv:3: the row has no prompt \(column 'question'\)"),
+    ],
+)
+def test_a_prompt_without_an_answer_and_an_answer_without_a_prompt_are_refused(tmp_path, text, says):
+    """An empty answer would teach the model to end at once."""
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(DataError, match=says):
+        Corpus(str(tmp_path / "a.csv"), LmOptions()).read(None)
+
+
 def test_columns_are_named(tmp_path):
     name = json_lines(tmp_path / "a.jsonl", [{"x": "1", "y": "2", "z": "3"}])
     found = read(name, columns={"prompt": ["x", "y"], "answer": "z"}, loss_on="all")

@@ -20,8 +20,7 @@ def abort_groups() -> None:
 
 def set_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
     """Set how long the collectives of `group` wait for other ranks."""
-    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # public since torch 2.15
-    change(timeout, group)
+    (getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout)(timeout, group)  # public since 2.15
 
 
 def timeouts(group: dist.ProcessGroup) -> set[datetime.timedelta]:

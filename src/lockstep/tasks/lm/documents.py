@@ -136,6 +136,10 @@ def _of_table(table: Table, options: LmOptions, render: Render | None) -> Iterat
             texts = [_text(column[row], where, name) for name, column in values]
             prompt = "\n".join(text for text in texts if text)
             answer = _text(columns["answer"][0][row], where, roles["answer"][0])
+            if bool(prompt.strip()) != bool(answer.strip()):  # an empty answer would teach the model to end at once
+                role = "answer" if prompt.strip() else "prompt"
+                what = f"the row has no {role} (column {' or '.join(map(repr, roles[role]))})"
+                raise DataError(what, where=where, remedy="complete the row, or leave it out")
             if options.chat:
                 assert render is not None
                 messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
