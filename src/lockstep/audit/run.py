@@ -16,7 +16,7 @@ from lockstep.audit import events
 from lockstep.audit.events import History
 from lockstep.audit.judge import FAILED, HANG, judge
 from lockstep.audit.rules.collectives import stuck
-from lockstep.audit.settings import JUDGED_OUTSIDE, Settings
+from lockstep.audit.settings import JUDGED_OUTSIDE, NOTEBOOK, Settings
 from lockstep.core.errors import UsageError
 
 _LOOK_S = 0.5
@@ -55,6 +55,8 @@ def run(
         raise UsageError(
             "no script", remedy="lockstep audit --nproc 2 train.py, or: lockstep audit --nproc 2 -m module"
         )
+    if target[0].endswith(".ipynb"):
+        raise UsageError("is a notebook", where=target[0], remedy=NOTEBOOK)
     if target[0] != "-m" and not Path(target[0]).is_file():
         raise UsageError("is no file", where=target[0], remedy="give the path of the script, or a module behind -m")
     with _folder(folder) as place:

@@ -95,11 +95,16 @@ def activate(folder: Path, *, every: int = 50, patience: float = 60.0, probe: bo
     hook.after_import("torch", _install)
 
 
+on_leave: list[Callable[[int], int]] = []
+"""Gives the exit code of a script that calls `os._exit`."""
+
+
 def _leave(leave: Callable[[int], NoReturn], status: int) -> NoReturn:
     """`os._exit`, noted."""
     recorder.note_exit(status, None)
     recorder.guard("exit", recorder.end)
-    leave(status)
+    is_main = recorder.is_main and recorder.process == os.getpid()
+    leave(on_leave[0](status) if on_leave and is_main else status)
 
 
 def activate_from_environment() -> None:

@@ -46,6 +46,7 @@ class Recorder:
         self.every, self.patience, self.probe = 50, 60.0, True
         self.rank: int | None = None
         self.is_main = False
+        self.process = 0
         self.is_compiled = False
         self.has_loader = False
         self.counts = Counts()
@@ -65,6 +66,7 @@ class Recorder:
     def configure(self, folder: Path, every: int, patience: float, probe: bool) -> None:
         """Begin to observe this process."""
         self.folder, self.every, self.patience, self.probe = folder, every, patience, probe
+        self.process = os.getpid()
         atexit.register(self.end)
         os.register_at_fork(after_in_child=self._forget_rank)
 
