@@ -23,6 +23,8 @@ lockstep audit --nproc 2 train.py --lr 1e-3          # options of audit come fir
 lockstep audit --nproc 2 -m package.train --lr 1e-3  # a module
 torchrun --nproc-per-node 2 -m lockstep audit train.py --lr 1e-3    # or under a launcher of yours
 torchrun --nproc-per-node 2 -m lockstep.audit train.py --lr 1e-3    # the same, as a module
+accelerate launch --cpu --num_processes 2 -m lockstep.audit train.py    # under Accelerate's
+python -m lockstep.audit train.py                                   # a script that starts its ranks itself: mp.spawn, Lightning
 ```
 
 Observers inside the script write events to a file for each rank. They make no collective and draw no random number.
@@ -54,7 +56,7 @@ script did not exercise counts as not exercised, and never as passed.
 | `--nproc N` | ranks on this machine; 2 |
 | `--every K` | look closely at each K-th step, besides the first 4; 50 |
 | `--patience S` | seconds without progress after which a hang is explained and ended; 60 |
-| `--probe` | read a few samples of each data set on all ranks, and compare them |
+| `--no-probe` | read no samples of data sets when training is over (9 of each are read twice, and compared between ranks) |
 | `--format text`, `json`, `sarif`, `github` | the form of the report |
 | `--output FILE` | a file for the report; default: standard output |
 | `--folder DIR` | keep the events in this new or empty folder; default: a temporary folder, which is deleted |
@@ -66,6 +68,19 @@ script did not exercise counts as not exercised, and never as passed.
 
 Nothing is written into the folder of the script, except under a launcher of yours without `--folder`: then the events
 are in `lockstep-audit-ID` in the current folder.
+
+## How a run ends
+
+Whatever ends a rank, the events until then are judged.
+
+| what ends the script | |
+|---|---|
+| `sys.exit(N)`, an error | the report comes, then exit code 1 for a finding, else 3; under a launcher of yours the first rank keeps N |
+| `os._exit(N)` | the same: the first rank reports before it leaves |
+| SIGKILL, or a launcher that kills all ranks | `lockstep audit` reports; under a launcher of yours nobody can: `lockstep audit --read FOLDER` |
+| Ctrl-C | `lockstep audit` ends the ranks, and reports what was seen; under a launcher of yours: `--read FOLDER` |
+| a hang | after `--patience` seconds `lockstep audit` ends the ranks, and exits with code 4 |
+| a script that is not there, a notebook, a wrong option | exit code 2 |
 
 ## Exit codes
 
@@ -139,10 +154,10 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 compared.
 - Several nodes: the folder of `--folder` must be on a disk that all nodes share. Or collect the files `rank-*.jsonl`
 in one folder, and judge them with `lockstep audit --read FOLDER`.
-- A notebook cannot be observed. Save the notebook as a script: `jupyter nbconvert --to script NOTEBOOK.ipynb`.
+- A notebook cannot be observed, and is told so. Save it as a script: `jupyter nbconvert --to script NOTEBOOK.ipynb`.
 - Not every fault has a rule. Scripts of somebody who had not read the rules: 24 of 38 faults were named at the right
 line ([what was found, and what was not](../benchmarks/RESULTS.md#lockstep-audit-on-scripts-of-others)).
-- Not tried: `accelerate launch`, FSDP of version 1, `torch.compile`, several nodes, `--probe` on large data.
+- Not tried: `accelerate launch`, FSDP of version 1, `torch.compile`, several nodes.
 - All of this was tried on CPUs with gloo. On GPUs and with NCCL nothing was tried.
 """
 
