@@ -148,7 +148,7 @@ CODE_LINES = {
     "tasks/lm/stream.py": 40,
     "trainer/hub.py": 70,
     "tasks/lm/attention.py": 90,
-    "audit": 3_900,
+    "audit": 5_080,
 }
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
 
