@@ -23,6 +23,7 @@ lockstep audit --nproc 2 train.py --lr 1e-3          # options of audit come fir
 lockstep audit --nproc 2 -m package.train --lr 1e-3  # a module
 torchrun --nproc-per-node 2 -m lockstep audit train.py --lr 1e-3    # or under a launcher of yours
 torchrun --nproc-per-node 2 -m lockstep.audit train.py --lr 1e-3    # the same, as a module
+python -m lockstep.audit train.py                      # a script that starts its ranks itself: mp.spawn, Lightning
 ```
 
 Observers inside the script write events to a file for each rank. They make no collective and draw no random number.
@@ -54,7 +55,7 @@ script did not exercise counts as not exercised, and never as passed.
 | `--nproc N` | ranks on this machine; 2 |
 | `--every K` | look closely at each K-th step, besides the first 4; 50 |
 | `--patience S` | seconds without progress after which a hang is explained and ended; 60 |
-| `--probe` | read a few samples of each data set on all ranks, and compare them |
+| `--no-probe` | read no samples of data sets at the end (9 of each are read twice, and compared between ranks) |
 | `--format text`, `json`, `sarif`, `github` | the form of the report |
 | `--output FILE` | a file for the report; default: standard output |
 | `--folder DIR` | keep the events in this new or empty folder; default: a temporary folder, which is deleted |
@@ -66,6 +67,19 @@ script did not exercise counts as not exercised, and never as passed.
 
 Nothing is written into the folder of the script, except under a launcher of yours without `--folder`: then the events
 are in `lockstep-audit-ID` in the current folder.
+
+## How a run ends
+
+Whatever ends a rank, the events until then are judged.
+
+| what ends the script | |
+|---|---|
+| `sys.exit(N)`, an error | a report, then code 1 for a finding, else 3; under your launcher the first rank keeps N |
+| `os._exit(N)` | the same: the first rank reports before it leaves |
+| SIGKILL, or a launcher that kills all ranks | a report; under your launcher nobody can: `lockstep audit --read DIR` |
+| Ctrl-C | `lockstep audit` ends the ranks, and reports what was seen; under a launcher of yours: `--read FOLDER` |
+| a hang | after `--patience` seconds `lockstep audit` ends the ranks, and exits with code 4 |
+| a script that is not there, a notebook, a wrong option | exit code 2 |
 
 ## Exit codes
 
@@ -139,12 +153,13 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 compared.
 - Several nodes: the folder of `--folder` must be on a disk that all nodes share. Or collect the files `rank-*.jsonl`
 in one folder, and judge them with `lockstep audit --read FOLDER`.
-- A notebook cannot be observed. Save the notebook as a script: `jupyter nbconvert --to script NOTEBOOK.ipynb`.
+- A notebook cannot be observed, and is told so. Save it as a script: `jupyter nbconvert --to script NOTEBOOK.ipynb`.
 - Not every fault has a rule. Of 40 faults in scripts by somebody who had not read the rules, 12 were named at the right
 line, 17 at another line, and 11 were not seen
 ([what was found, and what was not](../benchmarks/RESULTS.md#lockstep-audit-on-scripts-of-others)).
 [Public examples](audit_found.md): real faults in known projects, false alarms, and what was missed.
-- Not tried: `accelerate launch`, FSDP of version 1, `torch.compile`, several nodes, `--probe` on large data.
+- `accelerate launch -m lockstep.audit` failed in our test, and the reason is not known. Not tried: FSDP of version 1,
+`torch.compile`, several nodes.
 - All of this was tried on CPUs with gloo. On GPUs and with NCCL nothing was tried.
 """
 

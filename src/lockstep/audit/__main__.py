@@ -16,12 +16,7 @@ from typing import Any
 from lockstep.audit.judge import CLEAN, FAILED, judge_here
 from lockstep.audit.observe import boot, places
 from lockstep.audit.observe.recorder import recorder
-from lockstep.audit.settings import JUDGED_OUTSIDE, Settings
-
-_NOTEBOOK = (
-    "lockstep audit observes scripts, and this is a notebook. Save the notebook as a script "
-    "(jupyter nbconvert --to script NOTEBOOK.ipynb), and run: lockstep audit --nproc 2 NOTEBOOK.py"
-)
+from lockstep.audit.settings import JUDGED_OUTSIDE, NOTEBOOK, Settings
 
 
 def _options() -> argparse.ArgumentParser:
@@ -50,8 +45,8 @@ def main(arguments: list[str] | None = None, settings: Settings | None = None) -
     own, rest = _split(given)
     parser = _options()
     options = parser.parse_args(own)
-    if "ipykernel" in sys.modules:
-        parser.exit(2, _NOTEBOOK + "\n")
+    if "ipykernel" in sys.modules or str(options.script).endswith(".ipynb"):
+        parser.exit(2, NOTEBOOK + "\n")
     if options.every < 1 or options.patience <= 0:
         parser.error(f"--every {options.every} must be at least 1, and --patience {options.patience} above 0")
     if not options.module and not options.script:
@@ -61,14 +56,22 @@ def main(arguments: list[str] | None = None, settings: Settings | None = None) -
     folder = options.folder or Path(f"lockstep-audit-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}")
     boot.activate(folder, every=options.every, patience=options.patience, probe=not options.no_probe)
     recorder.is_main = True
+
+    def report(status: int) -> int:
+        """The exit code of the first rank, which reports. A script that failed keeps its own."""
+        if os.environ.get("RANK", "0") != "0" or JUDGED_OUTSIDE in os.environ:
+            return status
+        recorder.end()
+        code = judge_here(folder, settings or Settings())
+        return status if code in (CLEAN, FAILED) else code
+
+    boot.on_leave.append(report)
     try:
         run(options.module, options.script, rest)
     finally:
-        if os.environ.get("RANK", "0") == "0" and JUDGED_OUTSIDE not in os.environ:
-            recorder.end()
-            code = judge_here(folder, settings or Settings())
-            if code not in (CLEAN, FAILED):  # a script that failed keeps its own exit code
-                sys.exit(code)
+        boot.on_leave.clear()
+        if code := report(0):
+            sys.exit(code)
 
 
 def _split(given: list[str]) -> tuple[list[str], list[str]]:

@@ -31,7 +31,10 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             drop_last, total_size, kind (class name)} of a
                                                             DistributedSampler in it, or of Accelerate's
                                                             BatchSamplerShard {kind, replicas, rank, even_batches,
-                                                            split_batches}
+                                                            split_batches}; shared_twice (a second such sampler within
+                                                            the first), subset (digest of the indices of Subsets),
+                                                            mapped (of the first epoch: the index below all Subsets
+                                                            for each index)
     indices       every 50 batches, and at an epoch's end   loader, epoch, first (number of the first batch), batches:
                                                             [[index, ...], ...] of map-style data; at most 100,000
                                                             indices an epoch
@@ -47,11 +50,31 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             duplicates), joined (in or after a `join`). Frameworks draw
                                                             batches ahead: then the counts go on until the next
                                                             iteration begins, and the event is written then
-    probe         opt-in                                    loader, dataset_size, samples: {index: digest}
+    probe         the process group ends, or at exit: the   loader, dataset_size, samples: {index: [of each field]}: a
+                  script has computed all it computes       list of whole numbers, or a digest, or null (random, or of
+                                                            an unknown type)
+    stream        the 8th sample of a stream that           shards, samples: [[of each field, as in `probe`], ...]
+                  Accelerate's IterableDatasetShard deals
+    inputs        the first training forward pass of each   model, digest
+                  of the first 6 steps, without a loader
+    class_weights the first loss of torch.nn.functional     digest, classes
+                  with weights of classes, for each line
+    drawn         torch.randn, rand and the like by the     digest
+                  script, in steps 1 to 8
+    gather        Accelerator.gather by the script          (only `at`)
+    log           LightningModule.log of a number in an     name, value, exchanged (sync_dist), only_zero, world
+                  evaluation on several ranks
+    floor_division a sum over ranks // the number of ranks  divisor, remainder (bool)
+    schedule      at exit, of each scheduler                made_at, name (class), horizon (steps that it was made for),
+                                                            steps, is_outer (no other scheduler steps it),
+                                                            optimizer_steps (of its optimizer)
+    rename        os.rename, os.replace, shutil's copies    path, to
+    read          open(..., "r") by the script              path, how, mode
     wrap          DDP(...), FSDP(...), DataParallel(...),   model (id), how ("ddp", "fsdp1", "fsdp2", "data_parallel"),
                   fully_shard(...) of a root                class, group, parameters (number of tensors), trainable,
                                                             frozen: [name, ...] (at most 50), names_digest,
-                                                            find_unused, static_graph, buffers, ranks (of the group),
+                                                            find_unused, static_graph, buffers, modal (modules such as
+                                                            dropout), ranks (of the group),
                                                             ignored: [name, ...] (that DDP does not exchange)
     bypass        the first time that a watched model's     model, forwards_bypassed; `at` is the call's line
                   module is called with gradients, in
@@ -64,6 +87,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             (its parameters that watched models have), foreign (those
                                                             that no watched model has), missing: {model id: names of
                                                             trainable parameters of that model in no optimizer so far},
+                                                            left_out (the same, of those that have a gradient),
+                                                            unwrapped (names that steps have for foreign parameters),
                                                             gradients_none (of its parameters, at this step)
     step          every step of an optimizer                optimizer, index (its own steps, from 0), backwards: [{at,
                                                             synced (bool: gradients of a watched DDP model were
@@ -87,12 +112,20 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             are then GROUP.NUMBER), gradients and parameters:
                                                             {name: digest} (after the step; gradients before; a missing
                                                             gradient is null; no shards),
-                                                            gradient_norm (local, before the step)
+                                                            gradient_norm (local, before the step; 0: no gradient),
+                                                            scaling (one factor of all shards of FSDP since the
+                                                            backward pass, if there is one), was_cleared (a
+                                                            backward pass since the step before began without
+                                                            gradients). In backwards: evaluating (the model was in
+                                                            evaluation mode), by_ranks (the function that calls
+                                                            backward knows the number of ranks). In clips:
+                                                            reduced_before (the script had reduced gradients)
     hand_reduce   dist.all_reduce of gradients by the       model, optimizer, op, parameters (number), divided (bool:
                   script, once for each line; `step` is     the script divided by the number of ranks, before or after
                   that of the optimizer step that follows   the all-reduce; left out: not known, or clipped or scaled
                                                             between), factor (what the script multiplied by in all).
-                                                            A loss divided before its backward shows in `ops` only
+                                                            A loss divided before its backward shows in `ops` only.
+                                                            unwaited (asynchronous, and nobody called wait())
     scheduler     a scheduler's step, where the number of   scheduler (id), class, per_step (its steps since the last
                   steps since the last optimizer step is    optimizer step), metric (of ReduceLROnPlateau), lr
                   not the number of before
@@ -103,12 +136,18 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     buffers       a watched model's first evaluation        model, digests: {name: digest}
                   forward after training
     collective    torch.distributed calls of Python, at     op, group, shape, dtype, reduce_op, sequence (of calls in
-                  most 2,000 for each line                  this group), divided_integer (bool)
+                  most 2,000 for each line                  this group), divided_integer (bool), root (src or dst),
+                                                            names: {variable: text} of the calling function,
+                                                            parameter (the place of the gradient that is reduced),
+                                                            value (of one number), mean_of: {means, numbers, least,
+                                                            most, unequal, weighted} where that number is the mean of
+                                                            means that one line computed outside of training
     save          torch.save, safetensors' save_file, DCP,  path (absolute), keys (top-level names, if a dict), how
-                  and open(..., "w") by the script          ("torch.save", "safetensors", "dcp", "open", then also mode)
+                  and open(..., "w") by the script          ("torch.save", "safetensors", "dcp", "open", then also
+                                                            mode), shards: [name, ...] of tensors that are shards
     load          torch.load and the like                   path, keys, saved_step (if the file tells)
     state         load_state_dict of a model, optimizer,    what ("model", "optimizer", "scheduler", "scaler"), id
-                  scheduler, scaler
+                  scheduler, scaler                         missing, unexpected: [name, ...], of (number of names)
     stuck         no event and no collective for a while    stacks: {thread: [place, ...]}, collectives: [{group,
                                                             sequence, name, sizes, dtypes, state}] newest last (flight
                                                             recorder), blocked_in (name of the call the main thread is
@@ -119,7 +158,9 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             that were left out, joined, backwards_left (passes after
                                                             the last optimizer step), steps: {optimizer: number},
                                                             parameters: {model: digest of all, when the process group
-                                                            ended or at exit, if the model lived}
+                                                            ended or at exit, if the model lived}, copies: {number:
+                                                            {class, at, digest}} of modules with the names of a
+                                                            wrapped model
     note          an observer could not be installed        what, reason
 
 A digest is a string of 16 hexadecimal characters: a position-weighted sum over the bits of a tensor modulo 2**64, equal

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from lockstep.audit import events
 from lockstep.audit.events import History
 from lockstep.audit.judge import FAILED, HANG, judge
 from lockstep.audit.rules.collectives import stuck
-from lockstep.audit.settings import JUDGED_OUTSIDE, Settings
+from lockstep.audit.settings import JUDGED_OUTSIDE, NOTEBOOK, Settings
 from lockstep.core.errors import UsageError
 
 _LOOK_S = 0.5
@@ -55,6 +57,8 @@ def run(
         raise UsageError(
             "no script", remedy="lockstep audit --nproc 2 train.py, or: lockstep audit --nproc 2 -m module"
         )
+    if target[0].endswith(".ipynb"):
+        raise UsageError("is a notebook", where=target[0], remedy=NOTEBOOK)
     if target[0] != "-m" and not Path(target[0]).is_file():
         raise UsageError("is no file", where=target[0], remedy="give the path of the script, or a module behind -m")
     with _folder(folder) as place:
@@ -64,7 +68,8 @@ def run(
         process = subprocess.Popen(command, env=os.environ | {JUDGED_OUTSIDE: "1"}, start_new_session=True)
         failed = True
         try:
-            failed = _wait(process, place, nproc, patience) != 0
+            with _ended_by_sigterm():
+                failed = _wait(process, place, nproc, patience) != 0
         except KeyboardInterrupt:
             print("lockstep audit: stopped; the report is about what was seen", file=sys.stderr, flush=True)
         finally:
@@ -75,6 +80,19 @@ def run(
         code = judge(place, settings, failed=failed)
         _tell_stacks(place, code)
         return code
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM is what Ctrl-C is: the ranks are ended, and the report is written."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

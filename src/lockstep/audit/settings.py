@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FORMATS = ("text", "json", "sarif", "github")
+NOTEBOOK = (
+    "lockstep audit observes scripts, and this is a notebook. Save the notebook as a script "
+    "(jupyter nbconvert --to script NOTEBOOK.ipynb), and run: lockstep audit --nproc 2 NOTEBOOK.py"
+)
 JUDGED_OUTSIDE = "LOCKSTEP_AUDIT_JUDGED_OUTSIDE"
 """Set for ranks whose launcher reports: `lockstep audit`."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import LAUNCHER, recorder
 
 FOLDER, EVERY = "LOCKSTEP_AUDIT_FOLDER", "LOCKSTEP_AUDIT_EVERY"
 PATIENCE, PROBE = "LOCKSTEP_AUDIT_PATIENCE", "LOCKSTEP_AUDIT_PROBE"
@@ -82,6 +82,8 @@ def activate(folder: Path, *, every: int = 50, patience: float = 60.0, probe: bo
         return
     folder = folder.absolute()
     os.environ |= {FOLDER: str(folder), EVERY: str(every), PATIENCE: str(patience), PROBE: str(int(probe))}
+    if LAUNCHER not in os.environ and "TORCHELASTIC_RUN_ID" in os.environ:
+        os.environ[LAUNCHER] = f"{os.environ['TORCHELASTIC_RUN_ID']} {os.environ.get('MASTER_PORT', '')}"
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if _SITE not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([_SITE, *filter(None, paths)])
@@ -95,11 +97,16 @@ def activate(folder: Path, *, every: int = 50, patience: float = 60.0, probe: bo
     hook.after_import("torch", _install)
 
 
+on_leave: list[Callable[[int], int]] = []
+"""Gives the exit code of a script that calls `os._exit`."""
+
+
 def _leave(leave: Callable[[int], NoReturn], status: int) -> NoReturn:
     """`os._exit`, noted."""
     recorder.note_exit(status, None)
     recorder.guard("exit", recorder.end)
-    leave(status)
+    is_main = recorder.is_main and recorder.process == os.getpid()
+    leave(on_leave[0](status) if on_leave and is_main else status)
 
 
 def activate_from_environment() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from lockstep.audit.observe import digests, means, models, places, torch_state
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.gradients import Reduction, gradients
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import LAUNCHER, recorder
 from lockstep.core.parallel import torch_internals
 
 _EACH_LINE = 2000
@@ -43,6 +44,8 @@ COLLECTIVES = (
     *("all_reduce_coalesced", "all_gather_coalesced", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
 )
 
+_USE_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
 
 def initialized(*_: Any, **__: Any) -> After:
     """init_process_group: the rank is known."""
@@ -52,6 +55,24 @@ def initialized(*_: Any, **__: Any) -> After:
             if recorder.rank is None:
                 recorder.adopt(dist.get_rank())
             note_groups()
+
+    return after
+
+
+def store_made(hostname: str, port: int, *_: Any, **__: Any) -> After:
+    """A store of the script's own, for processes that it starts itself (`mp.spawn`, `init_method="tcp://..."`).
+
+    Under the launcher all ranks are clients of the launcher's store. Nobody would serve this one, and the script that
+    runs alone without the audit would wait for ever.
+    """
+    run_id, _, launcher = os.environ.get(LAUNCHER, "").rpartition(" ")
+    if not launcher or str(port) == launcher or os.environ.get("TORCHELASTIC_RUN_ID") != run_id:
+        return None
+    used = os.environ.pop(_USE_STORE, None)
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if used is not None:
+            os.environ[_USE_STORE] = used
 
     return after
 

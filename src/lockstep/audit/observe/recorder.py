@@ -17,6 +17,8 @@ from typing import Any
 from lockstep.audit.events import EventWriter, path_of
 from lockstep.audit.observe import places
 
+LAUNCHER = "LOCKSTEP_AUDIT_LAUNCHER"
+"""Environment variable of an observed process and its children: the run id and the port of the launcher's store."""
 _FIRST = 4
 _WAITING = 5000
 
@@ -46,6 +48,7 @@ class Recorder:
         self.every, self.patience, self.probe = 50, 60.0, True
         self.rank: int | None = None
         self.is_main = False
+        self.process = 0
         self.is_compiled = False
         self.has_loader = False
         self.counts = Counts()
@@ -65,6 +68,7 @@ class Recorder:
     def configure(self, folder: Path, every: int, patience: float, probe: bool) -> None:
         """Begin to observe this process."""
         self.folder, self.every, self.patience, self.probe = folder, every, patience, probe
+        self.process = os.getpid()
         atexit.register(self.end)
         os.register_at_fork(after_in_child=self._forget_rank)
 

@@ -87,6 +87,7 @@ def _patches() -> list[Patch]:
         Patch("torch.amp.grad_scaler", "GradScaler.unscale_", training.scaler_unscales),
         Patch("torch.amp.grad_scaler", "GradScaler.step", training.scaler_steps),
         Patch("torch.optim.lr_scheduler", "LRScheduler._initial_step", schedules.begins),
+        Patch("torch.distributed.rendezvous", "_create_c10d_store", communication.store_made),
         Patch(c10d, "init_process_group", communication.initialized, ("torch.distributed",)),
         Patch(c10d, "new_group", communication.group_made, ("torch.distributed",)),
         Patch("accelerate.accelerator", "Accelerator.gather_for_metrics", frameworks.gathered),
