@@ -65,7 +65,7 @@ def store_made(hostname: str, port: int, *_: Any, **__: Any) -> After:
     Under the launcher all ranks are clients of the launcher's store. Nobody would serve this one, and the script that
     runs alone without the audit would wait for ever.
     """
-    run_id, _, launcher = os.environ.get(LAUNCHER, "").rpartition(" ")
+    run_id, launcher = os.environ.get(LAUNCHER, " ").rsplit(" ", 1)
     if not launcher or str(port) == launcher or os.environ.get("TORCHELASTIC_RUN_ID") != run_id:
         return None
     used = os.environ.pop(_USE_STORE, None)
