@@ -127,3 +127,26 @@ def test_the_command_shows_a_step_and_writes_numbers_and_a_trace(tmp_path, monke
     assert "this state: the same bits as checkpoint 4" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "step.json").read_text())["samples"]) == 64
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "Missing option '--step'"),
+        (["--step", "5", "--json", "nowhere/x.json"], "cannot be written: there is no such folder"),
+        (["--step", "5", "--profile", "nowhere/x.json"], "cannot be written: there is no such folder"),
+        (["--step", "5", "--debugger", "--nproc", "2"], "a debugger needs one rank"),
+    ],
+)
+def test_wrong_usage_is_told_before_anything_is_computed(options, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["lockstep", "replay", str(tmp_path), *options])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_rank_that_the_run_did_not_have_is_an_error(tmp_path):
+    runs.fit(Masked(), SETTINGS, tmp_path / "run")
+    with pytest.raises(UsageError, match="2 ranks have no rank 2"):
+        replayed(tmp_path / "run", 20, Wants(rank=2, ranks=2))

@@ -12,7 +12,7 @@ import typer
 from lockstep.cli import options, ranks
 from lockstep.cli.options import Debug, Nproc, as_arguments
 from lockstep.cli.preflight import table
-from lockstep.cli.reporting import is_first, reporting
+from lockstep.cli.reporting import check_folder, is_first, reporting, write_file
 from lockstep.core.errors import UsageError
 
 
@@ -41,6 +41,7 @@ def check_device(
         from lockstep.launch import node_address
         from lockstep.recipes import config_file
 
+        check_folder(json_file)
         config = {"name": "check-device", "device": device}
         settings, count = ranks.on_machine(config_file.parse(config, needs_task=False), None, nproc)
         several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
@@ -60,7 +61,7 @@ def check_device(
         found = judgement.findings(reports)
         print(table(found), judgement.table(reports), sep="\n\n", flush=True)
         if json_file is not None:
-            json_file.write_text(json.dumps([asdict(report) for report in reports], indent=1) + "\n", encoding="utf-8")
+            write_file(json_file, json.dumps([asdict(report) for report in reports], indent=1))
         faults = [finding for finding in found if finding.level == "fault"]
         if faults:
             error = UsageError(f"{len(faults)} known answers were wrong, see the table above")

@@ -11,7 +11,7 @@ import typer
 
 from lockstep.cli import ranks
 from lockstep.cli.options import Debug, Overrides, as_arguments
-from lockstep.cli.reporting import reporting
+from lockstep.cli.reporting import check_folder, reporting, write_file
 from lockstep.core.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def plan(
             return
         target = _checked(target, measure=measure, nproc=nproc, chart=chart, of_plan=of_plan)
         for path in (chart, _json_path(json_file)):
-            _check_folder(path)
+            check_folder(path)
         from lockstep.plan import inputs, show
         from lockstep.recipes import config_file
 
@@ -261,7 +261,7 @@ def _advise(folder: Path, target: str | None, json_file: str | None, *, others: 
     if given:
         what, remedy = "reads the log of a run, and makes no plan", "leave this option out, or leave --advise out"
         raise UsageError(what, where=f"--advise with {given[0]}", remedy=remedy)
-    _check_folder(_json_path(json_file))
+    check_folder(_json_path(json_file))
     from lockstep.plan import advise
 
     advised = advise.advise(folder)
@@ -290,7 +290,7 @@ def _show_plan(found: Plan, rates: Rates, chart: Path | None, json_file: str | N
     if chart is not None:
         from lockstep.plan import chart as charts
 
-        _write(chart, charts.of_plan(found))
+        write_file(chart, charts.of_plan(found))
         text += f"\nwritten: {chart}"
     _show(text, show.as_json(found, rates), json_file)
 
@@ -303,29 +303,10 @@ def _show(text: str, values: Any, json_file: str | None) -> None:
         return
     print(text)
     if json_file is not None:
-        _write(Path(json_file), written)
+        write_file(Path(json_file), written)
         print(f"written: {json_file}")
 
 
 def _json_path(json_file: str | None) -> Path | None:
     """The file of --json. None: there is none, or it is the terminal."""
     return Path(json_file) if json_file not in (None, "-") else None
-
-
-def _check_folder(path: Path | None) -> None:
-    """Before anything is computed, check that the folder of a file exists.
-
-    Raises:
-        UsageError: it does not.
-    """
-    if path is not None and not path.parent.is_dir():
-        remedy = f"make {path.parent}, or give another place"
-        raise UsageError("cannot be written: there is no such folder", where=str(path), remedy=remedy)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        remedy = "give a place where you can write"
-        raise UsageError(f"cannot be written: {error.strerror}", where=str(path), remedy=remedy) from error

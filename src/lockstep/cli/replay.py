@@ -9,7 +9,7 @@ import typer
 
 from lockstep.cli import ranks
 from lockstep.cli.options import Cold, Debug, Nproc, Overrides, RunDir, as_arguments
-from lockstep.cli.reporting import is_first, reporting, tell_first
+from lockstep.cli.reporting import check_folder, is_first, reporting, tell_first, write_file
 
 _OF_REPLAY = ("data.workers", "data.prefetch", "batch.micro", "device", "parallel", "compute")
 """Keys of a run's config that may be changed: none of them determines the training."""
@@ -17,8 +17,8 @@ _OF_REPLAY = ("data.workers", "data.prefetch", "batch.micro", "device", "paralle
 
 def replay(
     run_dir: RunDir,
+    step: Annotated[int, typer.Option(min=1, help="The step to make again, as the log counts steps: the first is 1.")],
     overrides: Overrides = None,
-    step: Annotated[int, typer.Option(help="The step to make again, as the log counts steps: the first is 1.")] = 0,
     rank: Annotated[
         int | None, typer.Option(min=0, help="Also compute the micro-batches of this rank by themselves.")
     ] = None,
@@ -44,6 +44,8 @@ def replay(
         from lockstep.core.errors import UsageError
         from lockstep.recipes import config_file
 
+        for file in (json_file, profile):
+            check_folder(file)
         settings = config_file.read_run(run_dir, overrides or (), _OF_REPLAY)
         settings = config_file.with_kept_task(settings, run_dir, tell_first)
         settings, count = ranks.on_machine(settings, None, nproc, overrides or ())
@@ -64,4 +66,4 @@ def replay(
         if is_first():
             print(replay_report.text(report), flush=True)
             if json_file is not None:
-                json_file.write_text(replay_report.as_json(report), encoding="utf-8")
+                write_file(json_file, replay_report.as_json(report))

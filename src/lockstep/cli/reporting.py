@@ -35,6 +35,30 @@ def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def check_folder(path: Path | None) -> None:
+    """Before anything is computed, check that the folder of a file exists.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if path is not None and not path.parent.is_dir():
+        remedy = f"make {path.parent}, or give another place"
+        raise UsageError("cannot be written: there is no such folder", where=str(path), remedy=remedy)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a text and a line break into a file that the user has named.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        remedy = "give a place where you can write"
+        raise UsageError(f"cannot be written: {error.strerror}", where=str(path), remedy=remedy) from error
+
+
 @contextlib.contextmanager
 def reporting(debug: bool) -> Iterator[None]:
     """Turn exceptions into messages and exit codes.

@@ -13,6 +13,7 @@ from pathlib import Path
 from lockstep.core import devices
 from lockstep.core.build import Run
 from lockstep.core.data.loader import MicroBatch
+from lockstep.core.errors import UsageError
 from lockstep.watch import replay, shares
 from lockstep.watch.digest import Digest
 from lockstep.watch.replay import ReplayedStep
@@ -78,7 +79,14 @@ def make(run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, 
     Args:
         after: makes the run as a checkpoint has it after `step`; None where there is no such checkpoint.
         tell: says what is about to be done.
+
+    Raises:
+        UsageError: there is no such rank.
     """
+    ranks_then = wants.ranks or run.world.size
+    if wants.rank is not None and wants.rank >= ranks_then:
+        remedy = "ranks are counted from 0; --ranks is the number that trained, by default as many as now"
+        raise UsageError(f"{ranks_then} ranks have no rank {wants.rank}", where=f"--rank {wants.rank}", remedy=remedy)
     report = Report(str(run.folder), run.world.size, run.state.step, rank=wants.rank)
     where = f"checkpoint {run.state.step}" if run.state.step else "the beginning"
     count = step - run.state.step
@@ -92,7 +100,7 @@ def make(run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, 
             yield
             return
         if wants.rank is not None:
-            report.parts = shares.of_rank(run, wants.rank, wants.ranks or run.world.size, micro_batches[0])
+            report.parts = shares.of_rank(run, wants.rank, ranks_then, micro_batches[0])
         if wants.samples:
             report.samples = sorted(shares.samples(run, micro_batches[0]), key=_size, reverse=True)
         if wants.debugger:
@@ -265,4 +273,4 @@ def as_json(report: Report) -> str:
         part["units"] = {head or "samples": units for head, units in part["units"].items()}
     for one in values["steps"]:
         one["units"] = {head or "samples": units for head, units in one["units"].items()}
-    return json.dumps(values, indent=1) + "\n"
+    return json.dumps(values, indent=1)
