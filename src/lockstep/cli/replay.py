@@ -46,11 +46,11 @@ def replay(
 
         for file in (json_file, profile):
             check_folder(file)
+        if debugger and nproc not in (None, "1"):
+            raise UsageError("a debugger needs one rank", where="--debugger", remedy="leave --nproc out")
         settings = config_file.read_run(run_dir, overrides or (), _OF_REPLAY)
         settings = config_file.with_kept_task(settings, run_dir, tell_first)
         settings, count = ranks.on_machine(settings, None, nproc, overrides or ())
-        if debugger and count != "1":
-            raise UsageError("a debugger needs one rank", where="--debugger", remedy="leave --nproc out")
         if ranks.is_launcher(count):
             numbers = as_arguments({"--step": str(step), "--rank": rank, "--ranks": ranks_then})
             others = as_arguments({"--samples": samples, "--profile": profile, "--json": json_file, "--debug": debug})
