@@ -156,11 +156,12 @@ def test_loaders_of_different_length_are_named():
     "script",
     [
         uneven(end={"joined": True}),
+        uneven().exit(joined=True),
         uneven(end={"backwards": 8}),  # all ranks stop at the shortest
         uneven(script=Script(how=None)),
         trained(parts(), distributed=dealt()),
     ],
-    ids=["join", "shortest", "alone", "even"],
+    ids=["join", "join in a last epoch", "shortest", "alone", "even"],
 )
 def test_loaders_that_are_right_are_not_uneven(script):
     assert script.found("LS104") == []

@@ -270,7 +270,8 @@ def _uneven(history: History, its: dict[int, Iteration]) -> list[Finding]:
     lengths = {rank: it.begin.get("batches") for rank, it in its.items()}
     ends = {rank: it.end for rank, it in its.items()}
     backwards = {rank: end.get("backwards", 0) for rank, end in ends.items() if end}
-    if any(end.get("joined") for end in ends.values() if end) or not _exchange(history, its):
+    left = [event for event in history.of("exit") if event["rank"] in its]  # the end of a last epoch may be missing
+    if any(event.get("joined") for event in [*ends.values(), *left] if event) or not _exchange(history, its):
         return []
     given = {rank: end["batches"] for rank, end in ends.items() if end}
     is_over = {rank for rank, it in its.items() if it.is_complete}
