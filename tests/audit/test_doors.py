@@ -13,7 +13,7 @@ from lockstep.audit import __main__ as module
 from lockstep.audit import events, pytest_plugin, run
 from lockstep.audit.events import History
 from lockstep.audit.judge import FAILED, FINDINGS, INCONCLUSIVE, USAGE, judge
-from lockstep.audit.observe import communication
+from lockstep.audit.observe import communication, torch_private
 from lockstep.audit.observe.recorder import LAUNCHER
 from lockstep.audit.settings import Settings
 from lockstep.core.errors import UsageError
@@ -218,3 +218,13 @@ def test_a_script_that_spawns_makes_a_store_of_its_own(port, run_id, is_client, 
     if after is not None:
         after(None, None)
     assert rendezvous._torchelastic_use_agent_store()
+
+
+def test_an_observed_function_may_have_arguments_of_any_name():
+    """LightningModule.log is called with `name=`."""
+
+    def log(name, function, value=0):
+        return name, function, value
+
+    around = torch_private.around("log", log, lambda *_, **__: None)
+    assert around(name="loss", function="mean", value=1) == ("loss", "mean", 1)

@@ -91,7 +91,7 @@ def note_groups() -> None:
             recorder.emit("group", limit=200, at=at, **told)
 
 
-def collective(name: str, *arguments: Any, **named: Any) -> After:
+def collective(name: str, /, *arguments: Any, **named: Any) -> After:
     """A function of torch.distributed."""
     global _depth
     _depth += 1

@@ -137,7 +137,7 @@ class Recorder:
         """True of the steps and batches that are looked at closely: the first 4, and every `every`th."""
         return number < _FIRST or number % self.every == 0
 
-    def guard(self, name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def guard(self, name: str, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         """Call an observer. One that fails is noted and switched off; the script goes on."""
         if name in self._off or self.folder is None:
             return None

@@ -139,7 +139,7 @@ def _of_files() -> list[Patch]:
 
 
 def _without_self(observer: Observer) -> Observer:
-    return lambda module, *arguments, **named: observer(None, *arguments, **named)
+    return lambda module, /, *arguments, **named: observer(None, *arguments, **named)
 
 
 def around(name: str, original: Callable[..., Any], observer: Observer) -> Callable[..., Any]:
