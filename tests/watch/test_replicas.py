@@ -1,17 +1,23 @@
 """Replicas are compared before each save too, and the words on who differs."""
 
+import collections
 import math
 import os
+import types
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import Trainer
 from lockstep.core.checkpoint import store
 from lockstep.core.errors import LockstepError
 from lockstep.core.parallel.sharded_tensor import local
+from lockstep.core.parallel.strategy import Forward
 from lockstep.parts import determinism, replicas
-from lockstep.parts.replicas import differing, other_losses, who_differs
+from lockstep.parts.replicas import differing, digests_of, other_losses, tensors_of_state, who_differs
+from lockstep.watch.state import state_digest
 from tests import own_tasks, runs
 from tests.core.test_strategies import STRATEGIES, settings_for
 from tests.ranks import run_ranks
@@ -105,3 +111,34 @@ def test_the_first_head_that_differs_is_found():
     assert other_losses([{"a": one, "b": one}] * 3) is None
     assert other_losses([{"a": one, "b": one}, {"a": one, "b": near}]) == ("b", "ranks 0 and 1 differ")
     assert differing([{"a": (0, 2, 1)}, {"a": (2, 2, 5)}]) == []  # other rows
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations, such as the sums that a digest ends with, and values that the host waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.operations[function.overloadpacket.__name__] += 1
+        return function(*arguments, **(options or {}))
+
+
+def test_a_comparison_reads_each_tensor_once_and_waits_once():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("mask", torch.ones(2), persistent=False)
+    strategy = types.SimpleNamespace(unwrapped=Forward(model, lambda model, batch: None), is_sharded=False)
+    world = types.SimpleNamespace(device=torch.device("cpu"))
+    state = types.SimpleNamespace(
+        strategy=strategy, world=world, optimizer=torch.optim.SGD(model.parameters()), averages=None, step=0
+    )
+    with Counted() as counted:
+        digests_of(tensors_of_state(state))
+    assert counted.operations["sum"] == len(model.state_dict()) + 1
+    assert counted.operations["stack"] == 1, "the digests come to the host together"
+    assert "_local_scalar_dense" not in counted.operations
+    with Counted() as counted:
+        state_digest(state)
+    assert counted.operations
+    assert "_local_scalar_dense" not in counted.operations, "nothing comes to the host before all ranks are compared"
