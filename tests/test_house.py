@@ -141,7 +141,7 @@ def test_folders_stand_on_few_floors():
 
 CODE_LINES = {
     "core": 9_885,
-    "": 42_594,
+    "": 42_600,
     "updates": 355,
     "cli/first_hour.py": 85,
     "cli/audit.py": 60,
@@ -153,11 +153,11 @@ CODE_LINES = {
     "tasks/lm/attention.py": 115,
     "audit": 5_120,
     "launch/device_check": 450,
-    "cli/check_device.py": 60,
+    "cli/check_device.py": 61,
     "cli/replay.py": 70,
     "watch/replay_report.py": 220,
     "watch/shares.py": 90,
-    "watch": 1_224,
+    "watch": 1_250,
     "core/parallel/posing.py": 20,
 }
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.

@@ -121,9 +121,9 @@ def test_an_exchange_is_right_to_rounding_or_its_parameter_is_named(factor, dtyp
             {name: torch.randn(size, generator=generator).to(dtype) * scale for name, size, scale in SIZES}
             for _ in range(3)
         ]
-        assert exchange._judge(*rows_of(gradients, factor), rounding).name == ""
+        assert exchange._judge(*rows_of(gradients, factor), rounding, FLOORS).name == ""
         if dtype is torch.float32:
-            judged = exchange._judge(*rows_of(gradients, factor, wrong="small"), rounding)
+            judged = exchange._judge(*rows_of(gradients, factor, wrong="small"), rounding, FLOORS)
             assert judged.name == "small"
             assert judged.factor == pytest.approx(factor, rel=1e-4)
 
@@ -133,10 +133,10 @@ def test_a_gradient_that_was_not_finite_before_the_exchange_says_nothing_about_i
     generator = torch.Generator().manual_seed(3)
     gradients = [{name: torch.randn(size, generator=generator) for name, size, _ in SIZES} for _ in range(3)]
     gradients[1]["small"][5] = float("nan")
-    assert exchange._judge(*rows_of(gradients), 1e-5).name == ""
+    assert exchange._judge(*rows_of(gradients), 1e-5, FLOORS).name == ""
     names, rows = rows_of([{name: one.nan_to_num() for name, one in of.items()} for of in gradients])
     rows[names.index("middle")][-1] = float("nan")
-    assert exchange._judge(names, rows, 1e-5).name == "middle"
+    assert exchange._judge(names, rows, 1e-5, FLOORS).name == "middle"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -150,6 +150,7 @@ def test_results_that_are_not_finite_on_both_ranks_do_not_differ(value):
 
 
 SIZES = (("large", 3000, 1.0), ("small", 40, 1e-3), ("middle", 500, 0.1))
+FLOORS = [0.0] * len(SIZES)
 
 
 # ---- history

@@ -136,14 +136,20 @@ def test_the_command_shows_a_step_and_writes_numbers_and_a_trace(tmp_path, monke
         ([], "Missing option '--step'"),
         (["--step", "5", "--json", "nowhere/x.json"], "cannot be written: there is no such folder"),
         (["--step", "5", "--profile", "nowhere/x.json"], "cannot be written: there is no such folder"),
+        (["--step", "5", "--profile", "config.yaml"], "is there already, and would be lost"),
+        (["--step", "5", "--json", "."], "is a folder"),
+        (["--step", "5", "--ranks", "2"], "it says how many ranks there were for --rank"),
         (["--step", "5", "--debugger", "--nproc", "2"], "a debugger needs one rank"),
     ],
 )
 def test_wrong_usage_is_told_before_anything_is_computed(options, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("name: mine\n")
     monkeypatch.setattr("sys.argv", ["lockstep", "replay", str(tmp_path), *options])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
+    assert (tmp_path / "config.yaml").read_text() == "name: mine\n"
     assert says in capsys.readouterr().err
 
 

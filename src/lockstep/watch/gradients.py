@@ -116,7 +116,7 @@ def watched(
         seen.dtypes[name] = gradient.dtype
         if each:
             seen.each[name] = fold({name: gradient})
-        if not each and gradient.numel() <= SMALL:
+        if gradient.numel() <= SMALL:
             seen.small[name] = gradient.detach().clone()  # the gradient itself is clipped in place
         else:
             seen.total.append(fold({name: gradient}))
