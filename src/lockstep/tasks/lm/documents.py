@@ -267,7 +267,7 @@ def _until_answer(before: list[dict[str, str]], end: str, render: Render, where:
     question = [{"role": "user", "content": "?"}]
     asked = render(question, add_generation_prompt=True)
     asking = asked.removeprefix(render(question, add_generation_prompt=False))
-    if not asking or asking == asked or asking not in end:
+    if not asking or asking not in end:
         what = "the chat begins with an answer, and the chat template does not show where that begins"
         raise DataError(what, where=where, remedy="leave this answer out, or set task.loss_on=all")
     return end[: end.index(asking) + len(asking)]
