@@ -212,8 +212,7 @@ def _messages(value: Any, where: str) -> list[dict[str, str]]:
         if isinstance(message, Mapping) and message.get("tool_calls"):
             what = "a message has tool_calls, which are not learned"
             raise DataError(what, where=where, remedy="leave the chat out, or write the calls into the content as text")
-        content = _content(message[known[1]]) if known else None
-        if content is None:
+        if not known or (content := _content(message[known[1]])) is None:
             raise DataError(f"{message!r} is no message", where=where, remedy=remedy)
         role = str(message[known[0]])
         messages.append({"role": _ROLES.get(role, role), "content": content})
