@@ -30,7 +30,7 @@ def os_errors() -> Iterator[None]:
         yield
     except Exception as error:
         found = _OF_SYSTEM.search(str(error))
-        if isinstance(error, OSError) or found is None:
+        if isinstance(error, OSError | LockstepError) or found is None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
 

@@ -154,7 +154,7 @@ def test_a_full_disk_is_told_also_by_libraries_that_know_no_oserror(root):
 
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("no"), KeyboardInterrupt(), DataError("bad row", where="file:3")],
+    [RuntimeError("no"), KeyboardInterrupt(), DataError("no hub: refused (os error 111)", where="file:3")],
     ids=lambda error: type(error).__name__,
 )
 def test_a_make_that_raises_leaves_nothing(root, error):
