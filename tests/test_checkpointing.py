@@ -240,6 +240,7 @@ def test_a_checkpoint_is_due_every_so_many_minutes_or_steps_and_changes_no_resul
     assert all(same(states[0], state) for state in states)
 
 
+@pytest.mark.exhaustive
 def test_ranks_save_at_the_same_steps_by_the_clock_and_it_changes_no_result(tmp_path):
     settings = runs.config(checkpoint={"keep_last": 99, "every_minutes": 6.0}, parallel={"strategy": "fsdp"})
     never = settings | {"checkpoint": {"keep_last": 99, "every_minutes": None}}

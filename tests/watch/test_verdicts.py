@@ -35,7 +35,6 @@ FAULTS = {
 }
 KEPT = [
     "ddp 3, activation",
-    "ddp 3, low bit",
     "ddp 3, weight",
     "ddp 2, weight once",
     "ddp 3, reduced",
@@ -88,6 +87,7 @@ def test_code_and_data_are_told_apart_from_devices(tmp_path, task, world, kind, 
     assert (verdict["kind"], verdict["ranks"], verdict["guilty"]) == (kind, ranks, [])
 
 
+@pytest.mark.exhaustive
 def test_a_training_that_does_not_repeat_is_compared_within_rounding_and_a_fault_beyond_is_found(tmp_path):
     settings = cases.settings(3, "ddp", train={"steps": 9})
     assert run_ranks(3, cases.end_of, None, settings, tmp_path / "clean", "Trembling") == [None] * 3

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.step import TrainState
-from lockstep.watch.digest import SIGNS, signed_sums, stacked
 from lockstep.watch.gradients import Seen
+from lockstep.watch.signed_sums import SIGNS, signed_sums, stacked
 
 _TIMES = 16.0
 """An exchange may differ by so many roundings of its number format, each as large as the gradient's norm."""

@@ -22,8 +22,8 @@ from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.buffers import ModuleBuffers
 from lockstep.core.part import Training
 from lockstep.core.step import TrainState
+from lockstep.parts.digest import fold
 from lockstep.watch import evidence, exchange
-from lockstep.watch.digest import fold
 from lockstep.watch.examine import Dispute, Experiments
 from lockstep.watch.gradients import Detail, Seen, digest_of_batch, watched
 from lockstep.watch.history import History
