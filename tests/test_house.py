@@ -141,7 +141,7 @@ def test_folders_stand_on_few_floors():
 
 CODE_LINES = {
     "core": 9_885,
-    "": 42_594,
+    "": 42_610,
     "updates": 355,
     "cli/first_hour.py": 85,
     "cli/audit.py": 60,
