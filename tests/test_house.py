@@ -141,12 +141,12 @@ def test_folders_stand_on_few_floors():
 
 CODE_LINES = {
     "core": 9_885,
-    "": 42_600,
+    "": 42_616,
     "updates": 355,
     "cli/first_hour.py": 85,
     "cli/audit.py": 60,
     "cli/env.py": 202,
-    "tasks/lm": 1_500,
+    "tasks/lm": 1_550,
     "tasks/lm/lora": 220,
     "tasks/lm/stream.py": 40,
     "trainer/hub.py": 70,

@@ -83,11 +83,11 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
 
 def _check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any], allow_change: Sequence[str]) -> None:
     saved = checkpoint.manifest["data"]
-    if saved == fingerprint or "data" in allow_change:
+    changed = [name for name, value in saved.items() if fingerprint.get(name, value) != value]
+    if not changed or "data" in allow_change:
         return
-    change = "samples differ"
-    if saved["samples"] != fingerprint["samples"]:
-        change = f"{saved['samples']} samples then, {fingerprint['samples']} now"
+    words = {"samples": f"{saved['samples']} samples then, {fingerprint['samples']} now", "digest": "samples differ"}
+    change = "; ".join(words.get(name) or f"{name}: {saved[name]} then, {fingerprint[name]} now" for name in changed)
     raise UsageError(
         f"the training data are not those that the run began with: {change}",
         where=str(checkpoint.path),

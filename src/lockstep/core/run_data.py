@@ -197,7 +197,7 @@ def agreed_fingerprint(data: Dataset[Any], world: World, *, in_worker: bool) -> 
     # The generators of other ranks stay as they are: no rank draws other numbers because it is looked at.
     with contextlib.nullcontext() if is_first else restored_generators(world.device):
         digests = fingerprint.digests(data, indices, in_worker)
-    own = fingerprint.of_digests(len(data), digests)  # type: ignore[arg-type]
+    own = fingerprint.of_digests(len(data), digests) | getattr(data, "content_digests", {})  # type: ignore[arg-type]
     if world.size == 1:
         return own, []
     gathered = world.gather(own)

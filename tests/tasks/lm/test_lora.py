@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep import Trainer
+from lockstep.cli.export import next_step
 from lockstep.core.errors import UsageError
 from lockstep.plan.command import facts_with_or_without_data
 from lockstep.plan.estimate import estimate
@@ -279,6 +280,10 @@ def test_exports_are_what_peft_and_transformers_load(run_dir, corpus, bases, tmp
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: peft\n")
     assert "PeftModel.from_pretrained" in card
+    line = next_step(tmp_path / "out")
+    assert f"AutoModelForCausalLM.from_pretrained(\"{bases['llama']}\"), '{tmp_path / 'out'}')" in line
+    exec(line, {})
+    assert capsys.readouterr().out.startswith("The")
     assert "library_name: transformers" in (tmp_path / "whole" / "README.md").read_text()
 
 
