@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _SAMPLES = 8
 _TRAINING_DATA = "Task.train_data or Task.prepare"
+_TURNS = 6  # so often a loss must look like a mean, with other samples first
 _APART = 0.1  # a loss is a mean only if it differs from the sum by more than this share of the losses
 _NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # a share of the losses that rounding explains, by precision
 
@@ -87,10 +88,22 @@ def look_at_losses(
     indices = plan.indices(0)[0][: min(_SAMPLES, max(2, min(most, plan.micro_batch_at(0))))].tolist()
     if len(indices) < 2:
         return []
-    half = len(indices) // 2
-    parts = read(loader, [indices, indices[:half], indices[half:]])  # the whole, then its halves
-    remarks = same_samples.check_batch(parts[0], loader, what="training", where=_TRAINING_DATA, world=world)
-    mean = _mean_losses(forward, plan, parts, precision=precision, must_run=must_run)
+    half, remarks = len(indices) // 2, list[str]()
+    heads: list[str] | None = None
+    # A `collate` that mixes samples at random may give such losses by chance: other samples come first then, and decide
+    # what it draws.
+    for turn in range(min(_TURNS, len(indices))):
+        turned = indices[turn:] + indices[:turn]
+        parts = read(loader, [turned, turned[:half], turned[half:]])  # the whole, then its halves
+        losses, near = _losses(forward, parts, precision=precision, must_run=must_run)
+        if heads is None:
+            remarks = same_samples.check_batch(parts[0], loader, what="training", where=_TRAINING_DATA, world=world)
+            heads = [head for head in losses[0] if _is_mean(head, losses, parts, near=near)] if losses else []
+            mean = _mean_error(forward, plan, parts[0], losses, heads)
+        elif losses:
+            heads = [head for head in heads if _is_mean(head, losses, parts, near=near, alike=True)]
+        if not heads:
+            return remarks
     if mean is None:
         return remarks
     if not allow_mean:
@@ -98,12 +111,12 @@ def look_at_losses(
     return [*remarks, f"WARNING: {mean.where}: {mean.what}: train.allow_mean_loss=true wants it so"]
 
 
-def _mean_losses(
-    forward: nn.Module, plan: StepPlan, parts: Sequence[MicroBatch], *, precision: Precision, must_run: bool
-) -> UsageError | None:
-    """The error, where the loss is a mean. See `look_at_losses`; `parts` are some samples and their two halves."""
+def _losses(
+    forward: nn.Module, parts: Sequence[MicroBatch], *, precision: Precision, must_run: bool
+) -> tuple[list[dict[str, float]], float]:
+    """The losses by head of each part, and the difference that rounding explains; nothing where that cannot be said."""
     if any(part.filler for part in parts):  # no sample of a part can be read
-        return None
+        return [], 0.0
     tensors: list[dict[str, Any]] = []
     try:
         for part in parts:
@@ -113,25 +126,30 @@ def _mean_losses(
     except Exception:
         if must_run:
             raise
-        return None
+        return [], 0.0
     values = [loss for by_head in tensors for loss in by_head.values()]
     if not values or not all(
         isinstance(loss, Tensor) and loss.is_floating_point() and not loss.ndim for loss in values
     ):
-        return None  # the first step reports the fault
+        return [], 0.0  # the first step reports the fault
     near = max(_NEAR[precision.name], *(4 * torch.finfo(loss.dtype).eps for loss in values))
-    losses = [{head: float(loss) for head, loss in by_head.items()} for by_head in tensors]
-    heads = [head for head in losses[0] if _is_mean(head, losses, parts, near=near)]
+    return [{head: float(loss) for head, loss in by_head.items()} for by_head in tensors], near
+
+
+def _mean_error(
+    forward: nn.Module, plan: StepPlan, part: MicroBatch, losses: Sequence[dict[str, float]], heads: list[str]
+) -> UsageError | None:
+    """The error of losses that are means; None where a mean is the sum, or there is none."""
     if not heads:
         return None
     samples = plan.samples(0) / (plan.world * plan.count(0))
-    share = samples * _units(parts[0], heads[0]) / parts[0].samples
+    share = samples * _units(part, heads[0]) / part.samples
     if share < 1.5:  # a micro-batch has about one unit, so its mean is its sum
         return None
     whole, first, second = (by_head[heads[0]] for by_head in losses)
     named = f", head{'s' * (len(heads) > 1)} {' and '.join(map(repr, heads))}," if len(losses[0]) > 1 else ""
     return UsageError(
-        f"it{named} returns a mean, not the SUM over its units: {parts[0].samples} samples give {whole:.4g}, and their "
+        f"it{named} returns a mean, not the SUM over its units: {part.samples} samples give {whole:.4g}, and their "
         f"two halves {first:.4g} and {second:.4g}. Lockstep divides the sum by the units of the global batch, so this "
         f"run would train with about 1/{share:.0f} of the gradient",
         where=f"Task.loss ({task_checks.line_of(forward.loss)})",
@@ -239,22 +257,25 @@ def _units(part: MicroBatch, head: str) -> float:
     return part.weights.get(head, 0.0) if part.weights is not None else float(part.samples)
 
 
-def _is_mean(head: str, losses: Sequence[Mapping[str, float]], parts: Sequence[MicroBatch], *, near: float) -> bool:
+def _is_mean(
+    head: str, losses: Sequence[Mapping[str, float]], parts: Sequence[MicroBatch], *, near: float, alike: bool = False
+) -> bool:
     """True if the loss of the whole is the mean of the losses of its halves, and not their sum.
 
     Args:
         losses, parts: of the whole, the first half and the second half.
         near: difference that rounding explains, as a share of the losses.
+        alike: what is returned where mean and sum are the same.
     """
     whole, *halves = (by_head.get(head, math.nan) for by_head in losses)
     units, *units_of_halves = (_units(part, head) for part in parts)
     scale = sum(map(abs, halves))
     if not (math.isfinite(whole) and 0 < scale < math.inf) or not units or not sum(units_of_halves):
-        return False
+        return alike
     # A weight may itself be 1 for each micro-batch, and not add up. So the losses per unit are compared.
     expected = sum(halves) * units / sum(units_of_halves)
     if not abs(whole - expected) > _APART * scale:
-        return False
+        return alike
     for first, second in (units_of_halves, [part.samples for part in parts[1:]], (1, 1)):
         mean = (first * halves[0] + second * halves[1]) / (first + second)
         if abs(whole - mean) <= near * scale:
