@@ -42,6 +42,8 @@ HERE = Path(__file__).resolve().parent
 SYSTEMS = ("plain", "lockstep", "lightning", "accelerate", "trainer")
 RANKS = 2
 HANG_S = 300
+LR_OF_WIDE = 1e-6
+"""Wide networks diverge at the rate of the others: Lockstep ends such a training, and others go on with NaN."""
 OTHERS = {
     "text": ["text.py", "--systems", "plain", "lockstep", "trainer"],
     "lm": ["lm.py", "--systems", "lockstep", "trl-packed", "trainer-padded", "plain"],
@@ -185,7 +187,7 @@ def launch(system, folder, options):
 
 def save(system, folder, options):
     width = 100 if options.tiny else int((options.parameters * 1e6) ** 0.5)
-    job = {"samples": 410, "width": width, "save_every": 10}
+    job = {"samples": 410, "width": width, "save_every": 10, "lr": LR_OF_WIDE}
     without = statistics.median(_gaps(_finished(Run(system, folder / "without", **job | {"save_every": 0}).start())))
     gaps = _gaps(_finished(Run(system, folder / "with", **job).start()))
     saves = len(gaps) // job["save_every"]
@@ -254,7 +256,7 @@ def _by_step(notes):
 def kill(system, folder, options):
     """What the start after a kill does: it goes on, begins anew, or fails."""
     width = 200 if options.tiny else int((options.parameters * 1e6) ** 0.5)
-    run = Run(system, folder, samples=200, epochs=2, width=width, save_every=5).start()
+    run = Run(system, folder, samples=200, epochs=2, width=width, save_every=5, lr=LR_OF_WIDE).start()
     ready = run.wait_for(lambda: len(run.steps()) >= 10)  # one checkpoint is whole; the second one begins now
     if not ready:
         raise RuntimeError(f"{system} did not train: {(folder / 'log-1.txt').read_text()[-2000:]}")
