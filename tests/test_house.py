@@ -141,7 +141,7 @@ def test_folders_stand_on_few_floors():
 
 CODE_LINES = {
     "core": 9_885,
-    "": 42_616,
+    "": 42_628,
     "updates": 355,
     "cli/first_hour.py": 85,
     "cli/audit.py": 60,
@@ -157,7 +157,7 @@ CODE_LINES = {
     "cli/replay.py": 70,
     "watch/replay_report.py": 220,
     "watch/shares.py": 90,
-    "watch": 1_250,
+    "watch": 1_252,
     "core/parallel/posing.py": 20,
 }
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.

@@ -1,8 +1,13 @@
 """Ranks that lie are found, with the right verdict, and nothing that is not confirmed is gone on from."""
 
+import types
+
 import pytest
+import torch
 
 from lockstep.core.checkpoint import store
+from lockstep.watch import evidence
+from lockstep.watch.verdict import Verdict
 from tests.ranks import run_ranks
 from tests.selection import mainly
 from tests.watch import cases
@@ -66,9 +71,9 @@ def test_a_fault_is_found_with_its_rank(tmp_path, name):
     assert cases.saved(tmp_path) == ([2, 4, 6], aside)
     assert store.listed(tmp_path / "checkpoints")[0].confirmed_step == 6
     if name == KEPT[0]:
-        evidence = cases.evidence_of(tmp_path, step, 0)
-        assert evidence["facts"]["repeats"][1][0].losses != evidence["facts"]["repeats"][0][0].losses
-        assert len(evidence["inputs"][0]) == len(evidence["indices"]) == 8
+        kept = cases.evidence_of(tmp_path, step, 0)
+        assert kept["facts"]["repeats"][1][0].losses != kept["facts"]["repeats"][0][0].losses
+        assert len(kept["inputs"][0]) == len(kept["indices"]) == 8
         assert any("same command goes on from the checkpoint of step 6" in text for text in texts)
         # The machine is repaired: the same command goes on, from what was confirmed, to the end.
         assert run_ranks(world, cases.end_of, None, cases.settings(world, strategy), tmp_path) == [None] * 3
@@ -142,3 +147,16 @@ def test_rounding_of_an_exchange_is_no_fault_of_a_link(tmp_path, kind, world, pa
     settings = cases.settings(world, parallel["strategy"], parallel=parallel)
     assert run_ranks(world, cases.end_of, None, settings, tmp_path, kind) == [None] * world
     assert cases.verdict_of(tmp_path) is None
+
+
+def test_evidence_that_cannot_be_written_is_not_said_to_be_there(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    world = types.SimpleNamespace(rank=1, device=torch.device("cpu"))
+    run = types.SimpleNamespace(folder=tmp_path, state=types.SimpleNamespace(seed=0), world=world)
+    verdict = Verdict("device", (1,), "it lies")
+    folder = tmp_path / "watch/step-7"
+    assert evidence.write(run, 7, None, {}, verdict) == f". The evidence is in {folder}"
+    monkeypatch.setattr(torch, "save", full)
+    assert evidence.write(run, 7, None, {}, verdict) == f". The evidence could not be written into {folder}"

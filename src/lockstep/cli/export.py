@@ -45,7 +45,7 @@ def export(
         from lockstep.trainer import hub
         from lockstep.trainer.trainer import Trainer
 
-        hub.check(hub_name, str(settings.task["kind"]), private=private, optimizer=optimizer)
+        hub.check(hub_name, str(settings.task.get("kind", "")), private=private, optimizer=optimizer)
         trainer = Trainer(settings, run_dir=run_dir, checkpoint=checkpoint)
         if optimizer:
             print(trainer.export_training_state(out))

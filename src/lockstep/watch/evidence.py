@@ -31,7 +31,7 @@ def write(run: Run, step: int, micro_batch: MicroBatch | None, facts: Mapping[st
     """Write the evidence of this rank, and on rank 0 the verdict. A disk that is full is no reason to hide the verdict.
 
     Returns:
-        a sentence on where it is; empty where the run has no folder.
+        a sentence on where it is, or that it is not; empty where the run has no folder.
     """
     if run.folder == Path():
         return ""
@@ -47,18 +47,20 @@ def write(run: Run, step: int, micro_batch: MicroBatch | None, facts: Mapping[st
         "device": device_name(run.world.device),
         "versions": {"lockstep": lockstep.__version__, "torch": torch.__version__},
     }
+    where = f". The evidence could not be written into {folder}"
     with contextlib.suppress(OSError, RuntimeError, AttributeError, TypeError):  # inputs may be what pickle cannot take
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{run.world.rank}.pt"
         unfinished = path.with_suffix(".unfinished")
         torch.save(evidence, unfinished)
         os.replace(unfinished, path)
+        where = f". The evidence is in {folder}"
     if run.world.rank == 0:
         with contextlib.suppress(OSError):
             text = json.dumps({"step": step, **dataclasses.asdict(verdict)}, indent=2)
             folder.mkdir(parents=True, exist_ok=True)
             atomic.write_text(folder.parent / VERDICT, text)
-    return f". The evidence is in {folder}"
+    return where
 
 
 def note_confirmed(run: Run) -> None:

@@ -418,12 +418,14 @@ class Watch(BuiltInPart):
             "memory": "take this machine out, and let its maker's diagnostics run",
             "link": "look at the counters of errors of this link, and take the machine out if it happens again",
             "code": "let Task and model do the same on all ranks; lockstep verify looks for more",
+            "not deterministic": "compute.deterministic=true names the kernels; lockstep verify looks for more",
+            "unclear": "start three ranks, or exchange one of the machines; lockstep check-device looks at each",
             "data": "let all ranks read the same bytes, and draw only from generators that Lockstep seeds",
         }
         error = WatchError(
             f"{verdict.kind}: {verdict.text}. {so_far}. Nothing is saved{where}",
             where=f"step {step}, watch.every={self.every}",
-            remedy=remedies.get(verdict.kind, "run lockstep verify; watch.recompute=false compares replicas alone"),
+            remedy=remedies[verdict.kind],
         )
         error.guilty = verdict.guilty
         self.tell(f"the watch ends the run at step {step}: {verdict.kind}: {verdict.text}{where}")
