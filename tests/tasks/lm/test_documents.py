@@ -177,6 +177,56 @@ def test_contents_of_several_parts_are_joined_and_calls_of_tools_are_refused(tmp
         read(json_lines(tmp_path / "c.jsonl", [{"messages": chat[1:]}]), render)
 
 
+def test_an_answer_that_is_written_otherwise_where_messages_follow_is_found(tmp_path):
+    """As the template of Qwen3: the last answer has a thought, which may be empty."""
+
+    def thinking(messages, add_generation_prompt):
+        texts = [f"<{message['role']}>\n{message['content']}<end>\n" for message in messages]
+        if messages[-1]["role"] == "assistant":
+            texts[-1] = f"<assistant>\n<think></think>{messages[-1]['content']}<end>\n"
+        return "".join(texts) + "<assistant>\n" * add_generation_prompt
+
+    name = json_lines(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    (found,) = parts(read(name, thinking))
+    assert [text for text, counts in found if counts] == ["hello<end>", "<think></think>see you<end>"]
+    assert "".join(text for text, _ in found) == thinking(CHAT, False)
+    changed = [CHAT[0], CHAT[1] | {"content": "<think>a</think>hello"}, *CHAT[2:]]
+
+    def forgetting_thoughts(messages, add_generation_prompt):
+        kept = [m | {"content": m["content"].replace("<think>a</think>", "")} for m in messages[:-1]]
+        return thinking([*kept, messages[-1]], add_generation_prompt)
+
+    name = json_lines(tmp_path / "b.jsonl", [{"messages": changed}])
+    with pytest.raises(DataError, match=r"b.jsonl:1: the chat template writes message 2 otherwise"):
+        read(name, forgetting_thoughts)
+
+
+def test_where_a_message_was_said_is_not_a_later_message():
+    text = "<user>a<end><assistant>this is a test<end><user>b<end>"
+    messages = [{"content": "a "}, {"content": "this is a test"}, {"content": "b"}]
+    assert [text[begin:end] for begin, end in documents._said(text, messages)] == ["a", "this is a test", "b"]
+    text, messages = " a b", [{"content": " a"}, {"content": "b "}]
+    assert [text[begin:end] for begin, end in documents._said(text, messages)] == [" a", "b"]
+
+
+def test_a_chat_has_the_tokens_of_its_whole_text_where_a_tokenizer_puts_a_space_before_each_text():
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted({*"<>/abcdefghijklmnopqrstuvwxyz\n\u2581"})
+    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    made.decoder = decoders.Replace("\u2581", " ")
+    made.add_special_tokens([AddedToken("<end>", special=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+    (chat,) = [documents.Document(documents._chat(CHAT, render, False, "a"), "a", is_chat=True)]
+    assert tokens._writes_before(tokenizer)
+    ((ids, sizes, learned),) = tokens._encoded(tokens._joined(chat), tokenizer)
+    assert ids.tolist() == tokenizer(render(CHAT, False), add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids[learned]) == "hello<end>see you<end>"
+    assert sizes[learned].sum() == sizes.sum() == len("hello" + "see you")
+
+
 def test_chats_of_other_names_and_prompts_with_answers(tmp_path):
     rows = [{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}]
     expected = [("<user>hi<end><assistant>", False), ("hello<end>", True)]

@@ -239,12 +239,15 @@ def _chat(messages: list[dict[str, str]], render: Render, learns_all: bool, wher
                 continue
             end = render(messages[: number + 1], add_generation_prompt=False)
             begin = _until_answer(messages[:number], end, render, where)
-            if not (whole.startswith(end) and end.startswith(begin) and len(begin) >= at):
-                what = f"the chat template writes message {number} otherwise when more messages follow"
+            if whole.startswith(end) and end.startswith(begin) and len(begin) >= at:
+                answer, start = _answer(end[len(begin) :], message), len(begin)
+            elif (found := _within(whole, messages[: number + 1], end, begin, at)) is not None:
+                answer, start = found
+            else:
+                what = f"the chat template writes message {number} otherwise than behind its own question for an answer"
                 raise DataError(what, where=where, remedy="set task.loss_on=all, or use another tokenizer")
-            answer = _answer(end[len(begin) :], message)
-            parts += [Part(whole[at : len(begin)], False), answer]
-            at = len(begin) + len(answer.text)
+            parts += [Part(whole[at:start], False), answer]
+            at = start + len(answer.text)
     except DataError:
         raise
     except Exception as error:  # templates are programs, which raise what they like
@@ -272,6 +275,29 @@ def _until_answer(before: list[dict[str, str]], end: str, render: Render, where:
     return end[: end.index(asking) + len(asking)]
 
 
+def _within(whole: str, messages: list[dict[str, str]], end: str, begin: str, at: int) -> tuple[Part, int] | None:
+    """The learned part of the last of `messages`, and where it begins in the text of the whole chat; None: not found.
+
+    Some templates write an answer otherwise where more messages follow, such as with an empty thought where none does.
+    So the words are looked for, with the same words of the template before and behind them.
+
+    Args:
+        end, begin: the text of these messages alone, and up to the question for the answer.
+        at: where the answer before ends in `whole`.
+    """
+    content = messages[-1]["content"].strip()
+    asking = begin[len(begin.rstrip().rpartition("\n")[0]) :].lstrip(
+        "\n"
+    )  # the last line, such as <|im_start|>assistant
+    closing = end[end.rfind(content) + len(content) :]
+    first = whole.find(content, at + len(asking))
+    start = whole.rfind(asking, at, first) + len(asking)
+    stop = first + len(content)
+    if not content or not asking or first < 0 or start < at + len(asking) or not whole.startswith(closing, stop):
+        return None
+    return _answer(whole[start : stop + len(closing)], messages[-1]), start
+
+
 def _answer(text: str, message: dict[str, str]) -> Part:
     """The learned part of an answer: all but the line break that a template writes behind the end token."""
     said = _said(text, [message])
@@ -284,9 +310,11 @@ def _said(text: str, messages: list[dict[str, str]]) -> tuple[tuple[int, int], .
     """Begin and end of what each message says, in the text that a template made. What it changed is not found."""
     found, at = [], 0
     for content in (message["content"] for message in messages):
-        begin, length = text.find(content, at), len(content)
-        if begin < 0:  # many templates strip it
-            begin, length = text.find(content.strip(), at), len(content.strip())
+        bare = content.strip()
+        begin, length = text.find(bare, at), len(bare)
+        margin = len(content) - len(content.lstrip())
+        if begin - margin >= at and text.startswith(content, begin - margin):  # many templates strip it
+            begin, length = begin - margin, len(content)
         if begin >= 0:
             at = begin + length
             found.append((begin, at))

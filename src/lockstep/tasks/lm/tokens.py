@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from lockstep.tasks.text.data import OfFolder, mapped
 END = "<|endoftext|>"
 """The token before and behind each document, of a tokenizer that is trained here."""
 _UNKNOWN = "<|unknown|>"
-_FORMAT = 4  # of the cached files
+_FORMAT = 5  # of the cached files
 _BLOCK = 2**20  # letters that are tokenised at a time
 
 
@@ -162,13 +162,13 @@ def _store(documents: list[Document], tokenizer: Any, folder: Path) -> None:
     start, end = start_and_end(tokenizer)
     columns: list[tuple[Array, Array, Array]] = []
     lengths = []
+    is_whole = _writes_before(tokenizer)
     for document in documents:
-        pieces = [(np.array(tokens, np.int32), np.zeros(len(tokens), np.uint32)) for tokens in (start, end)]
-        found = [] if document.is_chat else [(*pieces[0], False)]
-        for part in document.parts:
-            found += [(*tokens, part.counts) for tokens in _encoded(part, tokenizer)]
-        found += [] if document.is_chat else [(*pieces[1], True)]
-        columns += [(tokens, ended, np.full(len(tokens), counted)) for tokens, ended, counted in found]
+        found = [] if document.is_chat else [_bare(start, False)]
+        for part in (_joined(document),) if document.is_chat and is_whole else document.parts:
+            found += list(_encoded(part, tokenizer))
+        found += [] if document.is_chat else [_bare(end, True)]
+        columns += found
         lengths.append(sum(len(tokens) for tokens, _, _ in found))
     ids, sizes, counts = (np.concatenate(column) for column in zip(*columns, strict=True))
     saved = {"ids": ids, "sizes": sizes, "counts": counts, "ends": np.cumsum(lengths, dtype=np.int64)}
@@ -183,20 +183,54 @@ def _store(documents: list[Document], tokenizer: Any, folder: Path) -> None:
     (folder / "about.json").write_text(json.dumps(about))
 
 
-def _encoded(part: Part, tokenizer: Any) -> Iterator[tuple[Array, Array]]:
-    """The tokens of a text, and the bytes of the text that each of them ends."""
+def _bare(tokens: list[int], counts: bool) -> tuple[Array, Array, Array]:
+    """Tokens that stand for no text."""
+    return np.array(tokens, np.int32), np.zeros(len(tokens), np.uint32), np.full(len(tokens), counts)
+
+
+def _writes_before(tokenizer: Any) -> bool:
+    """True if a text has other tokens behind a line break: many tokenizers put a space before each text."""
+    behind, alone = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a\na", "a"))
+    return bool(behind[-len(alone) :] != alone)
+
+
+def _joined(document: Document) -> _Joined:
+    """The parts of a chat as a single text: with such a tokenizer, parts would have spaces that the chat has not."""
+    said: list[tuple[int, int]] = []
     at = 0
+    for part in document.parts:
+        inside = ((0, len(part.text)),) if part.said is None else part.said
+        said += [(at + begin, at + end) for begin, end in inside if part.counts]
+        at += len(part.text)
+    is_learned = np.concatenate([np.full(len(part.text), part.counts) for part in document.parts])
+    return _Joined("".join(part.text for part in document.parts), is_learned, tuple(said))
+
+
+class _Joined(NamedTuple):
+    """As `Part`, with whether each letter is learned: (letters)."""
+
+    text: str
+    counts: Array
+    said: tuple[tuple[int, int], ...] | None
+
+
+def _encoded(part: Part | _Joined, tokenizer: Any) -> Iterator[tuple[Array, Array, Array]]:
+    """The tokens of a text, the bytes of the text that each of them ends, and whether a letter of it is learned."""
+    counts = np.broadcast_to(part.counts, (len(part.text),))
+    start = 0
     for block in _blocks(part.text):
-        bytes_until = _bytes_until(block, part.said, at)
-        at += len(block)
+        begin, start = start, start + len(block)
+        bytes_until = _bytes_until(block, part.said, begin)
         options = {"return_attention_mask": False, "verbose": False}
         encoded = tokenizer(block, add_special_tokens=False, return_offsets_mapping=True, **options)
         if not encoded["input_ids"]:
             continue
-        places = np.array(encoded["offset_mapping"], dtype=np.int64)[:, 1]
-        until = np.maximum.accumulate(bytes_until[places])
+        places = np.array(encoded["offset_mapping"], dtype=np.int64)
+        until = np.maximum.accumulate(bytes_until[places[:, 1]])
         until[-1] = bytes_until[-1]
-        yield np.array(encoded["input_ids"], dtype=np.int32), np.diff(until, prepend=0).astype(np.uint32)
+        letters = begin + (places - [0, 1]).clip(0, len(block) - 1)  # the first and the last of each token
+        sizes = np.diff(until, prepend=0).astype(np.uint32)
+        yield np.array(encoded["input_ids"], dtype=np.int32), sizes, np.any(counts[letters], axis=1)
 
 
 def _blocks(text: str) -> Iterator[str]:
