@@ -28,11 +28,12 @@ ALLOWED = {
     "watch": {"core", "parts", "launch"},
     "weights": {"core"},
     "recipes": {"core"},
+    "sampling": {"core"},
     "tasks": {"core", "drawing", "locks", "recipes"},
-    "trainer": {"core", "locks", "parts", "launch", "tasks", "recipes", "updates", "watch", "weights"},
+    "trainer": {"core", "locks", "parts", "launch", "tasks", "recipes", "sampling", "updates", "watch", "weights"},
     "report": {"core", "locks", "parts", "recipes"},
-    "plan": {"core", "parts", "tasks", "trainer", "report", "recipes"},
-    "verify": {"core", "parts", "launch", "tasks", "trainer", "report", "recipes", "updates"},
+    "plan": {"core", "parts", "tasks", "trainer", "report", "recipes", "sampling"},
+    "verify": {"core", "parts", "launch", "tasks", "trainer", "report", "recipes", "sampling", "updates"},
     "cli": {"core", "parts", "launch", "tasks", "trainer", "verify", "plan", "report", "recipes", "audit", "watch"},
     "__main__": {"cli"},
     # Stricter than the folder that they lie in.
@@ -143,6 +144,7 @@ CODE_LINES = {
     "core": 9_885,
     "": 42_560,
     "updates": 355,
+    "sampling": 200,
     "cli/first_hour.py": 85,
     "cli/audit.py": 60,
     "cli/env.py": 202,
@@ -168,6 +170,7 @@ the command of the audit, took 78 lines beside these.
 """
 OF_THEIR_OWN = (
     "updates",
+    "sampling",
     "cli/first_hour.py",
     "cli/audit.py",
     "cli/env.py",
