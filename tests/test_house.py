@@ -33,7 +33,7 @@ ALLOWED = {
     "trainer": {"core", "locks", "parts", "launch", "tasks", "recipes", "sampling", "updates", "watch", "weights"},
     "report": {"core", "locks", "parts", "recipes"},
     "plan": {"core", "parts", "tasks", "trainer", "report", "recipes", "sampling"},
-    "verify": {"core", "parts", "launch", "tasks", "trainer", "report", "recipes", "sampling", "updates"},
+    "verify": {"core", "parts", "launch", "tasks", "trainer", "report", "recipes", "updates"},
     "cli": {"core", "parts", "launch", "tasks", "trainer", "verify", "plan", "report", "recipes", "audit", "watch"},
     "__main__": {"cli"},
     # Stricter than the folder that they lie in.
@@ -142,9 +142,11 @@ def test_folders_stand_on_few_floors():
 
 CODE_LINES = {
     "core": 9_885,
-    "": 42_560,
+    "": 42_610,
     "updates": 355,
     "sampling": 200,
+    "verify/draws.py": 70,
+    "verify/reference/sampling.py": 50,
     "cli/first_hour.py": 85,
     "cli/audit.py": 60,
     "cli/env.py": 202,
@@ -171,6 +173,8 @@ the command of the audit, took 78 lines beside these.
 OF_THEIR_OWN = (
     "updates",
     "sampling",
+    "verify/draws.py",
+    "verify/reference/sampling.py",
     "cli/first_hour.py",
     "cli/audit.py",
     "cli/env.py",
