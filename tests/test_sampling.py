@@ -99,7 +99,7 @@ def test_the_log_names_the_draws_of_each_epoch(tmp_path):
     for epoch in range(2):
         distinct = len(set(order(np.arange(48), seed=0, epoch=epoch).tolist()))
         assert f"weighted sampling by label: 48 draws of 90 samples, {distinct} distinct" in log
-    assert "weighted sampling by label: an epoch draws 48 of 90 samples" in log
+    assert "weighted sampling by label: an epoch has 48 draws of 90 samples" in log
     index_at = by_weights(order.weights)
     assert runs.difference(weights, by_hand(4, index_at, 48)) < 1e-10
 

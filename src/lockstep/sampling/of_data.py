@@ -59,7 +59,7 @@ def lines(plan: StepPlan) -> list[str]:
     order = plan.order
     if not isinstance(order, CheckedOrder):
         return []
-    return [f"{order.name}: an epoch draws {order.length:,} of {order.samples:,} samples, some of them repeatedly"]
+    return [f"{order.name}: an epoch has {order.length:,} draws of {order.samples:,} samples"]
 
 
 def _refuse_samplers(order: Any) -> None:
