@@ -127,7 +127,7 @@ def test_the_watch_and_a_replay_see_the_samples_of_the_training(weighted, tmp_pa
 def test_a_loss_over_the_global_batch_orders_draws_by_their_positions(tmp_path):
     attributes = {"sample_weights": WEIGHTS}
     one, two = (
-        run_ranks(world, compared, attributes, settings(6, batch={"micro": 24 // world}), tmp_path / str(world))[0]
+        run_ranks(world, compared, attributes, settings(6, batch={"micro": 6}), tmp_path / str(world))[0]
         for world in (1, 2)
     )
     assert runs.difference(one, two) < 1e-10
