@@ -83,10 +83,15 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
 
 def _check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any], allow_change: Sequence[str]) -> None:
     saved = checkpoint.manifest["data"]
-    changed = [name for name, value in saved.items() if fingerprint.get(name, value) != value]
+    now = {"order": None, **fingerprint}
+    changed = [name for name, value in {"order": None, **saved}.items() if now.get(name, value) != value]
     if not changed or "data" in allow_change:
         return
-    words = {"samples": f"{saved['samples']} samples then, {fingerprint['samples']} now", "digest": "samples differ"}
+    words = {
+        "samples": f"{saved['samples']} samples then, {fingerprint['samples']} now",
+        "digest": "samples differ",
+        "order": "they are drawn in another order, such as by other weights",
+    }
     change = "; ".join(words.get(name) or f"{name}: {saved[name]} then, {fingerprint[name]} now" for name in changed)
     raise UsageError(
         f"the training data are not those that the run began with: {change}",
@@ -159,14 +164,7 @@ class RunKeeper(Keeper):
         consensus: knows the seconds since this start of the training, the same number on all ranks.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        saver: Saver,
-        parts: JoinedParts,
-        consensus: StopConsensus,
-        checks: Checks,
-    ) -> None:
+    def __init__(self, run: Run, saver: Saver, parts: JoinedParts, consensus: StopConsensus, checks: Checks) -> None:
         self.run, self.saver, self.parts = run, saver, parts
         self.consensus, self.checks = consensus, checks
 
