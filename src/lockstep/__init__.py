@@ -11,6 +11,7 @@ Writer: takes the entries of the log; the base of writers of one's own.
 TaskOptions: the base of the options of a task that another distribution offers.
 Presenter: shows samples, outputs and results of a task to people.
 RunConfig: the whole config of a run.
+Shards: a data set of samples in shards, near or far: Parquet, Arrow, JSON lines, tar, MDS.
 LockstepError: the base class of all errors. Each says what is wrong, where, and what to do.
 
 `lockstep init FILE.py` on the command line writes a first task.
@@ -33,6 +34,7 @@ __all__ = [
     "Player",
     "Presenter",
     "RunConfig",
+    "Shards",
     "Task",
     "TaskOptions",
     "Trainer",
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from lockstep.core.task import Metrics, Task
     from lockstep.core.writer import Writer
     from lockstep.recipes.task_options import TaskOptions
+    from lockstep.shards.data import Shards
     from lockstep.trainer.trainer import Trainer
     from lockstep.updates.players import AlternatingTask, Follower, Player
 
@@ -59,6 +62,7 @@ _HOMES = {
     "Player": "updates.players",
     "Presenter": "core.presenter",
     "RunConfig": "core.config.sections",
+    "Shards": "shards.data",
     "Task": "core.task",
     "TaskOptions": "recipes.task_options",
     "Trainer": "trainer.trainer",
