@@ -182,7 +182,7 @@ class Files:
 
 def place_of(url: str, about: Mapping[str, Any]) -> Place:
     """A place from what fsspec says about a file."""
-    names = ("ETag", "etag", "md5", "mtime", "LastModified", "last_modified", "updated", "created")
+    names = ("ETag", "etag", "blob_id", "md5Hash", "mtime", "LastModified", "last_modified", "updated")
     tag = next((str(about[name]) for name in names if about.get(name)), "")
     return Place(url, int(about.get("size") or 0), tag)
 
