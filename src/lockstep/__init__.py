@@ -8,6 +8,7 @@ Player: parameters with a loss of their own.
 Follower: parameters that follow others as a moving average.
 Part: joins a training at its events: messages, figures of the log, a stop of one's own.
 Writer: takes the entries of the log; the base of writers of one's own.
+WeightedSampler: the order of a data set whose samples are drawn with replacement, by weights.
 TaskOptions: the base of the options of a task that another distribution offers.
 Presenter: shows samples, outputs and results of a task to people.
 RunConfig: the whole config of a run.
@@ -38,6 +39,7 @@ __all__ = [
     "Task",
     "TaskOptions",
     "Trainer",
+    "WeightedSampler",
     "Writer",
 ]
 
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from lockstep.core.task import Metrics, Task
     from lockstep.core.writer import Writer
     from lockstep.recipes.task_options import TaskOptions
+    from lockstep.sampling.weighted import WeightedSampler
     from lockstep.shards.data import Shards
     from lockstep.trainer.trainer import Trainer
     from lockstep.updates.players import AlternatingTask, Follower, Player
@@ -66,6 +69,7 @@ _HOMES = {
     "Task": "core.task",
     "TaskOptions": "recipes.task_options",
     "Trainer": "trainer.trainer",
+    "WeightedSampler": "sampling.weighted",
     "Writer": "core.writer",
 }
 

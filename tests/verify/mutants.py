@@ -1081,7 +1081,7 @@ _engine(
     "tail repeated to fill the last batch",
     "samples",
     (
-        "core.data.order:StepPlan.indices",
+        "core.data.order:StepPlan.drawn",
         "return order[start - first * size : stop - first * size], epoch",
         "return np.resize(order[start - first * size : stop - first * size], "
         "min(self.global_batch, self.length)), epoch",
@@ -1141,7 +1141,7 @@ _engine(
 _engine(
     "samples not grouped by length",
     "samples",
-    ("core.run_data:step_plan", "config.data.group_by_length,\n    )", "None,\n    )"),
+    ("core.run_data:step_plan", "grouped, drop_last = config.data.group_by_length", "grouped, drop_last = None"),
     base="grouped",
 )
 _engine(
@@ -1177,8 +1177,8 @@ _engine(
     "gradients",
     (
         "core.data.loader:MicroBatches._read",
-        "self.read_many(list(indices))",
-        "self.read_many([index - 1 for index in indices])",
+        "self.read_many(list(plan.indices))",
+        "self.read_many([index - 1 for index in plan.indices])",
     ),
     base="many",
 )

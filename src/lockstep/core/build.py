@@ -21,18 +21,13 @@ from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.data_check import check_data
 from lockstep.core.data.loader import StepIterator
-from lockstep.core.data.order import StepPlan
+from lockstep.core.data.order import Order, StepPlan
 from lockstep.core.ema import Ema
 from lockstep.core.loop import Intervals
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
 from lockstep.core.run_data import EvaluationData, agreed_fingerprint, grouping, make_loader, step_plan
-from lockstep.core.run_model import (
-    build_model,
-    make_optimizer,
-    make_schedule,
-    seed_everything,
-)
+from lockstep.core.run_model import build_model, make_optimizer, make_schedule, seed_everything
 from lockstep.core.step import StepResult, TrainState
 from lockstep.core.stopping import Stopping
 from lockstep.core.task import Task
@@ -130,6 +125,7 @@ def prepare_run(
     checkpoint: Checkpoint | None,
     folder: Path = Path(),
     beginning: Beginning | None = None,
+    order_of: Callable[[RunConfig, Any], Order | None] = lambda config, data: None,
 ) -> Run:
     """Make everything that a run needs. `resume.restore` then loads `checkpoint` into the result.
 
@@ -138,6 +134,7 @@ def prepare_run(
         checkpoint: the checkpoint from which the run goes on. None: a new run.
         folder: the run directory.
         beginning: loads the weights with which a new run begins. None: they are the task's.
+        order_of: returns what draws the samples of an epoch of the training data. None: an epoch has each sample once.
 
     Raises:
         DataError: the training data cannot be used.
@@ -148,10 +145,11 @@ def prepare_run(
     seed_everything(config)
     data = task_checks.data(task.train_data(), "Task.train_data")
     remarks = [] if checkpoint else check_data(data, world)
-    plan = step_plan(config, data, world, micro_batch)
+    order = order_of(config, data)
+    plan = step_plan(config, data, world, micro_batch, order)
     train = config.train
     stop = train.steps or max((train.epochs or 1) * plan.steps_per_epoch, train.min_steps or 0)
-    fingerprint, warnings = agreed_fingerprint(data, world, in_worker=config.data.workers > 0)
+    fingerprint, warnings = agreed_fingerprint(data, world, order, in_worker=config.data.workers > 0)
     step = checkpoint.step if checkpoint else 0
     built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step)
     strategy, model, messages = built.strategy, built.strategy.unwrapped.model, built.messages

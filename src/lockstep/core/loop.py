@@ -108,17 +108,7 @@ def fit(
     window, keeper = parts.window, keeper or Keeper()
     log = TrainingLog(state, window, writers, parts)
     stopping = stopping or Stopping()
-    loop = _Loop(
-        state,
-        intervals,
-        evaluate,
-        keeper,
-        consensus,
-        stop=stop,
-        stopping=stopping,
-        log=log,
-        parts=parts,
-    )
+    loop = _Loop(state, intervals, evaluate, keeper, consensus, stop=stop, stopping=stopping, log=log, parts=parts)
     device = devices.of(state.world.device)
     state.world.heartbeat.step = state.step
     state.forward.train()

@@ -88,6 +88,8 @@ def _check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any], allow_chang
     change = "samples differ"
     if saved["samples"] != fingerprint["samples"]:
         change = f"{saved['samples']} samples then, {fingerprint['samples']} now"
+    elif saved["digest"] == fingerprint["digest"]:
+        change = "they are drawn in another order, such as by other weights"
     raise UsageError(
         f"the training data are not those that the run began with: {change}",
         where=str(checkpoint.path),
@@ -159,14 +161,7 @@ class RunKeeper(Keeper):
         consensus: knows the seconds since this start of the training, the same number on all ranks.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        saver: Saver,
-        parts: JoinedParts,
-        consensus: StopConsensus,
-        checks: Checks,
-    ) -> None:
+    def __init__(self, run: Run, saver: Saver, parts: JoinedParts, consensus: StopConsensus, checks: Checks) -> None:
         self.run, self.saver, self.parts = run, saver, parts
         self.consensus, self.checks = consensus, checks
 

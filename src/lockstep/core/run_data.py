@@ -14,7 +14,7 @@ from lockstep.core import task_checks
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data import fingerprint, same_samples
 from lockstep.core.data.loader import Loader, MicroBatches
-from lockstep.core.data.order import EvaluationPlan, StepPlan
+from lockstep.core.data.order import EvaluationPlan, Order, StepPlan
 from lockstep.core.data.randomness import restored_generators
 from lockstep.core.errors import DataError, UsageError
 from lockstep.core.parallel.world import World
@@ -55,11 +55,14 @@ def evaluated_at_once(config: RunConfig) -> int:
     return config.batch.smallest_micro or min(config.batch.global_ or 32, 256)
 
 
-def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: int) -> StepPlan:
+def step_plan(
+    config: RunConfig, data: Dataset[Any], world: World, micro_batch: int, order: Order | None = None
+) -> StepPlan:
     """The samples that every step takes.
 
     Args:
         micro_batch: largest number of samples in a forward pass, also where the config asks for more.
+        order: draws the samples of an epoch. None: an epoch has each sample once.
 
     Raises:
         DataError: the data set is empty, or smaller than the only batch of an epoch, or its lengths are not numbers.
@@ -68,6 +71,7 @@ def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: 
     length = len(data)  # type: ignore[arg-type]
     if length == 0:
         raise DataError("the training data set is empty", where="Task.train_data", remedy="check data.train")
+    length = order.length if order is not None else length
     global_batch = config.batch.global_ or 1
     if config.data.drop_last and length < global_batch:
         remedy = "lower batch.global, or set data.drop_last=false"
@@ -82,17 +86,10 @@ def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: 
             remedy="leave it out, or let Task.train_data return a data set with the attribute `lengths`: "
             "an array of the length of each sample",
         )
-    return StepPlan(
-        length,
-        global_batch,
-        micro_batch,
-        world.size,
-        config.seed,
-        config.data.drop_last,
-        lengths,
-        config.batch.micro if isinstance(config.batch.micro, dict) else None,
-        config.data.group_by_length,
-    )
+    micros = config.batch.micro if isinstance(config.batch.micro, dict) else None
+    grouped, drop_last = config.data.group_by_length, config.data.drop_last
+    sizes = (length, global_batch, micro_batch, world.size)
+    return StepPlan(*sizes, config.seed, drop_last, lengths, micros, grouped, order)
 
 
 def grouping(plan: StepPlan) -> list[str]:
@@ -186,11 +183,16 @@ def _sample_lengths(data: Dataset[Any], where: str) -> Any:
     return found
 
 
-def agreed_fingerprint(data: Dataset[Any], world: World, *, in_worker: bool) -> tuple[dict[str, Any], list[str]]:
+def agreed_fingerprint(
+    data: Dataset[Any], world: World, order: Order | None = None, *, in_worker: bool
+) -> tuple[dict[str, Any], list[str]]:
     """The fingerprint of the training data, and warnings about them. Each rank reads a few samples of its own data.
 
+    Args:
+        order: see `step_plan`. Its digest belongs to the fingerprint.
+
     Raises:
-        UsageError: the nodes or the ranks have different data.
+        UsageError: the nodes or the ranks have different data, or draw them in different orders.
     """
     indices = fingerprint.looked_at(len(data))  # type: ignore[arg-type]
     is_first = world.size == 1 or world.rank in world.nodes.first_ranks
@@ -198,6 +200,7 @@ def agreed_fingerprint(data: Dataset[Any], world: World, *, in_worker: bool) -> 
     with contextlib.nullcontext() if is_first else restored_generators(world.device):
         digests = fingerprint.digests(data, indices, in_worker)
     own = fingerprint.of_digests(len(data), digests)  # type: ignore[arg-type]
+    own |= {} if order is None else {"order": order.digest}
     if world.size == 1:
         return own, []
     gathered = world.gather(own)
@@ -232,11 +235,10 @@ def _first_of_nodes(gathered: Sequence[dict[str, Any]], world: World) -> dict[st
             where="data.train",
             remedy="give all nodes the same data under this path, or put the data on a shared disk",
         )
-    numbers = [f"{found['samples']} on rank {rank}" for rank, found in enumerate(gathered)]
-    if any(found["samples"] != first["samples"] for found in gathered):
-        raise UsageError(
-            f"{same_samples.DIFFERENT} training data: the number of samples is {', '.join(numbers)}",
-            where="Task.train_data",
-            remedy=same_samples.REMEDY,
-        )
+    for key, name in (("samples", "number of samples"), ("order", "digest of the order of the samples")):
+        values = [found.get(key) for found in gathered]
+        if len(set(values)) > 1:
+            listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            what = f"{same_samples.DIFFERENT} training data: the {name} is {listed}"
+            raise UsageError(what, where="Task.train_data", remedy=same_samples.REMEDY)
     return first

@@ -46,12 +46,7 @@ def seed_everything(config: RunConfig) -> None:
 
 
 def build_model(
-    config: RunConfig,
-    task: Task,
-    world: World,
-    *,
-    steps_per_epoch: int | None = None,
-    step: int = 0,
+    config: RunConfig, task: Task, world: World, *, steps_per_epoch: int | None = None, step: int = 0
 ) -> SpreadModel:
     """The task's model, with the weights that the task gave it.
 

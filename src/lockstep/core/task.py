@@ -123,7 +123,8 @@ class Task(abc.ABC):
         """The raw training samples: a map-style data set (`len(data)` and `data[index]`).
 
         The data set may have a method `where(index)`, which names the file of a sample in error messages, and an
-        attribute `lengths`, an array of sample lengths. With an attribute `check_first` that is true, its method
+        attribute `lengths`, an array of sample lengths. An attribute `order` or `sample_weights` says which samples an
+        epoch draws: docs/sampling.md. With an attribute `check_first` that is true, its method
         `check(index)` is called for all samples before a new run trains, on all ranks at the same time, each for its
         share. It returns a remark for people or None, and raises DataError for a sample that cannot be used.
         """

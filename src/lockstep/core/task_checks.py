@@ -163,7 +163,8 @@ def data(found: Any, where: str) -> Dataset[Any]:
         UsageError: `found` is a loader, a stream, a class, or another object without length or index.
     """
     if isinstance(found, DataLoader):
-        remedy = "return the data set, not a loader (it is loader.dataset): Lockstep makes the batches"
+        remedy = "return the data set, not a loader (it is loader.dataset): Lockstep makes the batches; "
+        remedy += "docs/sampling.md says what a sampler becomes"
         raise UsageError(_describe(found), where=where, remedy=remedy)
     if isinstance(found, IterableDataset):
         remedy = (

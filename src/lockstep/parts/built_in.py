@@ -7,6 +7,7 @@ from functools import partial
 from lockstep.core import run_folder, task_checks
 from lockstep.core.build import Run
 from lockstep.core.built_in import BuiltInPart
+from lockstep.core.data.order import StepPlan
 from lockstep.core.evaluation_run import Viewer
 from lockstep.core.task import Task
 from lockstep.parts.epoch_lines import EpochLines
@@ -27,7 +28,7 @@ def parts(run: Run) -> list[BuiltInPart]:
         found.append(RankTimes())
     has_lines = config.train.steps is None and plan.steps_per_epoch >= log.every_steps
     if has_lines or state.unfreezing is not None:
-        found.append(EpochLines(plan, run.intervals, partial(_epoch_header, run.task), has_lines=has_lines))
+        found.append(EpochLines(plan, run.intervals, partial(_epoch_header, run.task, plan), has_lines=has_lines))
     return found
 
 
@@ -37,9 +38,11 @@ def viewers(run: Run) -> list[Viewer]:
     return [ArraysOfEvaluations(arrays), RunPictures(run)]
 
 
-def _epoch_header(task: Task, epoch: int) -> str:
-    """The words of the task's presenter on an epoch, counted from 0."""
+def _epoch_header(task: Task, plan: StepPlan, epoch: int) -> str:
+    """The words of the order of the samples and of the task's presenter on an epoch, counted from 0."""
     try:
-        return task_checks.presenter(task).epoch_header(epoch)
+        words = getattr(plan.order, "words", None)
+        texts = [words(plan.seed, epoch) if words else "", task_checks.presenter(task).epoch_header(epoch)]
+        return ", ".join(filter(None, texts))
     except Exception as error:  # what is only shown must not end a training
         return f"warning: Presenter.epoch_header failed: {type(error).__name__}: {error}"

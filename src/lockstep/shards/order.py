@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,6 +33,8 @@ class ShardOrder:
         self.begins: Indices = np.cumsum(self.counts) - self.counts
         self.length = int(self.counts.sum())
         """Positions of an epoch: the number of samples."""
+        self.digest = hashlib.sha256(self.counts.astype("<i8").tobytes() + repr(window).encode()).hexdigest()
+        """Differs where shards have other numbers of samples, or the window is another."""
         self._kept: tuple[tuple[int, int], Indices, Indices] | None = None
 
     def __call__(self, positions: Indices, *, seed: int, epoch: int) -> Indices:

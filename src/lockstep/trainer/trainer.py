@@ -61,6 +61,7 @@ from lockstep.parts.checks.run_checks import RunChecks
 from lockstep.parts.writer_kinds import files_of_writers
 from lockstep.recipes import config_file, registry
 from lockstep.recipes.task_options import TaskOptions
+from lockstep.sampling.of_data import order_of
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.trainer import (
     backends,
@@ -405,6 +406,7 @@ class Trainer:
             checkpoint=checkpoint,
             folder=self.run_dir,
             beginning=beginning,
+            order_of=order_of,
         )
         arrange(run)
         if checkpoint is not None:

@@ -40,7 +40,8 @@ class _Gathered(NamedTuple):
     """The embeddings of a global batch, and the gradient of the loss with respect to them."""
 
     values: list[Tensor]
-    """Tensors of shape (samples of the global batch, ...), detached. Samples are in the order of their indices."""
+    """Tensors of shape (samples of the global batch, ...), detached. Samples are in the order of their indices, or of
+    their positions in the epoch where an order draws them."""
     form: TreeSpec
     """How `Task.embed` nests the tensors."""
     gradients: dict[str, list[Tensor | None]]
@@ -78,16 +79,16 @@ class GlobalLoss:
                 leaves_of, form = _rows(embedded, len(micro_batch.indices))
                 rows.append([leaf[: micro_batch.samples] for leaf in leaves_of])
         device = rows[0][0].device
-        indices = [index for one in micro_batches if not one.filler for index in one.indices]
-        own = [torch.tensor(indices, dtype=torch.int64, device=device), *map(torch.cat, zip(*rows, strict=True))]
+        words = [word for one in micro_batches if not one.filler for word in one.words]
+        own = [torch.tensor(words, dtype=torch.int64, device=device), *map(torch.cat, zip(*rows, strict=True))]
         (order, *values), first = gather_rows(own, self.world)
         order = order.argsort(stable=True)
-        places = order.argsort()[first : first + len(indices)]
+        places = order.argsort()[first : first + len(words)]
         self._places = list(torch.split(places, [one.samples for one in micro_batches]))
         self._seed = derive_seed(state.seed, step)  # of the loss: the same on all ranks
         values = [value[order] for value in values]
         self._carrier = None
-        if first == 0 and indices:
+        if first == 0 and words:
             self._carrier = next(number for number, one in enumerate(micro_batches) if one.samples)
         self._gathered = self._differentiated(strategy, values, form)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.core.build import Run
 from lockstep.core.data.loader import MicroBatch
-from lockstep.core.data.order import MicroBatchPlan
+from lockstep.core.data.order import split_for_rank
 from lockstep.core.step import SAMPLES
 from lockstep.watch.gradients import Detail
 from lockstep.watch.trial import Share, detail, read
@@ -54,19 +54,19 @@ def samples(run: Run, like: MicroBatch) -> list[Part]:
     Returns:
         all samples, on every rank, in the order of the step.
     """
-    indices, epoch = run.plan.indices(run.state.step)
+    drawn, epoch = run.plan.drawn(run.state.step)
     world, data = run.world, run.batches.loader.micro_batches.data
     where = getattr(data, "where", None)
     first, by = (0, 1) if run.state.strategy.is_sharded else (world.rank, world.size)
     # All ranks make equally many passes, because the first of them are collectives: some samples are computed twice.
-    chosen = [min(place, len(indices) - 1) for place in range(first, -(-len(indices) // by) * by, by)]
+    chosen = [min(place, len(drawn) - 1) for place in range(first, -(-len(drawn) // by) * by, by)]
     training = run.model.training
     run.state.forward.eval()
     try:
         found = {}
         for place in chosen:
-            index = int(indices[place])
-            plan = MicroBatchPlan((index,), epoch, False)
+            (plan,) = split_for_rank(drawn[place : place + 1], epoch, 1, 1, 0)
+            (index,) = plan.indices
             micro_batch = read(run.batches.loader.micro_batches, plan, like, world.device)
             name = str(where(index)) if where else f"{type(data).__name__}[{index}]"
             found[place] = _part(run, name, micro_batch, world.rank, 0)

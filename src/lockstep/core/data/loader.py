@@ -67,6 +67,8 @@ class MicroBatch:
     """True if the micro-batch counts with weight zero."""
     bad: Bad = ()
     """Index and message of each sample that could not be read and was left out."""
+    words: tuple[int, ...] = ()
+    """What tells its samples apart within the epoch, see `MicroBatchPlan.words`."""
     copy: Callable[[Any], Copy] | None = field(default=None, repr=False)
     """Begins to copy `collated` to the device. None: it is there already."""
     _copied: Copy | None = field(default=None, repr=False)
@@ -109,8 +111,9 @@ def one_ahead(micro_batches: Sequence[MicroBatch]) -> Generator[MicroBatch, None
 class MicroBatches(Dataset[MicroBatch]):
     """A data set of micro-batches: `micro_batches[plan]` reads, prepares and collates samples.
 
-    The random numbers of a sample (torch, NumPy, Python) depend on the run's seed, the epoch and the index alone.
-    Those of `collate` depend on the seed, the epoch and the first index of the micro-batch.
+    The random numbers of a sample (torch, NumPy, Python) depend on the run's seed, the epoch and the index alone; where
+    an order draws samples, on its position instead of the index, so that a sample that is drawn twice differs.
+    Those of `collate` depend on the seed, the epoch and the first index, or position, of the micro-batch.
 
     Args:
         data: raw samples by index.
@@ -134,75 +137,75 @@ class MicroBatches(Dataset[MicroBatch]):
         if self.at_once:  # the same as reading each sample and collating them
             indices = torch.tensor(plan.indices)
             batch = [tensor[indices] for tensor in self.data.tensors]  # type: ignore[attr-defined]
-            return self._micro_batch(plan, batch, plan.indices, plan.filler, _NONE_BAD)
+            return self._micro_batch(plan, batch, plan.filler, _NONE_BAD)
         while True:
             self.seeding.begin(derive_seed(self.seed, plan.epoch))
             samples, read, bad = self._read(plan)
             if not self.seeding.found_more():  # otherwise read again, at most once for each generator
                 break
-        filler = plan.filler or not read
-        if not read:
+        filler = plan.filler or not samples
+        if not samples:
             samples, read = self._substitute(plan)
         if self.collates:
-            seed_all(derive_seed(self.seed, plan.epoch, plan.indices[0], _COLLATE))
+            seed_all(derive_seed(self.seed, plan.epoch, plan.words[0], _COLLATE))
         try:
             batch = self.task.collate(samples)
         except Exception as raised:
-            if (error := error_of_batch(read, raised)) is None:
+            if (error := error_of_batch(read.indices, raised)) is None:
                 raise
             raise error from raised
-        return self._micro_batch(plan, batch, read, filler, _NONE_BAD if plan.filler else bad)
+        return self._micro_batch(read, batch, filler, _NONE_BAD if plan.filler else bad)
 
-    def _micro_batch(
-        self, plan: MicroBatchPlan, batch: Any, indices: tuple[int, ...], filler: bool, bad: Bad
-    ) -> MicroBatch:
+    def _micro_batch(self, read: MicroBatchPlan, batch: Any, filler: bool, bad: Bad) -> MicroBatch:
         if batch is None:
             raise TrainingError(
                 "it returned None",
                 where="Task.collate",
                 remedy="return a batch: tensors, or dicts, lists or tuples of them",
             )
-        return MicroBatch(batch, indices, plan.epoch, _as_floats(self.task.weight(batch), filler), filler, bad)
+        weights = _as_floats(self.task.weight(batch), filler)
+        return MicroBatch(batch, read.indices, read.epoch, weights, filler, bad, words=read.words)
 
-    def _read(self, plan: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...], Bad]:
-        """The samples, their indices, and the samples that could not be read.
+    def _read(self, plan: MicroBatchPlan) -> tuple[list[Any], MicroBatchPlan, Bad]:
+        """The samples, which they are, and the samples that could not be read.
 
         Raises:
             DataError: a sample cannot be read, and `on_error` is `raise`.
             TrainingError: the code that reads or prepares samples is at fault; see `error_of_sample`.
         """
-        indices, epoch = plan.indices, plan.epoch
         try:
             if self.read_many is not None and not self.seeding.drawn:
-                samples = list(self.read_many(list(indices)))
-                if len(samples) == len(indices):
-                    return samples, indices, _NONE_BAD
-            return self._read_seeded(indices, epoch), indices, _NONE_BAD
+                samples = list(self.read_many(list(plan.indices)))
+                if len(samples) == len(plan.indices):
+                    return samples, plan, _NONE_BAD
+            return self._read_seeded(plan), plan, _NONE_BAD
         except Exception:
             return self._read_each(plan)
 
-    def _read_each(self, plan: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...], Bad]:
-        samples, indices, bad = [], [], []
-        for index in plan.indices:
+    def _read_each(self, plan: MicroBatchPlan) -> tuple[list[Any], MicroBatchPlan, Bad]:
+        samples, read, bad = [], [], []
+        for index, word in zip(plan.indices, plan.words, strict=True):
             method = f"{type(self.data).__name__}.__getitem__"
             try:
-                self.seeding.seed(derive_seed(index, state=derive_seed(self.seed, plan.epoch)))
+                self.seeding.seed(derive_seed(word, state=derive_seed(self.seed, plan.epoch)))
                 sample = self.data[index]
                 method = "Task.prepare"
                 samples.append(self.task.prepare(sample, plan.epoch, self.training) if self.prepares else sample)
-                indices.append(index)
+                read.append((index, word))
             except Exception as raised:
                 error = error_of_sample(index, raised, where=self._name(index), method=method)
                 if self.on_error == "raise" or not isinstance(error, DataError):
                     raise error from raised
                 bad.append((index, f"{error.where}: {error.what}"))  # the remedy would advise to leave the sample out
-        return samples, tuple(indices), tuple(bad)
+        kept = plan._replace(indices=tuple(index for index, _ in read), positions=tuple(word for _, word in read))
+        return samples, kept, tuple(bad)
 
-    def _read_seeded(self, indices: tuple[int, ...], epoch: int) -> list[Any]:
+    def _read_seeded(self, plan: MicroBatchPlan) -> list[Any]:
         """The samples, each under its own seed. This runs for every sample, so it calls little else."""
         data, prepares, prepare, training, samples = self.data, self.prepares, self.task.prepare, self.training, []
-        seeders = self.seeding.seeders()
-        for index, seed in zip(indices, derive_seeds(indices, state=derive_seed(self.seed, epoch)), strict=True):
+        epoch, seeders = plan.epoch, self.seeding.seeders()
+        seeds = derive_seeds(plan.words, state=derive_seed(self.seed, epoch)).tolist()
+        for index, seed in zip(plan.indices, seeds, strict=True):
             for seed_generator in seeders:
                 seed_generator(seed)
             sample = data[index]
@@ -214,13 +217,13 @@ class MicroBatches(Dataset[MicroBatch]):
         seed_all(derive_seed(self.seed, epoch, index))
         return self.task.prepare(self.data[index], epoch, self.training)
 
-    def _substitute(self, plan: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...]]:
-        """A readable sample and its index. A micro-batch of bad samples still needs a forward pass, of weight zero."""
+    def _substitute(self, plan: MicroBatchPlan) -> tuple[list[Any], MicroBatchPlan]:
+        """A readable sample, and which it is: a micro-batch of bad samples still needs a pass, of weight zero."""
         length = len(self.data)  # type: ignore[arg-type]
         for step in range(1, min(length, _SUBSTITUTES) + 1):
             index = (plan.indices[0] + step) % length
             try:
-                return [self.sample(index, plan.epoch)], (index,)
+                return [self.sample(index, plan.epoch)], MicroBatchPlan((index,), plan.epoch, True)
             except Exception:  # noqa: S112 - the next sample may be readable; if none is, an error follows
                 continue
         raise DataError(

@@ -54,6 +54,11 @@ class DataConfig(Section):
     """Batches of samples of similar length, which need less padding: number of global batches in a window of the epoch,
     whose samples are sorted by length and cut into these batches, which are then shuffled. For data with the attribute
     `lengths`. None: lengths do not choose the samples of a batch."""
+    balance: Literal["label"] | None = None
+    """`label`: draw samples with replacement, each label equally often on average. For data whose labels are known; see
+    docs/sampling.md. None: by the weights of the data set, or without weights each sample once."""
+    samples_per_epoch: PositiveInt | None = None
+    """Samples that an epoch draws, where weights draw them. None: as many as the data set has."""
     cache: Annotated[Literal["decoded"] | None, DOES_NOT_DETERMINE] = None
     """Pictures: `decoded` keeps their pixels on disk, so that only the first epoch decodes. The samples are the same.
     None: no cache."""

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,14 +43,13 @@ def derive_seed(*words: int, state: int = 0) -> int:
     return state
 
 
-def derive_seeds(words: Sequence[int], *, state: int) -> list[int]:
+def derive_seeds(words: npt.ArrayLike, *, state: int) -> npt.NDArray[np.uint64]:
     """`derive_seed(word, state=state)` for each of `words`, which are not negative."""
     seeds = np.array(words, np.uint64)
     seeds += np.uint64((state + 0x9E3779B97F4A7C15) & _MASK)
     seeds = (seeds ^ (seeds >> _30)) * _FIRST
     seeds = (seeds ^ (seeds >> _27)) * _SECOND
-    hashed: list[int] = (seeds ^ (seeds >> _31)).tolist()
-    return hashed
+    return seeds ^ (seeds >> _31)
 
 
 def _shift(half: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64], key: int, size: int) -> npt.NDArray[np.uint64]:
@@ -104,6 +103,18 @@ def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) ->
     return places.astype(np.int64).reshape(np.shape(positions))
 
 
+class Order(Protocol):
+    """The samples that an epoch draws, in place of the permutation. It may draw a sample several times."""
+
+    length: int
+    """Positions of an epoch: the number of samples that it draws."""
+    digest: str
+    """Differs where another order draws other samples."""
+
+    def __call__(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
+        """The index of the sample at each position, 0 to `length` - 1: a pure function, the same on every rank."""
+
+
 def at_epoch(values: Mapping[int, int], epoch: int) -> int:
     """The value of a step function of the epoch.
 
@@ -124,6 +135,13 @@ class MicroBatchPlan(NamedTuple):
     filler: bool
     """True if no sample was left for this rank. `indices` then repeats a sample, which counts with weight zero, so that
     every rank runs the same collectives."""
+    positions: tuple[int, ...] = ()
+    """Positions of these samples in the epoch, where an `Order` draws them. Empty: each sample occurs once."""
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """What tells these samples apart within the epoch: the last word of the seed of each."""
+        return self.positions or self.indices
 
 
 def count_micro_batches(samples: int, world: int, micro_batch: int) -> int:
@@ -138,6 +156,9 @@ def split_for_rank(
 
     Sizes differ by at most 1 over all ranks and micro-batches. With `lengths` (of these samples), samples of similar
     length share a micro-batch, and ranks take turns in alternating order ("snake"), so that each gets the same work.
+
+    Args:
+        indices: of the samples, (samples,); or with their positions in a second column, see `StepPlan.drawn`.
     """
     count = len(indices)
     per_rank = count_micro_batches(count, world, micro_batch)
@@ -151,7 +172,8 @@ def split_for_rank(
         start = number * size + min(number, extra)
         mine = indices[start : start + size + (number < extra)]
         filler = not mine.size
-        plans.append(MicroBatchPlan(tuple((indices[:1] if filler else mine).tolist()), epoch, filler))
+        columns = np.atleast_2d((indices[:1] if filler else mine).T).tolist()
+        plans.append(MicroBatchPlan(tuple(columns[0]), epoch, filler, *map(tuple, columns[1:])))
     return plans
 
 
@@ -163,7 +185,7 @@ def group(indices: Indices, lengths: Indices | None, global_batch: int, *, seed:
     and are not sorted with the others: otherwise they would be the longest samples.
 
     Args:
-        indices: samples of the window, as the permutation of the epoch orders them.
+        indices: samples of the window, as the permutation of the epoch orders them; see `split_for_rank`.
         lengths: of these samples.
         global_batch: samples per step, over all ranks.
         seed: of the epoch.
@@ -178,9 +200,9 @@ def group(indices: Indices, lengths: Indices | None, global_batch: int, *, seed:
     if not batches:
         return indices
     whole = batches * global_batch
-    by_length = indices[np.argsort(lengths[:whole], kind="stable")].reshape(batches, global_batch)
+    by_length = np.argsort(lengths[:whole], kind="stable").reshape(batches, global_batch)
     shuffled = by_length[permute(np.arange(batches), batches, seed, window)]
-    return np.concatenate([shuffled.reshape(-1), indices[whole:]])
+    return np.concatenate([indices[shuffled.reshape(-1)], indices[whole:]])
 
 
 @dataclass
@@ -188,7 +210,7 @@ class StepPlan:
     """The samples of every training step, for every rank. It has no state except a cache of the current block."""
 
     length: int
-    """Number of samples in the data set."""
+    """Number of samples in an epoch: those of the data set, or what `order` draws."""
     global_batch: int
     """Samples per step, over all ranks."""
     micro_batch: int
@@ -206,6 +228,8 @@ class StepPlan:
     group_by_length: int | None = None
     """Number of global batches in a window, whose samples are sorted by length before they are cut into the batches;
     see `group`. It needs `lengths`. None: batches are those of the permutation."""
+    order: Order | None = None
+    """Draws the samples of an epoch. None: a permutation, so that an epoch has each sample once."""
     _cached: tuple[int, int, Indices] | None = field(default=None, repr=False)
 
     @property
@@ -239,6 +263,11 @@ class StepPlan:
 
     def indices(self, step: int) -> tuple[Indices, int]:
         """The indices of step `step` (counted from 0) over all ranks, and its epoch."""
+        drawn, epoch = self.drawn(step)
+        return self._samples(drawn), epoch
+
+    def drawn(self, step: int) -> tuple[Indices, int]:
+        """The same: (samples,). Where there is an `order`, (samples, 2), with the positions in the second column."""
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.global_batch
         stop = min(start + self.global_batch, self.length)
@@ -255,11 +284,14 @@ class StepPlan:
 
     def rank_micro_batches(self, step: int, rank: int) -> list[MicroBatchPlan]:
         """The micro-batches of one rank in step `step`."""
-        indices, epoch = self.indices(step)
-        return split_for_rank(indices, epoch, self.world, self.micro_batch_at(step), rank, self._lengths_of(indices))
+        drawn, epoch = self.drawn(step)
+        return split_for_rank(drawn, epoch, self.world, self.micro_batch_at(step), rank, self._lengths_of(drawn))
 
-    def _lengths_of(self, indices: Indices) -> Indices | None:
-        return None if self.lengths is None else np.asarray(self.lengths[indices], dtype=np.int64)
+    def _samples(self, drawn: Indices) -> Indices:
+        return drawn if self.order is None else drawn[:, 0]
+
+    def _lengths_of(self, drawn: Indices) -> Indices | None:
+        return None if self.lengths is None else np.asarray(self.lengths[self._samples(drawn)], dtype=np.int64)
 
     @property
     def _block_size(self) -> int:
@@ -271,7 +303,10 @@ class StepPlan:
         if self._cached is None or self._cached[:2] != (epoch, number):
             size = self._block_size
             places = np.arange(number * size, min((number + 1) * size, self.length))
-            order = permute(places, self.length, self.seed, epoch)
+            if self.order is None:
+                order = permute(places, self.length, self.seed, epoch)
+            else:
+                order = np.stack([self.order(places, seed=self.seed, epoch=epoch), places], axis=1)
             if self.group_by_length:
                 seed = derive_seed(self.seed, epoch)
                 order = group(order, self._lengths_of(order), self.global_batch, seed=seed, window=number)

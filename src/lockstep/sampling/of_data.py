@@ -1,0 +1,108 @@
+"""The order of the training data, as the data set and the config say it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Sampler, Subset
+
+from lockstep.core.config.sections import RunConfig
+from lockstep.core.errors import DataError, UsageError
+from lockstep.sampling.checked import CheckedOrder
+from lockstep.sampling.weighted import WeightedSampler
+
+_ONE_ATTRIBUTE = "give the training data one of `order`, `sample_weights` and data.balance"
+_LABELS = ("sample_labels", "labels", "targets")
+
+
+def order_of(config: RunConfig, data: Any) -> CheckedOrder | None:
+    """What draws the samples of an epoch of the training data. None: an epoch has each sample once.
+
+    Raises:
+        UsageError: the data set and the config say different things, or the order is no order.
+        DataError: the weights, the labels or the order are wrong.
+    """
+    own, weights = getattr(data, "order", None), getattr(data, "sample_weights", None)
+    balance, count = config.data.balance, config.data.samples_per_epoch
+    given = {"`order`": own, "`sample_weights`": weights, f"data.balance={balance}": balance}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise UsageError(f"{' and '.join(names)} are given", where="the training data", remedy=_ONE_ATTRIBUTE)
+    if count is not None and (not names or own is not None):
+        what = "nothing draws samples by weights" if not names else "the order of the data set has a length of its own"
+        remedy = "leave it out, or let weights draw: data.balance=label, or the attribute `sample_weights`"
+        raise UsageError(what, where="data.samples_per_epoch", remedy=remedy)
+    if not names:
+        return None
+    samples = len(data)
+    if own is not None:
+        _refuse_samplers(own)
+        order = CheckedOrder(own, samples, _name(own))
+    elif balance is not None:
+        labels = labels_of(data)
+        order = CheckedOrder(_sampler(_equal(labels), count, samples), samples, f"weighted sampling by {balance}")
+    else:
+        order = CheckedOrder(_sampler(weights, count, samples), samples, "weighted sampling")
+    order.check(config.seed)
+    return order
+
+
+def _name(order: Any) -> str:
+    if isinstance(order, WeightedSampler):
+        return "weighted sampling"
+    return f"order of the data set, {getattr(order, '__name__', type(order).__name__)}"
+
+
+def _sampler(weights: Any, count: int | None, samples: int) -> WeightedSampler:
+    sampler = WeightedSampler(weights, count)
+    if len(sampler.weights) != samples:
+        what = f"there are {len(sampler.weights):,} weights, and {samples:,} samples"
+        raise DataError(what, where="`sample_weights` of the training data", remedy="give one weight for each sample")
+    return sampler
+
+
+def _refuse_samplers(order: Any) -> None:
+    if isinstance(order, Sampler):
+        remedy = (
+            "for WeightedRandomSampler(weights, num_samples), write lockstep.WeightedSampler(weights, num_samples); "
+            "for a sampler of your own, a class with `length` and __call__(positions, *, seed, epoch): docs/sampling.md"
+        )
+        what = (
+            f"it is a {type(order).__name__}, a sampler of torch, which gives its samples one after the other: ranks "
+        )
+        what += "and restarts cannot ask it for a position"
+        raise UsageError(what, where="the attribute `order` of the training data", remedy=remedy)
+
+
+def labels_of(data: Any) -> npt.NDArray[Any]:
+    """The label of each sample: (samples,).
+
+    They are the attribute `labels` or `targets` of the data set, as data sets of torchvision have it, or
+    `sample_labels`, where those mean something else.
+
+    Raises:
+        UsageError: the labels are not known, or are not one label for each sample.
+    """
+    if isinstance(data, Subset):
+        return labels_of(data.dataset)[np.asarray(data.indices, dtype=np.int64)]
+    name = next((name for name in _LABELS if hasattr(data, name)), None)
+    found = getattr(data, name) if name is not None else None
+    remedy = "set the attribute `labels` of the data set to an array of one label for each sample, or `sample_weights` "
+    remedy += "to weights; data.balance is for data with one class for each sample"
+    if found is None:
+        what = f"the labels of the samples are not known: {type(data).__name__} has no `labels` or `targets`"
+        raise UsageError(what, where="data.balance", remedy=remedy)
+    labels = np.asarray(found.detach().cpu() if hasattr(found, "detach") else found)
+    if labels.shape != (len(data),) or labels.dtype.kind not in "biuUSO":
+        what = f"`{name}` of {type(data).__name__} has the shape {labels.shape} and the type {labels.dtype}; expected: "
+        raise UsageError(f"{what}one label for each of {len(data):,} samples", where="data.balance", remedy=remedy)
+    return labels
+
+
+def _equal(labels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Weights with which each label is drawn equally often: 1 / number of samples of the label."""
+    _, codes, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    found: npt.NDArray[np.float64] = 1.0 / counts[codes]
+    return found
