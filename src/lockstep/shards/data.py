@@ -60,7 +60,7 @@ class Shards(Dataset[Any]):
     ) -> None:
         named = [source] if isinstance(source, str | Path) else source
         sources = [str(one) if scheme(str(one)) else os.path.abspath(os.path.expanduser(one)) for one in named]
-        self.cache_bytes, self.options = _bytes_of(cache), dict(storage_options or {})
+        self.cache_bytes, self.options = bytes_of(cache, where="Shards(cache=...)"), dict(storage_options or {})
         self._process: tuple[int, Files, Kept] | None = None
         self.shards = find(self._here()[0], sources)
         self.counted = counted(self._here()[0], self.shards)
@@ -160,11 +160,15 @@ class Shards(Dataset[Any]):
         return found
 
 
-def _bytes_of(size: int | str) -> int:
-    """Bytes, from a number or a text such as `512MB` or `2GiB`."""
+def bytes_of(size: int | str, *, where: str) -> int:
+    """Bytes, from a number or a text such as `512MB` or `2GiB`.
+
+    Raises:
+        UsageError: it is neither. `where` names the value.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", str(size).upper().strip())
     found = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if found < 1:
         remedy = "give a number of bytes, such as '512MB' or '2GB'"
-        raise UsageError(f"the cache is {size!r}", where="Shards(cache=...)", remedy=remedy)
+        raise UsageError(f"the size is {size!r}", where=where, remedy=remedy)
     return found
