@@ -1,4 +1,4 @@
-"""Shards of every format, written by the libraries that users write them with, and a server of files."""
+"""Shards of every format, written by the libraries that users write them with; a server of files; a training."""
 
 import functools
 import gzip
@@ -11,6 +11,12 @@ from threading import Thread
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+
+import lockstep
+from lockstep.shards.order import ShardOrder
+from lockstep.verify.reference.order import seed_of
+from tests import runs
 
 SIZES = (7, 1, 12, 5)
 """Samples of each shard."""
@@ -162,3 +168,57 @@ class Server:
     def __exit__(self, *_):
         self.http.shutdown()
         self.http.server_close()
+
+
+class ShardTask(lockstep.Task):
+    """Regression in float64 on the numbers of `SAMPLES`, with noise from each sample's own seed."""
+
+    def __init__(self, source, window=6):
+        self.source, self.window = source, window
+
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+
+    def train_data(self):
+        return lockstep.Shards(self.source, window=self.window)
+
+    def prepare(self, sample, epoch, training):
+        sample = plain(sample)
+        inputs = torch.tensor([sample["number"] / 10, len(sample["text"])], dtype=torch.float64)
+        return inputs + 0.1 * torch.rand(2, dtype=torch.float64), inputs[:1].sin()
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().sum()
+
+
+BATCH = 6
+
+
+def settings(steps, **sections):
+    """An epoch has 5 steps, the last of them with a single sample."""
+    return runs.config(train={"steps": steps}, batch={"global": BATCH}, checkpoint={"mode": "sync"}, **sections)
+
+
+def trained(source, steps, folder, workers=0, on_error="raise"):
+    """Weights after a training in `folder`, for ranks."""
+    return runs.fit(ShardTask(source), settings(steps, data={"workers": workers, "on_error": on_error}), folder)[0]
+
+
+def by_hand(source, steps):
+    """Weights of plain torch on one process. The order is that of the page: shards, behind each other, in windows."""
+    torch.manual_seed(0)
+    task = ShardTask(source)
+    model, order = task.model(), ShardOrder(SIZES, task.window)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(steps):
+        epoch, within = divmod(step, -(-len(SAMPLES) // BATCH))
+        positions = np.arange(within * BATCH, min((within + 1) * BATCH, len(SAMPLES)))
+        batch = []
+        for position, index in zip(positions.tolist(), order(positions, seed=0, epoch=epoch).tolist(), strict=True):
+            torch.manual_seed(seed_of(0, epoch, position))
+            batch.append(task.prepare(SAMPLES[index], epoch, True))
+        collated = torch.utils.data.default_collate(batch)
+        optimizer.zero_grad()
+        (task.loss(model, collated) / len(batch)).backward()
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

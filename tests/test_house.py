@@ -164,7 +164,10 @@ CODE_LINES = {
     "watch/shares.py": 90,
     "watch": 1_300,
     "core/parallel/posing.py": 20,
-    "shards": 900,
+    "shards": 570,
+    "shards/formats": 405,
+    "shards/write.py": 150,
+    "shards/encode.py": 130,
     "cli/shards.py": 120,
 }
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
@@ -193,6 +196,9 @@ OF_THEIR_OWN = (
     "watch",
     "core/parallel/posing.py",
     "shards",
+    "shards/formats",
+    "shards/write.py",
+    "shards/encode.py",
     "cli/shards.py",
 )
 
