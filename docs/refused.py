@@ -13,7 +13,13 @@ TOPICS = {
         "core/task.py",
         "updates",
     ],
-    "Data": ["core/data", "core/run_data.py", "parts/checks/untouched_data.py", "core/data/same_samples.py"],
+    "Data": [
+        "core/data",
+        "core/run_data.py",
+        "sampling",
+        "parts/checks/untouched_data.py",
+        "core/data/same_samples.py",
+    ],
     "Models and their state": [
         "core/checkpoint/form.py",
         "core/checkpoint/state.py",

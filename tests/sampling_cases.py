@@ -105,3 +105,14 @@ def by_weights(weights):
         return next(index for index, total in enumerate(sums) if share < total)
 
     return index_at
+
+
+class Compared(Sampled):
+    """Its loss depends on the order of the global batch."""
+
+    def embed(self, model, batch):
+        return {"outputs": model(batch[0]), "targets": batch[1]}
+
+    def loss(self, model, batch):
+        places = 1 + torch.arange(len(batch["outputs"]), dtype=torch.float64)
+        return ((batch["outputs"] - batch["targets"]).square().mean(dim=1) * places).sum() / len(places)

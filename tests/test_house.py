@@ -35,7 +35,7 @@ ALLOWED = {
     "trainer": {"core", "locks", "parts", "launch", "tasks", "recipes", "sampling", "updates", "watch", "weights"},
     "report": {"core", "locks", "parts", "recipes"},
     "plan": {"core", "parts", "tasks", "trainer", "report", "recipes", "sampling"},
-    "verify": {"core", "parts", "launch", "tasks", "trainer", "report", "recipes", "sampling", "updates"},
+    "verify": {"core", "parts", "launch", "tasks", "trainer", "report", "recipes", "updates"},
     "cli": {"core", "parts", "launch", "tasks", "trainer", "verify", "plan", "report", "recipes", "audit", "watch"}
     | {"cache_folder", "shards"},
     "__main__": {"cli"},
@@ -145,9 +145,11 @@ def test_folders_stand_on_few_floors():
 
 CODE_LINES = {
     "core": 9_885,
-    "": 42_560,
+    "": 42_625,
     "updates": 355,
     "sampling": 200,
+    "verify/draws.py": 70,
+    "verify/reference/sampling.py": 50,
     "cli/first_hour.py": 85,
     "cli/audit.py": 60,
     "cli/env.py": 202,
@@ -175,10 +177,13 @@ CODE_LINES = {
 What came new, such as a recipe, has a budget of its own, and does not count in the folder around it.
 What language models need of the engine (units and recomputation of large models, seams of adapters and uploads), and
 the command of the audit, took 78 lines beside these.
+What verify, plan and the log need to know of the samples that a data set draws took 65 lines beside these.
 """
 OF_THEIR_OWN = (
     "updates",
     "sampling",
+    "verify/draws.py",
+    "verify/reference/sampling.py",
     "cli/first_hour.py",
     "cli/audit.py",
     "cli/env.py",

@@ -35,6 +35,7 @@ from lockstep.plan.inputs import (
 from lockstep.plan.model import Built
 from lockstep.plan.search import LARGEST
 from lockstep.plan.trace import LiveBytes, TracedPass, TracedSegment, Untraceable, trace_pass
+from lockstep.sampling.of_data import order_of
 
 if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
@@ -73,7 +74,8 @@ def facts_of(
         run_model.seed_everything(config)
         task.setup(folder, False)
         data = task_checks.data(task.train_data(), "Task.train_data")
-        length = len(data)  # type: ignore[arg-type]
+        order = order_of(config, data) if has_data else None
+        length = order.length if order else len(data)  # type: ignore[arg-type]
         batches = {n: _batch(config, task, data, n) for n in dict.fromkeys((*_SIZES, *_REAL_SIZES))}
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         built = model.without_values(task, config, fake, gpu=device == "cuda")

@@ -14,8 +14,8 @@ _LOOKED_AT = 1000  # positions
 _MOST_COUNTED = 1 << 24  # draws of an epoch that are counted for the log
 _WHERE = "the attribute `order` of the training data"
 PURE = (
-    "let it depend on its arguments alone, position by position: for chance, use lockstep.WeightedSampler, or "
-    "lockstep.core.data.order.permute and derive_seeds, and no generator that keeps a state"
+    "let it depend on its arguments alone, position by position: for chance, use lockstep.WeightedSampler or hashes of "
+    "(seed, epoch, position), and no generator that keeps a state"
 )
 
 

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from torch.utils.data import Sampler, Subset
 
 from lockstep.core.config.sections import RunConfig
+from lockstep.core.data.order import StepPlan
 from lockstep.core.errors import DataError, UsageError
 from lockstep.sampling.checked import CheckedOrder
 from lockstep.sampling.weighted import WeightedSampler
@@ -37,30 +38,28 @@ def order_of(config: RunConfig, data: Any) -> CheckedOrder | None:
     if not names:
         return None
     samples = len(data)
-    if own is not None:
-        _refuse_samplers(own)
-        order = CheckedOrder(own, samples, _name(own))
-    elif balance is not None:
-        labels = labels_of(data)
-        order = CheckedOrder(_sampler(_equal(labels), count, samples), samples, f"weighted sampling by {balance}")
-    else:
-        order = CheckedOrder(_sampler(weights, count, samples), samples, "weighted sampling")
+    name = "weighted sampling"
+    if balance is not None:
+        own, name = WeightedSampler(_equal(labels_of(data)), count), f"weighted sampling by {balance}"
+    elif own is None:
+        own = WeightedSampler(weights, count)
+    _refuse_samplers(own)
+    if not isinstance(own, WeightedSampler):
+        name = f"order of the data set, {type(own).__name__}"
+    elif len(own.weights) != samples:
+        what = f"there are {len(own.weights):,} weights, and {samples:,} samples"
+        raise DataError(what, where="the training data", remedy="give one weight for each sample")
+    order = CheckedOrder(own, samples, name)
     order.check(config.seed)
     return order
 
 
-def _name(order: Any) -> str:
-    if isinstance(order, WeightedSampler):
-        return "weighted sampling"
-    return f"order of the data set, {getattr(order, '__name__', type(order).__name__)}"
-
-
-def _sampler(weights: Any, count: int | None, samples: int) -> WeightedSampler:
-    sampler = WeightedSampler(weights, count)
-    if len(sampler.weights) != samples:
-        what = f"there are {len(sampler.weights):,} weights, and {samples:,} samples"
-        raise DataError(what, where="`sample_weights` of the training data", remedy="give one weight for each sample")
-    return sampler
+def lines(plan: StepPlan) -> list[str]:
+    """A line for the log, where an epoch does not have each sample once."""
+    order = plan.order
+    if not isinstance(order, CheckedOrder):
+        return []
+    return [f"{order.name}: an epoch has {order.length:,} draws of {order.samples:,} samples"]
 
 
 def _refuse_samplers(order: Any) -> None:
@@ -92,7 +91,7 @@ def labels_of(data: Any) -> npt.NDArray[Any]:
     remedy = "set the attribute `labels` of the data set to an array of one label for each sample, or `sample_weights` "
     remedy += "to weights; data.balance is for data with one class for each sample"
     if found is None:
-        what = f"the labels of the samples are not known: {type(data).__name__} has no `labels` or `targets`"
+        what = f"the labels of the samples are not known: {type(data).__name__} has none for each sample"
         raise UsageError(what, where="data.balance", remedy=remedy)
     labels = np.asarray(found.detach().cpu() if hasattr(found, "detach") else found)
     if labels.shape != (len(data),) or labels.dtype.kind not in "biuUSO":

@@ -68,7 +68,9 @@ def _checked(weights: Any) -> npt.NDArray[np.float64]:
         what = f"the weight of sample {wrong[0]} is {found[wrong[0]]:g}"
         more = f" ({len(wrong):,} of {len(found):,} weights are such)" if len(wrong) > 1 else ""
         raise DataError(what + more, where=where, remedy="weights are finite and not negative; 0 leaves a sample out")
-    if not 0 < found.sum() < np.inf:
-        what = f"the sum of the {len(found):,} weights is {found.sum():g}"
+    with np.errstate(over="ignore"):
+        total = found.sum()
+    if not 0 < total < np.inf:
+        what = f"the sum of the {len(found):,} weights is {total:g}"
         raise DataError(what, where=where, remedy="give at least one weight above 0, and a sum that is finite")
     return found

@@ -61,7 +61,7 @@ from lockstep.parts.checks.run_checks import RunChecks
 from lockstep.parts.writer_kinds import files_of_writers
 from lockstep.recipes import config_file, registry
 from lockstep.recipes.task_options import TaskOptions
-from lockstep.sampling.of_data import order_of
+from lockstep.sampling import of_data
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.trainer import (
     backends,
@@ -383,7 +383,7 @@ class Trainer:
             run.confirmed_step = evidence.confirmed_step(self.run_dir, checkpoint)
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.state.step}"]))
-        run.messages += methods_not_called(task)
+        run.messages += [*methods_not_called(task), *of_data.lines(run.plan)]
         options = getattr(task, "options", None)
         if isinstance(options, TaskOptions):  # with train.steps, the number of epochs depends on the data
             never = options.never_reached(-(-run.stop // run.plan.steps_per_epoch))
@@ -406,7 +406,7 @@ class Trainer:
             checkpoint=checkpoint,
             folder=self.run_dir,
             beginning=beginning,
-            order_of=order_of,
+            order_of=of_data.order_of,
         )
         arrange(run)
         if checkpoint is not None:

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 from lockstep.core import task_checks
 from lockstep.core.data.loader import is_default
 from lockstep.core.task import Metrics, Task, loss_of_batch, needs_global_batch
+from lockstep.verify.draws import set_of_part
 from lockstep.verify.generators import disturb, states
 from lockstep.verify.reference.data import mapped, read
 
@@ -245,6 +246,7 @@ class _Subset(Dataset[Any]):
         self.data, self.indices = data, indices
         lengths = getattr(data, "lengths", None)
         self.lengths = None if lengths is None else np.asarray(lengths)[list(indices)]
+        set_of_part(self, data, indices)
         if hasattr(data, "__getitems__"):
             self.__getitems__ = self._get_many
 
@@ -276,6 +278,7 @@ class _Prepared(Dataset[Any]):
     def __init__(self, task: ComparableTask, data: Any) -> None:
         self.samples = read(task, data, range(len(data)), epoch=0, training=True, seed=0, skip=True)
         self.lengths = getattr(data, "lengths", None) if len(self.samples) == len(data) else None
+        set_of_part(self, data, range(len(self.samples)))
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -298,6 +301,7 @@ def _subset(data: Any, count: int | None) -> Dataset[Any]:
         lengths = getattr(data, "lengths", None)
         if lengths is not None:
             part.lengths = np.asarray(lengths)[indices]  # type: ignore[attr-defined]
+        set_of_part(part, data, indices)
         return part
     return _Subset(data, indices)
 

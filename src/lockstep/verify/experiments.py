@@ -149,6 +149,7 @@ class Experiments:
             "train__parts": [],
             "train__allow_mean_loss": True,  # a check says how far the gradient is off
             "data__eval_limit": None,
+            "data__samples_per_epoch": None,
             "train__eval_every_epochs": None,
             "train__eval_every_steps": 0,
             "schedule__warmup_steps": min(config["schedule"]["warmup_steps"], steps // 4),
@@ -285,6 +286,19 @@ class Experiments:
             return None
         (lengths,) = self.run("train-lengths", 1, worker_functions.train_lengths, self.short_config(), count)
         return lengths  # type: ignore[no-any-return]
+
+    @_once
+    def epoch_length(self, short: bool) -> int:
+        """Number of samples of an epoch, with `short_config` or with the config as it is."""
+        config = self.short_config() if short else self.config
+        (length,) = self.run("epoch-length", 1, worker_functions.epoch_length, config)
+        return length  # type: ignore[no-any-return]
+
+    @_once
+    def planned_draws(self, count: int) -> list[list[int]] | None:
+        """The samples of each step where the data set of `count` samples draws them. None: an epoch has each once."""
+        (found,) = self.run("draws", 1, worker_functions.planned_draws, self.short_config(), count, self.steps)
+        return found  # type: ignore[no-any-return]
 
     @_once
     def data_remarks(self) -> list[str]:

@@ -23,10 +23,12 @@ from lockstep.core.errors import LockstepError, Preempted, UsageError
 from lockstep.core.parallel import device_errors
 from lockstep.core.parallel.world import join_world
 from lockstep.trainer.trainer import Trainer
+from lockstep.verify import draws
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.recorder import RecorderOptions, Recording, TrainingRecorder
 from lockstep.verify.reference import checkpoint, evaluation
 from lockstep.verify.reference.data import numbers, tensors
+from lockstep.verify.reference.sampling import draws_of
 
 OUTPUT = "tensors of the output"
 """Key of a described prediction: see `summary`."""
@@ -265,6 +267,17 @@ def data_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
     task = Trainer(config, quiet=True).task()
     data = task.eval_data()
     return len(task.train_data()), 0 if data is None else len(data)  # type: ignore[arg-type]
+
+
+def epoch_length(config: Mapping[str, Any]) -> int:
+    """Number of samples of an epoch."""
+    return draws_of(Trainer(config, quiet=True).task().train_data(), config).length
+
+
+def planned_draws(config: Mapping[str, Any], count: int, steps: int) -> list[list[int]] | None:
+    """See `draws.planned`, for `count` training samples, as `TaskChanges.train_samples` chooses them."""
+    task = ComparableTask(Trainer(config, quiet=True).task(), TaskChanges(train_samples=count))
+    return draws.planned(task.train_data(), config, steps)
 
 
 def device_name(wanted: str) -> str:

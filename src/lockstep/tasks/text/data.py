@@ -255,6 +255,11 @@ class TextData(Dataset[TextSample]):
         """Number of tokens of each sample. The plan cuts batches by these lengths."""
         return self.tokens.lengths if self.rows is None else self.tokens.lengths[self.rows]
 
+    @property
+    def sample_labels(self) -> Array:
+        """The label of each sample, for `data.balance`."""
+        return self.labels if self.rows is None else self.labels[self.rows]
+
     def __len__(self) -> int:
         return len(self.texts) if self.rows is None else len(self.rows)
 

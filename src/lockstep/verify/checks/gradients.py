@@ -102,8 +102,9 @@ def _wrong_norms(recording: Recording, experiments: Experiments) -> list[str]:
 
 def _wrong_learning_rates(recording: Recording, experiments: Experiments) -> list[str]:
     """Complaints about learning rates that are not the schedule's."""
-    config, length = experiments.short_config(train__steps=experiments.learning_steps), experiments.data_sizes()[0]
+    config = experiments.short_config(train__steps=experiments.learning_steps)
     optim, total, batch = config["optim"], experiments.learning_steps, experiments.global_batch
+    length = experiments.epoch_length(True)
     steps_per_epoch = order.steps_per_epoch(length, batch, drop_last=config["data"]["drop_last"])
     base = optim["lr"] * schedule.scaled_lr(optim, batch)
     # The last parameter group, of which the rates are recorded, may be a group with a rate of its own.
@@ -131,7 +132,7 @@ def _wrong_learning_rates(recording: Recording, experiments: Experiments) -> lis
 
 def _endless_warmup(experiments: Experiments) -> list[str]:
     """A complaint if the whole training, as the config has it, is shorter than its warm-up."""
-    config, length = experiments.config, experiments.data_sizes()[0]
+    config, length = experiments.config, experiments.epoch_length(False)
     train, curve = config["train"], config["schedule"]
     steps_per_epoch = order.steps_per_epoch(length, experiments.global_batch, drop_last=config["data"]["drop_last"])
     total = train["steps"] or max(math.ceil((train["epochs"] or 1) * steps_per_epoch), train["min_steps"] or 0)

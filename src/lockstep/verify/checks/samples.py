@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.verify import worker_functions
+from lockstep.verify.draws import complaint as complaint_of_draws
 from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.recorder import Recording
 from lockstep.verify.reference import order
@@ -27,6 +28,7 @@ def samples(experiments: Experiments) -> CheckResult:
         raise
     length, config, batch = experiments.train_samples, experiments.config, experiments.global_batch
     length = min(length, experiments.data_sizes()[0])
+    draws = experiments.planned_draws(length)
     drop_last, skips = config["data"]["drop_last"], config["data"]["on_error"] != "raise"
     grouping = {"group_by_length": config["data"]["group_by_length"], "lengths": experiments.train_lengths(length)}
     steps_per_epoch = order.steps_per_epoch(length, batch, drop_last=drop_last)
@@ -34,6 +36,10 @@ def samples(experiments: Experiments) -> CheckResult:
     more: dict[str, Any] = {"value": 0.0, "bound": 0.0, "what": "samples lost, repeated or shared"}
     for step in range(experiments.steps):
         by_rank = _samples_of_step(recordings, step)
+        if draws is not None:
+            if complaint := complaint_of_draws(step, draws[step], by_rank, skips=skips):
+                return fault(complaint, **more | {"value": 1.0})
+            continue
         used = Counter(index for indices in by_rank for index in indices)
         planned, epoch = order.samples_of_step(
             step, length=length, global_batch=batch, seed=config["seed"], drop_last=drop_last, **grouping
@@ -54,7 +60,7 @@ def samples(experiments: Experiments) -> CheckResult:
                 **more,
             )
         epochs.setdefault(epoch, Counter()).update(used)
-    whole_epochs = experiments.steps // steps_per_epoch
+    whole_epochs = experiments.steps // steps_per_epoch if draws is None else 0
     for epoch in range(whole_epochs):
         counts = epochs.get(epoch, Counter())
         expected = steps_per_epoch * batch if drop_last else length
@@ -75,7 +81,11 @@ def samples(experiments: Experiments) -> CheckResult:
         more["notes"] = [
             f"reading sample 0 seeds {' and '.join(seeded)}: what is drawn afterwards is the same in every epoch"
         ]
-    total, _ = experiments.data_sizes()
+    if draws is not None:
+        drawn = sum(map(len, draws))
+        text = f"{experiments.steps} steps on {experiments.nproc} ranks use the {drawn} samples that the data set draws"
+        return passed(f"{text}, {drawn - sum(len(set(step)) for step in draws)} of them again in their step", **more)
+    total = experiments.data_sizes()[0]
     planned_text = ""
     if total <= _MOST_PLANNED:
         complaint = _wrong_plan(experiments, total)

@@ -19,17 +19,26 @@ EVERY_HEAD = ""
 
 
 def read(
-    task: Task, data: Any, indices: Iterable[int], *, epoch: int, training: bool, seed: int, skip: bool
+    task: Task,
+    data: Any,
+    indices: Iterable[int],
+    *,
+    epoch: int,
+    training: bool,
+    seed: int,
+    skip: bool,
+    words: Iterable[int] | None = None,
 ) -> list[Any]:
     """The samples at `indices`, prepared, each under its own seed in the generators of torch, NumPy and Python.
 
     Args:
         seed: of the run.
         skip: whether samples that cannot be read are left out.
+        words: the last word of the seed of each sample. None: its index.
     """
-    samples = []
-    for index in indices:
-        own = seed_of(seed, epoch, index)
+    samples, indices = [], list(indices)
+    for index, word in zip(indices, indices if words is None else words, strict=True):
+        own = seed_of(seed, epoch, word)
         torch.default_generator.manual_seed(own)  # `torch.manual_seed` does the same on the CPU, 100 times slower
         random.seed(own)
         np.random.seed(own % (1 << 32))

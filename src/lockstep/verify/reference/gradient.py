@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lockstep.core.task import Task, needs_global_batch
 from lockstep.verify.reference import data
-from lockstep.verify.reference.order import samples_of_step
+from lockstep.verify.reference.order import positions_of_step
+from lockstep.verify.reference.sampling import draws_of
 
 _BATCH_SIZE = 64
 
@@ -75,17 +76,21 @@ def reference_gradient(
         device: of the model.
     """
     samples_of: Any = task.train_data()
-    indices, epoch = samples_of_step(
+    draws = draws_of(samples_of, config)
+    positions, epoch = positions_of_step(
         step,
-        length=len(samples_of),
+        length=draws.length,
         global_batch=int(config["batch"]["global"]),
         seed=config["seed"],
         drop_last=config["data"]["drop_last"],
         group_by_length=config["data"]["group_by_length"],
         lengths=getattr(samples_of, "lengths", None),
+        index=draws.index_at,
     )
-    skip = config["data"]["on_error"] != "raise"
-    samples = data.read(task, samples_of, indices, epoch=epoch, training=True, seed=config["seed"], skip=skip)
+    indices = [draws.index_at(place, epoch) for place in positions]
+    words = positions if draws.may_repeat else indices
+    skip, seed = config["data"]["on_error"] != "raise", config["seed"]
+    samples = data.read(task, samples_of, indices, epoch=epoch, training=True, seed=seed, skip=skip, words=words)
     size = len(samples) if needs_global_batch(task) else _BATCH_SIZE
     parts = [samples[start : start + size] for start in range(0, len(samples), size)]
     comparison = _gradient(task, model, parts, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _WORD = 1 << 64
 _ROUNDS = 8
@@ -68,16 +68,43 @@ def samples_of_step(
     group_by_length: int | None = None,
     lengths: Sequence[int] | None = None,
 ) -> tuple[list[int], int]:
-    """The indices of the samples of a step, in their order, and the epoch.
+    """The indices of the samples of a step, in their order, and the epoch, where an epoch has each sample once.
+
+    See `positions_of_step`.
+    """
+
+    def index(place: int, epoch: int) -> int:
+        return index_at(place, length=length, seed=seed, epoch=epoch)
+
+    sizes = {"length": length, "global_batch": global_batch, "seed": seed}
+    positions, epoch = positions_of_step(
+        step, **sizes, drop_last=drop_last, group_by_length=group_by_length, lengths=lengths, index=index
+    )
+    return [index(place, epoch) for place in positions], epoch
+
+
+def positions_of_step(
+    step: int,
+    *,
+    length: int,
+    global_batch: int,
+    seed: int,
+    drop_last: bool,
+    group_by_length: int | None,
+    lengths: Sequence[int] | None,
+    index: Callable[[int, int], int],
+) -> tuple[list[int], int]:
+    """The positions of the samples of a step in their epoch, in their order, and the epoch.
 
     Args:
         step: counted from 0.
-        length: number of training samples.
+        length: number of samples of an epoch.
         global_batch: samples of a step, over all ranks.
         seed: of the run.
         drop_last: whether the samples that do not fill a global batch are left out.
         group_by_length: number of global batches of a window whose samples are sorted by length.
         lengths: length of each training sample, where they are sorted.
+        index: the index of the sample at a position of an epoch.
     """
     epoch, within = divmod(step, steps_per_epoch(length, global_batch, drop_last=drop_last))
     whole_batches = length // global_batch
@@ -86,10 +113,8 @@ def samples_of_step(
         first = window * group_by_length
         count = min(group_by_length, whole_batches - first)  # batches of this window
         positions = range(first * global_batch, (first + count) * global_batch)
-        in_order = [index_at(position, length=length, seed=seed, epoch=epoch) for position in positions]
-        length_of = {index: int(lengths[index]) for index in in_order}
-        by_length = sorted(in_order, key=length_of.__getitem__)
+        length_of = {position: int(lengths[index(position, epoch)]) for position in positions}
+        by_length = sorted(positions, key=length_of.__getitem__)
         batch = index_at(within - first, length=count, seed=seed_of(seed, epoch), epoch=window)
         return by_length[batch * global_batch : (batch + 1) * global_batch], epoch
-    positions = range(within * global_batch, min((within + 1) * global_batch, length))
-    return [index_at(position, length=length, seed=seed, epoch=epoch) for position in positions], epoch
+    return list(range(within * global_batch, min((within + 1) * global_batch, length))), epoch

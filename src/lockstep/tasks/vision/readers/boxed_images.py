@@ -62,6 +62,8 @@ class BoxedImages(DecodedPictures):
         kept: `channels`, `cache` and `notes`, as for `DecodedPictures`.
     """
 
+    sample_labels = None  # a picture has no label of its own: `labels` are those of the boxes
+
     def __init__(
         self, annotations: Annotations, pictures: PictureFiles, *, classes: Sequence[str], numbers: Array, **kept: Any
     ) -> None:

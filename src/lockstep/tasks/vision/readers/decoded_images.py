@@ -76,7 +76,7 @@ class DecodedImages(DecodedPictures):
 
     def __init__(self, records: ImageRecords, *, channels: int = 3, cache: CacheOptions | None = None) -> None:
         super().__init__(records.pictures, channels=channels, cache=cache, notes=records.notes)
-        self.records = records
+        self.records, self.labels = records, records.labels
 
     def __getitem__(self, index: int) -> DecodedImage:
         return DecodedImage(self.pixels(index), int(self.records.labels[index]), self.pictures.name(index))
