@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Dataset
 
 from lockstep.core.errors import DataError, LockstepError, UsageError
@@ -65,7 +66,7 @@ class Shards(Dataset[Any]):
         self.shards = find(self._here()[0], sources)
         self.counted = counted(self._here()[0], self.shards)
         counts = [one.samples for one in self.counted]
-        self.ends = np.cumsum(counts)
+        self.ends = list(itertools.accumulate(counts))
         if not len(self):
             raise DataError("the shards have no samples", where=sources[0], remedy="give other shards")
         if window is None:
@@ -77,7 +78,7 @@ class Shards(Dataset[Any]):
         """The order in which a training takes the samples."""
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return self.ends[-1]
 
     def __getitem__(self, index: int) -> Any:
         """A sample.
@@ -90,7 +91,7 @@ class Shards(Dataset[Any]):
         index = range(len(self))[index]
         shard, row = self._place(index)
         ends = self.counted[shard].ends
-        number = int(np.searchsorted(ends, row, side="right"))
+        number = bisect_right(ends, row)
         block = self._block(shard, number)
         try:
             return block[row - (ends[number - 1] if number else 0)]
@@ -109,8 +110,8 @@ class Shards(Dataset[Any]):
         return self.__dict__ | {"_process": None}  # connections and memory stay in this process
 
     def _place(self, index: int) -> tuple[int, int]:
-        shard = int(np.searchsorted(self.ends, index, side="right"))
-        return shard, int(index - (self.ends[shard - 1] if shard else 0))
+        shard = bisect_right(self.ends, index)
+        return shard, index - (self.ends[shard - 1] if shard else 0)
 
     def _here(self) -> tuple[Files, Kept]:
         """Files and memory of this process: a forked loader worker shares no connection with its parent."""
@@ -136,10 +137,8 @@ class Shards(Dataset[Any]):
 
         def load() -> tuple[Block, int]:
             first, end = of_shard.ends[number - 1] if number else 0, of_shard.ends[number]
-            data, at = (
-                read(of_shard.begins[number], of_shard.stops[number]),
-                f"{place.url}, samples {first} to {end - 1}",
-            )
+            at = f"{place.url}, samples {first} to {end - 1}"
+            data = read(of_shard.begins[number], of_shard.stops[number])
             try:
                 block = form.block(data, kept.get((shard, "head"), load_head), place, number)
             except LockstepError:
@@ -150,14 +149,20 @@ class Shards(Dataset[Any]):
             if len(block) != end - first:
                 what = f"the block has {len(block)} samples, and {end - first} were counted: the shard has changed"
                 raise DataError(what, where=at, remedy="start again, or write the shards again")
-            if block.nbytes > self.cache_bytes:
-                what = f"the block has {block.nbytes:,} bytes, and the cache holds {self.cache_bytes:,}"
-                remedy = f"Shards(cache='{-(-3 * block.nbytes // 10**9)}GB'), or smaller blocks: `lockstep shards`"
-                raise UsageError(what, where=at, remedy=remedy)
+            if block.nbytes > kept.limit:
+                raise _too_large(block.nbytes, kept.limit, at)
             return block, block.nbytes
 
         found: Block = kept.get((shard, number), load)
         return found
+
+
+def _too_large(size: int, limit: int, where: str) -> UsageError:
+    return UsageError(
+        f"the block has {size:,} bytes, and the cache holds {limit:,}",
+        where=where,
+        remedy=f"Shards(cache='{-(-3 * size // 10**9)}GB'), or smaller blocks: `lockstep shards`",
+    )
 
 
 def bytes_of(size: int | str, *, where: str) -> int:

@@ -66,8 +66,10 @@ class ShardOrder:
         if self.window == 1:
             return positions
         places, windows = np.empty_like(positions), positions // self.window
-        for number in np.unique(windows).tolist():
-            here, first = windows == number, number * self.window
+        sorted_ = np.argsort(windows, kind="stable")
+        numbers, begins = np.unique(windows[sorted_], return_index=True)
+        for number, here in zip(numbers.tolist(), np.split(sorted_, begins[1:]), strict=False):
+            first = number * self.window
             size = min(self.window, self.length - first)
             places[here] = first + permute(positions[here] - first, size, derive_seed(seed, epoch, _WINDOWS), number)
         return places
