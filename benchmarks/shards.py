@@ -1,4 +1,4 @@
-"""How fast lockstep.Shards reads, beside a reader by hand of the same files, and beside WebDataset where it is installed.
+"""How fast lockstep.Shards reads, beside a reader by hand of the same files, and WebDataset where it is installed.
 
     python benchmarks/shards.py [--samples 20000] [--rounds 5]
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import lockstep
 from lockstep.core.errors import DataError, UsageError
 from lockstep.shards import data as data_module
-from lockstep.shards.formats import blocks, mds
+from lockstep.shards.formats import blocks, mds, tar
 from tests import shard_cases
 from tests.shard_cases import SAMPLES, SIZES
 
@@ -167,6 +167,29 @@ def test_members_of_a_tar_that_are_no_samples(tmp_path):
         pack("a.jpg", "a.JPG")
     with pytest.raises(DataError, match="no samples"):
         pack("README")
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+@pytest.mark.parametrize("name", ["a.txt", "d/" * 60 + "a.txt", "n" * 98 + ".txt", "n" * 120 + ".txt", "\u00e4.txt"])
+def test_names_and_places_of_members_are_those_of_tarfile(form, name):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=form) as archive:
+        for number, content in enumerate((b"", b"x" * 511, b"x" * 512, b"x" * 513)):
+            member = tarfile.TarInfo(f"{number}{name}")
+            member.size, member.mtime = len(content), 1.5  # of which PAX makes a header of its own
+            try:
+                archive.addfile(member, io.BytesIO(content))
+            except ValueError:
+                assert form == tarfile.USTAR_FORMAT  # the name is too long for it
+    archive = tarfile.open(fileobj=io.BytesIO(file.getvalue()))
+    plain = [(member.name, member.offset_data, member.size) for member in archive]
+    if not plain:
+        return
+    end = tar.behind(archive.getmembers()[-1])
+    found = tar.quickly(file.getvalue()[:end])
+    assert found == plain or (found is None and (len(name) > 100 or not name.isascii()))
+    members = tar.Members(file.getvalue()[:end])
+    assert [members[row]["txt"] for row in range(len(members))] == [b"x" * size for _, _, size in plain]
 
 
 def test_the_memory_is_bounded(tmp_path, monkeypatch):
