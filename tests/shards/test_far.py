@@ -51,6 +51,23 @@ def test_a_server_without_ranges_is_asked_once_for_each_shard(tmp_path, monkeypa
             lockstep.Shards(f"{server.url}/part-{{0..3}}.tar", cache=20_000)[0]
 
 
+def test_the_disk_keeps_parts_for_all_processes_up_to_its_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK", 1)
+    folder, parts = shard_cases.write(tmp_path / "data"), tmp_path / "cache" / "shards" / "parts"
+    with shard_cases.Server(folder) as server:
+        source = f"{server.url}/part-{{0..3}}.jsonl"
+        assert read(lockstep.Shards(source, disk="1MB")) == SAMPLES
+        server.http.sent.clear()
+        assert read(lockstep.Shards(source, disk="1MB")) == SAMPLES
+        assert max(size for _, size in server.http.sent) == 1  # the first byte, for size and tag
+        (folder / "part-1.jsonl").write_bytes(shard_cases.json_lines([{"number": -1}]))
+        assert lockstep.Shards(source, disk="1MB")[shard_cases.SIZES[0]] == {"number": -1}
+        (folder / "part-1.jsonl").write_bytes(shard_cases.json_lines(shard_cases.by_shard()[1]))
+        for _ in range(2):
+            assert read(lockstep.Shards(source, disk=300)) == SAMPLES
+            assert sum(path.stat().st_size for path in parts.iterdir() if path.name[0] != ".") < 400
+
+
 def test_failures_of_a_server(tmp_path):
     folder = shard_cases.write(tmp_path / "data")
     with shard_cases.Server(folder) as server:
@@ -112,6 +129,8 @@ def test_s3(tmp_path, monkeypatch):
             assert read(shards) == SAMPLES
             workers = DataLoader(shards, batch_size=None, num_workers=2, multiprocessing_context="fork")
             assert [shard_cases.plain(sample) for sample in workers] == SAMPLES
+            for _ in range(2):
+                assert read(lockstep.Shards(f"s3://bucket/{suffix}", disk="1MB", storage_options=options)) == SAMPLES
         assert len(os.listdir(tmp_path / "cache" / "shards")) > 0
         assert json.dumps(shards.where(3)).startswith('"s3://bucket/mds/')
         server.stop()

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.cli.options import Debug
-from lockstep.cli.progress import bar
 from lockstep.cli.reporting import reporting
 from lockstep.core.errors import UsageError
 
@@ -47,6 +46,7 @@ def shards(
 ) -> None:
     """Write a data set or an iterable as shards, for lockstep.Shards. After a kill, the same command goes on."""
     with reporting(debug):
+        from lockstep.cli.progress import bar
         from lockstep.shards.data import bytes_of
         from lockstep.shards.write import write
 

@@ -15,9 +15,10 @@ from lockstep import locks
 from lockstep.cache_folder import cache_root
 from lockstep.core import atomic
 from lockstep.core.errors import LockstepError
-from lockstep.shards.files import Files, Place
+from lockstep.shards.files import Files
 from lockstep.shards.find import FORMATS, Shard
 from lockstep.shards.formats.blocks import Counted, damaged
+from lockstep.shards.places import Place
 
 _FORMAT = 1  # of the kept files; a file of another format is counted again
 _AT_ONCE = 8  # shards that are counted at the same time

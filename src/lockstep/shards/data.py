@@ -14,11 +14,13 @@ from torch.utils.data import Dataset
 
 from lockstep.core.errors import DataError, LockstepError, UsageError
 from lockstep.shards.counts import counted
-from lockstep.shards.files import Files, scheme
+from lockstep.shards.disk import Disk
+from lockstep.shards.files import Files
 from lockstep.shards.find import FORMATS, changed, find
 from lockstep.shards.formats.blocks import Block
 from lockstep.shards.kept import Kept
 from lockstep.shards.order import ShardOrder
+from lockstep.shards.places import scheme
 
 _WINDOW = 1 << 27  # bytes of a window, where its samples are not given
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -42,6 +44,8 @@ class Shards(Dataset[Any]):
             order. None: as many samples as 128 MiB of the shards hold on average.
         cache: the most bytes of blocks that each process keeps in memory, as a number or a text such as `2GB`. It
             should hold the samples of two windows: otherwise blocks are read again and again.
+        disk: the most bytes of far shards that this machine keeps in Lockstep's cache folder, such as `100GB`, for all
+            processes and all trainings. None: nothing is kept on the disk, and each process reads from the network.
         storage_options: of fsspec for the file system, such as `{"endpoint_url": ...}` of S3. Of HTTP:
             `{"headers": ...}`.
 
@@ -57,11 +61,13 @@ class Shards(Dataset[Any]):
         *,
         window: int | None = None,
         cache: int | str = "1GB",
+        disk: int | str | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         named = [source] if isinstance(source, str | Path) else source
         sources = [str(one) if scheme(str(one)) else os.path.abspath(os.path.expanduser(one)) for one in named]
         self.cache_bytes, self.options = bytes_of(cache, where="Shards(cache=...)"), dict(storage_options or {})
+        self.disk_bytes = None if disk is None else bytes_of(disk, where="Shards(disk=...)")
         self._process: tuple[int, Files, Kept] | None = None
         self.shards = find(self._here()[0], sources)
         self.counted = counted(self._here()[0], self.shards)
@@ -117,7 +123,8 @@ class Shards(Dataset[Any]):
         """Files and memory of this process: a forked loader worker shares no connection with its parent."""
         if self._process is None or self._process[0] != os.getpid():
             kept = Kept(self.cache_bytes)
-            self._process = (os.getpid(), Files(self.options, kept), kept)
+            disk = None if self.disk_bytes is None else Disk(self.disk_bytes)
+            self._process = (os.getpid(), Files(self.options, kept, disk), kept)
         return self._process[1:]
 
     def _block(self, shard: int, number: int) -> Block:

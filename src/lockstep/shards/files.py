@@ -8,11 +8,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lockstep.core.errors import DataError, LockstepError, UsageError
+from lockstep.shards.disk import Disk
 from lockstep.shards.kept import Kept
+from lockstep.shards.places import Place, scheme
 
 T = TypeVar("T")
 WAITS_S = (0.5, 2.0, 8.0)
@@ -27,25 +28,6 @@ class Unreachable(LockstepError):
     which samples a run trains with must not depend on the network."""
 
     retryable = from_outside = True
-
-
-@dataclass(frozen=True)
-class Place:
-    """A shard, as it was found."""
-
-    url: str
-    """A local path, or an address with a scheme, such as `s3://`."""
-    size: int
-    """Bytes."""
-    tag: str = ""
-    """Changes with the content: the time of change, or what the server calls ETag. Empty: it is not known."""
-    about: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """What an index says about the shard, if its format needs it."""
-
-
-def scheme(url: str) -> str:
-    """The part of an address before `://`. Empty: a local path."""
-    return url.partition("://")[0] if "://" in url else ""
 
 
 def module(name: str, pip: str, *, where: str) -> Any:
@@ -68,34 +50,42 @@ class Files:
     Args:
         options: of fsspec for the file system (`storage_options` of pandas). HTTP: only `headers`.
         kept: keeps whole files of a server without ranges.
+        disk: keeps parts of far shards whose changes show in their tag. None: nothing is written.
     """
 
-    def __init__(self, options: Mapping[str, Any], kept: Kept) -> None:
-        self.options, self.kept = options, kept
+    def __init__(self, options: Mapping[str, Any], kept: Kept, disk: Disk | None = None) -> None:
+        self.options, self.kept, self.disk = options, kept, disk
         self._systems: dict[str, Any] = {}
         self._without_ranges: set[str] = set()
 
     # ---- what the formats use
 
-    def read(self, place: Place, start: int, stop: int) -> bytes:
+    def read(self, place: Place, start: int, stop: int, *, keeps: bool = True) -> bytes:
         """The bytes from `start` to before `stop` of a shard.
+
+        Args:
+            keeps: keep them on the disk, if there is a `disk`.
 
         Raises:
             DataError: there is no such file, or it ends before `stop`.
             Unreachable: it cannot be read after several attempts.
         """
-        kind = scheme(place.url)
-        if not kind:
+        if not scheme(place.url):
             data = _tried_local(place.url, lambda: _slice(place.url, start, stop))
-        elif kind in ("http", "https"):
-            data = tried(place.url, lambda: self._http_range(place.url, start, stop))
+        elif self.disk is not None and place.tag and keeps:
+            data = self.disk.get(place, start, stop, lambda: self._from_far(place.url, start, stop))
         else:
-            system = self.system(place.url)
-            data = tried(place.url, lambda: bytes(system.cat_file(place.url, start=start, end=stop)))
+            data = self._from_far(place.url, start, stop)
         if len(data) != stop - start:
             what = f"bytes {start} to {stop} are not all there: the shard is truncated, or changed since it was counted"
             raise DataError(what, where=place.url, remedy="copy or write the shard again, and start again")
         return data
+
+    def _from_far(self, url: str, start: int, stop: int) -> bytes:
+        if scheme(url) in ("http", "https"):
+            return tried(url, lambda: self._http_range(url, start, stop))
+        system = self.system(url)
+        return tried(url, lambda: bytes(system.cat_file(url, start=start, end=stop)))
 
     def open(self, place: Place) -> io.BufferedReader:
         """A shard as a file that is read from its beginning to its end."""
@@ -252,7 +242,7 @@ class _Ranges(io.RawIOBase):
         stop = min(self.at + len(buffer), self.place.size)
         if stop <= self.at:
             return 0
-        data = self.files.read(self.place, self.at, stop)
+        data = self.files.read(self.place, self.at, stop, keeps=False)
         buffer[: len(data)] = data
         self.at = stop
         return len(data)

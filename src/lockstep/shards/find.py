@@ -9,16 +9,18 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.core.errors import DataError, did_you_mean
-from lockstep.shards.files import Files, Place, place_of, scheme, tried
+from lockstep.shards.files import Files, place_of, tried
 from lockstep.shards.formats.blocks import Counted, Format
 from lockstep.shards.formats.columns import Arrow, Parquet
 from lockstep.shards.formats.json_lines import JsonLines
 from lockstep.shards.formats.mds import Mds
 from lockstep.shards.formats.tar import COMPRESSED, Tar
+from lockstep.shards.places import Place, scheme
 
 INDEX = "index.json"
 """The file that counts the shards of a folder: that of `lockstep shards`, or that of MDS."""
@@ -190,7 +192,11 @@ def _of_index(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Sh
             )
         if name in listed and listed[name].size != shard.place.size:
             raise changed(shard.place, listed[name])
-    return found
+    tags = {name: one.tag for name, one in listed.items()}
+    return [
+        shard._replace(place=replace(shard.place, tag=tags.get(posixpath.basename(shard.place.url), "")))
+        for shard in found
+    ]
 
 
 def changed(counted: Place, now: Place) -> DataError:

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.core.errors import DataError
-from lockstep.shards.files import Place
+from lockstep.shards.places import Place
 
-BLOCK = 1 << 20
-"""Bytes of a shard that are read at once, at least: it is cut where a sample ends. Indices depend on it."""
+BLOCK = 1 << 22
+"""Bytes of a shard that are read at once, at least, if there are so many: it is cut where a sample ends."""
 Read = Callable[[int, int], bytes]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 from typing import Any, BinaryIO
 
-from lockstep.shards.files import Place, module
+from lockstep.shards.files import module
 from lockstep.shards.formats.blocks import Counted, Read, damaged
+from lockstep.shards.places import Place
 
 _PIP = "pyarrow"
 _TAIL = 1 << 16  # bytes at the end of a Parquet file that pyarrow reads at first

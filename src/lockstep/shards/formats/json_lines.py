@@ -7,8 +7,8 @@ import json
 from typing import Any, BinaryIO
 
 from lockstep.core.errors import DataError
-from lockstep.shards.files import Place
 from lockstep.shards.formats.blocks import Counted, no_head
+from lockstep.shards.places import Place
 
 
 class JsonLines:

@@ -19,8 +19,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lockstep.core.errors import DataError
-from lockstep.shards.files import Place, module
+from lockstep.shards.files import module
 from lockstep.shards.formats.blocks import Counted, Offsets, Read, damaged
+from lockstep.shards.places import Place
 
 _SHAPES = ("uint8", "uint16", "uint32", "uint64")  # by the two low bits of the byte that has the number of dimensions
 _TYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32"}

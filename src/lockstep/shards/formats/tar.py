@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from lockstep.core.errors import DataError
-from lockstep.shards.files import Place
 from lockstep.shards.formats.blocks import Counted, damaged, no_head
+from lockstep.shards.places import Place
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _BLOCK = 512  # bytes of a block of a tar file
