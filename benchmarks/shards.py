@@ -4,7 +4,8 @@
 
 Two kinds of samples: short texts (about 500 bytes, Parquet, JSON lines, tar), and pieces of 50 KB (tar). All readers
 take the samples in the order of an epoch of Shards: by hand in Parquet from a table that lies in memory, in JSON lines
-and tar by the place of each sample in an open file. WebDataset reads its own order, with a buffer of 1,000 samples.
+and tar by the place of each sample in an open file. WebDataset reads its own order, with a buffer of 1,000 samples;
+MosaicML's library, where it is installed, reads samples by index, in the order of Shards.
 The readers take turns. Shown is the median of the rounds, in samples per second, and its ratio to Shards.
 """
 
@@ -96,6 +97,25 @@ def of_webdataset(paths):
     return run
 
 
+def of_mds(folder, samples, order):
+    """The samples of `order` by MosaicML's library, from MDS that it has written."""
+    try:
+        from streaming import MDSWriter, StreamingDataset
+    except ImportError:
+        return None
+    columns = {name: {str: "str", bytes: "bytes", int: "int"}[type(value)] for name, value in samples[0].items()}
+    with MDSWriter(out=str(folder), columns=columns, size_limit=16_000_000) as writer:
+        for sample in samples:
+            writer.write(sample)
+
+    def run():
+        data = StreamingDataset(local=str(folder), batch_size=1, shuffle=False)
+        for index in order:
+            data[index]
+
+    return run
+
+
 def measured(run, count):
     begun = time.perf_counter()
     run()
@@ -103,11 +123,6 @@ def measured(run, count):
 
 
 def case(name, samples, kind, reader, folder, rounds):
-    write(samples, str(folder), kind=kind, shard_bytes=16_000_000)
-    paths = sorted(folder.glob(f"*.{kind}"))
-    order = lockstep.Shards(folder).order(np.arange(len(samples)), seed=0, epoch=0).tolist()
-    read = reader(paths)
-
     def shards():
         data = lockstep.Shards(folder)  # anew, with an empty memory
         for index in order:
@@ -117,19 +132,28 @@ def case(name, samples, kind, reader, folder, rounds):
         for index in order:
             read(index)
 
-    runs = {"Shards": shards, "by hand": by_hand}
-    if kind == "tar" and (other := of_webdataset(paths)):
-        runs["WebDataset"] = other
+    runs = {"Shards": shards}
+    if kind == "mds":
+        order = []
+        if (other := of_mds(folder, samples, order)) is None:
+            return
+        order[:] = lockstep.Shards(folder).order(np.arange(len(samples)), seed=0, epoch=0).tolist()
+        runs["MosaicML Streaming"] = other
+    else:
+        write(samples, str(folder), kind=kind, shard_bytes=16_000_000)
+        paths = sorted(folder.glob(f"*.{kind}"))
+        order = lockstep.Shards(folder).order(np.arange(len(samples)), seed=0, epoch=0).tolist()
+        read, runs["by hand"] = reader(paths), by_hand
+        if kind == "tar" and (other := of_webdataset(paths)):
+            runs["WebDataset"] = other
     speeds = {who: [] for who in runs}
     for _ in range(rounds):
         for who, run in runs.items():
             speeds[who].append(measured(run, len(samples)))
-    own = statistics.median(speeds["Shards"])
     for who, found in speeds.items():
         ratios = [one / other for one, other in zip(found, speeds["Shards"], strict=True)]
         middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
         print(f"| {name} | {who} | {statistics.median(found):,.0f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
-    return own
 
 
 def main():
@@ -144,6 +168,7 @@ def main():
         ("texts in JSON lines", short, "jsonl", of_lines),
         ("texts in tar", short, "tar", of_tar),
         ("50 KB in tar", long, "tar", of_tar),
+        ("texts in MDS", short, "mds", None),
     ]
     for name, samples, kind, reader in cases:
         with tempfile.TemporaryDirectory() as folder:
