@@ -734,6 +734,7 @@ def test_the_keys_that_determine_a_training_are_these():
         "seed",
         "precision",
         *(f"data.{key}" for key in ("train", "eval", "fold", "on_error", "drop_last", "group_by_length", "cache_size")),
+        *(f"data.{key}" for key in ("balance", "samples_per_epoch")),
         *(f"batch.{key}" for key in ("global", "per_rank", "accumulate")),
         *(f"train.{key}" for key in ("ema_decay", "init_from", "init_checkpoint", "init_skip", "unfreeze")),
         *(f"optim.{key}" for key in ("name", "lr", "weight_decay", "clip_norm", "lr_scaling", "reference_batch")),

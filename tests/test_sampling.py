@@ -8,7 +8,7 @@ import pytest
 import lockstep
 from lockstep import LockstepError, Trainer
 from lockstep.watch import shares
-from tests import runs
+from tests import ranks, runs
 from tests.ranks import run_ranks
 from tests.sampling_cases import (
     LABELS,
@@ -22,6 +22,7 @@ from tests.sampling_cases import (
     settings,
     trained,
 )
+from tests.verify import mutants
 
 STEPS = 9
 
@@ -134,3 +135,12 @@ def test_a_loss_over_the_global_batch_orders_draws_by_their_positions(tmp_path):
 
 def compared(attributes, config, folder):
     return runs.fit(Compared(**attributes), config, folder)[0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("base", ["weighted", "balanced", "own-order"])
+def test_verify_passes_all_checks_on_drawn_samples(base, tmp_path):
+    outcome = mutants.verify_base(base, ranks._ranks, tmp_path / "run")
+    assert not outcome.error
+    assert {name: one.reason for name, one in outcome.checks.items() if one.status != "passed"} == {}
+    assert "that the data set draws" in outcome.checks["samples"].reason

@@ -18,6 +18,17 @@ from tests.plan.cases import Blocks, Layer, Mlp, Reads, config
 from tests.selection import mainly
 
 
+def test_an_epoch_has_the_samples_that_the_data_set_draws():
+    class Weighted(Mlp):
+        def train_data(self):
+            data = super().train_data()
+            data.sample_weights = torch.arange(40)
+            return data
+
+    drawn = config(data={"samples_per_epoch": 30})
+    assert facts_of(Weighted(), drawn, precisions=("fp32",), recompute=(False,)).samples == 30
+
+
 def plain(task, **options):
     return facts_of(task, config(), precisions=("fp32",), recompute=(False,), **options)
 

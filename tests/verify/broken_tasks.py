@@ -352,6 +352,35 @@ class Grouped(Tokens):
         return data
 
 
+class Weighted(Classes):
+    """Right: samples are drawn by weights, of which some are 0."""
+
+    def train_data(self):
+        data = super().train_data()
+        data.sample_weights = torch.arange(self.length) % 5
+        return data
+
+
+class OrderOfHalves:
+    """The first half of a data set in epochs of even number, the second half in the others; each sample twice."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, positions, *, seed, epoch):
+        half = self.length // 2
+        return (positions * 3 + seed) % half + half * (epoch % 2)
+
+
+class OwnOrder(Classes):
+    """Right: the data set has an order of its own."""
+
+    def train_data(self):
+        data = super().train_data()
+        data.order = OrderOfHalves(self.length)
+        return data
+
+
 # ---- labels and inputs
 
 

@@ -76,6 +76,9 @@ BASES: dict[str, tuple[str, ...]] = {
     "wide": ("Classes", "batch.global=128", "optim.reference_batch=128"),
     "tokens": ("Tokens",),
     "grouped": ("Grouped", "data.group_by_length=2"),
+    "weighted": ("Weighted",),
+    "balanced": ("Classes", "data.balance=label"),
+    "own-order": ("OwnOrder",),
     "following": ("Following",),
 }
 
@@ -933,7 +936,7 @@ _engine(
     "resume",
     (
         AT_ONCE,
-        "plan.indices[0], _COLLATE",
+        "plan.words[0], _COLLATE",
         "self.__dict__.setdefault('count', []).append(0) or len(self.count), _COLLATE",
     ),
     base="mixed-in-collate",
@@ -1144,6 +1147,33 @@ _engine(
     ("core.run_data:step_plan", "grouped, drop_last = config.data.group_by_length", "grouped, drop_last = None"),
     base="grouped",
 )
+DRAWS = "core.data.order:StepPlan._block", "self.order(places, seed=self.seed, epoch=epoch)"
+_engine("samples drawn per rank", "samples", (*DRAWS, f"self.order(places, seed={RANK}, epoch=epoch)"), base="weighted")
+_engine(
+    "the same draws in every epoch", "samples", (*DRAWS, "self.order(places, seed=self.seed, epoch=0)"), base="balanced"
+)
+_engine(
+    "an order of one's own asked for the positions of the step alone",
+    "samples",
+    (*DRAWS, "self.order(places % self.global_batch, seed=self.seed, epoch=epoch)"),
+    base="own-order",
+)
+_engine(
+    "every sample drawn as often",
+    "samples",
+    (
+        "sampling.weighted:WeightedSampler.__call__",
+        "self._cumulative, places",
+        "np.linspace(0, self._cumulative[-1], 1 + len(self.weights))[1:], places",
+    ),
+    base="weighted",
+)
+_engine(
+    "a sample that is drawn twice augmented once",
+    "gradients",
+    ("core.data.loader:MicroBatches._read_seeded", "plan.words", "plan.indices"),
+    base="weighted",
+)
 _engine(
     "all ranks read rank 0's share",
     "samples",
@@ -1185,7 +1215,11 @@ _engine(
 _engine(
     "partial batches kept where they are to be dropped",
     "samples",
-    ("core.run_data:step_plan", "config.seed, config.data.drop_last,", "config.seed, False,"),
+    (
+        "core.run_data:step_plan",
+        "= config.data.group_by_length, config.data.drop_last",
+        "= None, False",
+    ),
     base="drop-last",
 )
 _engine(
@@ -1401,8 +1435,8 @@ _engine(
     "determinism",
     (
         "core.run_data:step_plan",
-        "world.size, config.seed,",
-        "world.size, world.broadcast(__import__('time').perf_counter_ns()),",
+        "*sizes, config.seed,",
+        "*sizes, world.broadcast(__import__('time').perf_counter_ns()),",
     ),
 )
 _task("augmentation from one generator of the task", "resume", "OneGenerator")

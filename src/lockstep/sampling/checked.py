@@ -11,7 +11,7 @@ from lockstep.core.data.order import Indices
 from lockstep.core.errors import DataError, UsageError
 
 _LOOKED_AT = 1000  # positions
-_MOST_COUNTED = 1 << 24  # draws of an epoch that are counted for the log
+_MOST_COUNTED = 1 << 21  # draws of an epoch that are counted for the log
 _WHERE = "the attribute `order` of the training data"
 PURE = (
     "let it depend on its arguments alone, position by position: for chance, use lockstep.WeightedSampler or hashes of "
@@ -41,7 +41,8 @@ class CheckedOrder:
             raise UsageError(what, where=_WHERE, remedy=f"{remedy}another name")
         self.order, self.samples, self.name, self.length = order, samples, name, int(length)
         found = [self(self._looked_at, seed=0, epoch=epoch).astype("<i8").tobytes() for epoch in (0, 1)]
-        about = f"{self.length} {self.samples} {getattr(order, 'digest', '')}".encode()
+        own = getattr(order, "digest", "")
+        about = f"{self.length} {self.samples} {own if isinstance(own, str) else ''}".encode()
         self.digest = hashlib.sha256(b"".join([about, *found])).hexdigest()
         """Differs where the length, the samples at some positions, or the order's own `digest` differ."""
 

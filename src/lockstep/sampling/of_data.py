@@ -35,9 +35,9 @@ def order_of(config: RunConfig, data: Any) -> CheckedOrder | None:
         what = "nothing draws samples by weights" if not names else "the order of the data set has a length of its own"
         remedy = "leave it out, or let weights draw: data.balance=label, or the attribute `sample_weights`"
         raise UsageError(what, where="data.samples_per_epoch", remedy=remedy)
-    if not names:
-        return None
     samples = len(data)
+    if not names or not samples:  # an empty data set is refused later
+        return None
     name = "weighted sampling"
     if balance is not None:
         own, name = WeightedSampler(_equal(labels_of(data)), count), f"weighted sampling by {balance}"

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.core.errors import DataError
+from lockstep.core.errors import DataError, UsageError
+from lockstep.sampling.of_data import labels_of
 from lockstep.tasks.readers.labels import count_labels, match_labels, sorted_names, split
 from lockstep.tasks.readers.table import Source
 from lockstep.tasks.text import data as module
@@ -432,9 +433,11 @@ def test_data_of_some_rows_are_those_rows(lines, tokenizer):
     assert [sample.text for sample in data] == [TEXTS[5], TEXTS[0], TEXTS[3]]
     assert [sample.label for sample in data] == [1, 0, 1]
     assert [type(sample.label) for sample in data] == [int] * 3
+    assert labels_of(data).tolist() == [1, 0, 1]
     assert [len(sample.ids) for sample in data] == data.lengths.tolist() == tokens.lengths[[5, 0, 3]].tolist()
     assert data.where(0) == f"{source.name}:7"
     everything = TextData(texts, tokens, labels=texts.codes)
+    assert labels_of(everything).tolist() == [sample.label for sample in everything]
     assert len(everything) == len(everything.lengths) == 7
     assert everything.where(0) == f"{source.name}:2"
 
@@ -443,6 +446,8 @@ def test_samples_of_several_labels_carry_them_all(lines, tokenizer):
     texts = read_texts(lines(labelled([["b"], ["a", "b"]])), multi_label=True)
     data = TextData(texts, tokenise(texts, tokenizer, digest="digest", max_length=64), labels=texts.codes)
     assert [sample.label.tolist() for sample in data] == [[0, 1], [1, 1]]
+    with pytest.raises(UsageError, match=r"data\.balance: `sample_labels` of TextData has the shape \(2, 2\)"):
+        labels_of(data)
 
 
 def test_a_loader_worker_gets_the_place_of_the_texts_and_not_the_texts(lines, tokenizer):

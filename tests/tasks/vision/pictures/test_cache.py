@@ -22,6 +22,7 @@ from PIL import Image
 
 from lockstep.core.errors import DataError, UsageError
 from lockstep.recipes import config_file
+from lockstep.sampling.of_data import labels_of
 from lockstep.tasks.vision.classification.options import ClassificationOptions
 from lockstep.tasks.vision.pictures import cache as cache_module
 from lockstep.tasks.vision.pictures import cache_slabs
@@ -427,6 +428,7 @@ def test_samples_are_the_same_with_and_without_the_cache(records):
             assert (sample.label, sample.name) == (expected.label, expected.name)
     np.testing.assert_array_equal(without[3].pixels, decode(records[3].data))
     assert without.where(3) == records.where(3)
+    assert labels_of(with_cache).tolist() == [sample.label for sample in without]
     assert "8 of 8" in with_cache.cache.summary()
 
 
