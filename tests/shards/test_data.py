@@ -90,6 +90,8 @@ def test_sources(tmp_path):
         [folder / f"part-{number}.jsonl" for number in range(4)],
     ):
         assert len(lockstep.Shards(source)) == len(SAMPLES)
+    odd = shard_cases.write(tmp_path / "data [v2] {0..3}")  # a path, though it looks like a pattern
+    assert len(lockstep.Shards(odd)) == len(lockstep.Shards(odd / "part-0.jsonl")) + sum(SIZES[1:])
     one = lockstep.Shards(folder / "part-2.jsonl")
     assert one[0] == SAMPLES[SIZES[0] + SIZES[1]]
     for source, message in (

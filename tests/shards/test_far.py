@@ -60,8 +60,9 @@ def test_the_disk_keeps_parts_for_all_processes_up_to_its_limit(tmp_path, monkey
         server.http.sent.clear()
         assert read(lockstep.Shards(source, disk="1MB")) == SAMPLES
         assert max(size for _, size in server.http.sent) == 1  # the first byte, for size and tag
-        (folder / "part-1.jsonl").write_bytes(shard_cases.json_lines([{"number": -1}]))
-        assert lockstep.Shards(source, disk="1MB")[shard_cases.SIZES[0]] == {"number": -1}
+        other = [{"number": 0, "text": "SAMPLE 7\n"}]  # as many bytes
+        (folder / "part-1.jsonl").write_bytes(shard_cases.json_lines(other))
+        assert lockstep.Shards(source, disk="1MB")[shard_cases.SIZES[0]] == other[0]
         (folder / "part-1.jsonl").write_bytes(shard_cases.json_lines(shard_cases.by_shard()[1]))
         for _ in range(2):
             assert read(lockstep.Shards(source, disk=300)) == SAMPLES

@@ -82,13 +82,19 @@ def find(files: Files, sources: Sequence[str]) -> list[Shard]:
             formats.
         Unreachable: a server gives no answer.
     """
-    found = [shard for source in sources for name in expanded(source) for shard in _of_one(files, name)]
+    names = [name for source in sources for name in ([source] if _exists(source) else expanded(source))]
+    found = [shard for name in names for shard in _of_one(files, name)]
     twice = [url for url, count in Counter(shard.place.url for shard in found).items() if count > 1]
     if twice:
         raise DataError("the shard is named twice", where=twice[0], remedy="name each shard once")
     if not found:
         raise DataError("no shards", where=", ".join(sources) or "Shards", remedy=_REMEDY)
     return found
+
+
+def _exists(source: str) -> bool:
+    """True for a path on this disk, also where its name looks like a pattern."""
+    return not scheme(source) and os.path.exists(source)
 
 
 def _of_one(files: Files, source: str) -> list[Shard]:
@@ -101,12 +107,12 @@ def _of_one(files: Files, source: str) -> list[Shard]:
         if format_of(source.partition("?")[0]) is None:  # HTTP lists no folders
             return _of_index(files, source.rstrip("/"), {})
         return [_shard(files.look(source))]
-    if any(letter in source for letter in "*?["):
+    if any(letter in source for letter in "*?[") and not _exists(source):
         found = _matching(files, source)
         return [_shard(place) for place in sorted(found, key=lambda place: place.url)]
     listed = _listed(files, source)
     if listed is None:
-        if not scheme(source) and not os.path.exists(source):
+        if not scheme(source) and not _exists(source):
             parent = Path(source).parent
             hint = (
                 did_you_mean(Path(source).name, os.listdir(parent)) if parent.is_dir() else "there is no such folder. "

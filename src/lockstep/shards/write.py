@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.utils.data import IterableDataset
 
 from lockstep.core import atomic
@@ -26,6 +27,7 @@ from lockstep.shards.places import Place, scheme
 
 PROGRESS = ".lockstep-shards.json"
 """In the folder while it is written: the shards so far."""
+_AT_ONCE = 8192  # places of shuffled samples that are computed together
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,12 @@ def _entry(name: str, data: bytes, samples: int, kind: str) -> dict[str, Any]:
     return {"name": name, "bytes": len(data), "samples": samples} | blocks
 
 
+def _places(begin: int, length: int, shuffle: int | None) -> Iterator[int]:
+    for start in range(begin, length, _AT_ONCE):
+        places = np.arange(start, min(start + _AT_ONCE, length))
+        yield from (places if shuffle is None else permute(places, length, shuffle)).tolist()
+
+
 def _after(samples: Any, shuffle: int | None, begin: int, last: str, out: str) -> Iterator[Any]:
     """The samples from number `begin` on. The one before it must be the last one that was written.
 
@@ -185,9 +193,7 @@ def _after(samples: Any, shuffle: int | None, begin: int, last: str, out: str) -
     has_index &= not isinstance(samples, IterableDataset)  # it inherits an index that it has not
     if has_index:
         length = len(samples)
-        places = range(max(0, begin - 1), length)
-        order = places if shuffle is None else (int(permute(place, length, shuffle)) for place in places)
-        found: Iterator[Any] = (samples[place] for place in order)
+        found: Iterator[Any] = (samples[place] for place in _places(max(0, begin - 1), length, shuffle))
     else:
         if shuffle is not None:
             what = "the samples have no length and no index, so they cannot be shuffled"
