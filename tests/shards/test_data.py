@@ -17,6 +17,7 @@ import lockstep
 from lockstep.core.errors import DataError, UsageError
 from lockstep.shards import data as data_module
 from lockstep.shards.formats import blocks, mds, tar
+from lockstep.shards.kept import Kept
 from tests import shard_cases
 from tests.shard_cases import SAMPLES, SIZES
 
@@ -140,6 +141,42 @@ def test_a_damaged_shard_is_named(tmp_path, suffix):
     if suffix != "jsonl":  # a shard of lines that ends earlier is a shard of fewer lines
         with pytest.raises(DataError, match=path.name):
             lockstep.Shards(folder)[SIZES[0] + SIZES[1] + SIZES[2] - 1]
+
+
+def test_a_shard_that_is_damaged_while_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK", 1)  # each line is a block
+    path = shard_cases.write(tmp_path / "data") / "part-2.jsonl"
+    shards = lockstep.Shards(path)
+    assert shards[0]["number"] == 8
+    *lines, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:-1], b"\n" * len(lines[-1]), last[:-5]]))
+    with pytest.raises(DataError, match=r"part-2.jsonl, samples 10 to 10: the block has 0 samples, and 1 were counted"):
+        shards[10]
+    with pytest.raises(DataError, match=r"part-2.jsonl: bytes \d+ to \d+ are not all there"):
+        shards[11]
+    assert shards[1]["number"] == 9
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_arrow_with_dictionaries(tmp_path, monkeypatch, new):
+    monkeypatch.setattr(blocks, "BLOCK", 1)
+    table = pa.table({"word": pa.array(["a", "b", "a", "c", "b"] * 3).dictionary_encode()})
+    with new(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    shards = lockstep.Shards(tmp_path / "a.arrow")
+    assert [shards[index]["word"] for index in range(len(shards))] == table["word"].to_pylist()
+
+
+def test_what_was_not_used_for_the_longest_time_leaves_the_memory():
+    loaded, memory = [], Kept(10)
+
+    def get(key, size=4):
+        return memory.get(key, lambda: (loaded.append(key) or key, size))
+
+    assert [get(key) for key in "abacabd"] == list("abacabd")
+    assert loaded == ["a", "b", "c", "b", "d"]  # `a` stayed, because it was used before each of the others came
+    assert get("e", size=100) == "e"  # alone, though it is too large
+    assert memory.bytes == 100
 
 
 def test_a_bad_line_is_one_bad_sample(tmp_path):

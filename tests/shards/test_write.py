@@ -77,6 +77,13 @@ def test_samples_come_back_after_a_kill_at_any_file(tmp_path, monkeypatch, kind,
 def test_another_writing_is_not_mixed_in(tmp_path):
     out = str(tmp_path / "out")
     write(LONG, out, kind=None, shard_bytes=6000, source="a")
+    shard = tmp_path / "out" / "shard-00000.parquet"
+    shard.write_bytes(shard.read_bytes() + b"x")
+    with pytest.raises(DataError, match=r"shard-00000.parquet: the shard has changed since it was counted"):
+        lockstep.Shards(out)
+    shard.unlink()
+    with pytest.raises(DataError, match=r"shard-00000.parquet: index.json has this shard, and it is not there"):
+        lockstep.Shards(out)
     with pytest.raises(UsageError, match="written in another way"):
         write(LONG, out, kind=None, shard_bytes=6001, source="a")
     with pytest.raises(UsageError, match="written in another way"):
