@@ -190,6 +190,21 @@ def test_the_command_reads_what_people_have(tmp_path, monkeypatch):
         assert message in output
 
 
+def test_a_folder_of_datasets_keeps_its_pictures_as_they_are_stored(tmp_path):
+    import datasets
+
+    Image.new("RGB", (8, 8), (9, 0, 0)).save(tmp_path / "a.png")
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    rows = {"image": [str(tmp_path / "a.png")] * 3, "label": [0, 1, 1]}
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows, kinds)}).save_to_disk(tmp_path / "saved")
+    code, output = command(f"{tmp_path / 'saved'}:train", tmp_path / "out")
+    assert code == 0, output
+    sample = lockstep.Shards(tmp_path / "out")[2]
+    assert (sample["image"]["bytes"], sample["label"]) == ((tmp_path / "a.png").read_bytes(), 1)
+    stored = lockstep.Shards(tmp_path / "saved" / "train")  # its own files of Arrow
+    assert [stored[index]["label"] for index in range(3)] == [0, 1, 1]
+
+
 def test_pictures_in_written_shards_are_data_of_the_recipe(tmp_path):
     from lockstep.tasks.vision.readers.image_shards import read_shards
 
