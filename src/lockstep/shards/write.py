@@ -112,24 +112,9 @@ def write(
             before.
     """
     folder = _Folder(out, options or {})
-    settings = {"source": source, "shard_bytes": shard_bytes, "shuffle": shuffle}
-    names = folder.names()
-    if INDEX in names or PROGRESS in names:
-        state = folder.load(INDEX if INDEX in names else PROGRESS)
-        found = {key: state.get("written", {}).get(key) for key in settings}
-        if found != settings or (kind or state["format"]) != state["format"]:
-            what = f"the folder has shards that were written in another way: {found}, {state.get('format')}"
-            raise UsageError(what, where=out, remedy="give another folder, or empty this one")
-        if INDEX in names:
-            if PROGRESS in names:
-                folder.remove(PROGRESS)
-            return Written(state, state["samples"])
-    elif others := [name for name in names if not name.startswith(".")]:
-        what = f"the folder has files already, such as {min(others)}"
-        raise UsageError(what, where=out, remedy="give an empty or a new folder")
-    else:
-        state = {"lockstep": VERSION, "format": kind, "samples": 0, "shards": [], "last": "", "written": settings}
-        folder.put(PROGRESS, json.dumps(state).encode())
+    state = _begun(folder, {"source": source, "shard_bytes": shard_bytes, "shuffle": shuffle}, kind)
+    if "last" not in state:
+        return Written(state, state["samples"])
     resumed, encoder, last = int(state["samples"]), None, None
 
     def finish() -> None:
@@ -162,6 +147,30 @@ def write(
     folder.put(INDEX, json.dumps(state).encode())
     folder.remove(PROGRESS)
     return Written(state, resumed)
+
+
+def _begun(folder: _Folder, settings: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
+    """The state of a writing that begins or goes on; or, without `last`, the index of one that has ended.
+
+    Args:
+        settings: what must be the same when the writing goes on, besides the format.
+    """
+    names = folder.names()
+    if INDEX in names or PROGRESS in names:
+        state: dict[str, Any] = folder.load(INDEX if INDEX in names else PROGRESS)
+        found = {key: state.get("written", {}).get(key) for key in settings}
+        if found != settings or (kind or state["format"]) != state["format"]:
+            what = f"the folder has shards that were written in another way: {found}, {state.get('format')}"
+            raise UsageError(what, where=folder.out, remedy="give another folder, or empty this one")
+        if INDEX in names and PROGRESS in names:
+            folder.remove(PROGRESS)
+        return state
+    if others := [name for name in names if not name.startswith(".")]:
+        what = f"the folder has files already, such as {min(others)}"
+        raise UsageError(what, where=folder.out, remedy="give an empty or a new folder")
+    state = {"lockstep": VERSION, "format": kind, "samples": 0, "shards": [], "last": "", "written": settings}
+    folder.put(PROGRESS, json.dumps(state).encode())
+    return state
 
 
 def _entry(name: str, data: bytes, samples: int, kind: str) -> dict[str, Any]:
