@@ -213,11 +213,12 @@ def plain_worker(options):
 def plain_loss(model, batch):
     from torch.nn import functional
 
-    documents = batch["documents"]
-    same = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-    logits = model(
-        input_ids=batch["input_ids"], position_ids=batch["positions"], attention_mask=same, use_cache=False
-    ).logits
+    more = {}
+    if "documents" in batch:  # a row of this batch has several
+        documents = batch["documents"]
+        more["attention_mask"] = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+        more["position_ids"] = batch["positions"]
+    logits = model(input_ids=batch["input_ids"], use_cache=False, **more).logits
     return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 

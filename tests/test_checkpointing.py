@@ -4,6 +4,7 @@ import json
 import re
 import resource
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 import lockstep.trainer.trainer
 from lockstep import LockstepError, Trainer
+from lockstep.core import resume
 from lockstep.core.checkpoint import files, store
 from lockstep.core.errors import DataError
 from lockstep.core.parallel import signals
@@ -238,6 +240,7 @@ def test_a_checkpoint_is_due_every_so_many_minutes_or_steps_and_changes_no_resul
     assert all(same(states[0], state) for state in states)
 
 
+@pytest.mark.exhaustive
 def test_ranks_save_at_the_same_steps_by_the_clock_and_it_changes_no_result(tmp_path):
     settings = runs.config(checkpoint={"keep_last": 99, "every_minutes": 6.0}, parallel={"strategy": "fsdp"})
     never = settings | {"checkpoint": {"keep_last": 99, "every_minutes": None}}
@@ -450,6 +453,8 @@ def test_other_training_data_are_refused(tmp_path):
             data.tensors[0][0] += 1
             return data
 
+    then = SimpleNamespace(manifest={"data": {"samples": 50, "digest": "a"}}, path=tmp_path)
+    resume._check_data(then, {"samples": 50, "digest": "a", "tokens of b.txt": "c"}, [])  # saved before these were
     with pytest.raises(LockstepError, match="samples differ"):
         runs.fit(Altered(length=50), runs.config(), tmp_path, allow_change=["task"])
     assert (

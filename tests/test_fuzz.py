@@ -69,7 +69,7 @@ def test_random_numbers_in_batches_survive_a_stop(part, seed):
 
 
 @parts(2)
-@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive)])
 @seeds
 @examples(1, LONG // 5 // ON_RANKS)
 def test_random_numbers_in_batches_survive_a_stop_of_ranks(world, part, seed):

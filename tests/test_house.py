@@ -145,7 +145,7 @@ def test_folders_stand_on_few_floors():
 
 CODE_LINES = {
     "core": 9_885,
-    "": 42_625,
+    "": 42_690,
     "updates": 355,
     "sampling": 200,
     "verify/draws.py": 70,
@@ -153,18 +153,18 @@ CODE_LINES = {
     "cli/first_hour.py": 85,
     "cli/audit.py": 60,
     "cli/env.py": 202,
-    "tasks/lm": 1_500,
+    "tasks/lm": 1_550,
     "tasks/lm/lora": 220,
     "tasks/lm/stream.py": 40,
     "trainer/hub.py": 70,
     "tasks/lm/attention.py": 115,
     "audit": 5_120,
     "launch/device_check": 450,
-    "cli/check_device.py": 60,
+    "cli/check_device.py": 61,
     "cli/replay.py": 70,
     "watch/replay_report.py": 220,
     "watch/shares.py": 90,
-    "watch": 1_300,
+    "watch": 1_250,
     "core/parallel/posing.py": 20,
     "shards": 650,
     "shards/formats": 440,
@@ -177,7 +177,7 @@ CODE_LINES = {
 What came new, such as a recipe, has a budget of its own, and does not count in the folder around it.
 What language models need of the engine (units and recomputation of large models, seams of adapters and uploads), and
 the command of the audit, took 78 lines beside these.
-What verify, plan and the log need to know of the samples that a data set draws took 65 lines beside these.
+What verify, plan and the log need to know of the samples that a data set draws took 74 lines beside these.
 """
 OF_THEIR_OWN = (
     "updates",

@@ -13,6 +13,7 @@ from lockstep.core.checkpoint import files, store
 from tests import own_tasks, rank_cases, runs
 from tests.core.test_strategies import STEPS, STRATEGIES, settings_for
 from tests.ranks import run_ranks
+from tests.selection import mainly
 
 
 def without_calls(weights):
@@ -58,6 +59,7 @@ SWITCHES = {
 
 
 OTHERS_COVER = (
+    "compile blocks fsdp",
     "reduce each micro-batch",
     "static graph 3",
     "recompute ddp",
@@ -124,7 +126,7 @@ def test_parameters_may_be_gathered_in_fewer_bits_than_they_are_kept_in():
         assert 1e-6 < runs.difference(without_calls(weights), without_calls(whole)) < 0.05
 
 
-@pytest.mark.parametrize("name", ["ddp 2", "fsdp 2", "hybrid 2x2"])
+@pytest.mark.parametrize("name", mainly(["ddp 2", "fsdp 2"], ["ddp 2", "fsdp 2", "hybrid 2x2"]))
 def test_overflow_on_one_shard_skips_the_update_on_all(tmp_path, name):
     world, parallel = STRATEGIES[name]
     settings = settings_for(
@@ -221,7 +223,8 @@ def test_unfreezing_is_that_of_plain_torch_also_when_resumed_inside_a_phase(name
     assert second.endswith(f"; {count:,} of {count:,} parameters train now")
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.exhaustive), "fsdp"])
+@pytest.mark.exhaustive  # the test above resumes inside a phase, too
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_resuming_inside_a_phase_is_bitwise_on_three_ranks(strategy, tmp_path):
     settings = runs.config(
         batch={"micro": 8},

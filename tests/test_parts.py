@@ -15,6 +15,7 @@ from lockstep import LockstepError, Part, Trainer
 from lockstep.core.checkpoint import manifest
 from tests import own_tasks, part_cases, runs
 from tests.ranks import RankFailed, run_ranks
+from tests.selection import mainly
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples" / "parts"
 
@@ -100,7 +101,7 @@ def test_numbers_of_a_part_are_in_the_entries_of_the_log(tmp_path):
 # ---- states
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), mainly([(1, 1), (2, 1)], [(1, 1), (2, 2), (2, 1)]))
 def test_a_part_with_a_state_is_killed_and_goes_on_bit_for_bit(tmp_path, before, after):
     whole = run_ranks(before, part_cases.fit, tmp_path / "whole", [part_cases.Counting()])
     with pytest.raises(RankFailed):
@@ -196,7 +197,7 @@ def test_a_request_between_two_entries_ends_one_rank_at_this_step(tmp_path):
 # ---- failures
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", mainly([1], [1, 2]))
 def test_failure_of_a_required_part_names_it(tmp_path, ranks):
     with contextlib.suppress(RankFailed):  # the other rank is ended
         run_ranks(ranks, part_cases.error_of, tmp_path, [part_cases.Failing(rank=ranks - 1)])
@@ -264,6 +265,7 @@ def test_what_is_no_number_is_not_logged(tmp_path):
     assert log_of(tmp_path).count(text) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_part_that_exits_is_a_part_that_fails(tmp_path):
     without = run_ranks(2, part_cases.fit, tmp_path / "without", [])
     found = run_ranks(2, part_cases.fit, tmp_path / "with", [part_cases.Leaving(rank=1, required=False)])

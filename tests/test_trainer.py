@@ -12,6 +12,7 @@ from lockstep import LockstepError, Trainer
 from lockstep.core.errors import UsageError
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
+from tests.selection import mainly
 
 
 def entries(folder):
@@ -324,7 +325,9 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch):
         pick_device("cuda", 0, 1)
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(
+    ("world", "strategy"), mainly([(1, "single"), (2, "ddp")], [(1, "single"), (2, "ddp"), (2, "fsdp")])
+)
 def test_training_in_memory_is_that_of_the_trainer_bit_for_bit(tmp_path, world, strategy):
     """Most tests of the step train in memory, so that they need no run directory."""
     settings = runs.config(

@@ -77,6 +77,7 @@ def test_clipping_the_scaled_gradient_ends_the_learning():
     assert accuracy[0] < 0.3
 
 
+@pytest.mark.exhaustive
 def test_a_larger_batch_needs_a_larger_rate():
     scaled, unscaled = on_two("07_learning_rate"), on_two("07_learning_rate", "unscaled")
     assert scaled[0] == unscaled[0]
@@ -161,6 +162,7 @@ def test_tokens_of_short_texts_weigh_more_by_the_mean_of_means():
     assert apart[0] > 1
 
 
+@pytest.mark.exhaustive
 def test_all_tricks_by_hand_and_in_lockstep_learn_the_digits():
     assert on_two("98_all_by_hand")[-1][-1] > 0.85
     assert on_two("99_lockstep")[-1][-1] > 0.85

@@ -156,6 +156,9 @@ def test_a_request_stops_all_nodes():
     assert decide(Ending((saved(0, "a"),), step=7), NEW, 3).action is Action.STOP  # a signal to a rank itself
     deaf = RankFailure(0, -signal.SIGUSR1, 0, {}, "a")
     assert decide(Ending((deaf,), asked=True), NEW, 3).action is Action.STOP
+    other = RankFailure(1, 1, 0, {}, "a")  # ended by SIGTERM, because rank 0 was dead
+    assert decide(Ending((deaf, other), asked=True), NEW, 3).action is Action.STOP
+    assert decide(Ending((deaf, other)), NEW, 3).action is not Action.STOP
 
 
 def test_a_node_that_is_lost_while_the_run_is_to_stop_does_not_start_it_again():

@@ -113,7 +113,7 @@ def fit(device, place, folder):
             return type(error).__name__, str(error), error.retryable
 
 
-@pytest.mark.parametrize("place", mainly(["the count of operations"], PLACES))
+@pytest.mark.parametrize("place", mainly([], PLACES))
 def test_a_shortage_on_one_of_three_ranks_ends_all_and_the_next_start_halves(place, tmp_path):
     arguments = (fit, place, str(tmp_path / "run"))
     ends = run_on_python_devices(RANKS, *arguments, may_end=True)

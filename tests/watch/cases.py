@@ -59,10 +59,28 @@ class DivergingTrembling(Diverging, Trembling):
     """The same, with kernels that add in any order."""
 
 
-KINDS = {
-    kind.__name__: kind
-    for kind in (Named, OtherBytes, Unseeded, Trembling, Diverging, DivergingTrembling, own_tasks.Deep, own_tasks.Plain)
-}
+class Faint(own_tasks.Plain):
+    """A parameter has a gradient below the smallest normal number."""
+
+    def model(self):
+        model = super().model()
+        model.faint = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
+        return model
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) + 1e-312 * (batch[0].sum() * model.faint).sum()
+
+
+class Single(own_tasks.Deep):
+    """In single precision."""
+
+    def __init__(self):
+        super().__init__(dtype=torch.float32)
+
+
+OF_OURS = (own_tasks.Deep, own_tasks.Plain)
+OF_THIS_FILE = (Named, OtherBytes, Unseeded, Trembling, Diverging, DivergingTrembling, Faint, Single)
+KINDS = {kind.__name__: kind for kind in (*OF_THIS_FILE, *OF_OURS)}
 
 
 def end_of(fault, settings, folder, kind="Deep"):

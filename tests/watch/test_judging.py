@@ -1,26 +1,22 @@
 """The pure functions of the watch: who differs, what rounding explains, what is usual, what an exchange must give."""
 
 import dataclasses
-import itertools
 import random
-import zlib
 
 import pytest
 import torch
 from torch import nn
 
-from lockstep.core.data.order import derive_seed
 from lockstep.launch.device_check.run import wrong_answers
-from lockstep.watch import digest, exchange, operations
-from lockstep.watch.digest import SIGNS, digests, fold, signed_sums
+from lockstep.watch import exchange, operations
+from lockstep.watch import signed_sums as module
 from lockstep.watch.gradients import Detail
 from lockstep.watch.history import History
 from lockstep.watch.part import Due, other_rank
 from lockstep.watch.replicas import differing_replicas
+from lockstep.watch.signed_sums import SIGNS, signed_sums
 from lockstep.watch.verdict import Noise, first_difference, same_bits, who
 from tests.launch.device_check import faulty
-
-MASK = (1 << 64) - 1
 
 
 def found(number):
@@ -81,70 +77,12 @@ def test_rounding_is_no_difference_and_a_flipped_bit_beyond_it_is_one():
     assert noise.beyond(detail(exact * float("nan")), detail(exact))
 
 
-# ---- digests
-
-
-def by_hand(name, values, row, piece):
-    """A sum of a digest, by the definition."""
-    key = zlib.crc32(repr([(name, len(values))]).encode())
-    total = derive_seed(key, -1, row) | 1
-    for place, word in enumerate(values):
-        number, within = divmod(place, piece)
-        factor = derive_seed(within, state=derive_seed(row + 1)) | 1
-        mixed = (word * 0x9E3779B97F4A7C15) & MASK
-        total += (mixed ^ (mixed >> 32)) * factor * (derive_seed(key, number, row) | 1)
-    return total & MASK
-
-
-def test_a_digest_is_its_definition(monkeypatch):
-    values = torch.randint(-(2**62), 2**62, (1000,), generator=torch.Generator().manual_seed(1))
-    words = [int(value) & MASK for value in values]
-    for piece in (1 << 15, 64):
-        monkeypatch.setattr(digest, "_piece", lambda device, piece=piece: piece)
-        digest._factors.cache_clear()
-        found = [int(number) & MASK for number in fold({"a": values})]
-        assert found == [by_hand("a", words, row, piece) for row in (0, 1)]
-    digest._factors.cache_clear()
-
-
-def test_large_tensors_small_tensors_and_all_kinds_of_numbers_are_digested(monkeypatch):
-    monkeypatch.setattr(digest, "SMALL", 10)
-    kinds = (torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
-    tensors = {str(kind): torch.arange(size).to(kind) for kind in kinds for size in (3, 11)}
-    tensors |= {f"large {kind}": torch.arange(37).to(kind)[1:] for kind in kinds}  # not where a word begins
-    whole = fold(tensors)
-    for name, tensor in tensors.items():
-        other = tensors | {name: torch.cat([tensor[:-1], (~tensor if tensor.dtype is torch.bool else tensor + 1)[-1:]])}
-        assert not torch.equal(fold(other), whole), name
-    assert not torch.equal(fold({"a": torch.zeros(3)}), fold({"a": torch.zeros(4)}))
-    assert not torch.equal(fold({"a": torch.zeros(3)}), fold({}))
-
-
-def test_each_bit_and_each_place_counts():
-    one = torch.zeros(7, dtype=torch.float32)
-    seen = {tuple(fold({"a": one}).tolist())}
-    for place, bit in itertools.product(range(7), range(32)):
-        other = one.clone()
-        other.view(torch.int32)[place] ^= -(2**31) if bit == 31 else 1 << bit
-        seen.add(tuple(fold({"a": other}).tolist()))
-    for first, second in itertools.combinations(range(7), 2):  # signs, whose changes would add up to 2**64
-        other = one.clone()
-        other[first], other[second] = -0.0, -0.0
-        seen.add(tuple(fold({"a": other}).tolist()))
-    assert len(seen) == 1 + 7 * 32 + 21
-    for kind, size in itertools.product((torch.float32, torch.float64, torch.bfloat16), (8, 1000)):
-        values = torch.randn(size, generator=torch.Generator().manual_seed(4)).to(kind)
-        seen = {tuple(fold({"a": sign * values}).tolist()) for sign in (1, -1)}
-        seen |= {
-            tuple(fold({"a": other}).tolist()) for other in (values.flip(0), values.roll(1), 2 * values, values * 0)
-        }
-        assert len(seen) == 6
-    assert digests({"a": one, "b": one + 1}) == digests({"a": one}) | digests({"b": one + 1})
+# ---- signed sums
 
 
 def test_signed_sums_are_linear_and_know_their_places(monkeypatch):
-    monkeypatch.setattr(digest, "_piece", lambda device: 64)
-    digest._signs.cache_clear()
+    monkeypatch.setattr(module, "piece_length", lambda device: 64)
+    module._signs.cache_clear()
     values = torch.randn(300, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     whole = signed_sums(values)
     parts = signed_sums(values[:100]) + signed_sums(values[100:], 100)
@@ -153,7 +91,7 @@ def test_signed_sums_are_linear_and_know_their_places(monkeypatch):
     signs = torch.stack([signed_sums(torch.ones(1), place)[:SIGNS] for place in range(300)]).double()
     assert set(signs.flatten().tolist()) == {-1.0, 1.0}
     assert torch.allclose(signs.T @ values, whole[:SIGNS])
-    digest._signs.cache_clear()
+    module._signs.cache_clear()
 
 
 # ---- the exchange
@@ -183,9 +121,9 @@ def test_an_exchange_is_right_to_rounding_or_its_parameter_is_named(factor, dtyp
             {name: torch.randn(size, generator=generator).to(dtype) * scale for name, size, scale in SIZES}
             for _ in range(3)
         ]
-        assert exchange._judge(*rows_of(gradients, factor), rounding).name == ""
+        assert exchange._judge(*rows_of(gradients, factor), rounding, FLOORS).name == ""
         if dtype is torch.float32:
-            judged = exchange._judge(*rows_of(gradients, factor, wrong="small"), rounding)
+            judged = exchange._judge(*rows_of(gradients, factor, wrong="small"), rounding, FLOORS)
             assert judged.name == "small"
             assert judged.factor == pytest.approx(factor, rel=1e-4)
 
@@ -195,10 +133,10 @@ def test_a_gradient_that_was_not_finite_before_the_exchange_says_nothing_about_i
     generator = torch.Generator().manual_seed(3)
     gradients = [{name: torch.randn(size, generator=generator) for name, size, _ in SIZES} for _ in range(3)]
     gradients[1]["small"][5] = float("nan")
-    assert exchange._judge(*rows_of(gradients), 1e-5).name == ""
+    assert exchange._judge(*rows_of(gradients), 1e-5, FLOORS).name == ""
     names, rows = rows_of([{name: one.nan_to_num() for name, one in of.items()} for of in gradients])
     rows[names.index("middle")][-1] = float("nan")
-    assert exchange._judge(names, rows, 1e-5).name == "middle"
+    assert exchange._judge(names, rows, 1e-5, FLOORS).name == "middle"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -212,6 +150,7 @@ def test_results_that_are_not_finite_on_both_ranks_do_not_differ(value):
 
 
 SIZES = (("large", 3000, 1.0), ("small", 40, 1e-3), ("middle", 500, 0.1))
+FLOORS = [0.0] * len(SIZES)
 
 
 # ---- history

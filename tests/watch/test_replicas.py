@@ -114,7 +114,7 @@ def test_the_first_head_that_differs_is_found():
 
 
 class Counted(TorchDispatchMode):
-    """Counts operations, such as the sums that a digest ends with, and values that the host waits for."""
+    """Counts operations, such as the products that a digest ends with, and values that the host waits for."""
 
     def __init__(self):
         super().__init__()
@@ -135,8 +135,9 @@ def test_a_comparison_reads_each_tensor_once_and_waits_once():
     )
     with Counted() as counted:
         digests_of(tensors_of_state(state))
-    assert counted.operations["sum"] == len(model.state_dict()) + 1
-    assert counted.operations["stack"] == 1, "the digests come to the host together"
+    tensors = len(model.state_dict()) + 1
+    assert counted.operations["dot"] == 2 * tensors, "each half of a digest ends with a product"
+    assert counted.operations["stack"] == tensors + 1, "the halves of each, and the digests come to the host together"
     assert "_local_scalar_dense" not in counted.operations
     with Counted() as counted:
         state_digest(state)

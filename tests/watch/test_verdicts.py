@@ -17,6 +17,12 @@ FAULTS = {
         ("device", [1], "the gradient of inner.weight", 9),
     ),
     "ddp 3, low bit": ("ddp", 3, {"kind": "gradient", "after": 10, "bit": 0}, ("device", [1], "inner.weight", 9)),
+    "ddp 3, activation once": (
+        "ddp",
+        3,
+        {"kind": "activation", "after": 12, "times": 1, "rank": 2},
+        ("device", [2], "", 9),
+    ),
     "ddp 3, weight": ("ddp", 3, {"kind": "weight", "after": 10}, ("device", [1], "model.scale", 8)),
     "ddp 3, weight once": ("ddp", 3, {"kind": "weight", "after": 10, "times": 1}, ("memory", [1], "model.scale", 8)),
     "ddp 2, weight once": (
@@ -35,7 +41,7 @@ FAULTS = {
 }
 KEPT = [
     "ddp 3, activation",
-    "ddp 3, low bit",
+    "ddp 3, activation once",
     "ddp 3, weight",
     "ddp 2, weight once",
     "ddp 3, reduced",
@@ -51,6 +57,7 @@ def test_a_fault_is_found_with_its_rank(tmp_path, name):
     assert (verdict["kind"], verdict["ranks"], verdict["guilty"]) == (kind, ranks, ranks)
     assert tensor in verdict["tensor"]
     assert verdict["step"] == step
+    assert f"the watch ends the run at step {step}: {kind}: " in (tmp_path / "train.log").read_text()
     for rank, text in enumerate(texts):
         assert f"step {step}, watch.every=3: {kind}: " in text
         assert "The run is confirmed up to step 6" in text
@@ -88,6 +95,7 @@ def test_code_and_data_are_told_apart_from_devices(tmp_path, task, world, kind, 
     assert (verdict["kind"], verdict["ranks"], verdict["guilty"]) == (kind, ranks, [])
 
 
+@pytest.mark.exhaustive
 def test_a_training_that_does_not_repeat_is_compared_within_rounding_and_a_fault_beyond_is_found(tmp_path):
     settings = cases.settings(3, "ddp", train={"steps": 9})
     assert run_ranks(3, cases.end_of, None, settings, tmp_path / "clean", "Trembling") == [None] * 3
@@ -120,4 +128,17 @@ def test_a_model_that_diverges_is_no_fault_of_a_device(tmp_path, strategy, kind)
         assert "watch" not in text
         assert "step 11, " in text  # the loop names the step, the samples, and what to set
         assert "optim.clip_norm" in text
+    assert cases.verdict_of(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "parallel"),
+    [
+        ("Faint", 2, {"strategy": "ddp"}),
+        ("Single", 3, {"strategy": "fsdp", "reduce_dtype": "bf16"}),
+    ],
+)
+def test_rounding_of_an_exchange_is_no_fault_of_a_link(tmp_path, kind, world, parallel):
+    settings = cases.settings(world, parallel["strategy"], parallel=parallel)
+    assert run_ranks(world, cases.end_of, None, settings, tmp_path, kind) == [None] * world
     assert cases.verdict_of(tmp_path) is None

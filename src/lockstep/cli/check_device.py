@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -42,6 +43,8 @@ def check_device(
         from lockstep.recipes import config_file
 
         check_folder(json_file)
+        if not math.isfinite(seconds):
+            raise UsageError("it is no time", where=f"--seconds {seconds}", remedy="give seconds, such as 600")
         config = {"name": "check-device", "device": device}
         settings, count = ranks.on_machine(config_file.parse(config, needs_task=False), None, nproc)
         several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None

@@ -66,10 +66,12 @@ def next_step(folder: Path) -> str:
     if "use_model.py" in has:
         inputs = "VOLUME.npz" if "volume_risk.json" in has else "PICTURE.jpg"
         return f"import runpy; print(runpy.run_path({str(folder / 'use_model.py')!r})['predict']({inputs!r}))"
+    if "generation_config.json" in has:  # the model card says how prompts look, and what adapters need
+        code = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+        return "; ".join(line.replace('"FOLDER"', repr(place)) for line in code.splitlines() if line)
     if "tokenizer_config.json" in has:
         options = ", trust_remote_code=True" if "embedding_bag.py" in has else ""
-        kind = "text-generation" if "generation_config.json" in has else "text-classification"
-        pipeline = f"pipeline({kind!r}, model={place!r}{options})"
+        pipeline = f"pipeline('text-classification', model={place!r}{options})"
         return f"from transformers import pipeline; print({pipeline}('a text'))"
     if "model.pt2" in has:
         loading = f"torch.export.load({str(folder / 'model.pt2')!r}).module()"

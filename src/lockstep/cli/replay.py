@@ -46,6 +46,8 @@ def replay(
 
         for file in (json_file, profile):
             check_folder(file)
+        if ranks_then is not None and rank is None:
+            raise UsageError("it says how many ranks there were for --rank", where="--ranks", remedy="give --rank, too")
         if debugger and nproc not in (None, "1"):
             raise UsageError("a debugger needs one rank", where="--debugger", remedy="leave --nproc out")
         settings = config_file.read_run(run_dir, overrides or (), _OF_REPLAY)

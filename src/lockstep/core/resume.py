@@ -83,13 +83,16 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
 
 def _check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any], allow_change: Sequence[str]) -> None:
     saved = checkpoint.manifest["data"]
-    if saved == fingerprint or "data" in allow_change:
+    now = {"order": None, **fingerprint}
+    changed = [name for name, value in {"order": None, **saved}.items() if now.get(name, value) != value]
+    if not changed or "data" in allow_change:
         return
-    change = "samples differ"
-    if saved["samples"] != fingerprint["samples"]:
-        change = f"{saved['samples']} samples then, {fingerprint['samples']} now"
-    elif saved["digest"] == fingerprint["digest"]:
-        change = "they are drawn in another order, such as by other weights"
+    words = {
+        "samples": f"{saved['samples']} samples then, {fingerprint['samples']} now",
+        "digest": "samples differ",
+        "order": "they are drawn in another order, such as by other weights",
+    }
+    change = "; ".join(words.get(name) or f"{name}: {saved[name]} then, {fingerprint[name]} now" for name in changed)
     raise UsageError(
         f"the training data are not those that the run began with: {change}",
         where=str(checkpoint.path),

@@ -199,7 +199,7 @@ def agreed_fingerprint(
     # The generators of other ranks stay as they are: no rank draws other numbers because it is looked at.
     with contextlib.nullcontext() if is_first else restored_generators(world.device):
         digests = fingerprint.digests(data, indices, in_worker)
-    own = fingerprint.of_digests(len(data), digests)  # type: ignore[arg-type]
+    own = fingerprint.of_digests(len(data), digests) | getattr(data, "content_digests", {})  # type: ignore[arg-type]
     own |= {} if order is None else {"order": order.digest}
     if world.size == 1:
         return own, []

@@ -127,12 +127,13 @@ def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
     preempted = [failure for failure in ending.failures if failure.exit_code == Preempted.exit_code]
     if not ending.lost:
         # The agent stops the other ranks when a rank failed. A rank that has not begun then ends as if preempted.
-        deaf = {failure.exit_code for failure in ending.failures} <= {-signal.SIGUSR1, -signal.SIGTERM}
+        codes = {failure.exit_code for failure in ending.failures}
+        deaf = codes <= {-signal.SIGUSR1, -signal.SIGTERM}
         if ending.joining and not ending.asked and not by_itself and (preempted or deaf):
             return Decision(Action.RESTART, history, "a node joins: all ranks start again, with its ranks")
         if preempted and (ending.asked or not by_itself):
             return Decision(Action.STOP, history, str(preempted[0].report.get("text") or NOT_BEGUN))
-        if ending.asked and deaf:  # the ranks did not listen yet
+        if ending.asked and (deaf or -signal.SIGUSR1 in codes):  # a rank did not listen yet
             return Decision(Action.STOP, history, NOT_BEGUN)
     is_new = ending.step <= 0 and not history.restarts
     cause, retryable, retries_differently = _cause_of(ending, is_new)

@@ -10,9 +10,11 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
-from lockstep.core.parallel import heartbeat
+from lockstep.core.errors import Preempted
+from lockstep.core.parallel import heartbeat, launched
 
 _KEPT, _LONGEST_LINE = 100, 500
 _LATE_S = 0.2  # the rest of the output of ranks that have ended: their own children may hold the pipe open
@@ -115,6 +117,9 @@ def call_with_stderr(writer: connection.Connection[Any, Any], function: Callable
     sys.stderr.flush()
     os.dup2(writer.fileno(), 2)
     writer.close()
+    heartbeat.own()  # from here the launcher can ask this process to stop
+    if Path(os.environ.get(launched.FOLDER, os.devnull), launched.STOP_FILE).exists():  # it was asked before
+        os._exit(Preempted.exit_code)
     try:
         function(*arguments)
     except SystemExit as end:  # as the command line ends

@@ -1,50 +1,130 @@
-"""Digests of tensors, by which ranks compare their states."""
+"""Digests of 128 bits, by which ranks compare tensors.
+
+They go once over the numbers, in pieces that stay in a cache of the processor, and all sums stay on the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.core.data.order import derive_seed, derive_seeds
+
+Digest = tuple[int, int]
+
+SMALL = 1 << 16
+"""Elements: smaller tensors are put together before they are digested."""
+_GOLDEN, _LOW = -7046029254386353131, 0xFFFFFFFF  # 2**64 / golden ratio, odd; the lower half of a word
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK = 1 << 20  # elements that are converted to int64 together
 
 
-def digests(tensors: Sequence[Tensor]) -> list[int]:
-    """The digest of each tensor. The host waits once for each device, and not once for each tensor."""
-    totals = [_digest(tensor) for tensor in tensors]
-    found = [0] * len(totals)
-    for device in {total.device for total in totals}:
-        places = [place for place, total in enumerate(totals) if total.device == device]
-        for place, number in zip(places, torch.stack([totals[place] for place in places]).tolist(), strict=True):
-            found[place] = number
-    return found
+def piece_length(device: torch.device) -> int:
+    """Numbers of 8 bytes that are digested together: a cache's worth, or few calls of a GPU."""
+    return 1 << 15 if device.type == "cpu" else 1 << 20
 
 
-def digest(tensor: Tensor) -> int:
-    """A 64-bit digest of a tensor's bits and of their positions, but not of its shape.
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """Two rows of random odd factors of 64 bits, by place in a piece."""
+    rows = [np.array(derive_seeds(range(piece_length(device)), state=derive_seed(row)), np.uint64) for row in (1, 2)]
+    return torch.from_numpy((np.stack(rows) | np.uint64(1)).view(np.int64)).to(device)
 
-    The digest is a sum modulo 2**64. Each element adds its bits and its position, mixed by the finaliser of SplitMix64.
-    Two tensors that differ in a single element never have the same digest. (`torch.hash_tensor` takes the XOR, in which
-    [a, -a] cancel. A sum of bits times positions fails too: two flipped signs of float64 add up to 2**64.)
+
+def fold(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The digest of all tensors together: two int64 on the device of the first.
+
+    Each is a sum modulo 2**64, over the words of 8 bytes, of the mixed word times a random odd factor that its place
+    has. Words are mixed, because a change of high bits alone would vanish in products: two flipped signs would add to
+    2**64. A change of one word is never missed, and others with about 2**-32, for each of the two sums by itself. Names
+    and numbers of elements count, too.
     """
-    return int(_digest(tensor))
+    device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+    total = torch.zeros(2, dtype=torch.int64, device=device)
+    for key, words in _groups(tensors, device):
+        total += _sums(words, key)
+    return total
 
 
-def _digest(tensor: Tensor) -> Tensor:
-    """The digest on the tensor's device."""
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
+    """The digest of each tensor by itself. The host waits once for each device, and not once for each tensor."""
+    folded = {name: fold({"": tensor}) for name, tensor in tensors.items()}
+    found: dict[str, Digest] = {}
+    for device in {one.device for one in folded.values()}:
+        names = [name for name, one in folded.items() if one.device == device]
+        pairs = torch.stack([folded[name] for name in names]).tolist()
+        found |= {name: (first, second) for name, (first, second) in zip(names, pairs, strict=True)}
+    return {name: found[name] for name in tensors}
+
+
+def digest(tensor: Tensor) -> Digest:
+    """The digest of a tensor's bits, their places and their number, but not of its shape."""
+    return digests({"": tensor})[""]
+
+
+def _sums(words: Tensor, key: int) -> Tensor:
+    factors, piece = _factors(words.device), piece_length(words.device)
+    whole = [torch.empty(min(piece, len(words)), dtype=torch.int64, device=words.device) for _ in range(2)]
+    first = second = torch.zeros((), dtype=torch.int64, device=words.device)
+    for number, start in enumerate(range(0, len(words), piece)):
+        part = words[start : start + piece]
+        mixed, high = (one[: len(part)] for one in whole)  # new memory for each piece would take twice as long
+        torch.mul(part, _GOLDEN, out=mixed)
+        torch.bitwise_right_shift(mixed, 32, out=high)
+        mixed.bitwise_xor_(high.bitwise_and_(_LOW))  # the mask makes the shift logical: torch's copies the sign
+        first = first + _dot(mixed, factors[0, : len(part)], high) * _odd(key, number, 0)
+        second = second + _dot(mixed, factors[1, : len(part)], high) * _odd(key, number, 1)
+    return torch.stack([first + _odd(key, -1, 0), second + _odd(key, -1, 1)])
+
+
+def _dot(one: Tensor, other: Tensor, room: Tensor) -> Tensor:
+    if one.device.type == "cpu":  # GPUs have no such product of integers
+        return torch.dot(one, other)
+    return torch.mul(one, other, out=room).sum()
+
+
+def _odd(*words: int) -> int:
+    """A random odd factor, as a signed number of 64 bits."""
+    number = derive_seed(*words) | 1
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _groups(tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[tuple[int, Tensor]]:
+    """A key and the words of each large tensor, and of all small tensors of a size of elements together."""
+    small: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        flat = _flat(tensor)
+        if len(flat) > SMALL:
+            yield _key([(name, len(flat))]), _words([flat.to(device)])
+        else:
+            small.setdefault(flat.dtype, []).append((name, flat.to(device)))
+    for pairs in small.values():
+        yield _key([(name, len(flat)) for name, flat in pairs]), _words([flat for _, flat in pairs])
+
+
+def _key(sizes: Sequence[tuple[str, int]]) -> int:
+    return zlib.crc32(repr(sizes).encode())
+
+
+def _words(parts: list[Tensor]) -> Tensor:
+    """Integers of any size as words of 8 bytes, with zeros at the end."""
+    each = 8 // parts[0].element_size()
+    count = sum(map(len, parts))
+    if count % each:
+        parts = [*parts, parts[0].new_zeros(each - count % each)]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if whole.storage_offset() * whole.element_size() % 8:
+        whole = whole.clone()
+    return whole.view(torch.int64)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The bits of a tensor as integers of its element's size; of complex numbers those of both parts."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    bits = flat.view(_INTEGERS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, len(bits), _BLOCK):
-        block = bits[start : start + _BLOCK].to(torch.int64)
-        positions = torch.arange(start, start + len(block), dtype=torch.int64, device=bits.device)
-        mixed = block + (positions + 1) * -7046029254386353131  # 2**64 / golden ratio, odd
-        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-            # The mask makes this a logical shift: torch's shift of int64 copies the sign.
-            mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor
-        total += (mixed ^ ((mixed >> 31) & ((1 << 33) - 1))).sum()
-    return total
+    return flat.view(_INTEGERS[flat.element_size()])

@@ -14,9 +14,9 @@ from lockstep.core.parallel import sharded_tensor
 from lockstep.core.step import TrainState
 from lockstep.parts import determinism
 from lockstep.parts.checks.dry_run import without_trace
-from lockstep.parts.digest import digests
+from lockstep.parts.digest import Digest, digests
 
-StateDigests = dict[str, tuple[int, int, int]]
+StateDigests = dict[str, tuple[int, int, Digest]]
 """By tensor: its first row on this rank, the number of its rows here, and the digest of these rows."""
 RankLosses = dict[str, str]
 """The losses of a batch on one rank by head, as exact hexadecimal numbers."""
@@ -39,11 +39,10 @@ def tensors_of_state(state: TrainState) -> dict[str, Tensor]:
 
 def digests_of(tensors: Mapping[str, Tensor]) -> StateDigests:
     """The digests of tensors, of sharded tensors those of this rank's rows."""
-    shards = [sharded_tensor.local_shard(value) for value in tensors.values()]
-    numbers = digests([shard.local for shard in shards])
+    shards = {name: sharded_tensor.local_shard(value) for name, value in tensors.items()}
+    found = digests({name: shard.local for name, shard in shards.items()})
     return {
-        name: (shard.start, len(shard.local) if shard.local.ndim else 1, number)
-        for name, shard, number in zip(tensors, shards, numbers, strict=True)
+        name: (shard.start, len(shard.local) if shard.local.ndim else 1, found[name]) for name, shard in shards.items()
     }
 
 
@@ -57,13 +56,13 @@ class Difference(NamedTuple):
     """The ranks that differ, in words."""
 
 
-def differing(by_rank: Sequence[Mapping[str, tuple[int, int, int]]]) -> list[Difference]:
+def differing(by_rank: Sequence[Mapping[str, tuple[int, int, Digest]]]) -> list[Difference]:
     """The tensors of which some ranks hold the same rows with other values, in the order of the first rank.
 
     Args:
         by_rank: the digests of each rank.
     """
-    held: dict[tuple[str, int, int], dict[int, int]] = {}
+    held: dict[tuple[str, int, int], dict[int, Digest]] = {}
     for rank, of_rank in enumerate(by_rank):
         for name, (start, rows, number) in of_rank.items():
             held.setdefault((name, start, rows), {})[rank] = number

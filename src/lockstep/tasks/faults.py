@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from lockstep.core.errors import DataError, LockstepError
+
+_OF_SYSTEM = re.compile(r"\(os error (\d+)\)")  # the end of such a text
 
 
 @contextlib.contextmanager
@@ -17,6 +21,18 @@ def reading(where: object, remedy: str = "check the path and its permissions") -
         yield
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(where), remedy=remedy) from error
+
+
+@contextlib.contextmanager
+def os_errors() -> Iterator[None]:
+    """A block in which libraries in Rust write files: what they raise of the system becomes an OSError, as it is."""
+    try:
+        yield
+    except Exception as error:
+        found = _OF_SYSTEM.search(str(error))
+        if isinstance(error, OSError | LockstepError) or found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
 
 
 def optional(

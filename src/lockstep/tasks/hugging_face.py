@@ -40,11 +40,12 @@ def import_transformers(kind: str, extra: str) -> Any:
     return optional("transformers", what, where=where, remedy=remedy, kind=UsageError)
 
 
-def load(loading: Callable[..., Any], what: str, name: str | Path, **options: Any) -> Any:
+def load(loading: Callable[..., Any], what: str, name: str | Path, where: str = "task.model", **options: Any) -> Any:
     """`loading(name, **options)`, where `loading` is a function `from_pretrained` of transformers.
 
     Args:
         what: is loaded, for the error.
+        where: the key that gives the name.
 
     Raises:
         UsageError: it cannot be loaded. The error says what was looked for, and where.
@@ -67,7 +68,7 @@ def load(loading: Callable[..., Any], what: str, name: str | Path, **options: An
             place = f"as a folder {os.path.abspath(name)}, {hub}"
         remedy = "check the name; offline, give the folder of a model that `save_pretrained` wrote"
         what = f"the {what} of {str(name)!r} cannot be loaded; looked for {place}: {first_line(error)}"
-        raise UsageError(what, where="task.model", remedy=remedy) from error
+        raise UsageError(what, where=where, remedy=remedy) from error
 
 
 def new_config(

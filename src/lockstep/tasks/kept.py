@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from lockstep.core import atomic
 from lockstep.core.errors import UsageError
 from lockstep.core.task import Task
+from lockstep.tasks.faults import os_errors
 
 
 def keep(folder: Path, name: str, save: Callable[[Path], None]) -> None:
@@ -29,7 +30,7 @@ def keep(folder: Path, name: str, save: Callable[[Path], None]) -> None:
     if (folder / name).exists():
         return
     try:
-        with atomic.staged_folder(folder, replace=True) as staging:
+        with atomic.staged_folder(folder, replace=True) as staging, os_errors():
             save(staging)
     except OSError as error:
         remedy = "choose another place with --run-dir"

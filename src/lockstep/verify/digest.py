@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.parts.digest import digest
+from lockstep.parts.digest import Digest, digest
 from lockstep.verify.reference.data import mapped
 
 
 def digest_of_batch(batch: Any) -> int:
     """A 32-bit digest of all tensors in a batch, in their order."""
-    digests: list[int] = []
+    digests: list[Digest] = []
 
     def add(tensor: Tensor) -> Tensor:
         digests.append(digest(tensor))

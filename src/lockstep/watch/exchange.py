@@ -11,11 +11,13 @@ from torch import Tensor
 
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.step import TrainState
-from lockstep.watch.digest import SIGNS, signed_sums, stacked
 from lockstep.watch.gradients import Seen
+from lockstep.watch.signed_sums import SIGNS, signed_sums, stacked
 
 _TIMES = 16.0
 """An exchange may differ by so many roundings of its number format, each as large as the gradient's norm."""
+_LEAST_FP16 = 2.0**-24
+_FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,19 @@ class Checked:
     """For the signed sums of this parameter."""
 
 
-def check(state: TrainState, own: Seen, replicas: int, micro_batches: int) -> Checked:
+def check(state: TrainState, own: Seen, replicas: int, micro_batches: int, reduced_in: str | None = None) -> Checked:
     """Compare the reduced gradients with what the ranks gave, with one small reduction. All ranks call it alike.
 
     A signed sum of a mean is the mean of the signed sums. Rounding adds an error of random signs to each element, whose
-    signed sum is about eps * |gradient|_2 * sqrt(ranks). An error of one bit below that is not seen.
+    signed sum is about eps * |gradient|_2 * sqrt(ranks). Below the smallest normal number of a format, it also adds
+    about this number to each element. An error of one bit below that is not seen.
 
     Args:
         own: what this rank computed, with its sums over all micro-batches.
         replicas: how many ranks hold the same rows.
         micro_batches: of each rank in this step.
+        reduced_in: `parallel.reduce_dtype`, the number format of the exchange, where it is another than that of the
+            gradients.
     """
     world, names = state.world.size, list(own.sizes)
     nothing = [0.0] * (SIGNS + 1)
@@ -53,26 +58,30 @@ def check(state: TrainState, own: Seen, replicas: int, micro_batches: int) -> Ch
     total = state.world.all_sum(flat)
     width = 2 * SIGNS + 1
     rows = [total[start : start + width] for start in range(0, len(total), width)]
-    eps = max((float(torch.finfo(of).eps) for of in own.dtypes.values()), default=0.0)
-    eps = max([eps, *(float(torch.finfo(one.dtype).eps) for one in _grads(state).values())])
-    rounding = _TIMES * eps * (world * micro_batches) ** 0.5
-    return _judge(names, rows, rounding)
+    formats = {*own.dtypes.values(), *(one.dtype for one in _grads(state).values())}
+    found = [torch.finfo(of) for of in formats | ({_FORMATS[reduced_in]} if reduced_in else set())]
+    rounding = _TIMES * max((of.eps for of in found), default=0.0) * (world * micro_batches) ** 0.5
+    # Of fp16 the smallest number of all: its numbers below the normal ones are never taken for zero.
+    least = max((min(of.tiny, _LEAST_FP16) for of in found), default=0.0)
+    floors = [_TIMES * least * world * micro_batches * own.sizes[name] ** 0.5 for name in names]
+    return _judge(names, rows, rounding, floors)
 
 
-def _judge(names: Sequence[str], rows: Sequence[Sequence[float]], rounding: float) -> Checked:
+def _judge(names: Sequence[str], rows: Sequence[Sequence[float]], rounding: float, floors: Sequence[float]) -> Checked:
     """Compare rows of: means of signed sums, the mean of the norms, and signed sums after the exchange.
 
     A gradient that was not finite before the exchange says nothing about the exchange. The loop ends such a training.
     """
-    finite = {name: row for name, row in zip(names, rows, strict=True) if all(map(math.isfinite, row[: SIGNS + 1]))}
+    bounds = [rounding * row[SIGNS] + floor for row, floor in zip(rows, floors, strict=True)]
+    finite = [
+        one for one in zip(names, rows, bounds, floors, strict=True) if all(map(math.isfinite, one[1][: SIGNS + 1]))
+    ]
     pairs = [
-        (one, two, rounding * row[SIGNS])
-        for row in finite.values()
-        for one, two in zip(row[:SIGNS], row[SIGNS + 1 :], strict=True)
+        (one, two, bound) for _, row, bound, _ in finite for one, two in zip(row[:SIGNS], row[SIGNS + 1 :], strict=True)
     ]
     factor, unsure = _factor(pairs)
-    for name, row in finite.items():
-        bound = abs(factor) * rounding * row[SIGNS]
+    for name, row, before, floor in finite:
+        bound = abs(factor) * before + floor
         for one, two in zip(row[:SIGNS], row[SIGNS + 1 :], strict=True):
             if not abs(two - factor * one) <= bound + unsure * abs(one):  # also true of NaN
                 return Checked(name, factor, bound)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.data.tensors import map_tensors
-from lockstep.watch.digest import SMALL, Digest, digests, fold, signed_sums, stacked
+from lockstep.parts.digest import SMALL, Digest, fold
+from lockstep.watch.signed_sums import signed_sums, stacked
 
 
 @dataclass
@@ -115,7 +116,7 @@ def watched(
         seen.dtypes[name] = gradient.dtype
         if each:
             seen.each[name] = fold({name: gradient})
-        if not each and gradient.numel() <= SMALL:
+        if gradient.numel() <= SMALL:
             seen.small[name] = gradient.detach().clone()  # the gradient itself is clipped in place
         else:
             seen.total.append(fold({name: gradient}))
@@ -142,11 +143,3 @@ def digest_of_batch(batch: Any, device: torch.device) -> Tensor:
 
     map_tensors(batch, add)
     return fold(found).to(device)
-
-
-def digests_by_name(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
-    """As `digest.digests`, for tensors that may be on several devices."""
-    found: dict[str, Digest] = {}
-    for device in {tensor.device for tensor in tensors.values()}:
-        found |= digests({name: tensor for name, tensor in tensors.items() if tensor.device == device})
-    return {name: found[name] for name in tensors}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.watch.digest import fold
+from lockstep.parts.digest import fold
 
 _TORCH = str(Path(torch.__file__).parent)
 _CORE = str(Path(__file__).parents[1] / "core")

@@ -22,8 +22,8 @@ from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.buffers import ModuleBuffers
 from lockstep.core.part import Training
 from lockstep.core.step import TrainState
+from lockstep.parts.digest import fold
 from lockstep.watch import evidence, exchange
-from lockstep.watch.digest import fold
 from lockstep.watch.examine import Dispute, Experiments
 from lockstep.watch.gradients import Detail, Seen, digest_of_batch, watched
 from lockstep.watch.history import History
@@ -125,11 +125,13 @@ class Watch(BuiltInPart):
         self.has_saved = False
         self.pending: _Pending | None = None
         self.checked_at = self.compared_at = -1
+        self.tell: Callable[[str], None] = lambda text: None
         self.histories = (History("loss"), History("gradient's norm"))
 
     # ---- events
 
     def start(self, training: Training) -> None:
+        self.tell = training.tell
         hooks = getattr(
             self.run.state.optimizer, "_optimizer_step_pre_hooks", {}
         )  # private; as `register_...` fills it
@@ -386,7 +388,9 @@ class Watch(BuiltInPart):
         if own is None or state.world.size == 1 or not own.sums or not self.sees_exchange:
             return
         count = len(set(shards))
-        found = exchange.check(state, own, state.world.size // count, self.run.plan.count(pending.step))
+        reduced_in = self.run.config.parallel.reduce_dtype if count > 1 else None
+        replicas, micro_batches = state.world.size // count, self.run.plan.count(pending.step)
+        found = exchange.check(state, own, replicas, micro_batches, reduced_in)
         if not found.name:
             return
         given: list[Tensor] = []
@@ -422,6 +426,7 @@ class Watch(BuiltInPart):
             remedy=remedies.get(verdict.kind, "run lockstep verify; watch.recompute=false compares replicas alone"),
         )
         error.guilty = verdict.guilty
+        self.tell(f"the watch ends the run at step {step}: {verdict.kind}: {verdict.text}{where}")
         raise error
 
 

@@ -18,8 +18,8 @@ from lockstep.core.loop import set_training_mode
 from lockstep.core.parallel.posing import posing_as
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.step import StepResult, train_step
-from lockstep.watch.digest import Digest, fold
-from lockstep.watch.gradients import digests_by_name
+from lockstep.parts import digest
+from lockstep.parts.digest import Digest, fold
 from lockstep.watch.state import state_digest, state_tensors
 from lockstep.watch.verdict import Kind
 
@@ -80,7 +80,7 @@ def nearest(folder: Path, step: int) -> Checkpoint | None:
 
 def digests(run: Run) -> dict[str, Digest]:
     """The digests of weights, optimizer state and averages on this rank, by name."""
-    return digests_by_name(state_tensors(run.state))
+    return digest.digests(state_tensors(run.state))
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _replayed(run: Run, rebuild: Rebuild, step: int, confirmed: int) -> _Again:
     handle.remove()
     anew, held = state_tensors(again.state), state_tensors(run.state)
     apart = (float((held[name].double() - anew[name].double()).norm()) for name in anew.keys() & held.keys())
-    return _Again(digests_by_name(anew), math.hypot(*apart), traces)
+    return _Again(digest.digests(anew), math.hypot(*apart), traces)
 
 
 def _parted_by_exchange(groups: Sequence[Sequence[_Again]]) -> bool:

@@ -14,8 +14,8 @@ from lockstep.core import devices
 from lockstep.core.build import Run
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import UsageError
+from lockstep.parts.digest import Digest
 from lockstep.watch import replay, shares
-from lockstep.watch.digest import Digest
 from lockstep.watch.replay import ReplayedStep
 from lockstep.watch.shares import Part
 

@@ -8,8 +8,8 @@ from typing import Any
 from lockstep.core.build import Run
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.step import TrainState
+from lockstep.parts.digest import digests
 from lockstep.parts.replicas import differing, who_differs
-from lockstep.watch.gradients import digests_by_name
 from lockstep.watch.replay import judged_by_replay
 from lockstep.watch.state import state_tensors
 from lockstep.watch.verdict import Verdict
@@ -47,7 +47,7 @@ class Replicas:
         and whether the difference comes again.
         """
         tensors = state_tensors(run.state)
-        self.digests = digests_by_name(tensors)
+        self.digests = digests(tensors)
         world = run.world
         held = {name: (self.shard, 1, digest) for name, digest in self.digests.items()}
         by_rank = world.broadcast(world.gather(held))

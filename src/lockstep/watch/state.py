@@ -6,8 +6,8 @@ from torch import Tensor
 
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.step import TrainState
+from lockstep.parts.digest import fold
 from lockstep.parts.replicas import tensors_of_state
-from lockstep.watch.digest import fold
 
 
 def state_tensors(state: TrainState) -> dict[str, Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
@@ -44,12 +45,26 @@ class Share:
     """Of the micro-batch in the step."""
 
 
+@contextlib.contextmanager
+def _restored_numbers(task: Any) -> Generator[None, None, None]:
+    """At the end, numbers and tensors that are attributes of the task are as before: a loss may count its calls."""
+    kept = {name: one for name, one in vars(task).items() if isinstance(one, int | float | Tensor)} if task else {}
+    values = [(one, one.clone()) for one in kept.values() if isinstance(one, Tensor)]
+    try:
+        yield
+    finally:
+        for tensor, value in values:
+            tensor.data.copy_(value)
+        if kept:
+            vars(task).update(kept)
+
+
 def trial(
     state: TrainState, micro_batch: MicroBatch, share: Share, leaves: Mapping[str, Tensor], *, detailed: bool = False
 ) -> Seen:
     """Compute the first micro-batch of a rank as that rank does. With shards, all ranks call it.
 
-    Model, gradients, buffers, metrics and random generators are as before afterwards.
+    Model, gradients, buffers, metrics, random generators, and numbers that the task keeps are as before afterwards.
 
     Args:
         leaves: of `Strategy.leaves`.
@@ -62,6 +77,7 @@ def trial(
     forward = state.strategy.unwrapped
     with (
         restored_state(forward, "watch"),
+        _restored_numbers(getattr(forward.loss, "__self__", None)),
         restored_generators(world.device),
         watched(forward, leaves, sums=detailed, each=detailed) as seen,
     ):

@@ -75,9 +75,7 @@ def test_checkpoint_is_read_by_torchs_own_tools(saved, tmp_path):
     assert {name: list(tensor.shape) for name, tensor in whole.items()} == ours
 
 
-@pytest.mark.parametrize(
-    ("saved", "name"), pairs(lambda one, other: (one, other) in ((2, 1), (4, 3))), indirect=["saved"]
-)
+@pytest.mark.parametrize(("saved", "name"), pairs(lambda one, other: (one, other) in ((4, 3),)), indirect=["saved"])
 def test_any_ranks_export_and_evaluate_the_same_from_one_checkpoint(saved, name, tmp_path):
     task = own_tasks.Deep(**OPTIONS)
     alone = Trainer(settings("single", 6), run_dir=saved, quiet=True)

@@ -416,7 +416,7 @@ def test_generators_modes_and_gradients_are_as_they_were(fails):
 TRACES = runs.config(train={"steps": 3, "eval_every_steps": 3})
 
 
-@pytest.mark.parametrize("workers", mainly([1], [0, 1]))
+@pytest.mark.parametrize("workers", mainly([0], [0, 1]))
 def test_it_leaves_no_trace(tmp_path, workers):
     one, first, other, second = fit_with_and_without(Normed, TRACES | {"data": {"workers": workers}}, tmp_path)
     assert one == other

@@ -159,7 +159,8 @@ EXPORTED = {
 }
 
 
-@pytest.mark.parametrize("heads", [("monotone",), pytest.param(("question", "hazard"), marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("heads", [("monotone",), ("question", "hazard")])
 def test_an_export_gives_the_same_risks_without_lockstep(folder, tmp_path, heads):
     inputs = [str(folder / "2.npz"), str(folder / "0.npz")]  # 12 slices, of which 8 are chosen; and 5 slices
     rows, wanted = {}, {}

@@ -21,7 +21,7 @@ def read(name, render=None, **options):
 
 
 def parts(found):
-    return [[tuple(part) for part in document.parts] for document in found]
+    return [[part[:2] for part in document.parts] for document in found]
 
 
 def render(messages, add_generation_prompt):
@@ -133,6 +133,50 @@ def test_of_a_chat_the_answers_are_learned_with_their_end(tmp_path):
         read(name)
 
 
+def broken(messages, add_generation_prompt):
+    """As `render`, with a line break behind each end, as most templates write."""
+    return render(messages, add_generation_prompt).replace("<end>", "<end>\n")
+
+
+def test_what_a_template_writes_behind_an_end_token_is_not_learned(tmp_path):
+    name = json_lines(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    (found,) = read(name, broken)
+    assert [part.text for part in found.parts if part.counts] == ["hello<end>", "see you<end>"]
+    assert "".join(part.text for part in found.parts) == broken(CHAT, False)
+
+    def without_end(messages, add_generation_prompt):
+        return render(messages, add_generation_prompt).replace("<end>", "\n")
+
+    (found,) = read(name, without_end)  # here the line break itself is the end
+    assert [part.text for part in found.parts if part.counts] == ["hello\n", "see you\n"]
+
+
+def test_a_chat_may_begin_with_an_answer(tmp_path):
+    def careful(messages, add_generation_prompt):
+        assert messages, "as transformers, which refuses an empty chat"
+        return broken(messages, add_generation_prompt)
+
+    name = json_lines(tmp_path / "a.jsonl", [{"messages": CHAT[2:]}])
+    learned = [("<assistant>", False), ("hello<end>", True)]
+    learned += [("\n<user>bye<end>\n<assistant>", False), ("see you<end>", True), ("\n", False)]
+    assert parts(read(name, careful)) == [learned]
+    with pytest.raises(DataError, match=r"a.jsonl:1: the chat begins with an answer[\s\S]*leave this answer out"):
+        read(name, lambda messages, add_generation_prompt: careful(messages, False))
+
+
+def test_contents_of_several_parts_are_joined_and_calls_of_tools_are_refused(tmp_path):
+    pieces = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    chat = [{"role": "user", "content": pieces}, {"role": "assistant", "content": "c"}]
+    expected = [("<user>a\nb<end><assistant>", False), ("c<end>", True)]
+    assert parts(read(json_lines(tmp_path / "a.jsonl", [{"messages": chat}]), render)) == [expected]
+    chat[0]["content"] = [*pieces, {"type": "image_url", "image_url": "a.png"}]
+    with pytest.raises(DataError, match=r"b.jsonl:1: .* is no message"):
+        read(json_lines(tmp_path / "b.jsonl", [{"messages": chat}]), render)
+    chat[1] = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    with pytest.raises(DataError, match=r"c.jsonl:1: a message has tool_calls"):
+        read(json_lines(tmp_path / "c.jsonl", [{"messages": chat[1:]}]), render)
+
+
 def test_chats_of_other_names_and_prompts_with_answers(tmp_path):
     rows = [{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}]
     expected = [("<user>hi<end><assistant>", False), ("hello<end>", True)]
@@ -167,8 +211,11 @@ def test_a_tokenizer_with_a_template_writes_chats(tmp_path):
     task = small_task(name, tokenizer=str(tmp_path / "tokenizer"), length=128)
     row = task.train_data()[0]
     learned = [token for token in row.targets.tolist() if token >= 0]
-    assert task.tokenizer.decode(learned) == "hello<end>see you<end>" * (int(row.documents[-1]) + 1)
-    assert row.bytes == len(task.tokenizer.decode(learned))
+    chats = int(row.documents[-1]) + 1
+    assert task.tokenizer.decode(learned) == "hello<end>see you<end>" * chats
+    assert row.bytes == len("hello" + "see you") * chats  # and not the letters of the template
+    row = small_task(name, tokenizer=str(tmp_path / "tokenizer"), length=128, loss_on="all").train_data()[0]
+    assert row.bytes == len("".join(message["content"] for message in CHAT)) * (int(row.documents[-1]) + 1)
     prompt = task.prompt("bye")
     assert task.tokenizer.decode(prompt.ids) == "<user>bye<end><assistant>"
     assert prompt.text == "bye"
@@ -233,6 +280,17 @@ def test_long_texts_are_tokenised_in_blocks_and_no_letter_is_lost(monkeypatch):
     assert "".join(blocks) == text
     assert blocks[0] == "one two\n"
     assert max(map(len, blocks)) <= 10
+
+
+@pytest.mark.parametrize("key", ["tokenizer", "model"])
+def test_an_error_about_a_tokenizer_names_the_key_that_gives_it(tmp_path, key):
+    name = json_lines(tmp_path / "a.jsonl", [{"text": "a b"}] * 10)
+    tokenizer = small_task(name).tokenizer
+    for role in ("bos", "eos", "pad"):
+        setattr(tokenizer, f"{role}_token", None)
+    tokenizer.save_pretrained(tmp_path / "none")
+    with pytest.raises(UsageError, match=rf"^task.{key}: the tokenizer of .*none has neither"):
+        _ = small_task(name, **{key: str(tmp_path / "none")}).tokenizer
 
 
 def test_options_that_exclude_each_other_are_refused():

@@ -1,5 +1,6 @@
 """Results of evaluations against plain sums, written texts against transformers, predictions and exports."""
 
+import io
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from lockstep import Trainer
 from lockstep.cli import predict
 from lockstep.cli.application import app
+from lockstep.cli.export import next_step
 from lockstep.core.errors import UsageError
 from lockstep.tasks.lm import attention, models, writing
 from tests import hub_server, lm_cases, runs
@@ -301,6 +303,10 @@ def test_without_prompts_the_beginnings_of_documents_are_continued(corpus, tmp_p
     rows = [{"question": f"{number} and 1?", "answer": str(number + 1)} for number in range(20)]
     task = small_task(json_lines(tmp_path / "qa.jsonl", rows), eval_fraction=0.3)
     assert all(prompt.text.endswith("and 1?\n") for prompt in task.eval_data()[0].prompts)
+    asking = small_task(str(tmp_path / "qa.jsonl"), eval_fraction=0.3, exact_match=2).eval_data()
+    prompts = [prompt for index in range(len(asking)) for prompt in asking[index].prompts]
+    assert [prompt.answer is not None for prompt in prompts].count(True) == 2  # questions are asked once
+    assert len({prompt.ids for prompt in prompts}) == len(prompts) == 3
     assert task.prompt("3 and 1?").ids[-1] == task.tokenizer("\n", add_special_tokens=False)["input_ids"][0]
     assert not task.prepare(task.eval_data()[0], 0, True).prompts
     assert not small_task(corpus, eval_fraction=0.3, prompts=[]).eval_data()[0].prompts
@@ -326,10 +332,48 @@ def test_predictions_are_texts_and_rows(run_dir, tmp_path, capsys):
         trainer.predict_rows(lambda rows, readable: None, [""], 8)
 
 
+def test_prompts_of_a_folder_are_those_of_its_files_and_blank_lines_are_left_out(corpus, tmp_path, monkeypatch):
+    task = small_task(corpus)
+    presenter = task.presenter(task)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "b.txt").write_text("the dog\n\n  \nto go\n")
+    (tmp_path / "in" / "a.jsonl").write_text('{"prompt": "the cat"}\n')
+    (tmp_path / "in" / "c.png").write_bytes(b"\x89")
+    found = presenter.inputs([str(tmp_path / "in"), "\n"])
+    assert [prompt.text for prompt in found.prompts] == ["the cat", "the dog", "to go", "\n"]
+    assert found.notes == [f"2 blank lines left out, the first is {tmp_path / 'in' / 'b.txt'}:2"]
+    assert not presenter.stream([str(tmp_path / "in")])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="no file in this folder can be used"):
+        presenter.inputs([str(tmp_path / "empty")])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    with pytest.raises(UsageError, match="INPUT -: no prompt"):
+        presenter.inputs(["-"])
+
+
 def settings_of(run_dir):
     import yaml
 
     return yaml.safe_load((run_dir / "config.yaml").read_text())
+
+
+# ---- a run that goes on
+
+
+def test_a_run_does_not_go_on_with_other_texts(tmp_path):
+    """The number of rows stays, and so do the rows that a fingerprint looks at."""
+    rows = [{"text": text} for text in lm_cases.texts(40)]
+    task = TINY | {"packing": False, "eval_fraction": 0.0}
+    name = json_lines(tmp_path / "a.jsonl", rows)
+    settings = runs.config(task=task, data={"train": name}, batch={"global": 4}, train={"steps": 2})
+    Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit()
+    rows[7]["text"] = rows[7]["text"].replace("e", "o", 1)
+    json_lines(tmp_path / "a.jsonl", rows)
+    longer = settings | {"train": {"steps": 3}}
+    says = r"began with: tokens of .*a.jsonl: [\d,]+ \(digest \w+\) then, [\d,]+ \(digest \w+\) now"
+    with pytest.raises(UsageError, match=says + r'\n.*allow_change=\["data"\].*fresh=True'):
+        Trainer(longer, run_dir=tmp_path / "run", quiet=True).fit()
+    assert Trainer(longer, run_dir=tmp_path / "run", allow_change=["data"], quiet=True).fit()["step"] == 3
 
 
 # ---- exports
@@ -348,6 +392,21 @@ def test_transformers_loads_an_export_without_lockstep(run_dir, tmp_path):
     assert model.generation_config.max_new_tokens == 8
     assert tokenizer.bos_token_id == ids[0, 0]  # as in the training, a document begins with its token
     assert tokenizer.decode(ids[0], skip_special_tokens=True) == "the cat"
+
+
+def test_the_line_that_uses_an_export_gives_the_text_of_predict(tmp_path, capsys):
+    rows = [{"question": f"{number} and 1?", "answer": str(number + 1)} for number in range(20)]
+    task = TINY | {"after_prompt": "\n=", "temperature": 0.0}
+    data = {"train": json_lines(tmp_path / "qa.jsonl", rows)}
+    trainer = Trainer(
+        runs.config(task=task, data=data, batch={"global": 4}, train={"steps": 3}), run_dir=tmp_path / "run", quiet=True
+    )
+    trainer.fit()
+    trainer.export(tmp_path / "out")
+    capsys.readouterr()
+    exec(next_step(tmp_path / "out"), {})
+    (expected,) = described(trainer, ["A question"])
+    assert capsys.readouterr().out == f"A question\n={expected['text']}\n"
 
 
 def test_an_export_is_uploaded(run_dir, tmp_path, monkeypatch):

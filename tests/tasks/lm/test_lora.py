@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep import Trainer
+from lockstep.cli.export import next_step
 from lockstep.core.errors import UsageError
 from lockstep.plan.command import facts_with_or_without_data
 from lockstep.plan.estimate import estimate
@@ -206,8 +207,7 @@ def whole(corpus, bases, tmp_path_factory):
 
 SPREADS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp")]
 MOVES = [(before, after) for before in SPREADS for after in SPREADS]
-CHOSEN_MOVES = [((2, "fsdp"), (2, "fsdp")), ((2, "fsdp"), (1, "single")), ((1, "single"), (2, "fsdp"))]
-CHOSEN_MOVES += [((1, "single"), (2, "ddp")), ((2, "fsdp"), (2, "ddp"))]
+CHOSEN_MOVES = [((2, "fsdp"), (2, "fsdp")), ((1, "single"), (2, "ddp"))]
 
 
 @pytest.mark.parametrize(("before", "after"), mainly(CHOSEN_MOVES, MOVES))
@@ -280,11 +280,19 @@ def test_exports_are_what_peft_and_transformers_load(run_dir, corpus, bases, tmp
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: peft\n")
     assert "PeftModel.from_pretrained" in card
+    line = next_step(tmp_path / "out")
+    assert f"AutoModelForCausalLM.from_pretrained(\"{bases['llama']}\"), '{tmp_path / 'out'}')" in line
+    exec(line, {})
+    assert capsys.readouterr().out.startswith("The")
     assert "library_name: transformers" in (tmp_path / "whole" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
-    "lora", [{"targets": ["wte", "c_attn"]}, {"targets": "all-linear", "dora": True, "rslora": True}]
+    "lora",
+    [
+        {"targets": ["wte", "c_attn"]},
+        pytest.param({"targets": "all-linear", "dora": True, "rslora": True}, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_exports_of_other_kinds_of_adapters(corpus, bases, tmp_path, lora):
     config = lora_config(corpus, bases["gpt2"], lora=lora, train={"ema_decay": None})
@@ -350,7 +358,7 @@ def test_what_cannot_have_adapters_is_refused(corpus, bases, monkeypatch):
         small_task(**options_of(corpus, bases["llama"])).model()
 
 
-@pytest.mark.parametrize("dtype", mainly(["bf16"], ["fp32", "bf16"]))
+@pytest.mark.parametrize("dtype", mainly([], ["fp32", "bf16"]))
 def test_a_plan_counts_gradients_and_optimizer_state_of_adapters_alone(corpus, dtype):
     lora = [
         f"task.lora={{rank: 4, base_dtype: {dtype}}}",

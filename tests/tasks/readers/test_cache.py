@@ -142,9 +142,20 @@ def test_leftovers_of_a_killed_process_are_cleared(root):
     assert folders(root) == ["kind-key"]
 
 
+def test_a_full_disk_is_told_also_by_libraries_that_know_no_oserror(root):
+    """`tokenizers` is written in Rust, and raises this."""
+    error = Exception("No space left on device (os error 28)")
+    with pytest.raises(
+        DataError, match=r"cannot be written: No space left on device[\s\S]*set LOCKSTEP_CACHE"
+    ) as caught:
+        cached("kind", "key", fails(error))
+    assert caught.value.where == str(root)
+    assert folders(root) == []
+
+
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("no"), KeyboardInterrupt(), DataError("bad row", where="file:3")],
+    [RuntimeError("no"), KeyboardInterrupt(), DataError("no hub: refused (os error 111)", where="file:3")],
     ids=lambda error: type(error).__name__,
 )
 def test_a_make_that_raises_leaves_nothing(root, error):

@@ -60,6 +60,7 @@ def test_digits_are_the_uci_test_part_split_without_overlap():
     assert pixel_sum == 561718  # of the original's integers 0 to 16
 
 
+@pytest.mark.exhaustive
 def test_digits_recipe_learns(tmp_path):
     results = Trainer("digits", run_dir=tmp_path, quiet=True).fit()
     assert results["eval/accuracy"] >= 0.97

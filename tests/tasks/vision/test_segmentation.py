@@ -386,6 +386,7 @@ def test_a_killed_run_ends_with_the_same_bits(folder, tmp_path):
     assert all(torch.equal(weights[name], reference[name]) for name in reference)
 
 
+@pytest.mark.exhaustive
 def test_the_task_learns_and_shows_what_it_learned(folder, tmp_path):
     task = make_task({}, folder, double=False)
     settings = runs.config(batch={"global": 6}, train={"steps": 40, "eval_every_steps": 40}, log={"pictures": 8})

@@ -57,10 +57,10 @@ def held(*tables, shapes=None, **more):
     return [recording([1.0], digests={1: table}, shapes=shapes, **more) for table in tables]
 
 
-WHOLE = {"model.a": (0, 6, 11), "model.b": (0, 3, 12), "optimizer.a.step": (0, 1, 13)}
-UPPER = {"model.a": (0, 3, 21), "model.b": (0, 2, 22), "optimizer.a.step": (0, 1, 13)}
-LOWER = {"model.a": (3, 3, 31), "model.b": (2, 1, 32), "optimizer.a.step": (0, 1, 13)}
-NOTHING_OF_B = {"model.a": (3, 3, 31), "model.b": (3, 0, 0), "optimizer.a.step": (0, 1, 13)}
+WHOLE = {"model.a": (0, 6, (0, 11)), "model.b": (0, 3, (0, 12)), "optimizer.a.step": (0, 1, (0, 13))}
+UPPER = {"model.a": (0, 3, (0, 21)), "model.b": (0, 2, (0, 22)), "optimizer.a.step": (0, 1, (0, 13))}
+LOWER = {"model.a": (3, 3, (0, 31)), "model.b": (2, 1, (0, 32)), "optimizer.a.step": (0, 1, (0, 13))}
+NOTHING_OF_B = {"model.a": (3, 3, (0, 31)), "model.b": (3, 0, (0, 0)), "optimizer.a.step": (0, 1, (0, 13))}
 
 
 def replicated(*tables, **more):
@@ -83,7 +83,7 @@ def test_shards_that_make_a_whole_pass():
 
 
 def test_a_rank_may_hold_no_row():
-    whole_of_b = UPPER | {"model.b": (0, 3, 22)}
+    whole_of_b = UPPER | {"model.b": (0, 3, (0, 22))}
     assert _incomplete(held(whole_of_b, NOTHING_OF_B), 1) is None
     assert _differing(held(whole_of_b, NOTHING_OF_B), 1) == []
 
@@ -92,17 +92,19 @@ def test_replicas_of_shards_are_compared_with_each_other():
     four = held(UPPER, LOWER, UPPER, LOWER)
     assert _differing(four, 1) == []
     assert _incomplete(four, 1) is None
-    other = held(UPPER, LOWER, UPPER, LOWER | {"model.b": (2, 1, 99)})
+    other = held(UPPER, LOWER, UPPER, LOWER | {"model.b": (2, 1, (0, 99))})
     assert _differing(other, 1) == [("model.b", (1, 3), "ranks 1 and 3 differ")]
 
 
 def test_a_tensor_that_differs_is_named_with_its_ranks():
-    assert _differing(held(WHOLE, WHOLE | {"model.b": (0, 3, 99)}), 1) == [("model.b", (0, 1), "ranks 0 and 1 differ")]
-    assert _differing(held(WHOLE, WHOLE, WHOLE | {"model.b": (0, 3, 99), "model.a": (0, 6, 98)}), 1) == [
+    assert _differing(held(WHOLE, WHOLE | {"model.b": (0, 3, (0, 99))}), 1) == [
+        ("model.b", (0, 1), "ranks 0 and 1 differ")
+    ]
+    assert _differing(held(WHOLE, WHOLE, WHOLE | {"model.b": (0, 3, (0, 99)), "model.a": (0, 6, (0, 98))}), 1) == [
         ("model.a", (0, 2), "rank 2 differs from ranks 0 and 1"),
         ("model.b", (0, 2), "rank 2 differs from ranks 0 and 1"),
     ]
-    result = replicated(WHOLE, WHOLE | {"model.b": (0, 3, 99), "model.a": (0, 6, 98)})
+    result = replicated(WHOLE, WHOLE | {"model.b": (0, 3, (0, 99)), "model.a": (0, 6, (0, 98))})
     assert result.status == "fault"
     assert (result.reason, result.value) == (
         "since step 1 ranks 0 and 1 differ in model.a, with 1 other tensors",
@@ -113,7 +115,7 @@ def test_a_tensor_that_differs_is_named_with_its_ranks():
 
 
 def test_a_counter_that_differs_between_shards_is_found():
-    assert _differing(held(UPPER, LOWER | {"optimizer.a.step": (0, 1, 14)}), 1) == [
+    assert _differing(held(UPPER, LOWER | {"optimizer.a.step": (0, 1, (0, 14))}), 1) == [
         ("optimizer.a.step", (0, 1), "ranks 0 and 1 differ")
     ]
 
@@ -121,9 +123,9 @@ def test_a_counter_that_differs_between_shards_is_found():
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (UPPER, LOWER | {"model.a": (4, 2, 31)}),
-        (UPPER | {"model.a": (1, 2, 1)}, LOWER),
-        (UPPER, LOWER | {"model.a": (3, 2, 31)}),
+        (UPPER, LOWER | {"model.a": (4, 2, (0, 31))}),
+        (UPPER | {"model.a": (1, 2, (0, 1))}, LOWER),
+        (UPPER, LOWER | {"model.a": (3, 2, (0, 31))}),
         (UPPER, UPPER),
     ],
     ids=["between", "first", "last", "half"],
@@ -147,7 +149,7 @@ def test_state_that_appears_later_is_not_missing_before():
     """Such as an optimizer's, of what is frozen at first."""
     ranks = held(WHOLE, WHOLE)
     for one in ranks:
-        one.digests[2] = WHOLE | {"optimizer.b.step": (0, 1, 5)}
+        one.digests[2] = WHOLE | {"optimizer.b.step": (0, 1, (0, 5))}
         one.shapes = one.shapes | {"optimizer.b.step": ()}
     assert replicas.replicas(experiments({"undisturbed": ranks})).status == "passed"
 
@@ -157,8 +159,8 @@ def test_the_first_step_that_differs_is_named():
     for number, one in enumerate(ranks):
         one.digests |= {
             2: WHOLE,
-            3: WHOLE | {"model.b": (0, 3, 50 + number)},
-            4: WHOLE | {"model.a": (0, 6, 50 + number)},
+            3: WHOLE | {"model.b": (0, 3, (0, 50 + number))},
+            4: WHOLE | {"model.a": (0, 6, (0, 50 + number))},
         }
     assert (
         "since step 3 ranks 0 and 1 differ in model.b" in replicas.replicas(experiments({"undisturbed": ranks})).reason
@@ -267,7 +269,10 @@ def test_random_numbers_and_refused_configs_show_nothing(monkeypatch):
 
 @pytest.mark.parametrize("check", [replicas.replicas, replicas.probe])
 def test_initial_weights_that_differ_are_the_cause(check):
-    ranks = [recording([1.0], digests={0: {"model.a": (0, 4, rank)}, 1: {"model.a": (0, 4, rank)}}) for rank in (0, 1)]
+    ranks = [
+        recording([1.0], digests={0: {"model.a": (0, 4, (0, rank))}, 1: {"model.a": (0, 4, (0, rank))}})
+        for rank in (0, 1)
+    ]
     result = check(experiments({"undisturbed": ranks}))
     assert result.status == "fault"
     assert result.reason.startswith("the initial weights differ: a and 0 other tensors")

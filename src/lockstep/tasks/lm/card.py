@@ -19,7 +19,7 @@ _RESULTS = ("eval/loss", "eval/perplexity", "eval/bits_per_byte", "eval/accuracy
 USE = """```python
 from transformers import pipeline
 
-print(pipeline("text-generation", model="FOLDER")("{prompt}")[0]["generated_text"])
+print(pipeline("text-generation", model="FOLDER")({prompt})[0]["generated_text"])
 ```"""
 
 
@@ -36,7 +36,8 @@ def write(task: LanguageModel, model: nn.Module, library: str = "transformers", 
     kind = f"A causal language model ({task.config.model_type}) of {parameters:,} parameters"
     base = f", fine-tuned from `{options.model}`" if options.model else ", trained from new weights"
     lines = [*head, "---", "", f"# {config.get('name', 'Language model')}", "", f"{kind}{base} with Lockstep.", ""]
-    lines += [use.replace("{prompt}", "The"), "", "## Training", ""]
+    prompt, inputs = _example(task)
+    lines += [use.replace("{prompt}", prompt).replace("{inputs}", inputs), "", "## Training", ""]
     lines += [f"- {line}" for line in _training(task, config, entries)]
     results = _results(entries)
     if results:
@@ -44,6 +45,16 @@ def write(task: LanguageModel, model: nn.Module, library: str = "transformers", 
         lines += [f"| `{result}` | {value:.5g} |" for result, value in results.items()]
         lines += ["", "`eval/loss` is in nats by token. `eval/bits_per_byte` can be compared over tokenizers."]
     return "\n".join([*lines, ""])
+
+
+def _example(task: LanguageModel) -> tuple[str, str]:
+    """A prompt in the form of the training texts, and its tokens: both as Python."""
+    if task.kind == "chats":
+        chat = '[{"role": "user", "content": "A question"}]'
+        options = 'add_generation_prompt=True, return_dict=True, return_tensors="pt"'
+        return chat, f"tokenizer.apply_chat_template({chat}, {options})"
+    prompt = json.dumps(f"A question{task.options.after_prompt}" if task.kind == "answers" else "The")
+    return prompt, f'tokenizer({prompt}, return_tensors="pt")'
 
 
 def _training(task: LanguageModel, config: dict[str, Any], entries: list[dict[str, Any]]) -> list[str]:

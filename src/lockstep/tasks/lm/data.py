@@ -116,6 +116,8 @@ class Rows(Dataset[Row]):
         questions: Sequence[Prompt] = (),
     ) -> None:
         self.tokens, self.length, self.packed = tokens, length, packed
+        self.content_digests: dict[str, str] = {}
+        """See `Task.train_data`."""
         self.prompts, self.questions = tuple(prompts), tuple(questions)
         self.plan = plan_rows(tokens, length, packed)
         if not len(self):

@@ -40,6 +40,9 @@ class Part(NamedTuple):
     text: str
     counts: bool
     """True if the tokens of the stretch are learned."""
+    said: tuple[tuple[int, int], ...] | None = None
+    """Begin and end of what messages say, in letters. A chat template wrote the rest, which bits per byte do not count.
+    None: all."""
 
 
 @dataclass(frozen=True)
@@ -206,36 +209,88 @@ def _messages(value: Any, where: str) -> list[dict[str, str]]:
         known = isinstance(message, Mapping) and next(
             (keys for keys in (("role", "content"), ("from", "value")) if all(key in message for key in keys)), None
         )
-        if not known or not isinstance(message[known[1]], str):
+        if isinstance(message, Mapping) and message.get("tool_calls"):
+            what = "a message has tool_calls, which are not learned"
+            raise DataError(what, where=where, remedy="leave the chat out, or write the calls into the content as text")
+        if not known or (content := _content(message[known[1]])) is None:
             raise DataError(f"{message!r} is no message", where=where, remedy=remedy)
         role = str(message[known[0]])
-        messages.append({"role": _ROLES.get(role, role), "content": message[known[1]]})
+        messages.append({"role": _ROLES.get(role, role), "content": content})
     return messages
 
 
+def _content(value: Any) -> str | None:
+    """What a message says: a text, or parts `{type: text, text}` with a line break between them. None: neither."""
+    if isinstance(value, Sequence) and value and all(isinstance(part, Mapping) for part in value):
+        texts = [part.get("text") if part.get("type") == "text" else None for part in value]
+        return "\n".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
+    return value if isinstance(value, str) else None
+
+
 def _chat(messages: list[dict[str, str]], render: Render, learns_all: bool, where: str) -> tuple[Part, ...]:
-    """The parts of a chat, of which answers count. An answer ends where the chat up to it does, with an end token."""
+    """The parts of a chat, of which answers count, with their end tokens."""
     try:
         whole = render(messages, add_generation_prompt=False)
         if learns_all:
-            return (Part(whole, True),)
+            return (Part(whole, True, _said(whole, messages)),)
         parts, at = [], 0
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            begin = render(messages[:number], add_generation_prompt=True)
             end = render(messages[: number + 1], add_generation_prompt=False)
+            begin = _until_answer(messages[:number], end, render, where)
             if not (whole.startswith(end) and end.startswith(begin) and len(begin) >= at):
                 what = f"the chat template writes message {number} otherwise when more messages follow"
                 raise DataError(what, where=where, remedy="set task.loss_on=all, or use another tokenizer")
-            parts += [Part(whole[at : len(begin)], False), Part(whole[len(begin) : len(end)], True)]
-            at = len(end)
+            answer = _answer(end[len(begin) :], message)
+            parts += [Part(whole[at : len(begin)], False), answer]
+            at = len(begin) + len(answer.text)
     except DataError:
         raise
     except Exception as error:  # templates are programs, which raise what they like
         what = f"the chat template cannot write this chat: {type(error).__name__}: {error}"
         raise DataError(what, where=where, remedy="check the roles of the messages and their order") from error
     return (*parts, Part(whole[at:], False)) if at < len(whole) else tuple(parts)
+
+
+def _until_answer(before: list[dict[str, str]], end: str, render: Render, where: str) -> str:
+    """The text before an answer, with the words of the template that ask for it.
+
+    Args:
+        before: the messages before the answer.
+        end: the text up to the end of the answer.
+    """
+    if before:
+        return render(before, add_generation_prompt=True)
+    # transformers writes no chat without messages, so the words are those that it writes behind another one
+    question = [{"role": "user", "content": "?"}]
+    asked = render(question, add_generation_prompt=True)
+    asking = asked.removeprefix(render(question, add_generation_prompt=False))
+    if not asking or asking not in end:
+        what = "the chat begins with an answer, and the chat template does not show where that begins"
+        raise DataError(what, where=where, remedy="leave this answer out, or set task.loss_on=all")
+    return end[: end.index(asking) + len(asking)]
+
+
+def _answer(text: str, message: dict[str, str]) -> Part:
+    """The learned part of an answer: all but the line break that a template writes behind the end token."""
+    said = _said(text, [message])
+    stop = len(text.rstrip())
+    has_end = bool(said) and stop > said[0][1]  # otherwise the line break itself is the end
+    return Part(text[:stop] if has_end else text, True, said or None)
+
+
+def _said(text: str, messages: list[dict[str, str]]) -> tuple[tuple[int, int], ...]:
+    """Begin and end of what each message says, in the text that a template made. What it changed is not found."""
+    found, at = [], 0
+    for content in (message["content"] for message in messages):
+        begin, length = text.find(content, at), len(content)
+        if begin < 0:  # many templates strip it
+            begin, length = text.find(content.strip(), at), len(content.strip())
+        if begin >= 0:
+            at = begin + length
+            found.append((begin, at))
+    return tuple(found)
 
 
 def divided(documents: list[Document], share: float, seed: int) -> tuple[list[Document], list[Document]]:

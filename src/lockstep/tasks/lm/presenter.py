@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from lockstep.tasks.hugging_face import config_for_pipeline
 from lockstep.tasks.lm import card, documents, models, writing
 from lockstep.tasks.lm.data import Prompts, Row, Rows
 from lockstep.tasks.lm.stream import Stream, is_prompt
-from lockstep.tasks.readers.table import Source, lines_of
+from lockstep.tasks.readers.input_files import find_files
+from lockstep.tasks.readers.table import SUFFIXES, Source, lines_of
 
 if TYPE_CHECKING:
     from lockstep.tasks.lm.task import LanguageModel
@@ -32,32 +34,41 @@ class LmPresenter(Presenter):
     task: LanguageModel
 
     def inputs(self, arguments: Sequence[str]) -> Prompts:
-        """The prompts of each argument: the rows of a table, the lines of a text file or of standard input (`-`), or
-        else the argument itself."""
+        """The prompts of each argument: the rows of a table, the lines of a text file or of standard input (`-`), those
+        of all files in a folder, or else the argument itself. Blank lines and rows are left out."""
         found: list[tuple[str, str]] = []
+        blank: list[str] = []
+        remedy = "give a text that the model continues"
         for number, argument in enumerate(arguments, start=1):
-            if argument == "-":
-                lines = lines_of(sys.stdin.read())
-                found += [(text, f"standard input:{line}") for line, text in enumerate(lines, start=1)]
-            elif is_prompt(argument):
-                found.append((argument, f"argument {number}"))
-            else:
-                found += self._of_file(argument)
-        empty = next((where for text, where in found if not text), None)
-        if empty is not None:
-            raise UsageError("an empty prompt", where=empty, remedy="give a text that the model continues")
+            if not argument:
+                raise UsageError("an empty prompt", where=f"argument {number}", remedy=remedy)
+            is_text = is_prompt(argument)
+            read = [(argument, f"argument {number}")] if is_text else self._of_source(argument)
+            found += [(text, where) for text, where in read if is_text or text.strip()]
+            blank += [where for text, where in read if not (is_text or text.strip())]
+        if not found:
+            raise UsageError("no prompt", where=f"INPUT {' '.join(arguments)}", remedy=remedy)
         prompts = [self.task.prompt(text, where) for text, where in found]
         kept, _ = writing.room_for(models.most_tokens(self.task.config), self.task.options.new_tokens)
         cut = [prompt.where for prompt in prompts if kept is not None and len(prompt.ids) > kept][:_SHOWN]
-        return Prompts(prompts, [f"{where}: only the last {kept} tokens of this prompt are seen" for where in cut])
+        notes = [f"{where}: only the last {kept} tokens of this prompt are seen" for where in cut]
+        if blank:
+            notes.insert(0, f"{len(blank)} blank line{'s' * (len(blank) > 1)} left out, the first is {blank[0]}")
+        return Prompts(prompts, notes)
 
     def stream(self, arguments: Sequence[str]) -> bool:
         """Show the text of a single prompt while it is written."""
         self.task.stream = Stream(self.task) if len(arguments) == 1 and is_prompt(arguments[0]) else None
         return self.task.stream is not None
 
-    def _of_file(self, name: str) -> list[tuple[str, str]]:
+    def _of_source(self, name: str) -> list[tuple[str, str]]:
+        """The rows or lines of a file, of a folder or of standard input, each with its place."""
         options = self.task.options
+        if name == "-":
+            lines = enumerate(lines_of(sys.stdin.read()), start=1)
+            return [(text, f"standard input:{line}") for line, text in lines]
+        if os.path.isdir(name) and documents.Corpus(name, options).source is None:
+            return [found for path in find_files([name], SUFFIXES) for found in self._of_source(str(path))]
         table = Source.parse(name, **options.of_csv()).read()
         roles = documents.choose(table, options.columns, needs_answer=False)
         if "messages" in roles:
@@ -97,7 +108,7 @@ class LmPresenter(Presenter):
             for sample, output in samples
             for prompt, tokens in zip(sample.prompts, output["written"], strict=False)
         ]
-        return "\n".join([*lines, *texts[:_SHOWN]])
+        return "\n".join([*lines, *list(dict.fromkeys(texts))[:_SHOWN]])
 
     def log_header(self) -> list[str]:
         """The model, the documents, the rows that they fill, and the padding that is left."""
@@ -140,9 +151,9 @@ class LmPresenter(Presenter):
         config.save_pretrained(folder)
         task.tokenizer.save_pretrained(folder)
         options = task.options
-        generation: dict[str, Any] = {"max_new_tokens": options.new_tokens}
+        generation: dict[str, Any] = {"max_new_tokens": options.new_tokens, "do_sample": options.temperature > 0}
         if options.temperature:
-            generation |= {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k or 0}
+            generation |= {"temperature": options.temperature, "top_k": options.top_k or 0}
         for role in ("bos", "eos", "pad"):
             generation[f"{role}_token_id"] = getattr(task.tokenizer, f"{role}_token_id")
         transformers.GenerationConfig(**generation).save_pretrained(folder)

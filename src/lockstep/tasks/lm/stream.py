@@ -19,8 +19,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey
 
 
 def is_prompt(argument: str) -> bool:
-    """True for an argument of `lockstep predict` that is a prompt, and names no file and no standard input."""
-    names_file = os.path.isfile(argument) or (argument.endswith(SUFFIXES) and " " not in argument)
+    """True for an argument of `lockstep predict` that is a prompt, and names no file, folder or standard input."""
+    names_file = os.path.exists(argument) or (argument.endswith(SUFFIXES) and " " not in argument)
     return argument != "-" and not names_file
 
 

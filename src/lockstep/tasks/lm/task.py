@@ -87,10 +87,12 @@ class LanguageModel(Task):
         models.import_transformers()
         name = self.folder or self.options.given_tokenizer
         if name is not None:
-            tokenizer = hugging_face.load_tokenizer(name)
+            given = (key for key in ("tokenizer", "model", "config") if getattr(self.options, key) is not None)
+            where = f"task.{next(given, 'tokenizer')}"
+            tokenizer = hugging_face.load_tokenizer(name, where=where)
             if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
                 remedy = "give it an eos_token and save it"
-                raise UsageError(f"{name} has no token for the end of a text", where="task.tokenizer", remedy=remedy)
+                raise UsageError(f"{name} has no token for the end of a text", where=where, remedy=remedy)
             return tokenizer
         part = "training" if self._holds_back else "all"
         options, corpus = self.options, self.corpus
@@ -126,7 +128,9 @@ class LanguageModel(Task):
     def _train(self) -> Rows:
         found = self._tokens(self.corpus, "training" if self._holds_back else "all")
         kind = Rows if self.options.packing else PaddedRows
-        return kind(found, length=self.options.length, packed=self.options.packing)
+        rows = kind(found, length=self.options.length, packed=self.options.packing)
+        rows.content_digests = {f"tokens of {self.corpus.name}": f"{len(found.ids):,} (digest {found.digest[:12]})"}
+        return rows
 
     @cached_property
     def _eval(self) -> Rows | None:
@@ -134,7 +138,9 @@ class LanguageModel(Task):
             return None
         corpus, part = (self.corpus, "held") if self.eval_corpus is None else (self.eval_corpus, "all")
         found = self._tokens(corpus, part)
-        texts = {"prompts": self._prompts(found), "questions": self._questions(found)}
+        questions = self._questions(found)
+        prompts = [prompt._replace(answer=None) for prompt in self._prompts(found) if prompt not in questions]
+        texts = {"prompts": prompts, "questions": questions}
         return Rows(found, length=self.options.length, packed=self.options.packing, **texts)
 
     def train_data(self) -> Rows:

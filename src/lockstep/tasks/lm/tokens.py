@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.core.errors import DataError
 from lockstep.tasks.arrays import Array
-from lockstep.tasks.lm.documents import Corpus, Document, divided
+from lockstep.tasks.lm.documents import Corpus, Document, Part, divided
 from lockstep.tasks.lm.options import LmOptions
 from lockstep.tasks.readers.cache import cached, digest_of
 from lockstep.tasks.text import hugging_face
@@ -20,7 +20,7 @@ from lockstep.tasks.text.data import OfFolder, mapped
 END = "<|endoftext|>"
 """The token before and behind each document, of a tokenizer that is trained here."""
 _UNKNOWN = "<|unknown|>"
-_FORMAT = 3  # of the cached files
+_FORMAT = 4  # of the cached files
 _BLOCK = 2**20  # letters that are tokenised at a time
 
 
@@ -114,6 +114,8 @@ class Tokens(OfFolder):
         """The highest number of a token."""
         self.bytes: int = about["bytes"]
         """Size of the texts in UTF-8."""
+        self.digest: str = about["digest"]
+        """Of all tokens, with what is learned of them."""
         self.ids = mapped(folder / "ids.npy")
         """int32 (tokens)."""
         self.sizes = mapped(folder / "sizes.npy")
@@ -164,7 +166,7 @@ def _store(documents: list[Document], tokenizer: Any, folder: Path) -> None:
         pieces = [(np.array(tokens, np.int32), np.zeros(len(tokens), np.uint32)) for tokens in (start, end)]
         found = [] if document.is_chat else [(*pieces[0], False)]
         for part in document.parts:
-            found += [(*tokens, part.counts) for tokens in _encoded(part.text, tokenizer)]
+            found += [(*tokens, part.counts) for tokens in _encoded(part, tokenizer)]
         found += [] if document.is_chat else [(*pieces[1], True)]
         columns += [(tokens, ended, np.full(len(tokens), counted)) for tokens, ended, counted in found]
         lengths.append(sum(len(tokens) for tokens, _, _ in found))
@@ -176,20 +178,24 @@ def _store(documents: list[Document], tokenizer: Any, folder: Path) -> None:
     about: dict[str, Any] = {"places": [document.where for document in documents], "unknown": unknown}
     about["kind"] = "chats" if documents[0].is_chat else "plain" if documents[0].is_plain else "answers"
     about["largest"] = int(ids.max(initial=0))
+    about["digest"] = digest_of(files=tuple(folder / f"{name}.npy" for name in saved))
     about["bytes"] = sum(len(part.text.encode()) for document in documents for part in document.parts)
     (folder / "about.json").write_text(json.dumps(about))
 
 
-def _encoded(text: str, tokenizer: Any) -> Iterator[tuple[Array, Array]]:
+def _encoded(part: Part, tokenizer: Any) -> Iterator[tuple[Array, Array]]:
     """The tokens of a text, and the bytes of the text that each of them ends."""
-    for block in _blocks(text):
+    at = 0
+    for block in _blocks(part.text):
+        bytes_until = _bytes_until(block, part.said, at)
+        at += len(block)
         options = {"return_attention_mask": False, "verbose": False}
         encoded = tokenizer(block, add_special_tokens=False, return_offsets_mapping=True, **options)
         if not encoded["input_ids"]:
             continue
         places = np.array(encoded["offset_mapping"], dtype=np.int64)[:, 1]
-        until = np.maximum.accumulate(places if block.isascii() else _bytes_until(block)[places])
-        until[-1] = len(block.encode())
+        until = np.maximum.accumulate(bytes_until[places])
+        until[-1] = bytes_until[-1]
         yield np.array(encoded["input_ids"], dtype=np.int32), np.diff(until, prepend=0).astype(np.uint32)
 
 
@@ -203,8 +209,17 @@ def _blocks(text: str) -> Iterator[str]:
         at = stop
 
 
-def _bytes_until(text: str) -> Array:
-    """The bytes in UTF-8 of the letters before each place: (letters + 1)."""
+def _bytes_until(text: str, said: tuple[tuple[int, int], ...] | None, at: int) -> Array:
+    """The bytes in UTF-8 of the letters before each place: (letters + 1).
+
+    Args:
+        said: as in `Part`, where `text` is a block that begins at the letter `at`. The other letters have no bytes.
+    """
     letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     sizes = 1 + (letters > 0x7F).astype(np.int64) + (letters > 0x7FF) + (letters > 0xFFFF)
+    if said is not None:
+        is_said = np.zeros(len(sizes), dtype=bool)
+        for begin, end in said:
+            is_said[max(begin - at, 0) : max(end - at, 0)] = True
+        sizes *= is_said
     return np.concatenate([[0], np.cumsum(sizes)])

@@ -13,7 +13,7 @@ from lockstep import locks
 from lockstep.cache_folder import CACHE_VARIABLE, cache_root
 from lockstep.core import atomic
 from lockstep.core.errors import DataError, UsageError
-from lockstep.tasks.faults import reading
+from lockstep.tasks.faults import os_errors, reading
 
 _POLL_S = 0.1
 
@@ -71,8 +71,9 @@ def _make(folder: Path, make: Callable[[Path], None], is_alone: bool) -> None:
     prefix = f".staging-{folder.name}-"
     for leftover in folder.parent.glob(f"{prefix}*") if is_alone else ():  # of processes that were killed
         shutil.rmtree(leftover, ignore_errors=True)
+    own = folder.with_name(f"{prefix}{platform.node()}-{os.getpid()}")
     try:
-        with atomic.staged_folder(folder, folder.with_name(f"{prefix}{platform.node()}-{os.getpid()}")) as staging:
+        with atomic.staged_folder(folder, own) as staging, os_errors():
             make(staging)
     except OSError:
         if is_alone or not folder.is_dir():  # where the file system knows no locks, another process may have been first

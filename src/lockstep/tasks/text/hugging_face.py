@@ -23,21 +23,24 @@ _SEES_ALL = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", 
 """Types of models in which each token sees all tokens that are no padding. A test compares each."""
 
 
-def load_tokenizer(name: str | Path) -> Any:
+def load_tokenizer(name: str | Path, where: str = "task.model") -> Any:
     """A fast tokenizer, with a padding token.
+
+    Args:
+        where: the key that gives the name.
 
     Raises:
         UsageError: it cannot be loaded. The error says what was looked for, and where.
     """
     transformers = _transformers()
-    tokenizer = hugging_face.load(transformers.AutoTokenizer.from_pretrained, "tokenizer", name)
+    tokenizer = hugging_face.load(transformers.AutoTokenizer.from_pretrained, "tokenizer", name, where)
     if not tokenizer.is_fast:
         remedy = "use a model with a tokenizer.json"
-        raise UsageError(f"{name} has no fast tokenizer", where="task.model", remedy=remedy)
+        raise UsageError(f"{name} has no fast tokenizer", where=where, remedy=remedy)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             what = f"the tokenizer of {name} has neither a padding nor an end token"
-            raise UsageError(what, where="task.model", remedy="give it a pad_token and save it")
+            raise UsageError(what, where=where, remedy="give it a pad_token and save it")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 

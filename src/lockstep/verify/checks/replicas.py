@@ -93,11 +93,10 @@ def _rows(recordings: list[Recording], step: int, names: list[str]) -> list[dict
     for name in names[:_SHOWN]:
         for rank, recording in enumerate(recordings[:_SHOWN]):
             if name in recording.digests.get(step, {}):
-                start, count, number = recording.digests[step][name]
+                start, count, digest = recording.digests[step][name]
+                number = "".join(f"{half & _64:016x}" for half in digest)
                 place = f"{start} to {start + count}"
-                rows.append(
-                    {"step": step, "tensor": name, "rank": rank, "rows": place, "digest": f"{number & _64:016x}"}
-                )
+                rows.append({"step": step, "tensor": name, "rank": rank, "rows": place, "digest": number})
     return rows
 
 

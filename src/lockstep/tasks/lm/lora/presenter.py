@@ -14,11 +14,11 @@ from lockstep.tasks.lm.presenter import LmPresenter
 
 _USE = """```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), "FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-ids = model.generate(**tokenizer("The", return_tensors="pt"))
+ids = model.generate(**{inputs}, generation_config=GenerationConfig.from_pretrained("FOLDER"))
 print(tokenizer.decode(ids[0], skip_special_tokens=True))
 ```"""
 

@@ -1,0 +1,59 @@
+"""Sums with random signs, which are linear in the numbers: they check what an exchange has added up."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.core import devices
+from lockstep.core.data.order import derive_seed, derive_seeds
+from lockstep.parts.digest import piece_length
+
+SIGNS = 4
+"""Signed sums of each tensor."""
+
+
+@functools.cache
+def _signs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`SIGNS` rows of random signs by place in a piece."""
+    bits = np.array(derive_seeds(range(piece_length(device)), state=derive_seed(3)), np.uint64)
+    rows = [1.0 - 2.0 * ((bits >> np.uint64(row)) & np.uint64(1)).astype(np.float64) for row in range(SIGNS)]
+    return torch.from_numpy(np.stack(rows)).to(device, dtype)
+
+
+def signed_sums(tensor: Tensor, start: int = 0) -> Tensor:
+    """`SIGNS` sums of all elements, each with random signs by place, and the sum of squares: float64 on the device.
+
+    A sum of random signs of a difference d is about |d|_2 in size (Alon, Matias and Szegedy 1996). The sums of a mean
+    are the mean of the sums, so that they also check what an exchange has added up.
+
+    Args:
+        start: place of the first element in a larger tensor.
+    """
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
+    dtype = torch.float64 if devices.of(flat.device).has_float64 else torch.float32
+    signs, piece = _signs(flat.device, dtype), piece_length(flat.device)
+    total = torch.zeros(SIGNS + 1, dtype=dtype, device=flat.device)
+    first = 0
+    while first < len(flat):
+        number, within = divmod(start + first, piece)
+        part = flat[first : first + piece - within].to(dtype)
+        of_piece = torch.mv(signs[:, within : within + len(part)], part)
+        bits = derive_seed(4, number)
+        turned = [of_piece[row] * (1 - 2 * ((bits >> row) & 1)) for row in range(SIGNS)]
+        total += torch.stack([*turned, part.dot(part)])
+        first += len(part)
+    return total
+
+
+def stacked(sums: Sequence[Tensor]) -> list[list[float]]:
+    """The numbers of several results of `signed_sums` on the host, which waits once."""
+    if not sums:
+        return []
+    rows: list[list[float]] = torch.stack(list(sums)).tolist()
+    return rows
