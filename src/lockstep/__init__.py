@@ -12,6 +12,7 @@ WeightedSampler: the order of a data set whose samples are drawn with replacemen
 TaskOptions: the base of the options of a task that another distribution offers.
 Presenter: shows samples, outputs and results of a task to people.
 RunConfig: the whole config of a run.
+Shards: a data set of samples in shards, near or far: Parquet, Arrow, JSON lines, tar, MDS.
 LockstepError: the base class of all errors. Each says what is wrong, where, and what to do.
 
 `lockstep init FILE.py` on the command line writes a first task.
@@ -34,6 +35,7 @@ __all__ = [
     "Player",
     "Presenter",
     "RunConfig",
+    "Shards",
     "Task",
     "TaskOptions",
     "Trainer",
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from lockstep.core.writer import Writer
     from lockstep.recipes.task_options import TaskOptions
     from lockstep.sampling.weighted import WeightedSampler
+    from lockstep.shards.data import Shards
     from lockstep.trainer.trainer import Trainer
     from lockstep.updates.players import AlternatingTask, Follower, Player
 
@@ -62,6 +65,7 @@ _HOMES = {
     "Player": "updates.players",
     "Presenter": "core.presenter",
     "RunConfig": "core.config.sections",
+    "Shards": "shards.data",
     "Task": "core.task",
     "TaskOptions": "recipes.task_options",
     "Trainer": "trainer.trainer",

@@ -83,15 +83,6 @@ def test_an_adversary_is_trained_against_with_one_optimizer():
     assert results["train/loss"] == pytest.approx(heads, rel=1e-6)
 
 
-def test_a_stream_becomes_a_shard(tmp_path):
-    space = example("Shard")
-    samples = [[1, 2, 3], [4], [5, 6]]
-    space["write"](iter(samples), tmp_path)
-    shard = space["Shard"](tmp_path)
-    assert [shard[index].tolist() for index in range(len(shard))] == samples
-    assert shard.lengths.tolist() == [3, 1, 2]
-
-
 def test_a_stream_is_refused_and_the_error_says_what_to_do():
     class Stream(IterableDataset):
         def __iter__(self):
@@ -101,7 +92,5 @@ def test_a_stream_is_refused_and_the_error_says_what_to_do():
         def train_data(self):
             return Stream()
 
-    with pytest.raises(
-        UsageError, match=r"IterableDataset.*(?s:.*)Write the stream into files once, and read them by index"
-    ):
+    with pytest.raises(UsageError, match=r"IterableDataset.*(?s:.*)`lockstep shards FILE.py:FUNCTION OUT` writes"):
         runs.fit(Mine(), runs.config())

@@ -170,7 +170,7 @@ def _limits() -> dict[str, Any]:
 
 
 def _disks() -> dict[str, Any]:
-    from lockstep.tasks.readers.cache import cache_root
+    from lockstep.cache_folder import cache_root
 
     found = _disk("working folder", Path.cwd()) | _disk("temporary files", Path(tempfile.gettempdir()))
     return found | _disk("cache", cache_root())

@@ -15,16 +15,16 @@ class Bar:
     def __init__(self, progress: Progress | None, what: str) -> None:
         self.progress, self.what = progress, what
 
-    def begin(self, total: int) -> None:
-        """Show the bar. `total` is the count at the end."""
+    def begin(self, total: int | None) -> None:
+        """Show the bar. `total` is the count at the end; None: it is not known."""
         if self.progress is not None:
             self.progress.start()
             self.task = self.progress.add_task(self.what, total=total)
 
-    def advance(self) -> None:
-        """Count one more."""
+    def advance(self, count: int = 1) -> None:
+        """Count so many more."""
         if self.progress is not None:
-            self.progress.advance(self.task)
+            self.progress.advance(self.task, count)
 
 
 @contextlib.contextmanager

@@ -168,8 +168,9 @@ def data(found: Any, where: str) -> Dataset[Any]:
         raise UsageError(_describe(found), where=where, remedy=remedy)
     if isinstance(found, IterableDataset):
         remedy = (
-            f"a stream has no order that can be resumed or shared by ranks; {_MAP_STYLE}. Write the stream into files "
-            "once, and read them by index: docs/tasks.md has an example under Limits"
+            f"a stream has no order that can be resumed or shared by ranks; {_MAP_STYLE}. `lockstep shards "
+            "FILE.py:FUNCTION OUT` writes what an iterable gives into shards, once, and lockstep.Shards('OUT') reads "
+            "them by index: docs/shards.md"
         )
         raise UsageError(f"{_describe(found)}, which is an IterableDataset", where=where, remedy=remedy)
     if isinstance(found, Mapping):

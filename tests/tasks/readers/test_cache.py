@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cache_folder import cache_root
 from lockstep.core.errors import DataError, UsageError
-from lockstep.tasks.readers.cache import cache_root, cached, digest_of
+from lockstep.tasks.readers.cache import cached, digest_of
 from tests.processes import HANG_S
 
 OTHER = """

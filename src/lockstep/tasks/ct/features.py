@@ -35,9 +35,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.cache_folder import cache_root
 from lockstep.tasks.ct.backbone import is_frozen
 from lockstep.tasks.ct.model import FROZEN_CHUNK, VolumeRiskModel
-from lockstep.tasks.readers.cache import cache_root
 
 _FORMAT = 1  # of the files; it is a part of the folder's name
 _TAG = struct.Struct(

@@ -10,19 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep import locks
+from lockstep.cache_folder import CACHE_VARIABLE, cache_root
 from lockstep.core import atomic
 from lockstep.core.errors import DataError, UsageError
 from lockstep.tasks.faults import os_errors, reading
 
-CACHE_VARIABLE = "LOCKSTEP_CACHE"
 _POLL_S = 0.1
-
-
-def cache_root() -> Path:
-    """`$LOCKSTEP_CACHE`, or `lockstep` in the user's cache folder. It may be deleted at any time."""
-    if own := os.environ.get(CACHE_VARIABLE):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
 
 
 def digest_of(*parts: object, files: tuple[Path, ...] = ()) -> str:

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep.cache_folder import CACHE_VARIABLE
 from lockstep.core.data.fingerprint import fingerprint
 from lockstep.core.errors import DataError
 from lockstep.tasks.ct.volumes import cache
 from lockstep.tasks.ct.volumes.cache import cached_volume, content_address
 from lockstep.tasks.ct.volumes.read import read_volume
 from lockstep.tasks.ct.volumes.slices import Slices
-from lockstep.tasks.readers.cache import CACHE_VARIABLE
 from tests.tasks.ct.volumes import scans
 
 pytest.importorskip("nibabel")

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.cache_folder import cache_root
 from lockstep.core import atomic
 from lockstep.tasks.ct.volumes.dicom import dicom_files
 from lockstep.tasks.ct.volumes.read import read_volume
@@ -20,7 +21,7 @@ from lockstep.tasks.ct.volumes.resample import resampled
 from lockstep.tasks.ct.volumes.slices import Slices
 from lockstep.tasks.ct.volumes.volume import Volume
 from lockstep.tasks.faults import reading
-from lockstep.tasks.readers.cache import cache_root, cached, digest_of
+from lockstep.tasks.readers.cache import cached, digest_of
 
 _FORMAT = 2  # of the files, and of what reading and resampling compute; it is a part of the folder's name
 _KEPT_FREE = 10 << 30  # bytes of the disk that stay free for checkpoints, or a twentieth of a smaller disk

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from lockstep.tasks.readers.cache import cache_root
+from lockstep.cache_folder import cache_root
 from lockstep.tasks.vision.pictures.cache import CacheOptions, DecodedCache, folder_name
 from lockstep.tasks.vision.pictures.decode import decode
 from lockstep.tasks.vision.readers.image_files import Pictures

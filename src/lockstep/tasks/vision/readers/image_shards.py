@@ -10,30 +10,30 @@ import contextlib
 import glob
 import hashlib
 import os
-import re
 import resource
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lockstep import locks
+from lockstep.cache_folder import cache_root
 from lockstep.core.errors import DataError, did_you_mean
+from lockstep.shards.find import expanded
+from lockstep.shards.formats.tar import COMPRESSED
 from lockstep.tasks.arrays import Array
-from lockstep.tasks.readers.cache import cache_root, digest_of
+from lockstep.tasks.readers.cache import digest_of
 from lockstep.tasks.readers.labels import sorted_names
 from lockstep.tasks.readers.packed_text import PackedText
 from lockstep.tasks.vision.readers.image_files import add_file
 from lockstep.tasks.vision.readers.shard_index import ShardIndex, load_index
 
-_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-
 
 def names_shards(source: str) -> bool:
     """True if a source is a tar file, or a pattern of tar files."""
-    return source.endswith((".tar", *_COMPRESSED))
+    return source.endswith((".tar", *COMPRESSED))
 
 
 def has_shards(folder: Path) -> bool:
@@ -52,13 +52,13 @@ def find_shards(source: str) -> list[Path]:
     Raises:
         DataError: a shard is not there, or is compressed: it then gives no access to a single picture.
     """
-    if source.endswith(_COMPRESSED):
+    if source.endswith(COMPRESSED):
         remedy = "unpack it to a .tar: pictures are compressed already"
         raise DataError("a compressed shard gives no access to a single picture", where=source, remedy=remedy)
     if os.path.isdir(source):
         return sorted(path for path in Path(source).glob("*.tar") if not path.name.startswith("."))
     shards: list[Path] = []
-    for name in [source] if os.path.exists(source) else _expanded(source):
+    for name in [source] if os.path.exists(source) else expanded(source):
         found = [name] if os.path.exists(name) else sorted(glob.glob(name))
         if not found:
             parent = Path(name).parent
@@ -68,21 +68,6 @@ def find_shards(source: str) -> list[Path]:
             raise DataError(f"there is no such shard{part}", where=name, remedy=remedy)
         shards += map(Path, found)
     return shards
-
-
-def _expanded(pattern: str) -> Iterator[str]:
-    """The names that a pattern with braces stands for: `{0..9}`, or `{000..012}` with leading zeros."""
-    brace = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
-    if brace is None:
-        yield pattern
-        return
-    width = max(map(len, brace.groups())) if any(text[0] == "0" for text in brace.groups()) else 0
-    numbers = range(int(brace[1]), int(brace[2]) + 1)
-    if not numbers:
-        remedy = "write {000..012} with the smaller number first"
-        raise DataError(f"{brace[0]} stands for no list of names", where=pattern, remedy=remedy)
-    for number in numbers:
-        yield from _expanded(f"{pattern[: brace.start()]}{number:0{width}}{pattern[brace.end() :]}")
 
 
 class ShardPictures:

@@ -6,27 +6,25 @@ import io
 import json
 import os
 import platform
-import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
+from lockstep.cache_folder import cache_root
 from lockstep.core import atomic
 from lockstep.core.errors import DataError
+from lockstep.shards.formats.tar import members
 from lockstep.tasks.arrays import Array
 from lockstep.tasks.faults import reading
-from lockstep.tasks.readers.cache import cache_root, digest_of
+from lockstep.tasks.readers.cache import digest_of
 from lockstep.tasks.vision.pictures.decode import reads_heif
 from lockstep.tasks.vision.readers.image_files import picture_suffixes
 
 _FORMAT = 1  # of the kept files; a file of another format is made again
-_BLOCK = 512  # bytes of a block of a tar file
-_TAIL = 1 << 16  # bytes behind the end mark that are looked at: tar pads to 10 KiB
 
 
 @dataclass
@@ -134,7 +132,7 @@ def make_index(shard: Path, label: str) -> ShardIndex:
     suffixes, others = picture_suffixes(), 0
     with reading(shard), shard.open("rb") as file:
         about = os.fstat(file.fileno())
-        for member in _members(shard, file):
+        for member in members(shard, file):
             folder, _, name = member.name.rpartition("/")
             stem, dot, suffix = name.partition(".")
             kind = f"{dot}{suffix}".lower()
@@ -177,43 +175,6 @@ def make_index(shard: Path, label: str) -> ShardIndex:
         codes=np.array([-1 if name is None else places[name] for name in given], dtype=np.int64),
         others=others,
     )
-
-
-def _members(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """The members that are no folders, in order.
-
-    Raises:
-        DataError: the shard is no tar file, ends too early, or has further bytes behind its end mark.
-    """
-    last, end = "", 0
-    remedy = "copy or make the shard again"
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                tar.members = []  # type: ignore[attr-defined]  # else a list of all headers grows
-                last, end = member.name, member.offset_data + -(-member.size // _BLOCK) * _BLOCK
-                if not member.isdir():
-                    yield member
-    except tarfile.TarError as error:
-        if not last:
-            raise DataError(f"not a tar file: {error}", where=str(shard), remedy=remedy) from error
-        what = f"the shard is truncated or damaged: {error}"
-        raise DataError(what, where=f"{shard}, member {last} or the next", remedy=remedy) from error
-    file.seek(0, os.SEEK_END)
-    if file.tell() < end:
-        raise DataError("the shard is truncated", where=f"{shard}, member {last}", remedy=remedy)
-    file.seek(end)
-    tail = file.read(_TAIL)
-    if len(tail) < _BLOCK:
-        fill = f"{remedy}; if it is whole, add the mark: head -c 1024 /dev/zero >> {shard.name}"
-        raise DataError("the shard ends without an end mark", where=f"{shard}, after member {last}", remedy=fill)
-    if any(tail[:_BLOCK]):  # tarfile takes a header that is no header for the end
-        what = "the shard is damaged: no header follows"
-        raise DataError(what, where=f"{shard}, after member {last}", remedy=remedy)
-    if any(tail):
-        what = "there are bytes behind the end mark, which may be further members"
-        joined = "shards that were joined with `cat` must be kept apart"
-        raise DataError(what, where=f"{shard}, after member {last}", remedy=joined)
 
 
 def _class_of_text(content: bytes, where: str) -> str | None:

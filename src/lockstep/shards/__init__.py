@@ -1,0 +1,1 @@
+"""Samples in shards: files, near or far, whose samples are counted."""

@@ -1,0 +1,229 @@
+"""The shards that a source names: files, folders, patterns and addresses."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import posixpath
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.core.errors import DataError, did_you_mean
+from lockstep.shards.files import Files, place_of, tried
+from lockstep.shards.formats.blocks import Counted, Format
+from lockstep.shards.formats.columns import Arrow, Parquet
+from lockstep.shards.formats.json_lines import JsonLines
+from lockstep.shards.formats.mds import Mds
+from lockstep.shards.formats.tar import COMPRESSED, Tar
+from lockstep.shards.places import Place, scheme
+
+INDEX = "index.json"
+"""The file that counts the shards of a folder: that of `lockstep shards`, or that of MDS."""
+VERSION = 1
+"""Of the index of `lockstep shards`."""
+FORMATS: Mapping[str, Format] = {
+    "jsonl": JsonLines(),
+    "parquet": Parquet(),
+    "arrow": Arrow(),
+    "tar": Tar(),
+    "mds": Mds(),
+}
+_REMEDY = (
+    "give a shard, a folder of shards, a pattern such as 'DIR/part-*.parquet' or 'https://HOST/shard-{000..012}.tar', "
+    "or a list of these. Shards are .parquet, .arrow, .jsonl, .tar, or the index.json of MDS"
+)
+
+
+class Shard(NamedTuple):
+    """A shard that was found."""
+
+    place: Place
+    format: str
+    """A name of `FORMATS`."""
+    counted: Counted | None = None
+    """Its samples, if an index beside it has counted them."""
+
+
+def format_of(name: str) -> str | None:
+    """The format of a shard with this name, a name of `FORMATS`."""
+    lower = name.lower()
+    return next((key for key, one in FORMATS.items() if lower.endswith(one.suffixes) and key != "mds"), None)
+
+
+def expanded(pattern: str) -> Iterator[str]:
+    """The names that a pattern with braces stands for: `{0..9}`, or `{000..012}` with leading zeros.
+
+    Raises:
+        DataError: the first number is larger than the last.
+    """
+    brace = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if brace is None:
+        yield pattern
+        return
+    width = max(map(len, brace.groups())) if any(text[0] == "0" for text in brace.groups()) else 0
+    numbers = range(int(brace[1]), int(brace[2]) + 1)
+    if not numbers:
+        remedy = "write {000..012} with the smaller number first"
+        raise DataError(f"{brace[0]} stands for no list of names", where=pattern, remedy=remedy)
+    for number in numbers:
+        yield from expanded(f"{pattern[: brace.start()]}{number:0{width}}{pattern[brace.end() :]}")
+
+
+def find(files: Files, sources: Sequence[str]) -> list[Shard]:
+    """The shards of all sources, each source sorted by name.
+
+    Raises:
+        DataError: a source names no shard, a shard is named twice, its format is not known, or a folder has several
+            formats.
+        Unreachable: a server gives no answer.
+    """
+    names = [name for source in sources for name in ([source] if _exists(source) else expanded(source))]
+    found = [shard for name in names for shard in _of_one(files, name)]
+    twice = [url for url, count in Counter(shard.place.url for shard in found).items() if count > 1]
+    if twice:
+        raise DataError("the shard is named twice", where=twice[0], remedy="name each shard once")
+    if not found:
+        raise DataError("no shards", where=", ".join(sources) or "Shards", remedy=_REMEDY)
+    return found
+
+
+def _exists(source: str) -> bool:
+    """True for a path on this disk, also where its name looks like a pattern."""
+    return not scheme(source) and os.path.exists(source)
+
+
+def _of_one(files: Files, source: str) -> list[Shard]:
+    if source.endswith(COMPRESSED):
+        remedy = "unpack it to a .tar, or write it with `lockstep shards`"
+        raise DataError("a compressed shard gives no access to a single sample", where=source, remedy=remedy)
+    if posixpath.basename(source) == INDEX:
+        return _of_index(files, posixpath.dirname(source), {})
+    if scheme(source) in ("http", "https"):
+        if format_of(source.partition("?")[0]) is None:  # HTTP lists no folders
+            return _of_index(files, source.rstrip("/"), {})
+        return [_shard(files.look(source))]
+    if any(letter in source for letter in "*?[") and not _exists(source):
+        found = _matching(files, source)
+        return [_shard(place) for place in sorted(found, key=lambda place: place.url)]
+    listed = _listed(files, source)
+    if listed is None:
+        if not scheme(source) and not _exists(source):
+            parent = Path(source).parent
+            hint = (
+                did_you_mean(Path(source).name, os.listdir(parent)) if parent.is_dir() else "there is no such folder. "
+            )
+            raise DataError("there is no such shard", where=source, remedy=f"{hint}{_REMEDY[0].upper()}{_REMEDY[1:]}")
+        return [_shard(files.look(source))]
+    if INDEX in listed:
+        return _of_index(files, source.rstrip("/"), listed)
+    shards = [_shard(place) for name, place in sorted(listed.items()) if format_of(name)]
+    kinds = Counter(shard.format for shard in shards)
+    if len(kinds) > 1:
+        kind = max(kinds, key=kinds.__getitem__)
+        what = f"the folder has shards of several formats: {', '.join(f'{n} of {k}' for k, n in kinds.items())}"
+        raise DataError(what, where=source, remedy=f"name those that you mean, such as '{source}/*.{kind}'")
+    if not shards:
+        raise DataError("no shards in this folder", where=source, remedy=_REMEDY)
+    return shards
+
+
+def _shard(place: Place) -> Shard:
+    kind = format_of(place.url.partition("?")[0] if scheme(place.url) in ("http", "https") else place.url)
+    if kind is None:
+        raise DataError("the format of the shard is not known", where=place.url, remedy=_REMEDY)
+    return Shard(place, kind)
+
+
+def _matching(files: Files, pattern: str) -> list[Place]:
+    """The shards that fit a pattern with `*`, `?` or `[]`."""
+    if not scheme(pattern):
+        return [files.look(path) for path in glob.glob(pattern, recursive=True) if format_of(path)]
+    system = files.system(pattern)
+    found = tried(pattern, lambda: system.glob(pattern, detail=True))
+    return [place_of(_with_scheme(pattern, name), about) for name, about in found.items() if format_of(name)]
+
+
+def _listed(files: Files, source: str) -> dict[str, Place] | None:
+    """The files in a folder by name. None: the source is no folder. Names that begin with a dot are left out."""
+    if not scheme(source):
+        if not os.path.isdir(source):
+            return None
+        names = [entry.name for entry in os.scandir(source) if entry.is_file() and not entry.name.startswith(".")]
+        return {name: files.look(os.path.join(source, name)) for name in names}
+    system = files.system(source)
+    if not tried(source, lambda: system.isdir(source)):
+        return None
+    listed = tried(source, lambda: system.ls(source, detail=True))
+    entries = {posixpath.basename(about["name"]): about for about in listed if about.get("type") == "file"}
+    return {
+        name: place_of(f"{source.rstrip('/')}/{name}", about)
+        for name, about in entries.items()
+        if not name.startswith(".")
+    }
+
+
+def _with_scheme(pattern: str, name: str) -> str:
+    return name if "://" in name else f"{scheme(pattern)}://{name.lstrip('/')}"
+
+
+def _of_index(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Shard]:
+    """The shards that an `index.json` counts.
+
+    Args:
+        listed: the files of the folder by name; empty if it is not known which there are.
+    """
+    url = f"{folder}/{INDEX}" if folder else INDEX
+    place = files.look(url)
+    try:
+        index = json.loads(files.read(place, 0, place.size))
+        entries = index["shards"]
+        is_own = "lockstep" in index
+        if is_own and index["lockstep"] != VERSION:
+            remedy = "read it with the Lockstep that wrote it, or write it anew"
+            raise DataError(f"the index has the version {index['lockstep']}", where=url, remedy=remedy)
+        found = [(_own if is_own else _of_mds)(folder, entry, index) for entry in entries]
+    except (ValueError, KeyError, TypeError) as error:
+        remedy = "write the shards with `lockstep shards`, or remove this file: shards without an index are counted"
+        raise DataError(f"no index of shards: {type(error).__name__}: {error}", where=url, remedy=remedy) from error
+    for shard in found:
+        name = posixpath.basename(shard.place.url)
+        if listed and (name not in listed and "/" not in shard.place.url.removeprefix(f"{folder}/")):
+            raise DataError(
+                f"{INDEX} has this shard, and it is not there", where=shard.place.url, remedy="copy it again"
+            )
+        if name in listed and listed[name].size != shard.place.size:
+            raise changed(shard.place, listed[name])
+    tags = {name: one.tag for name, one in listed.items()}
+    return [
+        shard._replace(place=replace(shard.place, tag=tags.get(posixpath.basename(shard.place.url), "")))
+        for shard in found
+    ]
+
+
+def changed(counted: Place, now: Place) -> DataError:
+    """The error of a shard that is not the one that was counted."""
+    what = f"the shard has changed since it was counted: {now.size} bytes, and not {counted.size}"
+    if now.size == counted.size:
+        what = "the shard has changed since it was counted"
+    return DataError(what, where=counted.url, remedy=f"start again; where {INDEX} counts it, write the shards again")
+
+
+def _own(folder: str, entry: Mapping[str, Any], index: Mapping[str, Any]) -> Shard:
+    place = Place(f"{folder}/{entry['name']}" if folder else entry["name"], entry["bytes"])
+    return Shard(place, index["format"], Counted(entry["ends"], entry["begins"], entry["stops"]))
+
+
+def _of_mds(folder: str, entry: Mapping[str, Any], index: Mapping[str, Any]) -> Shard:
+    if entry["format"] != "mds" or entry["version"] != 2:
+        raise ValueError(f"the format is {entry['format']} {entry['version']}; read is MDS, version 2")
+    about = {name: entry[name] for name in ("column_names", "column_encodings", "column_sizes", "samples")}
+    about["bytes"] = entry["raw_data"]["bytes"]
+    stored = entry["zip_data"] or entry["raw_data"]
+    if entry["zip_data"]:
+        about["compression"] = entry["compression"]
+    return Shard(Place(f"{folder}/{stored['basename']}", stored["bytes"], about=about), "mds")

@@ -1,0 +1,270 @@
+"""Samples of shards by index: every format against what was written, and what is damaged."""
+
+import bz2
+import gzip
+import io
+import os
+import pickle
+import tarfile
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from torch.utils.data import DataLoader
+
+import lockstep
+from lockstep.core.errors import DataError, UsageError
+from lockstep.shards import data as data_module
+from lockstep.shards.formats import blocks, mds, tar
+from lockstep.shards.kept import Kept
+from tests import shard_cases
+from tests.shard_cases import SAMPLES, SIZES
+
+ALL = (*shard_cases.WRITERS, "mds")
+
+
+@pytest.mark.parametrize("suffix", ALL)
+@pytest.mark.parametrize("block", [1, 200, 1 << 20])
+def test_every_sample_is_the_one_that_was_written(tmp_path, monkeypatch, suffix, block):
+    monkeypatch.setattr(blocks, "BLOCK", block)
+    shards = lockstep.Shards(shard_cases.write(tmp_path / "data", suffix))
+    assert len(shards) == len(SAMPLES)
+    assert [shard_cases.plain(shards[index]) for index in range(len(shards))] == SAMPLES
+    mixed = np.random.default_rng(0).permutation(len(shards)).tolist()
+    assert [shard_cases.plain(shards[index])["number"] for index in mixed] == mixed
+    assert shard_cases.plain(shards[-1]) == SAMPLES[-1]
+    with pytest.raises(IndexError):
+        shards[len(shards)]
+    again = pickle.loads(pickle.dumps(shards))  # for workers that are not forked
+    assert shard_cases.plain(again[9]) == SAMPLES[9]
+    assert os.path.basename(again.where(9)).startswith("shard.00002.mds" if suffix == "mds" else "part-2.")
+    assert again.where(9).endswith(", sample 1")
+
+
+@pytest.mark.parametrize(
+    ("pack", "name"),
+    [(gzip.compress, "gz"), (bz2.compress, "bz2"), (lambda data: _packed(data, "zstd"), "zstd:7")],
+)
+def test_packed_shards_of_mds(tmp_path, pack, name):
+    shards = lockstep.Shards(shard_cases.mds_folder(tmp_path, pack, name))
+    assert [shards[index] for index in range(len(shards))] == SAMPLES
+
+
+def _packed(data, kind):
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, kind) as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def test_values_of_mds():
+    array = np.arange(6, dtype=np.int16).reshape(2, 3)
+    assert mds.decoded("int", np.int64(-5).tobytes()) == -5
+    assert mds.decoded("float32", np.float32(0.5).tobytes()) == 0.5
+    assert mds.decoded("str_float", b"1.5") == 1.5
+    assert mds.decoded("json", b'{"a": [1]}') == {"a": [1]}
+    for encoding, head in (
+        ("ndarray:int16:2,3", b""),
+        ("ndarray:int16", bytes([2 << 2, 2, 3])),
+        ("ndarray", bytes([17, 2 << 2, 2, 3])),
+    ):
+        found = mds.decoded(encoding, head + array.tobytes())
+        assert found.dtype == np.int16
+        assert np.array_equal(found, array)
+        found += 1  # belongs to the caller
+    with pytest.raises(DataError, match="'pkl' are not read"):
+        mds.decoded("pkl", b"")
+
+
+def test_a_sample_may_be_changed_and_the_next_reading_is_as_before(tmp_path):
+    shards = lockstep.Shards(shard_cases.write(tmp_path / "data", "tar"))
+    shards[3].clear()
+    assert shard_cases.plain(shards[3]) == SAMPLES[3]
+
+
+def test_sources(tmp_path):
+    folder = shard_cases.write(tmp_path / "data")
+    for source in (
+        f"{folder}/part-{{0..3}}.jsonl",
+        f"{folder}/part-*.jsonl",
+        [folder / f"part-{number}.jsonl" for number in range(4)],
+    ):
+        assert len(lockstep.Shards(source)) == len(SAMPLES)
+    odd = shard_cases.write(tmp_path / "data [v2] {0..3}")  # a path, though it looks like a pattern
+    assert len(lockstep.Shards(odd)) == len(lockstep.Shards(odd / "part-0.jsonl")) + sum(SIZES[1:])
+    one = lockstep.Shards(folder / "part-2.jsonl")
+    assert one[0] == SAMPLES[SIZES[0] + SIZES[1]]
+    for source, message in (
+        (folder / "part-9.jsonl", r"did you mean part-\d.jsonl"),
+        ([folder, folder / "part-0.jsonl"], "named twice"),
+        (f"{folder}/part-{{3..0}}.jsonl", "no list of names"),
+        (f"{folder}/*.tar", "no shards"),
+        ("nosuch://bucket/a.jsonl", "no file system for nosuch"),
+        (f"{folder}/a.tar.gz", "compressed"),
+    ):
+        with pytest.raises(DataError, match=message):
+            lockstep.Shards(source)
+    (folder / "other.parquet").write_bytes(shard_cases.parquet(SAMPLES))
+    with pytest.raises(DataError, match=r"several formats: 1 of parquet, 4 of jsonl|4 of jsonl, 1 of parquet"):
+        lockstep.Shards(folder)
+    for options in ({"window": 0}, {"cache": "much"}, {"cache": 0}):
+        with pytest.raises(UsageError, match=str(next(iter(options)))):
+            lockstep.Shards(folder / "part-0.jsonl", **options)
+
+
+def test_shards_are_counted_once_and_anew_when_they_change(tmp_path, monkeypatch):
+    folder = shard_cases.write(tmp_path / "data")
+    lockstep.Shards(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr("lockstep.shards.counts.count", lambda *_: pytest.fail("it was counted again"))
+        shards = lockstep.Shards(folder)
+    assert shards[8] == SAMPLES[8]
+    path = folder / "part-2.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"number": -1}\n')
+    with pytest.raises(DataError, match=r"part-2.jsonl: the shard has changed since it was counted: \d+ bytes"):
+        pickle.loads(pickle.dumps(shards))[8]
+    assert len(lockstep.Shards(folder)) == len(SAMPLES) + 1
+
+
+@pytest.mark.parametrize("suffix", ALL)
+def test_a_damaged_shard_is_named(tmp_path, suffix):
+    """Cut off before it is counted, and after."""
+    folder = shard_cases.write(tmp_path / "data", suffix)
+    shards = lockstep.Shards(folder)
+    path = next(path for path in sorted(folder.iterdir()) if "2." in path.name)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2 + 7])
+    with pytest.raises(DataError, match=f"(?s){path.name}.*remedy") as caught:
+        shards[SIZES[0] + SIZES[1] + SIZES[2] - 1]
+    assert "remedy" in str(caught.value)
+    if suffix != "jsonl":  # a shard of lines that ends earlier is a shard of fewer lines
+        with pytest.raises(DataError, match=path.name):
+            lockstep.Shards(folder)[SIZES[0] + SIZES[1] + SIZES[2] - 1]
+
+
+def test_a_shard_that_is_damaged_while_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK", 1)  # each line is a block
+    path = shard_cases.write(tmp_path / "data") / "part-2.jsonl"
+    shards = lockstep.Shards(path)
+    assert shards[0]["number"] == 8
+    *lines, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:-1], b"\n" * len(lines[-1]), last[:-5]]))
+    with pytest.raises(DataError, match=r"part-2.jsonl, samples 10 to 10: the block has 0 samples, and 1 were counted"):
+        shards[10]
+    with pytest.raises(DataError, match=r"part-2.jsonl: bytes \d+ to \d+ are not all there"):
+        shards[11]
+    assert shards[1]["number"] == 9
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_arrow_with_dictionaries(tmp_path, monkeypatch, new):
+    monkeypatch.setattr(blocks, "BLOCK", 1)
+    table = pa.table({"word": pa.array(["a", "b", "a", "c", "b"] * 3).dictionary_encode()})
+    with new(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    shards = lockstep.Shards(tmp_path / "a.arrow")
+    assert [shards[index]["word"] for index in range(len(shards))] == table["word"].to_pylist()
+
+
+def test_what_was_not_used_for_the_longest_time_leaves_the_memory():
+    loaded, memory = [], Kept(10)
+
+    def get(key, size=4):
+        return memory.get(key, lambda: (loaded.append(key) or key, size))
+
+    assert [get(key) for key in "abacabd"] == list("abacabd")
+    assert loaded == ["a", "b", "c", "b", "d"]  # `a` stayed, because it was used before each of the others came
+    assert get("e", size=100) == "e"  # alone, though it is too large
+    assert memory.bytes == 100
+
+
+def test_a_bad_line_is_one_bad_sample(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": \n{"a": 3}\n')
+    shards = lockstep.Shards(tmp_path / "a.jsonl")
+    assert len(shards) == 3
+    assert (shards[0], shards[2]) == ({"a": 1}, {"a": 3})
+    with pytest.raises(DataError, match=r"a.jsonl, sample 1: not JSON"):
+        shards[1]
+
+
+def test_members_of_a_tar_that_are_no_samples(tmp_path):
+    def pack(*names):
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w") as archive:
+            for name in names:
+                archive.addfile(tarfile.TarInfo(name), io.BytesIO())
+        (tmp_path / "a.tar").write_bytes(file.getvalue())
+        return lockstep.Shards(tmp_path / "a.tar")
+
+    shards = pack("README", "a.jpg", "a.cls", "__info__.json", ".hidden", "d/a.jpg")
+    assert [sorted(shards[index]) for index in range(2)] == [["__key__", "cls", "jpg"], ["__key__", "jpg"]]
+    assert len(shards) == 2
+    with pytest.raises(DataError, match="KEY a is there twice, apart"):
+        pack("a.jpg", "b.jpg", "a.cls")
+    with pytest.raises(DataError, match="a second member of KEY a with the extension jpg"):
+        pack("a.jpg", "a.JPG")
+    with pytest.raises(DataError, match="no samples"):
+        pack("README")
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+@pytest.mark.parametrize("name", ["a.txt", "d/" * 60 + "a.txt", "n" * 98 + ".txt", "n" * 120 + ".txt", "\u00e4.txt"])
+def test_names_and_places_of_members_are_those_of_tarfile(form, name):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=form) as archive:
+        for number, content in enumerate((b"", b"x" * 511, b"x" * 512, b"x" * 513)):
+            member = tarfile.TarInfo(f"{number}{name}")
+            member.size, member.mtime = len(content), 1.5  # of which PAX makes a header of its own
+            try:
+                archive.addfile(member, io.BytesIO(content))
+            except ValueError:
+                assert form == tarfile.USTAR_FORMAT  # the name is too long for it
+    archive = tarfile.open(fileobj=io.BytesIO(file.getvalue()))
+    plain = [(member.name, member.offset_data, member.size) for member in archive]
+    if not plain:
+        return
+    end = tar.behind(archive.getmembers()[-1])
+    found = tar.quickly(file.getvalue()[:end])
+    assert found == plain or (found is None and (len(name) > 100 or not name.isascii()))
+    members = tar.Members(file.getvalue()[:end])
+    assert [members[row]["txt"] for row in range(len(members))] == [b"x" * size for _, _, size in plain]
+
+
+def test_the_memory_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK", 1)  # each line is a block
+    shards = lockstep.Shards(shard_cases.write(tmp_path / "data"), cache=5000)
+    for index in (*range(len(shards)), *range(len(shards))):
+        assert shards[index] == SAMPLES[index]
+        assert shards._here()[1].bytes <= 5000
+    with pytest.raises(
+        UsageError, match=r"part-0.jsonl, samples 0 to 0: the block has \d+ bytes, and the cache holds 50"
+    ):
+        lockstep.Shards(tmp_path / "data", cache=50)[0]
+
+
+def test_threads_and_forked_processes_read_at_the_same_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK", 1)
+    shards = lockstep.Shards(shard_cases.write(tmp_path / "data"), cache=5000)
+    wrong = []
+
+    def read():
+        wrong.extend(index for index in range(len(shards)) if shards[index] != SAMPLES[index])
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    with shards._here()[1]._lock:  # as another thread may hold it at the instant of a fork
+        workers = DataLoader(shards, batch_size=None, num_workers=2, multiprocessing_context="fork")
+        assert [sample["number"] for sample in workers] == list(range(len(shards)))
+
+
+def test_the_window_follows_from_the_bytes_of_a_sample(tmp_path, monkeypatch):
+    folder = shard_cases.write(tmp_path / "data")
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    monkeypatch.setattr(data_module, "_WINDOW", 10 * size // len(SAMPLES))
+    assert lockstep.Shards(folder).order.window in (9, 10)
+    assert lockstep.Shards(folder, window=3).order.window == 3
