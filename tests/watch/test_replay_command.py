@@ -42,7 +42,7 @@ def logged(folder, step):
 @pytest.mark.parametrize(
     ("ranks", "strategy"), mainly([(1, "ddp"), (2, "ddp")], [(1, "ddp"), (2, "ddp"), (2, "fsdp"), (3, "ddp")])
 )
-def test_a_step_again_is_the_same_bits_and_as_logged(ranks, strategy, tmp_path):
+def test_a_step_again_is_the_same_bits_and_as_logged(ranks, strategy, tmp_path, capsys):
     wants = Wants(rank=ranks - 1, samples=True)
     report = run_ranks(ranks, trained_and_replayed, tmp_path / "run", strategy, 20, wants)[0]
     assert (report.began_at, [one.step for one in report.steps]) == (10, list(range(11, 21)))
@@ -56,6 +56,8 @@ def test_a_step_again_is_the_same_bits_and_as_logged(ranks, strategy, tmp_path):
     assert "gradient norm: " in replay_report.text(report)
 
     again = replayed(tmp_path / "run", 20, Wants(), SETTINGS)  # on one rank
+    note = f"note: the run was trained on {ranks} ranks, whose random numbers"
+    assert (note in capsys.readouterr().err) == (ranks > 1)
     assert again.steps[-1].loss == pytest.approx(report.steps[-1].loss, rel=1e-9)
     assert again.steps[-1].grad_norm == pytest.approx(entry["train/grad_norm"], rel=1e-9)
 

@@ -89,6 +89,17 @@ def keep(run: Run, git: Mapping[str, Any] | None) -> None:
     run.world.on_rank0(keep)
 
 
+def differences(folder: Path, task: Task, config: RunConfig, world: World) -> list[str]:
+    """On rank 0: why steps that are made again may have other numbers than the log of the run."""
+    if world.rank:
+        return []
+    ranks = run_folder.recorded(folder).get("world", world.size)
+    then = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    text = f"note: the run was trained on {then}, whose random numbers of a forward pass, such as dropout, are others: "
+    text += f"--nproc {ranks} makes the numbers of the log"
+    return [*changed_source(folder, task, config), *([text] if ranks != world.size else [])]
+
+
 def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
     """A warning if the task's code has changed since the run was trained."""
     kept = source_code.read(folder / "source")

@@ -441,6 +441,8 @@ class Trainer:
             if not 1 <= step <= run.stop:
                 what = f"the run has the steps 1 to {run.stop}"
                 raise UsageError(what, where=f"--step {step}", remedy="give one of them, as the log counts steps")
+            for text in run_record.differences(self.run_dir, task, self.config, world):
+                print(text, file=sys.stderr)
 
             def after() -> Run | None:
                 found = world.on_rank0(lambda: replay.nearest(self._checkpoints, step))

@@ -102,7 +102,7 @@ class Experiments:
 
     def _of_data(self, found: Finding, share: Share) -> Verdict:
         assert self.micro_batch is not None
-        samples = f"samples {listed([str(index) for index in self.micro_batch.indices], 8)}"
+        samples = f"samples {listed([str(index) for index in self.micro_batch.indices], 32)}"
         if found.how == "unstable":
             text = f"{samples} are not the same when they are read again on {named(found.ranks)}: their source or "
             return Verdict(

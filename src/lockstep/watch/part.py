@@ -227,10 +227,11 @@ class Watch(BuiltInPart):
         whole = True
         if pending.share is not None:
             whole = self._check_shares(inside, pending, rows)
+            is_full = self.run.plan.samples(pending.step) == self.run.plan.global_batch  # few samples vary more
             for history, values in zip(
                 self.histories, zip(*((r.loss, r.norm) for r in rows), strict=True), strict=True
             ):
-                if text := history.add(values):
+                if is_full and (text := history.add(values)):
                     inside.tell(f"warning: step {step + 1}: {text}")
         if whole:
             self._check_exchange(inside, pending, rows)
