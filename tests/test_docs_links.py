@@ -80,3 +80,13 @@ def test_every_option_of_every_command_says_what_it_does():
 
     look(typer.main.get_command(app), "lockstep")
     assert not silent
+
+
+def test_tests_that_pages_name_are_there():
+    named = {one for page in PAGES for one in re.findall(r"`(tests/[\w/]+\.py(?:::\w+)?)`", page.read_text())}
+    missing = []
+    for path, _, name in (one.partition("::") for one in sorted(named)):
+        if not (ROOT / path).is_file() or f"def {name}(" not in (ROOT / path).read_text() + "def (":
+            missing.append(f"{path}::{name}")
+    assert len(named) > 20
+    assert not missing
