@@ -96,6 +96,11 @@ def test_wrong_weights_are_refused(weights, said):
         lockstep.WeightedSampler(weights)
 
 
+def test_weights_in_16_bits_are_taken():
+    weights = torch.tensor([1.0, 0.0, 3.0])
+    assert lockstep.WeightedSampler(weights.bfloat16()).digest == lockstep.WeightedSampler(weights).digest
+
+
 @pytest.mark.parametrize("count", [0, -1, 2.5, True])
 def test_a_wrong_number_of_draws_is_refused(count):
     with pytest.raises(DataError, match="num_samples is"):

@@ -268,3 +268,15 @@ def test_the_window_follows_from_the_bytes_of_a_sample(tmp_path, monkeypatch):
     monkeypatch.setattr(data_module, "_WINDOW", 10 * size // len(SAMPLES))
     assert lockstep.Shards(folder).order.window in (9, 10)
     assert lockstep.Shards(folder, window=3).order.window == 3
+
+
+def test_two_columns_of_one_name_and_a_source_that_is_no_path_are_refused(tmp_path):
+    table = pa.table([pa.array([1, 2]), pa.array([3, 4])], names=["a", "a"])
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(DataError, match="several columns are named 'a'"):
+        lockstep.Shards(tmp_path / "a.arrow")[0]
+    with pytest.raises(UsageError, match="the source is None"):
+        lockstep.Shards(None)
+    with pytest.raises(UsageError, match="the window is True"):
+        lockstep.Shards(tmp_path / "a.arrow", window=True)

@@ -14,7 +14,10 @@ from lockstep.core.errors import DataError, UsageError
 from lockstep.sampling.checked import CheckedOrder
 from lockstep.sampling.weighted import WeightedSampler
 
-_ONE_ATTRIBUTE = "give the training data one of `order`, `sample_weights` and data.balance"
+_ONE_ATTRIBUTE = (
+    "give the training data one of `order`, `sample_weights` and data.balance; lockstep.Shards has an order: set "
+    "`data.order = lockstep.WeightedSampler(weights)` instead, which reads no neighbours together"
+)
 _LABELS = ("sample_labels", "labels", "targets")
 
 

@@ -58,7 +58,7 @@ class WeightedSampler:
 
 def _checked(weights: Any) -> npt.NDArray[np.float64]:
     where = "the weights of the samples"
-    found = np.asarray(weights.detach().cpu() if hasattr(weights, "detach") else weights)
+    found = np.asarray(weights.detach().cpu().double() if hasattr(weights, "detach") else weights)
     if found.ndim != 1 or found.dtype.kind not in "biuf":
         what = f"they have the shape {found.shape} and the type {found.dtype}"
         raise DataError(what, where=where, remedy="give one number for each sample")

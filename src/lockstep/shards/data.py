@@ -52,7 +52,7 @@ class Shards(Dataset[Any]):
     Raises:
         DataError: there is no such shard, or one is damaged.
         Unreachable: a server gives no answer after several attempts.
-        UsageError: the window or the cache is no positive number.
+        UsageError: the source is no path, or the window or the cache is no positive number.
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class Shards(Dataset[Any]):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         named = [source] if isinstance(source, str | Path) else source
+        if not isinstance(named, list | tuple) or not all(isinstance(one, str | Path) for one in named):
+            raise UsageError(f"the source is {source!r}", where="Shards(...)", remedy="give a path, or a list of paths")
         sources = [str(one) if scheme(str(one)) else os.path.abspath(os.path.expanduser(one)) for one in named]
         self.cache_bytes, self.options = bytes_of(cache, where="Shards(cache=...)"), dict(storage_options or {})
         self.disk_bytes = None if disk is None else bytes_of(disk, where="Shards(disk=...)")
@@ -77,7 +79,7 @@ class Shards(Dataset[Any]):
             raise DataError("the shards have no samples", where=sources[0], remedy="give other shards")
         if window is None:
             window = max(1, _WINDOW * len(self) // max(1, sum(shard.place.size for shard in self.shards)))
-        if not isinstance(window, int) or window < 1:
+        if not isinstance(window, int) or isinstance(window, bool) or window < 1:
             remedy = "give a positive number of samples; 1 does not shuffle within shards"
             raise UsageError(f"the window is {window!r}", where="Shards(window=...)", remedy=remedy)
         self.order = ShardOrder(counts, window)

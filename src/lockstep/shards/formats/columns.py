@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any, BinaryIO
 
+from lockstep.core.errors import DataError
 from lockstep.shards.files import module
 from lockstep.shards.formats.blocks import Counted, Read, damaged
 from lockstep.shards.places import Place
@@ -17,8 +18,11 @@ _MAGIC = b"ARROW1\0\0"  # a file begins with it, a stream does not; behind it, t
 class Rows:
     """The rows of a table. A sample is a dict of Python values by column."""
 
-    def __init__(self, table: Any) -> None:
+    def __init__(self, table: Any, place: Place) -> None:
         whole = table.combine_chunks()
+        if len({*whole.column_names}) < len(whole.column_names):
+            twice = next(name for name in whole.column_names if whole.column_names.count(name) > 1)
+            raise DataError(f"several columns are named {twice!r}", where=place.url, remedy="write other names")
         self.nbytes, self.rows = whole.nbytes, whole.num_rows
         self.columns = list(zip(whole.column_names, whole.columns, strict=True))
 
@@ -64,7 +68,7 @@ class Parquet:
         group = groups[number]
         part = _Part(data, begins[group], place.size)
         parquet = module("pyarrow.parquet", _PIP, where=place.url)
-        return Rows(parquet.ParquetFile(part, metadata=about).read_row_group(group, use_threads=False))
+        return Rows(parquet.ParquetFile(part, metadata=about).read_row_group(group, use_threads=False), place)
 
 
 class Arrow:
@@ -102,7 +106,7 @@ class Arrow:
 
     def block(self, data: bytes, head: bytes, place: Place, number: int) -> Rows:
         pyarrow = module("pyarrow", _PIP, where=place.url)
-        return Rows(pyarrow.ipc.open_stream(head + data).read_all())
+        return Rows(pyarrow.ipc.open_stream(head + data).read_all(), place)
 
 
 class _Part(io.RawIOBase):

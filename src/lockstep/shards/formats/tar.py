@@ -99,6 +99,8 @@ class Tar:
                 seen.add(key)
             if found[1] in extensions:
                 raise damaged(f"a second member of KEY {key} with the extension {found[1]}", place, at)
+            if found[1] == "__key__":
+                raise DataError("__key__ is no extension", where=f"{place.url}{at}", remedy="give it another extension")
             extensions.add(found[1])
             end = behind(member)
         counted.add(bool(extensions), begin, end)
