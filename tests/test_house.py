@@ -153,7 +153,7 @@ CODE_LINES = {
     "cli/first_hour.py": 85,
     "cli/audit.py": 60,
     "cli/env.py": 202,
-    "tasks/lm": 1_585,
+    "tasks/lm": 1_595,
     "tasks/lm/lora": 220,
     "tasks/lm/stream.py": 40,
     "trainer/hub.py": 70,

@@ -370,7 +370,7 @@ def test_a_run_does_not_go_on_with_other_texts(tmp_path):
     rows[7]["text"] = rows[7]["text"].replace("e", "o", 1)
     json_lines(tmp_path / "a.jsonl", rows)
     longer = settings | {"train": {"steps": 3}}
-    says = r"began with: tokens of .*a.jsonl: [\d,]+ \(digest \w+\) then, [\d,]+ \(digest \w+\) now"
+    says = r"began with: training tokens: [\d,]+ \(digest \w+\) then, [\d,]+ \(digest \w+\) now"
     with pytest.raises(UsageError, match=says + r'\n.*allow_change=\["data"\].*fresh=True'):
         Trainer(longer, run_dir=tmp_path / "run", quiet=True).fit()
     assert Trainer(longer, run_dir=tmp_path / "run", allow_change=["data"], quiet=True).fit()["step"] == 3

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.core import blocks
+from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.errors import UsageError
 from lockstep.tasks.lm import answers, losses, models
 from tests import lm_cases, runs
@@ -133,6 +135,24 @@ def test_usual_models_make_their_logits_by_their_last_layer(corpus, kind):
     model = task.model()
     models.check_head(model, 300, kind)
     assert task.loss_chunk(model, CPU) == 2**21 // models.vocabulary(task.config)
+
+
+def test_a_model_that_is_compiled_as_a_whole_has_no_chunks(corpus):
+    compute = ComputeConfig(compile="model", compile_backend="eager")
+    task = small_task(corpus, length=32)
+    model = task.model()
+    batch = task.collate([task.train_data()[0]])
+    plain = task.loss(model, batch)
+    blocks.compile_modules(model, [], compute)
+    calls = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert torch.allclose(task.loss(model, batch), plain, rtol=1e-6)
+    assert calls, "the compiled call is that of the whole model"
+    task = small_task(corpus, length=32, loss_chunk=8)
+    model = task.model()
+    blocks.compile_modules(model, [], compute)
+    with pytest.raises(UsageError, match=r"task.loss_chunk: compute.compile=model compiles the model as a whole"):
+        task.loss(model, batch)
 
 
 def test_adapters_of_the_last_layer_and_other_models_have_no_chunks(corpus):

@@ -100,7 +100,8 @@ class LmOptions(TableOptions):
     """Text between a prompt and its answer, where no chat template writes them."""
     loss_chunk: PositiveInt | Literal["auto"] | None = "auto"
     """Compute the loss of so many tokens at a time, with its gradient, so that the logits of all tokens are never held.
-    `auto`: as many as suit vocabulary and device, for the own model and usual ones of transformers. None: all."""
+    `auto`: as many as suit vocabulary and device, for the own model and usual ones of transformers; all where
+    `compute.compile=model` compiles it as a whole. None: all."""
     loss_on: Literal["answers", "all"] = "answers"
     """The tokens of prompts and answers, and of chats, that are learned. Of plain text all are learned."""
     separator: Annotated[str, Field(min_length=1)] | None = None

@@ -129,7 +129,7 @@ class LanguageModel(Task):
         found = self._tokens(self.corpus, "training" if self._holds_back else "all")
         kind = Rows if self.options.packing else PaddedRows
         rows = kind(found, length=self.options.length, packed=self.options.packing)
-        rows.content_digests = {f"tokens of {self.corpus.name}": f"{len(found.ids):,} (digest {found.digest[:12]})"}
+        rows.content_digests = {"training tokens": f"{len(found.ids):,} (digest {found.digest[:12]})"}
         return rows
 
     @cached_property
@@ -211,9 +211,20 @@ class LanguageModel(Task):
         return model
 
     def loss_chunk(self, model: Any, device: torch.device) -> int | None:
-        """The tokens whose loss is computed at a time. None: all. It is the same on all ranks."""
-        if self.options.loss_chunk != "auto":
-            return self.options.loss_chunk
+        """The tokens whose loss is computed at a time. None: all. It is the same on all ranks.
+
+        Raises:
+            UsageError: chunks are asked for, and the model is compiled as a whole: they call a part of it, as it is.
+        """
+        chosen = self.options.loss_chunk
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            if isinstance(chosen, int):
+                what = "compute.compile=model compiles the model as a whole, and chunks need a part"
+                remedy = "use compute.compile=blocks, or leave out one of the two"
+                raise UsageError(what, where="task.loss_chunk", remedy=remedy)
+            return None
+        if chosen != "auto":
+            return chosen
         is_usual = self.options.is_small or self.config.model_type in models.PLAIN_HEADS
         is_usual &= hasattr(type(model), "get_output_embeddings")  # what stands in for a model has no last layer
         if not (is_usual and isinstance(model.get_output_embeddings(), nn.Linear)):  # it may have an adapter
