@@ -295,6 +295,7 @@ def measure(name, systems, options, folder):
             except RuntimeError as error:
                 print(f"{name}, {system}: {error}", file=sys.stderr, flush=True)
                 values[system].append(None)
+            print(f"    {values[system][-1]}", file=sys.stderr, flush=True)
             shutil.rmtree(place, ignore_errors=True)
     return {system: _shown(found, scale) for system, found in values.items()}
 

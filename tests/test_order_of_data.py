@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Subset, WeightedRandomSampler
+from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRandomSampler
 
 import lockstep
 from lockstep.core.data.loader import MicroBatches
@@ -94,6 +94,26 @@ def test_a_sample_of_weight_zero_is_never_drawn(weights):
 def test_wrong_weights_are_refused(weights, said):
     with pytest.raises(DataError, match=said):
         lockstep.WeightedSampler(weights)
+
+
+def test_weights_are_seen_behind_subsets_and_in_joined_data():
+    one, other = TensorDataset(torch.arange(6)), TensorDataset(torch.arange(3))
+    one.sample_weights, other.sample_weights = torch.tensor([0, 1, 2, 3, 4, 5]), [7, 8, 9]
+    joined = ConcatDataset([Subset(one, [5, 0, 2]), other])
+    assert order_of(config(), joined).order.weights.tolist() == [5, 0, 2, 7, 8, 9]
+    del other.sample_weights
+    with pytest.raises(UsageError, match="not all data sets have `sample_weights`"):
+        order_of(config(), joined)
+    other.order = lockstep.WeightedSampler([1, 2, 3])
+    with pytest.raises(UsageError, match="the TensorDataset behind a Subset has an `order`"):
+        order_of(config(), Subset(other, [0]))
+
+
+def test_an_order_that_takes_other_arguments_is_refused():
+    data = TensorDataset(torch.arange(6))
+    data.order = type("Order", (), {"length": 6, "__call__": lambda self, positions: positions})()
+    with pytest.raises(UsageError, match=r"it cannot be called: [\s\S]*order\(positions, seed=..., epoch=...\)"):
+        order_of(config(), data)
 
 
 def test_weights_in_16_bits_are_taken():

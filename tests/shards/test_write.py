@@ -214,3 +214,19 @@ def test_pictures_in_written_shards_are_data_of_the_recipe(tmp_path):
     assert command(tmp_path / "photos", tmp_path / "out")[0] == 0
     pictures, codes, names, _ = read_shards(str(tmp_path / "out"), label="label")
     assert (len(pictures), codes.tolist(), names) == (2, [0, 1], ["cat", "dog"])
+
+
+def test_a_shard_that_is_gone_and_a_folder_that_is_a_file_are_told(tmp_path):
+    samples = [{"number": number, "text": "a" * 50} for number in range(30)]
+    write(samples, str(tmp_path / "out"), kind="jsonl", shard_bytes=500)
+    shards = sorted((tmp_path / "out").glob("shard-*"))
+    assert len(shards) > 2
+    with pytest.raises(DataError, match="it has 30 samples, and the source 29 now"):
+        write(samples[1:], str(tmp_path / "out"), kind="jsonl", shard_bytes=500)
+    with pytest.raises(DataError, match="the source has other samples now"):
+        write([*samples[:-1], samples[0]], str(tmp_path / "out"), kind="jsonl", shard_bytes=500)
+    shards[1].unlink()
+    with pytest.raises(DataError, match=f"1 of the shards that were written are not there, such as {shards[1].name}"):
+        write(samples, str(tmp_path / "out"), kind="jsonl", shard_bytes=500)
+    with pytest.raises(UsageError, match="no folder can be made"):
+        write(samples, str(shards[0]), kind="jsonl", shard_bytes=500)

@@ -40,7 +40,11 @@ class CheckedOrder:
             remedy += "returns the index of the sample at each position: docs/sampling.md. Or give the attribute "
             raise UsageError(what, where=_WHERE, remedy=f"{remedy}another name")
         self.order, self.samples, self.name, self.length = order, samples, name, int(length)
-        found = [self(self._looked_at, seed=0, epoch=epoch).astype("<i8").tobytes() for epoch in (0, 1)]
+        try:
+            found = [self(self._looked_at, seed=0, epoch=epoch).astype("<i8").tobytes() for epoch in (0, 1)]
+        except TypeError as error:
+            remedy = "it is called as order(positions, seed=..., epoch=...): docs/sampling.md"
+            raise UsageError(f"it cannot be called: {error}", where=_WHERE, remedy=remedy) from error
         own = getattr(order, "digest", "")
         about = f"{self.length} {self.samples} {own if isinstance(own, str) else ''}".encode()
         self.digest = hashlib.sha256(b"".join([about, *found])).hexdigest()

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Sampler, Subset
+from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.order import StepPlan
 from lockstep.core.errors import DataError, UsageError
 from lockstep.sampling.checked import CheckedOrder
-from lockstep.sampling.weighted import WeightedSampler
+from lockstep.sampling.weighted import WeightedSampler, checked_weights
 
 _ONE_ATTRIBUTE = (
     "give the training data one of `order`, `sample_weights` and data.balance; lockstep.Shards has an order: set "
@@ -28,7 +28,9 @@ def order_of(config: RunConfig, data: Any) -> CheckedOrder | None:
         UsageError: the data set and the config say different things, or the order is no order.
         DataError: the weights, the labels or the order are wrong.
     """
-    own, weights = getattr(data, "order", None), getattr(data, "sample_weights", None)
+    own, weights = getattr(data, "order", None), _weights_of(data)
+    if own is None:
+        _refuse_hidden_orders(data)
     balance, count = config.data.balance, config.data.samples_per_epoch
     given = {"`order`": own, "`sample_weights`": weights, f"data.balance={balance}": balance}
     names = [name for name, value in given.items() if value is not None]
@@ -63,6 +65,33 @@ def lines(plan: StepPlan) -> list[str]:
     if not isinstance(order, CheckedOrder):
         return []
     return [f"{order.name}: an epoch has {order.length:,} draws of {order.samples:,} samples"]
+
+
+def _weights_of(data: Any) -> Any:
+    """The attribute `sample_weights`, also of the data behind a `Subset` or a `ConcatDataset`. None: there is none."""
+    found = getattr(data, "sample_weights", None)
+    if found is None and isinstance(data, Subset):
+        inner = _weights_of(data.dataset)
+        return None if inner is None else checked_weights(inner)[np.asarray(data.indices, dtype=np.int64)]
+    if found is None and isinstance(data, ConcatDataset):
+        parts = [_weights_of(part) for part in data.datasets]
+        if any(part is not None for part in parts):
+            if any(part is None for part in parts):
+                remedy = "give all of them weights, or set `sample_weights` of the ConcatDataset"
+                raise UsageError("not all data sets have `sample_weights`", where="ConcatDataset", remedy=remedy)
+            return np.concatenate([checked_weights(part) for part in parts])
+    return found
+
+
+def _refuse_hidden_orders(data: Any) -> None:
+    inside = [data.dataset] if isinstance(data, Subset) else data.datasets if isinstance(data, ConcatDataset) else []
+    for part in inside:
+        order = getattr(part, "order", None)
+        if order is not None and not getattr(order, "is_permutation", False):
+            what = f"the {type(part).__name__} behind a {type(data).__name__} has an `order`, of its own indices"
+            remedy = f"set `order` of the {type(data).__name__}, or take it away"
+            raise UsageError(what, where="the training data", remedy=remedy)
+        _refuse_hidden_orders(part)
 
 
 def _refuse_samplers(order: Any) -> None:

@@ -32,7 +32,7 @@ class WeightedSampler:
     """
 
     def __init__(self, weights: Any, num_samples: int | None = None) -> None:
-        self.weights = _checked(weights)
+        self.weights = checked_weights(weights)
         """(samples,) float64."""
         self.length = len(self.weights) if num_samples is None else num_samples
         """Samples that an epoch draws."""
@@ -56,7 +56,12 @@ class WeightedSampler:
         return found
 
 
-def _checked(weights: Any) -> npt.NDArray[np.float64]:
+def checked_weights(weights: Any) -> npt.NDArray[np.float64]:
+    """Weights as float64: (samples,).
+
+    Raises:
+        DataError: a weight is negative or not finite, all are 0, or they are not a list of numbers.
+    """
     where = "the weights of the samples"
     found = np.asarray(weights.detach().cpu().double() if hasattr(weights, "detach") else weights)
     if found.ndim != 1 or found.dtype.kind not in "biuf":

@@ -28,6 +28,9 @@ class ShardOrder:
         window: positions of a window, at least 1; 1: samples of a shard stay in their order.
     """
 
+    is_permutation = True
+    """Each sample once: a part of the shards may do without."""
+
     def __init__(self, counts: Sequence[int], window: int) -> None:
         self.counts, self.window = np.asarray(counts, np.int64), window
         self.begins: Indices = np.cumsum(self.counts) - self.counts

@@ -50,7 +50,12 @@ class _Folder:
         if scheme(out):
             self.system = Files(options, Kept(1)).system(out)
         else:
-            Path(out).mkdir(parents=True, exist_ok=True)
+            try:
+                Path(out).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(
+                    f"no folder can be made: {error.strerror}", where=out, remedy="give another folder"
+                ) from error
 
     def names(self) -> set[str]:
         if self.system is None:
@@ -114,6 +119,7 @@ def write(
     folder = _Folder(out, options or {})
     state = _begun(folder, {"source": source, "shard_bytes": shard_bytes, "shuffle": shuffle}, kind)
     if "last" not in state:
+        _check_source(samples, state, shuffle, out)
         return Written(state, state["samples"])
     resumed, encoder, last = int(state["samples"]), None, None
 
@@ -143,10 +149,26 @@ def write(
     finish()
     if not state["samples"]:
         raise DataError("there are no samples", where=source or out, remedy="give a source with samples")
-    del state["last"]
+    state["end"] = state.pop("last")
     folder.put(INDEX, json.dumps(state).encode())
     folder.remove(PROGRESS)
     return Written(state, resumed)
+
+
+def _check_source(samples: Any, index: Mapping[str, Any], shuffle: int | None, out: str) -> None:
+    """Compare a data set with the shards that were made of it: its number of samples, and the last one.
+
+    Raises:
+        DataError: they differ.
+    """
+    if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__") or isinstance(samples, IterableDataset):
+        return
+    count, remedy = index["samples"], "empty this folder, and write all anew"
+    if len(samples) != count:
+        raise DataError(f"it has {count:,} samples, and the source {len(samples):,} now", where=out, remedy=remedy)
+    (last,) = _places(count - 1, count, shuffle)
+    if index.get("end") not in (None, digest_of(samples[last])):
+        raise DataError("the source has other samples now", where=out, remedy=remedy)
 
 
 def _begun(folder: _Folder, settings: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
@@ -162,6 +184,9 @@ def _begun(folder: _Folder, settings: Mapping[str, Any], kind: str | None) -> di
         if found != settings or (kind or state["format"]) != state["format"]:
             what = f"the folder has shards that were written in another way: {found}, {state.get('format')}"
             raise UsageError(what, where=folder.out, remedy="give another folder, or empty this one")
+        if missing := [shard["name"] for shard in state["shards"] if shard["name"] not in names]:
+            what = f"{len(missing)} of the shards that were written are not there, such as {missing[0]}"
+            raise DataError(what, where=folder.out, remedy="bring them back, or empty this folder and write all anew")
         if INDEX in names and PROGRESS in names:
             folder.remove(PROGRESS)
         return state
