@@ -230,3 +230,15 @@ def test_a_shard_that_is_gone_and_a_folder_that_is_a_file_are_told(tmp_path):
         write(samples, str(tmp_path / "out"), kind="jsonl", shard_bytes=500)
     with pytest.raises(UsageError, match="no folder can be made"):
         write(samples, str(shards[0]), kind="jsonl", shard_bytes=500)
+
+
+def test_shards_that_are_not_all_written_are_refused(tmp_path):
+    def ending():
+        yield from ({"number": number, "text": "a" * 50} for number in range(30))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(ending(), str(tmp_path / "out"), kind="jsonl", shard_bytes=500)
+    assert list((tmp_path / "out").glob("shard-*"))
+    with pytest.raises(DataError, match="the writing of these shards has not ended"):
+        lockstep.Shards(tmp_path / "out")

@@ -23,6 +23,8 @@ from lockstep.shards.formats.tar import COMPRESSED, Tar
 from lockstep.shards.places import Place, scheme
 
 INDEX = "index.json"
+PROGRESS = ".lockstep-shards.json"
+"""In a folder while its shards are written."""
 """The file that counts the shards of a folder: that of `lockstep shards`, or that of MDS."""
 VERSION = 1
 """Of the index of `lockstep shards`."""
@@ -121,6 +123,9 @@ def _of_one(files: Files, source: str) -> list[Shard]:
         return [_shard(files.look(source))]
     if INDEX in listed:
         return _of_index(files, source.rstrip("/"), listed)
+    if PROGRESS in listed:
+        remedy = "give the command again that writes them: it goes on where it was"
+        raise DataError("the writing of these shards has not ended", where=source, remedy=remedy)
     shards = [_shard(place) for name, place in sorted(listed.items()) if format_of(name)]
     kinds = Counter(shard.format for shard in shards)
     if len(kinds) > 1:
@@ -148,23 +153,23 @@ def _matching(files: Files, pattern: str) -> list[Place]:
     return [place_of(_with_scheme(pattern, name), about) for name, about in found.items() if format_of(name)]
 
 
+def _is_shown(name: str) -> bool:
+    return not name.startswith(".") or name == PROGRESS
+
+
 def _listed(files: Files, source: str) -> dict[str, Place] | None:
     """The files in a folder by name. None: the source is no folder. Names that begin with a dot are left out."""
     if not scheme(source):
         if not os.path.isdir(source):
             return None
-        names = [entry.name for entry in os.scandir(source) if entry.is_file() and not entry.name.startswith(".")]
+        names = [entry.name for entry in os.scandir(source) if entry.is_file() and _is_shown(entry.name)]
         return {name: files.look(os.path.join(source, name)) for name in names}
     system = files.system(source)
     if not tried(source, lambda: system.isdir(source)):
         return None
     listed = tried(source, lambda: system.ls(source, detail=True))
     entries = {posixpath.basename(about["name"]): about for about in listed if about.get("type") == "file"}
-    return {
-        name: place_of(f"{source.rstrip('/')}/{name}", about)
-        for name, about in entries.items()
-        if not name.startswith(".")
-    }
+    return {name: place_of(f"{source.rstrip('/')}/{name}", about) for name, about in entries.items() if _is_shown(name)}
 
 
 def _with_scheme(pattern: str, name: str) -> str:

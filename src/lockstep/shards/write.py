@@ -21,12 +21,10 @@ from lockstep.core.errors import DataError, UsageError
 from lockstep.shards.counts import count
 from lockstep.shards.encode import SUFFIXES, Encoder, fitting
 from lockstep.shards.files import Files, tried
-from lockstep.shards.find import INDEX, VERSION, Shard
+from lockstep.shards.find import INDEX, PROGRESS, VERSION, Shard
 from lockstep.shards.kept import Kept
 from lockstep.shards.places import Place, scheme
 
-PROGRESS = ".lockstep-shards.json"
-"""In the folder while it is written: the shards so far."""
 _AT_ONCE = 8192  # places of shuffled samples that are computed together
 
 
