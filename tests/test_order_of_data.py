@@ -109,6 +109,14 @@ def test_weights_are_seen_behind_subsets_and_in_joined_data():
         order_of(config(), Subset(other, [0]))
 
 
+@pytest.mark.parametrize("labels", [[0, "0", 1], [[0], [0, 1], [1]]])
+def test_labels_that_are_no_labels_are_refused(labels):
+    data = TensorDataset(torch.arange(3))
+    data.labels = labels
+    with pytest.raises(UsageError, match=r"data.balance: `labels` of TensorDataset"):
+        labels_of(data)
+
+
 def test_an_order_that_takes_other_arguments_is_refused():
     data = TensorDataset(torch.arange(6))
     data.order = type("Order", (), {"length": 6, "__call__": lambda self, positions: positions})()

@@ -242,3 +242,16 @@ def test_shards_that_are_not_all_written_are_refused(tmp_path):
     assert list((tmp_path / "out").glob("shard-*"))
     with pytest.raises(DataError, match="the writing of these shards has not ended"):
         lockstep.Shards(tmp_path / "out")
+
+
+def test_a_full_disk_is_told_and_the_same_command_goes_on(tmp_path, monkeypatch):
+    samples = [{"number": number, "text": "a" * 50} for number in range(30)]
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(write_module.atomic, "staged_file", full)
+        with pytest.raises(DataError, match="cannot be written: No space left on device"):
+            write(samples, str(tmp_path / "out"), kind="jsonl", shard_bytes=500)
+    assert write(samples, str(tmp_path / "out"), kind="jsonl", shard_bytes=500).index["samples"] == 30

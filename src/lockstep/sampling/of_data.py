@@ -125,7 +125,14 @@ def labels_of(data: Any) -> npt.NDArray[Any]:
     if found is None:
         what = f"the labels of the samples are not known: {type(data).__name__} has none for each sample"
         raise UsageError(what, where="data.balance", remedy=remedy)
-    labels = np.asarray(found.detach().cpu() if hasattr(found, "detach") else found)
+    try:
+        labels = np.asarray(found.detach().cpu() if hasattr(found, "detach") else found)
+    except (TypeError, ValueError) as error:
+        what = f"`{name}` of {type(data).__name__} is no array: {error}"
+        raise UsageError(what, where="data.balance", remedy=remedy) from error
+    if labels.dtype.kind == "U" and any(not isinstance(one, str) for one in found):  # 1 and "1" would be one label
+        what = f"`{name}` of {type(data).__name__} has texts and other values"
+        raise UsageError(what, where="data.balance", remedy=remedy)
     if labels.shape != (len(data),) or labels.dtype.kind not in "biuUSO":
         what = f"`{name}` of {type(data).__name__} has the shape {labels.shape} and the type {labels.dtype}; expected: "
         raise UsageError(f"{what}one label for each of {len(data):,} samples", where="data.balance", remedy=remedy)

@@ -66,8 +66,13 @@ class _Folder:
     def put(self, name: str, data: bytes) -> None:
         """Write a file, whole or not at all: an object of a bucket is there when all of it is."""
         if self.system is None:
-            with atomic.staged_file(Path(self.out, name)) as staging:
-                staging.write_bytes(data)
+            try:
+                with atomic.staged_file(Path(self.out, name)) as staging:
+                    staging.write_bytes(data)
+            except OSError as error:  # the disk is full, or another writer has taken its files away
+                remedy = "make room, and let one command write; the same command then goes on from there"
+                what = f"cannot be written: {error.strerror}"
+                raise DataError(what, where=f"{self.out}/{name}", remedy=remedy) from error
         else:
             system = self.system
             tried(self.out, lambda: system.pipe_file(f"{self.out}/{name}", data))
