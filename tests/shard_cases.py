@@ -7,6 +7,7 @@ import json
 import tarfile
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -131,7 +132,7 @@ class Handler(SimpleHTTPRequestHandler):
             server.failures -= 1
             self.send_error(503)
             return
-        path = server.folder / self.path.lstrip("/")
+        path = server.folder / unquote(self.path).lstrip("/")
         if not path.is_file():
             self.send_error(404)
             return

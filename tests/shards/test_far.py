@@ -39,6 +39,13 @@ def test_http_is_read_by_ranges(tmp_path, monkeypatch, suffix):
         assert [shard_cases.plain(sample) for sample in workers] == SAMPLES
 
 
+def test_an_http_address_may_have_spaces_and_any_letter(tmp_path):
+    (tmp_path / "a bé.jsonl").write_text('{"number": 1}\n')
+    with shard_cases.Server(tmp_path) as server:
+        assert lockstep.Shards(f"{server.url}/a bé.jsonl")[0] == {"number": 1}
+        assert lockstep.Shards(f"{server.url}/a%20b%C3%A9.jsonl")[0] == {"number": 1}
+
+
 def test_a_server_without_ranges_is_asked_once_for_each_shard(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK", 1)
     folder = shard_cases.write(tmp_path / "data", "tar")

@@ -6,6 +6,7 @@ import io
 import os
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -129,7 +130,8 @@ class Files:
 
     def _request(self, url: str, first: int, last: int) -> Any:
         headers = {**self.options.get("headers", {}), "Range": f"bytes={first}-{last}", "Accept-Encoding": "identity"}
-        request = urllib.request.Request(url, headers=headers)
+        address = urllib.parse.quote(url, safe="%/:?#[]@!$&'()*+,;=~")  # spaces, and letters beyond ASCII
+        request = urllib.request.Request(address, headers=headers)
         try:
             return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
         except urllib.error.HTTPError as error:
