@@ -46,6 +46,9 @@ def replay(
 
         for file in (json_file, profile):
             check_folder(file)
+            if file is not None and file.exists() and file.resolve().is_relative_to(run_dir.resolve()):
+                remedy = "give a new file, or another folder"
+                raise UsageError("the run has such a file, which would be lost", where=str(file), remedy=remedy)
         if ranks_then is not None and rank is None:
             raise UsageError("it says how many ranks there were for --rank", where="--ranks", remedy="give --rank, too")
         if debugger and nproc not in (None, "1"):

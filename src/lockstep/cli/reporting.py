@@ -36,14 +36,13 @@ def tell(text: str) -> None:
 
 
 def check_folder(path: Path | None) -> None:
-    """Before anything is computed, check that a file can be written: its folder exists, and no other file is lost.
+    """Before anything is computed, check that a file can be written: its folder exists.
 
     Raises:
-        UsageError: the folder is not there, the path is a folder, or a file that is no `.json` is there.
+        UsageError: it does not, or the path is a folder itself.
     """
-    if path is not None and path.exists() and (path.is_dir() or path.suffix != ".json"):
-        what = "is a folder" if path.is_dir() else "is there already, and would be lost"
-        raise UsageError(what, where=str(path), remedy="give a new file, NAME.json")
+    if path is not None and path.is_dir():
+        raise UsageError("is a folder", where=str(path), remedy="give a file")
     if path is not None and not path.parent.is_dir():
         remedy = f"make {path.parent}, or give another place"
         raise UsageError("cannot be written: there is no such folder", where=str(path), remedy=remedy)
