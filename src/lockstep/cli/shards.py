@@ -47,8 +47,8 @@ def shards(
     """Write a data set or an iterable as shards, for lockstep.Shards. After a kill, the same command goes on."""
     with reporting(debug):
         from lockstep.cli.progress import bar
-        from lockstep.shards.data import bytes_of
         from lockstep.shards.write import write
+        from lockstep.sizes import bytes_of
 
         samples, is_picture = _source(data)
         size = bytes_of(shard_size, where="--shard-size")

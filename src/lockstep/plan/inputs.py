@@ -8,12 +8,12 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lockstep import sizes
 from lockstep.core.errors import UsageError
 from lockstep.parts import peaks
 
 StrategyName = Literal["single", "ddp", "fsdp", "hybrid"]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
-_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
 _LEAST_MEMORY = 10**5  # bytes; less is a number without its unit
 
 
@@ -319,12 +319,9 @@ def size(text: str, where: str) -> int:
     """Bytes of `80GB`, `79.6GiB` or `80000000000`.
 
     Raises:
-        UsageError: it is no size.
+        UsageError: it is no size, or less than a GPU has.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
-    if match is None or match[2] == "I" or not float(match[1]):
-        raise UsageError(f"{text!r} is no size", where=where, remedy="write a number with GB or GiB, such as 80GB")
-    found = int(float(match[1]) * _UNITS[match[2]])
+    found = sizes.bytes_of(text, where)
     if found < _LEAST_MEMORY:
         remedy = "write a number with GB or GiB, such as 80GB"
         raise UsageError(f"{text!r} means {found} bytes, and a GPU has more", where=where, remedy=remedy)
@@ -341,7 +338,7 @@ def bandwidth(text: str, where: str) -> float:
     if match is None or not float(match[1]):
         remedy = "write bytes or bits in a second, such as 50GB/s or 400Gbit/s"
         raise UsageError(f"{text!r} is no bandwidth", where=where, remedy=remedy)
-    return float(match[1]) * _UNITS[match[2].upper()] / (1 if match[3] == "B" else 8)
+    return float(match[1]) * sizes.UNITS[match[2].upper()] / (1 if match[3] == "B" else 8)
 
 
 def gpu(name: str) -> peaks.Gpu:

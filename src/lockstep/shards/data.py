@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,9 +20,9 @@ from lockstep.shards.formats.blocks import Block
 from lockstep.shards.kept import Kept
 from lockstep.shards.order import ShardOrder
 from lockstep.shards.places import scheme
+from lockstep.sizes import bytes_of
 
 _WINDOW = 1 << 27  # bytes of a window, where its samples are not given
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 class Shards(Dataset[Any]):
@@ -172,17 +171,3 @@ def _too_large(size: int, limit: int, where: str) -> UsageError:
         where=where,
         remedy=f"Shards(cache='{-(-3 * size // 10**9)}GB'), or smaller blocks: `lockstep shards`",
     )
-
-
-def bytes_of(size: int | str, *, where: str) -> int:
-    """Bytes, from a number or a text such as `512MB` or `2GiB`.
-
-    Raises:
-        UsageError: it is neither. `where` names the value.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", str(size).upper().strip())
-    found = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if found < 1:
-        remedy = "give a number of bytes, such as '512MB' or '2GB'"
-        raise UsageError(f"the size is {size!r}", where=where, remedy=remedy)
-    return found
