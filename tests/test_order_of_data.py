@@ -17,6 +17,7 @@ from lockstep.recipes import config_file
 from lockstep.recipes.digits import Digits
 from lockstep.sampling.checked import CheckedOrder
 from lockstep.sampling.of_data import labels_of, order_of
+from lockstep.verify.draws import set_of_part
 from lockstep.verify.reference.order import positions_of_step
 from lockstep.verify.reference.sampling import draws_of
 from tests import runs
@@ -100,7 +101,17 @@ def test_weights_are_seen_behind_subsets_and_in_joined_data():
     one, other = TensorDataset(torch.arange(6)), TensorDataset(torch.arange(3))
     one.sample_weights, other.sample_weights = torch.tensor([0, 1, 2, 3, 4, 5]), [7, 8, 9]
     joined = ConcatDataset([Subset(one, [5, 0, 2]), other])
-    assert order_of(config(), joined).order.weights.tolist() == [5, 0, 2, 7, 8, 9]
+    order = order_of(config(), joined)
+    assert order.order.weights.tolist() == [5, 0, 2, 7, 8, 9]
+    reference = draws_of(joined, config().model_dump(by_alias=True))
+    drawn = order(np.arange(6), seed=0, epoch=1).tolist()
+    assert drawn == [reference.index_at(position, 1) for position in range(6)]
+    part = SimpleNamespace()
+    set_of_part(part, joined, [0, 3, 5])  # as verify trains on a part
+    assert part.sample_weights.tolist() == [5, 7, 9]
+    one.labels = ["a", "b", "c", "d", "e", "f"]
+    set_of_part(part, Subset(one, [5, 0, 2]), [0, 2])
+    assert part.labels.tolist() == ["f", "c"]
     del other.sample_weights
     with pytest.raises(UsageError, match="not all data sets have `sample_weights`"):
         order_of(config(), joined)

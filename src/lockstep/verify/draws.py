@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.verify.reference.order import positions_of_step
-from lockstep.verify.reference.sampling import draws_of
+from lockstep.verify.reference.sampling import draws_of, of_each
 
 OF_EACH_SAMPLE = ("sample_weights", "sample_labels", "labels", "targets")
 """Attributes of a data set that have a value for each sample."""
@@ -23,15 +23,14 @@ def of_part(data: Any, name: str, indices: Sequence[int]) -> Any:
     Raises:
         AttributeError: the data set has no such attribute, or it has no value for each sample.
     """
-    value = getattr(data, name)
-    if value is None:
-        return None
     if name == "order":
-        return (
-            _OrderOfPart(value, len(data), len(indices)) if isinstance(getattr(value, "length", None), int) else value
-        )
-    values = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
-    if values.shape[:1] != (len(data),):
+        value = getattr(data, name)
+        is_order = isinstance(getattr(value, "length", None), int)
+        return _OrderOfPart(value, len(data), len(indices)) if is_order else value
+    values = of_each(data, name)
+    if values is None and hasattr(data, name):  # `sample_labels = None` says that there are no labels
+        return None
+    if values is None or values.shape[:1] != (len(data),):
         raise AttributeError(name)
     return values[list(indices)]
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch.utils.data import ConcatDataset, Subset
 
 from lockstep.verify.reference import order as permutation
 from lockstep.verify.reference.order import seed_of
 
 _DRAW = 0x3E1647
+_LABELS = ("sample_labels", "labels", "targets")
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,9 @@ def draws_of(data: Any, config: Mapping[str, Any]) -> Draws:
     order, seed = getattr(data, "order", None), config["seed"]
     if order is not None:
         return Draws(order.length, lambda place, epoch: int(order(np.array([place]), seed=seed, epoch=epoch)[0]))
-    weights = getattr(data, "sample_weights", None)
+    weights = of_each(data, "sample_weights")
     if config["data"]["balance"] is not None:
-        labels = np.asarray(_labels(data)).tolist()
+        labels = next(one for one in (of_each(data, name) for name in _LABELS) if one is not None).tolist()
         counts = Counter(labels)
         weights = [1 / counts[label] for label in labels]
     if weights is None:
@@ -60,6 +62,14 @@ def _by_sums(sums: Sequence[float], seed: int) -> Callable[[int, int], int]:
     return index_at
 
 
-def _labels(data: Any) -> Any:
-    names = [name for name in ("sample_labels", "labels", "targets") if hasattr(data, name)]
-    return getattr(data, names[0]) if names else np.asarray(_labels(data.dataset))[list(data.indices)]
+def of_each(data: Any, name: str) -> Any:
+    """An attribute that has a value for each sample, as an array; also of the data behind a `Subset` or a
+    `ConcatDataset`. None: there is none."""
+    value = getattr(data, name, None)
+    if value is None and isinstance(data, Subset):
+        inner = of_each(data.dataset, name)
+        return None if inner is None else inner[list(data.indices)]
+    if value is None and isinstance(data, ConcatDataset):
+        parts = [of_each(part, name) for part in data.datasets]
+        return None if any(part is None for part in parts) else np.concatenate(parts)
+    return None if value is None else np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
