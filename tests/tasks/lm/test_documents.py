@@ -190,7 +190,11 @@ def test_an_answer_that_is_written_otherwise_where_messages_follow_is_found(tmp_
     (found,) = parts(read(name, thinking))
     assert [text for text, counts in found if counts] == ["hello<end>", "<think></think>see you<end>"]
     assert "".join(text for text, _ in found) == thinking(CHAT, False)
-    changed = [CHAT[0], CHAT[1] | {"content": "<think>a</think>hello"}, *CHAT[2:]]
+    said_before = [*CHAT[:-2], CHAT[-2] | {"content": "hello, see you"}, CHAT[-1], {"role": "user", "content": "?"}]
+    name = json_lines(tmp_path / "c.jsonl", [{"messages": [*said_before, {"role": "assistant", "content": "!"}]}])
+    (found,) = parts(read(name, thinking))
+    assert [text for text, counts in found if counts] == ["hello<end>", "see you<end>", "<think></think>!<end>"]
+    changed = [*CHAT[:2], CHAT[2] | {"content": "<think>a</think>hello"}, *CHAT[3:]]
 
     def forgetting_thoughts(messages, add_generation_prompt):
         kept = [m | {"content": m["content"].replace("<think>a</think>", "")} for m in messages[:-1]]

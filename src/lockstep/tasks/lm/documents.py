@@ -286,14 +286,13 @@ def _within(whole: str, messages: list[dict[str, str]], end: str, begin: str, at
         at: where the answer before ends in `whole`.
     """
     content = messages[-1]["content"].strip()
-    asking = begin[len(begin.rstrip().rpartition("\n")[0]) :].lstrip(
-        "\n"
-    )  # the last line, such as <|im_start|>assistant
+    asking = begin[begin.rstrip().rfind("\n") + 1 :]  # the last line, such as <|im_start|>assistant
     closing = end[end.rfind(content) + len(content) :]
-    first = whole.find(content, at + len(asking))
-    start = whole.rfind(asking, at, first) + len(asking)
-    stop = first + len(content)
-    if not content or not asking or first < 0 or start < at + len(asking) or not whole.startswith(closing, stop):
+    start = whole.find(asking, at) + len(asking)
+    stop = whole.find(closing, start)
+    if not (content and asking and closing) or start < at + len(asking) or stop < 0:
+        return None
+    if not whole.endswith(content, start, stop):
         return None
     return _answer(whole[start : stop + len(closing)], messages[-1]), start
 
