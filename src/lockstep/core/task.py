@@ -127,7 +127,7 @@ class Task(abc.ABC):
         epoch draws: docs/sampling.md. With an attribute `check_first` that is true, its method
         `check(index)` is called for all samples before a new run trains, on all ranks at the same time, each for its
         share. It returns a remark for people or None, and raises DataError for a sample that cannot be used. Where it
-        has an attribute `content_digests`, a dict of texts by what they are of (`tokens of FILE`), they are saved with
+        has an attribute `content_digests`, a dict of texts by what they are of (`training tokens`), they are saved with
         each checkpoint, and a run that goes on compares them.
         """
 

@@ -48,15 +48,15 @@ class Share:
 @contextlib.contextmanager
 def _restored_numbers(task: Any) -> Generator[None, None, None]:
     """At the end, numbers and tensors that are attributes of the task are as before: a loss may count its calls."""
-    kept = {name: one for name, one in vars(task).items() if isinstance(one, int | float | Tensor)} if task else {}
+    attributes = getattr(task, "__dict__", {})
+    kept = {name: one for name, one in attributes.items() if isinstance(one, int | float | Tensor)}
     values = [(one, one.clone()) for one in kept.values() if isinstance(one, Tensor)]
     try:
         yield
     finally:
         for tensor, value in values:
             tensor.data.copy_(value)
-        if kept:
-            vars(task).update(kept)
+        attributes.update(kept)
 
 
 def trial(

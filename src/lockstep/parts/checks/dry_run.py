@@ -102,9 +102,9 @@ def look_at_losses(
             mean = _mean_error(forward, plan, parts[0], losses, heads)
         elif losses:
             heads = [head for head in heads if _is_mean(head, losses, parts, near=near, alike=True)]
-        if not heads:
+        if not world.all_max(len(heads)):  # all ranks make equally many passes: they gather shards together
             return remarks
-    if mean is None:
+    if mean is None or not heads:
         return remarks
     if not allow_mean:
         raise mean
