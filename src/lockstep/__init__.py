@@ -13,6 +13,7 @@ TaskOptions: the base of the options of a task that another distribution offers.
 Presenter: shows samples, outputs and results of a task to people.
 RunConfig: the whole config of a run.
 Shards: a data set of samples in shards, near or far: Parquet, Arrow, JSON lines, tar, MDS.
+Stream: an iterable of samples as training data, for any number of ranks.
 LockstepError: the base class of all errors. Each says what is wrong, where, and what to do.
 
 `lockstep init FILE.py` on the command line writes a first task.
@@ -36,6 +37,7 @@ __all__ = [
     "Presenter",
     "RunConfig",
     "Shards",
+    "Stream",
     "Task",
     "TaskOptions",
     "Trainer",
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from lockstep.recipes.task_options import TaskOptions
     from lockstep.sampling.weighted import WeightedSampler
     from lockstep.shards.data import Shards
+    from lockstep.streams.stream import Stream
     from lockstep.trainer.trainer import Trainer
     from lockstep.updates.players import AlternatingTask, Follower, Player
 
@@ -66,6 +69,7 @@ _HOMES = {
     "Presenter": "core.presenter",
     "RunConfig": "core.config.sections",
     "Shards": "shards.data",
+    "Stream": "streams.stream",
     "Task": "core.task",
     "TaskOptions": "recipes.task_options",
     "Trainer": "trainer.trainer",

@@ -62,6 +62,7 @@ from lockstep.parts.writer_kinds import files_of_writers
 from lockstep.recipes import config_file, registry
 from lockstep.recipes.task_options import TaskOptions
 from lockstep.sampling import of_data
+from lockstep.streams import stream
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.trainer import (
     backends,
@@ -242,6 +243,7 @@ class Trainer:
                 profiler = [profiling.Profiler(self.profile, run)] if self.profile else []
                 rebuild = functools.partial(self._rebuilt, task, world)
                 watch = [Watch(run, rebuild)] if config.watch.every else []
+                own_parts += stream.part_of(run)
                 parts = training_run.join_parts(run, [*built_in.parts(run), *watch, *profiler], own_parts)
                 viewers = built_in.viewers(run)
                 training_run.check(run, parts, checks, viewers)
@@ -383,7 +385,7 @@ class Trainer:
             run.confirmed_step = evidence.confirmed_step(self.run_dir, checkpoint)
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.state.step}"]))
-        run.messages += [*methods_not_called(task), *of_data.lines(run.plan)]
+        run.messages += [*methods_not_called(task), *of_data.lines(run.plan), *stream.lines(run)]
         options = getattr(task, "options", None)
         if isinstance(options, TaskOptions):  # with train.steps, the number of epochs depends on the data
             never = options.never_reached(-(-run.stop // run.plan.steps_per_epoch))
