@@ -31,8 +31,9 @@ class Numbers(IterableDataset):
     def __iter__(self):
         worker = get_worker_info()
         every, first = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        for self.at in range(self.first() + first, self.length, every):
-            yield row(self.at, self.epoch)
+        for number in range(self.first() + first, self.length, every):
+            self.at = number
+            yield row(number, self.epoch)
 
 
 class Stateful(Numbers):

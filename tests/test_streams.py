@@ -145,7 +145,7 @@ class Unsaved(Stateful):
         (
             {"length": 40},
             {"train": {"epochs": 2, "steps": None}},
-            "pass 1 gives 31 samples, and its length is said to be 40",
+            "pass 1 gives 31 samples, and its length is said",
         ),
         ({"length": 30}, {"train": {"epochs": 2, "steps": None}}, "pass 1 gives more than 30 samples"),
         ({"kind": Empty}, {}, "pass 1 gives no samples"),

@@ -66,7 +66,12 @@ class Reader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Workers get a reader that has not begun: iterators cannot be pickled, and files are not shared."""
-        closed = {"position": _NOWHERE, "_opened": None, "_iterator": iter(()), "_recent": collections.deque(maxlen=0)}
+        closed: dict[str, Any] = {
+            "position": _NOWHERE,
+            "_opened": None,
+            "_iterator": iter(()),
+            "_recent": collections.deque(maxlen=0),
+        }
         return self.__dict__ | closed
 
     def read(self, index: int) -> Any:
@@ -177,7 +182,8 @@ class Reader:
         if known.state is None:
             remedy = "give a stream that repeats itself, with state_dict and load_state_dict; or --fresh to start anew"
             raise DataError(f"{at} is not what it was when the state was saved", where=WHERE, remedy=remedy)
-        if torch.utils.data.get_worker_info() is None or torch.utils.data.get_worker_info().id == 0:
+        worker = torch.utils.data.get_worker_info()
+        if worker is None or worker.id == 0:
             text = f"note: a state of the stream does not lead to {at}, before which it was taken (a buffer that is not"
             text += f" part of the state?); {self.within:,} samples of this pass are read again"
             print(text, file=sys.stderr, flush=True)
