@@ -17,7 +17,7 @@ from lockstep.core.data.fingerprint import digest_of
 from lockstep.core.data.order import derive_seed
 from lockstep.core.data.randomness import seed_all
 from lockstep.core.errors import DataError
-from lockstep.core.parallel.torch_internals import outside_workers
+from lockstep.streams.torch_private import outside_workers
 
 WHERE = "the stream of the training data"
 _READ = 0x57AEA  # a word in the seeds of reading, so that no sample has the same seed

@@ -69,7 +69,7 @@ class MicroBatch:
     """Index and message of each sample that could not be read and was left out."""
     words: tuple[int, ...] = ()
     """What tells its samples apart within the epoch, see `MicroBatchPlan.words`."""
-    places: Any = None
+    places: Sequence[Any] = ()
     """What data that are read in one direction tell of their place; see `streams.Stream.take_places`."""
     copy: Callable[[Any], Copy] | None = field(default=None, repr=False)
     """Begins to copy `collated` to the device. None: it is there already."""
@@ -134,7 +134,7 @@ class MicroBatches(Dataset[MicroBatch]):
         self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
         self.read_many = None if self.prepares else getattr(data, "__getitems__", None)
         self.seeding = SampleSeeding(lazily=self.read_many is not None)
-        self.take_places = getattr(data, "take_places", None)
+        self.take_places = getattr(data, "take_places", tuple)
 
     def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch:
         if self.at_once:  # the same as reading each sample and collating them
@@ -167,7 +167,7 @@ class MicroBatches(Dataset[MicroBatch]):
                 remedy="return a batch: tensors, or dicts, lists or tuples of them",
             )
         weights = _as_floats(self.task.weight(batch), filler)
-        places = self.take_places() if self.take_places else None
+        places: Sequence[Any] = self.take_places()
         return MicroBatch(batch, read.indices, read.epoch, weights, filler, bad, words=read.words, places=places)
 
     def _read(self, plan: MicroBatchPlan) -> tuple[list[Any], MicroBatchPlan, Bad]:

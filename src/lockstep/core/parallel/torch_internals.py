@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import datetime
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -86,17 +84,6 @@ def _sharded(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [of for group in groups if group is not None for of in group.fsdp_params]
-
-
-@contextlib.contextmanager
-def outside_workers() -> Iterator[None]:
-    """Within, `torch.utils.data.get_worker_info()` is None: an iterable does not divide its samples among workers."""
-    worker: Any = torch.utils.data._utils.worker
-    info, worker._worker_info = worker._worker_info, None
-    try:
-        yield
-    finally:
-        worker._worker_info = info
 
 
 class MainThread:
