@@ -14,6 +14,7 @@ Presenter: shows samples, outputs and results of a task to people.
 RunConfig: the whole config of a run.
 Shards: a data set of samples in shards, near or far: Parquet, Arrow, JSON lines, tar, MDS.
 Stream: an iterable of samples as training data, for any number of ranks.
+trained_only: leaves the frozen weights of a model out of checkpoints, such as those beside adapters of peft.
 LockstepError: the base class of all errors. Each says what is wrong, where, and what to do.
 
 `lockstep init FILE.py` on the command line writes a first task.
@@ -43,6 +44,7 @@ __all__ = [
     "Trainer",
     "WeightedSampler",
     "Writer",
+    "trained_only",
 ]
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from lockstep.core.presenter import Presenter
     from lockstep.core.task import Metrics, Task
     from lockstep.core.writer import Writer
+    from lockstep.lora.frozen import trained_only
     from lockstep.recipes.task_options import TaskOptions
     from lockstep.sampling.weighted import WeightedSampler
     from lockstep.shards.data import Shards
@@ -75,6 +78,7 @@ _HOMES = {
     "Trainer": "trainer.trainer",
     "WeightedSampler": "sampling.weighted",
     "Writer": "core.writer",
+    "trained_only": "lora.frozen",
 }
 
 
