@@ -25,6 +25,7 @@ from lockstep.cli.replay import replay
 from lockstep.cli.report import compare, report
 from lockstep.cli.shards import shards
 from lockstep.cli.train import train
+from lockstep.cli.tune import tune
 from lockstep.cli.verify import verify
 
 _COMMANDS: dict[Callable[..., None], str] = {
@@ -64,6 +65,7 @@ app = typer.Typer(
 for _command, _example in _COMMANDS.items():
     app.command(epilog=f"Example: {_example}", context_settings=_FOREIGN if _command is audit else None)(_command)
 app.add_typer(launch, name="launch")
+app.add_typer(tune, name="tune")
 
 
 def _show_version(wanted: bool) -> None:
