@@ -67,7 +67,7 @@ def learning_rate(
             return
         from lockstep.search import learning_rate, show_rates
 
-        found = learning_rate.test(config, low=low, high=high, steps=steps)
+        found = learning_rate.range_test(config, low=low, high=high, steps=steps)
         if not is_first():
             return
         print(show_rates.text(found))

@@ -111,9 +111,7 @@ def keys_of(size: int, samples: int) -> list[str]:
     return ["batch.per_rank=null", "batch.accumulate=null", f"batch.global={samples}", f"batch.micro={size}"]
 
 
-def _judged(
-    size: int, samples: int, done: subprocess.CompletedProcess[str], file: Path, memory: int | None
-) -> Tried:
+def _judged(size: int, samples: int, done: subprocess.CompletedProcess[str], file: Path, memory: int | None) -> Tried:
     """What an attempt showed.
 
     Raises:
@@ -147,7 +145,9 @@ def text(tried: Sequence[Tried], most: int, *, given: int, ranks: int, memory: i
     largest = fitting[-1]
     best, lines = largest.size, [f"the largest micro-batch that fits: {largest.size}"]
     if largest.size >= most:
-        lines[0] += ", all samples that a rank has of a global batch" if largest.size * ranks <= given else ", of --most"
+        lines[0] += (
+            ", all samples that a rank has of a global batch" if largest.size * ranks <= given else ", of --most"
+        )
     elif memory is None:
         best = max(1, int(largest.size * _MARGIN))
         lines.append(f"with a margin, because other batches may have larger samples: {best}")

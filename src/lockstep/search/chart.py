@@ -1,4 +1,4 @@
-"""Charts of a search, as SVG or as a picture: points and lines over an axis of numbers, of powers of ten, or of names."""
+"""Charts of a search, as SVG or as pixels: points and lines over numbers, powers of ten, or names."""
 
 from __future__ import annotations
 

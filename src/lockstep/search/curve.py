@@ -31,7 +31,7 @@ class Suggestion:
 
 def rate_at(step: int, steps: int, low: float, high: float) -> float:
     """The rate of a step, from 0, of a test that rises exponentially from `low` to `high` in `steps` steps."""
-    return low * (high / low) ** (step / max(1, steps - 1))
+    return float(low * (high / low) ** (step / max(1, steps - 1)))
 
 
 def keep_of(steps: int) -> float:
@@ -63,7 +63,9 @@ def suggest(rates: Sequence[float], losses: Sequence[float], keep: float) -> Sug
     """
     skipped = max(2, round(_SKIPPED * len(losses)))
     if len(losses) < skipped + 3:
-        return Suggestion(None, None, f"only {len(losses)} steps have a loss: begin at a lower rate, or make more steps")
+        return Suggestion(
+            None, None, f"only {len(losses)} steps have a loss: begin at a lower rate, or make more steps"
+        )
     averages = smoothed(losses, keep)
     place = min(range(skipped, len(averages)), key=averages.__getitem__)
     before = averages[skipped : place + 1]

@@ -56,7 +56,7 @@ def check(low: float, high: float, steps: int) -> None:
         raise UsageError(f"{steps} steps show no curve", where="--steps", remedy="make 10 steps at least, better 100")
 
 
-def test(
+def range_test(
     config: RunConfig, task: Task | None = None, *, low: float = 1e-7, high: float = 10.0, steps: int = 100
 ) -> RangeTest:
     """Train with a rate that rises from `low` to `high`, on the ranks of this process's world, in memory.
@@ -113,7 +113,7 @@ def _read(config: RunConfig, run: Run, rates: list[float]) -> RangeTest:
             ended = f"the loss is {curve.DIVERGED:g} times the smallest at {rate:.2g}"
             break
     optim, batch = config.optim, run.config.batch.global_
-    scale = scaled_lr(1.0, optim.lr_scaling, global_batch=batch, reference_batch=optim.reference_batch)
+    scale = scaled_lr(1.0, optim.lr_scaling, global_batch=batch or 1, reference_batch=optim.reference_batch)
     keys = {"optim.lr": given} | {
         f"optim.groups.{number}.lr": group.lr for number, group in enumerate(optim.groups) if group.lr is not None
     }
