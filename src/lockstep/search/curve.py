@@ -7,6 +7,7 @@ Rates for Training Neural Networks", 2017 (arXiv:1506.01186, section 3.3).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 DIVERGED = 4.0
 """The test ends where the smoothed loss is so many times the smallest."""
 _SKIPPED = 0.1  # of the steps: the average of the first few is hardly smoothed
-_LEAST_FALL = 3.0  # times the error of the smoothed loss
+_LEAST_FALL = 5.0  # times the error of the smoothed loss: the least of many is some errors low
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,11 @@ def suggest(rates: Sequence[float], losses: Sequence[float], keep: float) -> Sug
         )
     averages = smoothed(losses, keep)
     place = min(range(skipped, len(averages)), key=averages.__getitem__)
-    before = averages[skipped : place + 1]
-    fall = max(before) - averages[place]
+    fall = max(averages[skipped], sum(losses[:skipped]) / skipped) - averages[place]
     if place == skipped or fall <= 0:
         return Suggestion(None, None, "the loss never falls: begin at a lower rate, or look at data and loss")
-    noise = [loss - average for loss, average in zip(losses[: place + 1], averages, strict=False)]
-    error = math.sqrt(sum(value * value for value in noise) / len(noise) * (1 - keep) / (1 + keep))
+    steps = [(after - before) ** 2 / 2 for before, after in itertools.pairwise(losses[: place + 1])]
+    error = math.sqrt(sum(steps) / len(steps) * (1 - keep) / (1 + keep))
     if fall < _LEAST_FALL * error or fall < 1e-3 * abs(averages[skipped]):
         what = f"the loss is flat: it falls by {fall:.3g}, and is uncertain by {error:.2g}"
         return Suggestion(None, None, f"{what}. Make more steps, or end at a higher rate")
