@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from lockstep.core.errors import UsageError
 from lockstep.search import curve
 
 RATES = [curve.rate_at(step, 100, 1e-7, 10.0) for step in range(100)]
@@ -65,3 +66,12 @@ def test_the_end_is_four_times_the_least():
     assert curve.diverges([2.0, 1.0, 4.1])
     assert curve.diverges([2.0, math.nan])
     assert not curve.diverges([-1.0, -2.0, 3.0])  # losses below zero: as far above the least
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "steps", "what"),
+    [(1.0, 0.1, 100, "--from 1e-7"), (0.0, 1.0, 100, "no range"), (1e-5, 1.0, 5, "--steps")],
+)
+def test_what_is_no_range_is_refused(low, high, steps, what):
+    with pytest.raises(UsageError, match=what):
+        curve.check(low, high, steps)

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lockstep import Task
-from lockstep.core.errors import UsageError
 from lockstep.recipes import config_file
 from lockstep.search import learning_rate, show_rates
 from tests import runs
@@ -110,12 +109,3 @@ def test_a_chart_is_written_as_svg_and_as_pixels(tmp_path):
     assert svg.count("<polyline") > 5
     with Image.open(tmp_path / "lr.png") as image:
         assert image.size == (1280, 760)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "steps", "what"),
-    [(1.0, 0.1, 100, "--from 1e-7"), (0.0, 1.0, 100, "no range"), (1e-5, 1.0, 5, "--steps")],
-)
-def test_what_is_no_range_is_refused(low, high, steps, what):
-    with pytest.raises(UsageError, match=what):
-        learning_rate.check(low, high, steps)

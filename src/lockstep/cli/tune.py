@@ -52,8 +52,9 @@ def learning_rate(
     """Train some steps while the learning rate rises, and suggest a rate. Writes a chart, and nothing else."""
     with reporting(debug):
         from lockstep.recipes import config_file
-        from lockstep.search import chart
+        from lockstep.search import chart, curve
 
+        curve.check(low, high, steps)
         config = config_file.load(target, overrides or [])
         config, nproc = ranks.on_machine(config, preset, nproc, overrides or [])
         path = out or Path(f"{config.name}-lr.svg")

@@ -14,7 +14,7 @@ from lockstep.report.markup import Markup, element, shortened
 MARK = "lockstep search chart"
 """A part of every file, in its first bytes."""
 BLUE, ORANGE, GREEN, PALE, GRID = "#3b82c4", "#d9731a", "#2f9e5b", "#9a9a9a", "#c9c9c9"
-_LEFT, _RIGHT, _TOP, _BELOW = 66, 18, 34, 44  # around the plot
+_LEFT, _RIGHT, _TOP, _BELOW = 66, 18, 40, 44  # around the plot
 _TIMES = 2  # a picture of pixels is so many times as large
 
 
@@ -159,8 +159,8 @@ class Chart:
             yield "line", points, colour, ""
         for x, y, colour in self.dots:
             yield "dot", [(across(self.x.place(x)), down(self.y.place(y)))], colour, ""
-        yield "start", [(_LEFT, 16)], "currentColor", self.title
-        yield "start", [(4, _TOP - 6)], "currentColor", self.y.label
+        yield "start", [(_LEFT, 14)], "currentColor", self.title
+        yield "start", [(4, _TOP - 12)], "currentColor", self.y.label
         yield "middle", [((_LEFT + right) / 2, self.height - 8)], "currentColor", self.x.label
 
 

@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lockstep.core.errors import UsageError
+
 DIVERGED = 4.0
 """The test ends where the smoothed loss is so many times the smallest."""
 _SKIPPED = 0.1  # of the steps: the average of the first few is hardly smoothed
@@ -28,6 +30,19 @@ class Suggestion:
     """A tenth of the rate with the least smoothed loss."""
     why: str = ""
     """Why there is no rate, or a remark on the rates."""
+
+
+def check(low: float, high: float, steps: int) -> None:
+    """Check the range of a test.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not 0 < low < high < math.inf:
+        remedy = "give two rates above 0, the lower first, such as --from 1e-7 --to 10"
+        raise UsageError(f"from {low:g} to {high:g} is no range", where="--from, --to", remedy=remedy)
+    if steps < 10:
+        raise UsageError(f"{steps} steps show no curve", where="--steps", remedy="make 10 steps at least, better 100")
 
 
 def rate_at(step: int, steps: int, low: float, high: float) -> float:

@@ -43,19 +43,6 @@ class RangeTest:
         return [f"{key}={value * factor:.2g}" for key, value in self.keys.items()]
 
 
-def check(low: float, high: float, steps: int) -> None:
-    """Check the range of a test.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if not 0 < low < high < math.inf:
-        remedy = "give two rates above 0, the lower first, such as --from 1e-7 --to 10"
-        raise UsageError(f"from {low:g} to {high:g} is no range", where="--from, --to", remedy=remedy)
-    if steps < 10:
-        raise UsageError(f"{steps} steps show no curve", where="--steps", remedy="make 10 steps at least, better 100")
-
-
 def range_test(
     config: RunConfig, task: Task | None = None, *, low: float = 1e-7, high: float = 10.0, steps: int = 100
 ) -> RangeTest:
@@ -71,7 +58,7 @@ def range_test(
     Raises:
         LockstepError: the config, the data or the model cannot be used.
     """
-    check(low, high, steps)
+    curve.check(low, high, steps)
     with shortages.temporary_folder("lockstep-tune-") as folder:
         trainer = Trainer(_short(config, steps), run_dir=folder / "run", quiet=True)
         with trainer._join() as ranks:
