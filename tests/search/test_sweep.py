@@ -146,6 +146,16 @@ def test_a_bad_trial_is_pruned_by_its_evaluations_and_asked_to_stop(tmp_path):
     assert any(line.startswith("trial 0005 pruned: eval/accuracy 0.1") for line in run.lines)
 
 
+def test_a_trial_that_was_pruned_does_not_go_on_where_the_sweep_was_killed(tmp_path):
+    rates = [0.011, 0.012, 0.009, 0.0105, 0.01, 0.09]
+    run = Run(tmp_path, f"sampler: grid\nkeys: {{optim.lr: {rates}, batch.global: [32]}}\n{AIM}")
+    with pytest.raises(Killed):
+        run.go(trials=6, pause=lambda: die() if run.begun[-1].asked else None)
+    assert run.records()[5].state == study.OPEN
+    assert run.go(trials=6)[5].state == study.PRUNED
+    assert len(run.begun) == 6
+
+
 def test_a_grid_is_made_in_its_order_several_at_once(tmp_path):
     text = f"sampler: grid\npruner: none\nkeys: {{optim.lr: [0.1, 0.01], batch.global: [32, 64]}}\n{AIM}"
     run = Run(tmp_path, text)

@@ -57,6 +57,10 @@ class Open:
         self.reported += 1
         return self._trial.should_prune()
 
+    def should_be_pruned(self) -> bool:
+        """True if the last result says so."""
+        return self.reported > 0 and self._trial.should_prune()
+
     def finish(self, state: str, value: float | None = None, error: str = "") -> None:
         """End the trial."""
         from optuna.trial import TrialState

@@ -89,24 +89,26 @@ def claimed(order: Order) -> Iterator[None]:
     if folder.is_dir() and not path.is_file() and any(one.name[0] != "." for one in folder.iterdir()):
         what = "the folder is not empty, and is no sweep's: it has no sweep.json"
         raise UsageError(what, where=str(folder), remedy="give a new folder with --run-dir")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with locks.locked(folder / ".lock", wait_s=0.0):
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locks.locked(folder / ".lock", wait_s=0.0))
             spec = order.spec()
             before = json.loads(path.read_text()) if path.is_file() else spec
             differs = [name for name in {**before, **spec} if before.get(name) != spec.get(name)]
-            if differs:
-                lines = [f"{name}: {before.get(name)!r} there, {spec.get(name)!r} here" for name in differs]
-                what = "\n    ".join(["the folder is that of another sweep:", *lines])
-                raise UsageError(what, where=str(folder), remedy="give the same, or another folder with --run-dir")
-            atomic.write_text(path, json.dumps(spec, indent=1))
-            yield
-    except locks.LockedError as error:
-        remedy = "wait for it, stop it, or give another folder with --run-dir"
-        raise UsageError(f"a sweep runs there: {error}", where=str(folder), remedy=remedy) from None
-    except (OSError, ValueError) as error:
-        remedy = "choose another place with --run-dir"
-        raise UsageError(f"cannot be used: {error}", where=str(folder), remedy=remedy) from error
+            if not differs:
+                atomic.write_text(path, json.dumps(spec, indent=1))
+        except locks.LockedError as error:
+            remedy = "wait for it, stop it, or give another folder with --run-dir"
+            raise UsageError(f"a sweep runs there: {error}", where=str(folder), remedy=remedy) from None
+        except (OSError, ValueError) as error:
+            remedy = "choose another place with --run-dir"
+            raise UsageError(f"cannot be used: {error}", where=str(folder), remedy=remedy) from error
+        if differs:
+            lines = [f"{name}: {before.get(name)!r} there, {spec.get(name)!r} here" for name in differs]
+            what = "\n    ".join(["the folder is that of another sweep:", *lines])
+            raise UsageError(what, where=str(folder), remedy="give the same, or another folder with --run-dir")
+        yield
 
 
 class Sweep:
@@ -144,7 +146,12 @@ class Sweep:
         """
         with signals.listening() as flag:
             flag.saves = True
-            waiting = self.study.left_open()
+            waiting = []
+            for opened in self.study.left_open():
+                if opened.should_be_pruned():  # the sweep was killed before the trial had ended
+                    opened.finish(study.PRUNED)
+                else:
+                    waiting.append(opened)
             while True:
                 if flag.signal is not None and not self.stopped_by:
                     self._stop_all(flag.name)
@@ -167,20 +174,19 @@ class Sweep:
     def _stop_all(self, reason: str) -> None:
         self.stopped_by = reason
         if self.running:
-            self.tell(f"{reason}: waiting until {len(self.running)} trials have saved")
+            self.tell(f"{reason}: waiting until the trials that run have saved")
         for trial in self.running:
             trial.training.stop()
 
     def _begin(self, opened: study.Open) -> None:
         slot = next(slot for slot in range(self.order.parallel) if slot not in {one.slot for one in self.running})
-        folder = self.order.folder_of(opened.number)
-        self._wait_for_end_before(folder)
         self.tell(f"trial {opened.number:04} begins: {' '.join(overrides_of(opened.values))}")
-        results = Results(folder, self.order.grid.metric)
+        results = Results(self.order.folder_of(opened.number), self.order.grid.metric)
         self.running.append(_Trial(opened, slot, self._started(opened, slot), results))
 
     def _started(self, opened: study.Open, slot: int) -> Training:
         order = self.order
+        self._wait_for_end_before(order.folder_of(opened.number))
         keys = [*order.overrides, *overrides_of(opened.values)]
         options = ["--nproc", str(order.ranks), "--run-dir", str(order.folder_of(opened.number))]
         return self.start(
@@ -188,11 +194,11 @@ class Sweep:
         )
 
     def _wait_for_end_before(self, folder: Path) -> None:
-        """Wait until the training of a sweep that was killed has saved, and left its run directory."""
+        """Wait until the ranks of a training or of a sweep that was killed have saved, and left the run directory."""
         told = False
-        while locks.is_held(folder / ".lock"):
+        while locks.is_held(folder / ".lock") and signals.current().signal is None:
             if not told:
-                self.tell(f"waiting until the training in {folder} has ended: the sweep before was killed")
+                self.tell(f"waiting until the training in {folder} has ended, which an earlier start left")
             told = True
             self.pause()
 
