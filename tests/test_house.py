@@ -31,9 +31,24 @@ ALLOWED = {
     "watch": {"core", "parts", "launch"},
     "weights": {"core"},
     "recipes": {"core"},
-    "sampling": {"core"},
-    "tasks": {"core", "drawing", "locks", "recipes", "cache_folder", "shards"},
-    "trainer": {"core", "locks", "parts", "launch", "tasks", "recipes", "sampling", "updates", "watch", "weights"},
+    "streams": {"core"},
+    "lora": {"core"},
+    "sampling": {"core", "streams"},
+    "tasks": {"core", "drawing", "locks", "recipes", "cache_folder", "shards", "lora"},
+    "trainer": {
+        "core",
+        "locks",
+        "parts",
+        "launch",
+        "tasks",
+        "recipes",
+        "sampling",
+        "lora",
+        "streams",
+        "updates",
+        "watch",
+        "weights",
+    },
     "report": {"core", "locks", "parts", "recipes"},
     "plan": {"core", "parts", "tasks", "trainer", "report", "recipes", "sampling", "sizes"},
     "verify": {"core", "parts", "launch", "tasks", "trainer", "report", "recipes", "updates"},
@@ -147,16 +162,19 @@ def test_folders_stand_on_few_floors():
 
 CODE_LINES = {
     "core": 9_885,
-    "": 42_690,
+    "": 42_722,
     "updates": 355,
-    "sampling": 228,
+    "sampling": 233,
+    "streams": 267,
+    "verify/by_index.py": 30,
     "verify/draws.py": 70,
     "verify/reference/sampling.py": 50,
     "cli/first_hour.py": 85,
     "cli/audit.py": 60,
     "cli/env.py": 202,
     "tasks/lm": 1_591,
-    "tasks/lm/lora": 220,
+    "tasks/lm/lora": 129,
+    "lora": 120,
     "tasks/lm/stream.py": 40,
     "trainer/hub.py": 70,
     "tasks/lm/attention.py": 115,
@@ -182,12 +200,14 @@ CODE_LINES = {
 What came new, such as a recipe, has a budget of its own, and does not count in the folder around it.
 What language models need of the engine (units and recomputation of large models, seams of adapters and uploads), and
 the command of the audit, took 78 lines beside these.
-What verify, plan and the log need to know of the samples that a data set draws took 74 lines beside these.
-The search has a budget of its own; four lines of the command line name its commands.
+What verify, plan and the log need to know of the samples that a data set draws took 74 lines beside these; of streams,
+9; of exports without frozen weights, 23. Four lines of the command line name the commands of the search.
 """
 OF_THEIR_OWN = (
     "updates",
     "sampling",
+    "streams",
+    "verify/by_index.py",
     "verify/draws.py",
     "verify/reference/sampling.py",
     "cli/first_hour.py",
@@ -196,6 +216,7 @@ OF_THEIR_OWN = (
     "tasks/lm",
     "tasks/lm/attention.py",
     "tasks/lm/lora",
+    "lora",
     "tasks/lm/stream.py",
     "trainer/hub.py",
     "audit",
