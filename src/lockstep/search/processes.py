@@ -15,9 +15,12 @@ import numpy as np
 
 from lockstep.core.errors import UsageError
 from lockstep.report import metrics_file
+from lockstep.report.markup import shortened
 
 STOPPED = (75, -signal.SIGTERM, 128 + signal.SIGTERM)
 """Exit codes of a training that was asked to stop. It may have been asked before it could handle signals."""
+_ERROR = re.compile(r"^(\[rank \d+\] )?error: ")
+_LONG = 400  # characters of a line
 
 
 class Process:
@@ -83,11 +86,13 @@ class Results:
 
 
 def error_in(log: Path) -> str:
-    """What a training that failed wrote last: the lines from its last `error:` on, at most 12."""
+    """What a training that failed wrote last: the lines from its last `error:` on, at most 12, without long lists."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    begun = max((place for place, line in enumerate(lines) if re.search(r"\berror: ", line)), default=len(lines) - 3)
-    return "\n".join(lines[max(0, begun) :][:12]) or "it wrote nothing"
+    text = re.sub(r"\[(\d[^\]\n]{30})[^\]\n]*\]", r"[\1...]", text)  # samples
+    lines = [shortened(line.rstrip(), _LONG) for line in text.splitlines() if line.strip()]
+    begun = max((place for place, line in enumerate(lines) if _ERROR.search(line)), default=len(lines) - 3)
+    found = lines[max(0, begun) :][:12]
+    return _ERROR.sub("", "\n".join(found), count=1) or "it wrote nothing"
 
 
 def kind_of(error: str) -> str:
