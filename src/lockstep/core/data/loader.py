@@ -134,13 +134,15 @@ class MicroBatches(Dataset[MicroBatch]):
         self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
         self.read_many = None if self.prepares else getattr(data, "__getitems__", None)
         self.seeding = SampleSeeding(lazily=self.read_many is not None)
-        self.take_places = getattr(data, "take_places", tuple)
+        self.take_places, self.read_ahead = getattr(data, "take_places", tuple), getattr(data, "read_ahead", None)
 
     def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch:
         if self.at_once:  # the same as reading each sample and collating them
             indices = torch.tensor(plan.indices)
             batch = [tensor[indices] for tensor in self.data.tensors]  # type: ignore[attr-defined]
             return self._micro_batch(plan, batch, plan.filler, _NONE_BAD)
+        if self.read_ahead:
+            self.read_ahead(plan.indices)
         while True:
             self.seeding.begin(derive_seed(self.seed, plan.epoch))
             samples, read, bad = self._read(plan)
