@@ -10,6 +10,7 @@ from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError
 from lockstep.recipes import registry
 from lockstep.recipes.config_file import parse
+from tests.selection import mainly
 
 OPTIONS = {kind: registry.options_class(kind) for kind in registry.kinds()}
 

@@ -11,6 +11,7 @@ import lockstep
 from lockstep import LockstepError
 from tests import runs
 from tests.ranks import run_ranks
+from tests.selection import mainly
 from tests.stream_cases import (
     LENGTH,
     Drawing,
