@@ -162,10 +162,10 @@ def test_folders_stand_on_few_floors():
 
 CODE_LINES = {
     "core": 9_885,
-    "": 42_724,
+    "": 42_725,
     "updates": 355,
     "sampling": 233,
-    "streams": 276,
+    "streams": 283,
     "verify/by_index.py": 30,
     "verify/draws.py": 70,
     "verify/reference/sampling.py": 50,

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 
 import datasets
 import pytest
@@ -133,6 +134,19 @@ class Empty(Numbers):
         super().__init__(0)
 
 
+class Uncopied(Numbers):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class Reused(Numbers):
+    def __iter__(self):
+        row = torch.zeros(5)
+        for number in range(LENGTH):
+            yield row.fill_(number)
+
+
 class Unsaved(Stateful):
     def state_dict(self):
         return {"at": object()}
@@ -150,6 +164,8 @@ class Unsaved(Stateful):
         ),
         ({"length": 30}, {"train": {"epochs": 2, "steps": None}}, "pass 1 gives more than 30 samples"),
         ({"kind": Empty}, {}, "pass 1 gives no samples"),
+        ({"kind": Uncopied}, {}, r"a Uncopied cannot be copied(?s:.*)lockstep.Stream\(lambda: "),
+        ({"kind": Reused}, {}, "sample 1 is the same object as the sample before it"),
         ({"kind": Unsaved}, {}, "the state cannot be saved: .*object"),
     ],
 )

@@ -21,7 +21,7 @@ from lockstep.core.parallel import heartbeat
 from lockstep.core.parallel.launched import FOLDER, INTERRUPTED, LAUNCHED, RESTARTS, STOP_FILE, tell, write
 from lockstep.core.parallel.signals import ASKING, STOPPED_AT_ONCE, is_another, not_ignored
 from lockstep.launch import warm_process
-from lockstep.launch.decision import NOT_BEGUN, Action, Decision, Ending, History, RankFailure, decide
+from lockstep.launch.decision import Action, Decision, Ending, History, RankFailure, decide
 from lockstep.launch.start import Start, folder_of, on_one_node
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class Forwarding:
         if self.folder is not None:
             self._tell_ranks(self.asked_by)
         elif not self.defers:
-            raise Preempted(NOT_BEGUN)
+            raise Preempted(f"stopped by {self.asked_by} before training began; nothing was lost")
 
     def check(self) -> None:
         """Raises Preempted if this process was asked to stop. Call it between two starts."""

@@ -16,7 +16,7 @@ from lockstep.core.checkpoint import nested
 from lockstep.core.data.fingerprint import digest_of
 from lockstep.core.data.order import derive_seed
 from lockstep.core.data.randomness import seed_all
-from lockstep.core.errors import DataError
+from lockstep.core.errors import DataError, UsageError
 from lockstep.streams.torch_private import outside_workers
 
 WHERE = "the stream of the training data"
@@ -61,7 +61,7 @@ class Reader:
         self.position, self.number, self.within = _NOWHERE, 0, 0  # of the next sample; `_NOWHERE`: it must be opened
         self._opened: Any = None  # a copy of the source
         self._iterator: Iterator[Any] = iter(())
-        self._recent: collections.deque[Any] = collections.deque(maxlen=0)  # the samples before `position`
+        self._recent: collections.deque[Any] = collections.deque(maxlen=1)  # the samples before `position`
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Reader:
             "position": _NOWHERE,
             "_opened": None,
             "_iterator": iter(()),
-            "_recent": collections.deque(maxlen=0),
+            "_recent": collections.deque(maxlen=1),
         }
         return self.__dict__ | closed
 
@@ -116,7 +116,7 @@ class Reader:
 
     def _begin_pass(self, state: Any = None) -> None:
         with outside_workers():
-            self._opened = _copied(self.source() if _is_function(self.source) else self.source)
+            self._opened = self.source() if _is_function(self.source) else _copied(self.source)
             if hasattr(self._opened, "set_epoch"):
                 self._opened.set_epoch(self.number)
             if state is not None:
@@ -137,6 +137,9 @@ class Reader:
             except StopIteration:
                 self._end_pass()
                 continue
+            if isinstance(sample, torch.Tensor) and self._recent and sample is self._recent[-1]:
+                what = f"sample {self.position:,} is the same object as the sample before it, with other values"
+                raise DataError(what, where=WHERE, remedy="yield a new tensor for each sample, such as tensor.clone()")
             if self.within == self.length:
                 raise self._wrong_length(f"more than {self.length:,}")
             if not self._is_expected(sample):
@@ -212,8 +215,16 @@ def _is_function(source: Any) -> bool:
 
 
 def _copied(source: Any) -> Any:
-    """A copy, so that each pass finds the source as it was. The source itself where it cannot be copied."""
+    """A copy, so that each pass finds the source as it was.
+
+    Raises:
+        UsageError: it cannot be copied.
+    """
     try:
         return copy.deepcopy(source)
-    except Exception:  # such as a lock, an open file, or a generator in it
-        return source
+    except Exception as error:  # such as a lock, an open file, or a generator in it
+        what = (
+            f"a {type(source).__name__} cannot be copied ({type(error).__name__}: {error}), and each pass needs a copy"
+        )
+        remedy = "give a function that makes it: lockstep.Stream(lambda: MySource(...)); or open files in __iter__"
+        raise UsageError(what, where="Stream(samples)", remedy=remedy) from error

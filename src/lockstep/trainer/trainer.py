@@ -49,6 +49,7 @@ from lockstep.core.run_model import SpreadModel
 from lockstep.core.task import Samples, Task, methods_not_called
 from lockstep.core.writer import Writer
 from lockstep.launch import watchdog
+from lockstep.launch.decision import NOT_BEGUN
 from lockstep.launch.device_check import judgement as device_check
 from lockstep.launch.device_check import run as device_check_run
 from lockstep.launch.preflight import run as preflight
@@ -332,7 +333,7 @@ class Trainer:
                 parts=self.parts,
             )
         except Preempted as stopped:
-            if "SIGINT" not in str(stopped) and "before" not in str(stopped):
+            if "SIGINT" not in str(stopped) and str(stopped) != NOT_BEGUN:
                 raise
             if not self.quiet:
                 print("fit again goes on from there" if "saved" in str(stopped) else stopped, flush=True)
