@@ -28,12 +28,14 @@ ALLOWED = {
     "parts": {"core", "drawing", "locks"},
     "launch": {"core"},
     "updates": {"core"},
+    "adapters": {"core"},
     "watch": {"core", "parts", "launch"},
     "weights": {"core"},
-    "recipes": {"core"},
+    "recipes": {"core", "adapters"},
     "sampling": {"core"},
     "tasks": {"core", "drawing", "locks", "recipes", "cache_folder", "shards"},
-    "trainer": {"core", "locks", "parts", "launch", "tasks", "recipes", "sampling", "updates", "watch", "weights"},
+    "trainer": {"core", "locks", "parts", "launch", "tasks", "recipes", "sampling", "updates", "watch", "weights"}
+    | {"adapters"},
     "report": {"core", "locks", "parts", "recipes"},
     "plan": {"core", "parts", "tasks", "trainer", "report", "recipes", "sampling", "sizes"},
     "verify": {"core", "parts", "launch", "tasks", "trainer", "report", "recipes", "updates"},
@@ -146,8 +148,10 @@ def test_folders_stand_on_few_floors():
 
 CODE_LINES = {
     "core": 9_885,
-    "": 42_686,
+    "": 42_702,
     "updates": 355,
+    "adapters": 1_150,
+    "trainer/foreign.py": 40,
     "sampling": 228,
     "verify/draws.py": 70,
     "verify/reference/sampling.py": 50,
@@ -177,11 +181,13 @@ CODE_LINES = {
 
 What came new, such as a recipe, has a budget of its own, and does not count in the folder around it.
 What language models need of the engine (units and recomputation of large models, seams of adapters and uploads), and
-the command of the audit, took 78 lines beside these.
+the command of the audit, took 78 lines beside these. Names of other libraries' classes took 16.
 What verify, plan and the log need to know of the samples that a data set draws took 74 lines beside these.
 """
 OF_THEIR_OWN = (
     "updates",
+    "adapters",
+    "trainer/foreign.py",
     "sampling",
     "verify/draws.py",
     "verify/reference/sampling.py",

@@ -30,8 +30,8 @@ def lightning(
 ) -> Task:
     """The task of a LightningModule, of PyTorch Lightning 2, unchanged.
 
-    `training_step` returns a mean loss; the batch, `configure_optimizers` and `self.log` mean what they mean there, over
-    the global batch and over all ranks. Importing Lightning is left to the code that has the module.
+    `training_step` returns a mean loss; the batch, `configure_optimizers` and `self.log` mean what they mean there,
+    over the global batch and over all ranks. Importing Lightning is left to the code that has the module.
 
     Args:
         module: the LightningModule. Each training begins with a copy of it.

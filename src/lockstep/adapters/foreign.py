@@ -1,4 +1,4 @@
-"""What all tasks of other people's code share: the config that their code implies, and when they learn of the real one."""
+"""What tasks of other people's code share: the config that the code implies, and when they learn of the real one."""
 
 from __future__ import annotations
 

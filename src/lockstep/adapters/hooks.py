@@ -1,4 +1,4 @@
-"""What a LightningModule or a DataModule overrides, and would be left out: errors with the line, and what to do instead."""
+"""Hooks that a LightningModule or a DataModule overrides, and that would be left out: errors with the line."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _REMEDIES = {
     "on_train_batch_end": _PART.format("`after_step`"),
     "on_train_end": _PART.format("`end`"),
     "on_fit_end": _PART.format("`end`"),
-    "on_validation_epoch_end": "log the metric itself in validation_step, self.log('acc', self.acc): it is computed once, "
-    "over all samples of all ranks. For anything else, a Part with `after_evaluation`",
+    "on_validation_epoch_end": "log the metric itself in validation_step, self.log('acc', self.acc): it is computed "
+    "once, over all samples of all ranks. For anything else, a Part with `after_evaluation`",
     "on_after_backward": _PART.format("`before_update`, which has the gradients of the global batch"),
     "on_before_optimizer_step": _PART.format("`before_update`, which has the gradients of the global batch"),
     "on_before_zero_grad": _PART.format("`after_step`"),

@@ -31,7 +31,7 @@ _NEAR = 64  # rounding errors of a mean
 
 
 class LightningTask(Foreign):
-    """See `lockstep.adapters.lightning`. A batch of this task is a `Given`: the module's batch and the samples in it."""
+    """See `lockstep.adapters.lightning`. A batch of this task is a `Given`: the module's batch, and its samples."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class LightningTask(Foreign):
     ) -> None:
         """
         Args:
-            make: makes a new module of the same class and arguments. None: each training begins with a copy of `module`.
+            make: makes a new module of the same class and arguments. None: a training begins with a copy of `module`.
         """
         super().__init__()
         base = hooks.base_of(type(module), "LightningModule")
@@ -66,7 +66,7 @@ class LightningTask(Foreign):
         self._parts: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = {"_made": weakref.WeakSet(), "_parts": weakref.WeakKeyDictionary(), "schedule": None}
+        left_out = ("_made", "_parts", "schedule")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -99,11 +99,11 @@ class LightningTask(Foreign):
     @functools.cached_property
     def implied(self) -> Keys:  # type: ignore[override]
         """See `Foreign.implied`. Reads the loaders."""
-        loaded = self._loaded
-        keys = dict(loaded["train"].keys)
-        validates = loaded["validate"] is not None
+        train = self._loaded["train"]
+        assert train is not None
+        keys, validates = dict(train.keys), self._loaded["validate"] is not None
         more, notes = trainer_arguments.keys_of(self.trainer, keys["batch.global"], validates=validates)
-        self.notes += [*loaded["train"].notes, *notes]
+        self.notes += [*train.notes, *notes]
         return keys | more
 
     # ---- the model
@@ -338,7 +338,9 @@ class LightningTask(Foreign):
 
         fixed: dict[str, Any] = {}
         whole = measured(samples)
-        trial = units.Trial(whole, [(measured(samples[:cut]), measured(samples[cut:])) for cut in units.cuts(len(samples))])
+        trial = units.Trial(
+            whole, [(measured(samples[:cut]), measured(samples[cut:])) for cut in units.cuts(len(samples))]
+        )
         kind = max((p.dtype for p in module.parameters() if p.is_floating_point()), key=lambda t: t.itemsize)
         near = _NEAR * torch.finfo(kind).eps
         found = {name: units.fitting(trial, name, near=near) for name in whole[1]}
@@ -348,8 +350,8 @@ class LightningTask(Foreign):
             found[name] = units.SAMPLES
             if name:
                 self.notes.append(
-                    f"{self._steps[purpose]}: {name!r} is no mean over samples or labels: its mean over micro-batches is "
-                    "logged, which depends on batch.micro; log a metric of torchmetrics for an exact one"
+                    f"{self._steps[purpose]}: {name!r} is no mean over samples or labels: its mean over micro-batches "
+                    "is logged, which depends on batch.micro; log a metric of torchmetrics for an exact one"
                 )
         if purpose == "train" and self.given_weight is None:
             self.notes.append(f"the loss of training_step is a mean over {found['']}, as {len(samples)} samples show")
@@ -363,8 +365,8 @@ class LightningTask(Foreign):
         if units.is_sum(trial, "", near=near):
             raise refused("the loss is a sum over samples, and not a mean", where, "return the mean")
         raise refused(
-            "the loss is no mean over samples, over labels that are not -100, or over the ones of a mask: it is not known "
-            "what a global batch that is cut in parts must divide by",
+            "the loss is no mean over samples, over labels that are not -100, or over the ones of a mask: it is not "
+            "known what a global batch that is cut in parts must divide by",
             where,
             f"give {named}, from its labels alone; or weight='samples' where the loss draws random numbers, and is a "
             "mean over samples; on the command line task.weight=samples",

@@ -87,7 +87,8 @@ def read(loader: DataLoader[Any], where: str) -> Loaded:
     """
     data = task_checks.data(loader.dataset, where)
     loaded = Loaded(data, loader.collate_fn)
-    batches, sampler = loader.batch_sampler, loader.sampler
+    batches: Any = loader.batch_sampler
+    sampler: Any = loader.sampler
     if loader.batch_size is None or type(batches) is not BatchSampler:
         what = f"the loader makes batches by a {type(batches).__name__}" if batches else "the loader has no batch_size"
         remedy = "give it batch_size; samples of similar length share a batch with data.group_by_length"

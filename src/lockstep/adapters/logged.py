@@ -17,10 +17,18 @@ from lockstep.core.task import Metrics
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-_HARMLESS = (
-    "prog_bar logger on_step on_epoch enable_graph sync_dist sync_dist_group add_dataloader_idx metric_attribute "
-    "rank_zero_only"
-).split()
+_HARMLESS = [
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "sync_dist",
+    "sync_dist_group",
+    "add_dataloader_idx",
+    "metric_attribute",
+    "rank_zero_only",
+]
 _TAKEN = ("loss", "lr", "grad_norm", "samples", "bad", "of_samples", "samples_per_s", "skipped")
 
 
@@ -141,11 +149,11 @@ def metrics_of(names: Sequence[str], objects: Mapping[str, Metric], where: str) 
                 if name not in names:
                     remedy = "log the same names for every batch, or log outside of the step, in a Part"
                     raise refused(f"self.log({name!r}) is not called for every batch", where, remedy)
-                weight = output["weights"][name] if output else 0.0
+                weight: Tensor = output["weights"][name]  # type: ignore[index]
                 place = names.index(name)
-                product = value[0].to(self.sums) * weight[0].to(self.sums)  # type: ignore[call-overload]
+                product = value[0].to(torch.float64) * weight[0]
                 self.sums[place] += product.where(weight[0] > 0, 0.0)  # type: ignore[index,operator]
-                self.weights[place] += weight[0].to(self.weights)  # type: ignore[index,operator]
+                self.weights[place] += weight[0]  # type: ignore[index,operator]
 
         def compute(self) -> dict[str, Tensor]:
             pairs = zip(names, self.sums, self.weights, strict=True)  # type: ignore[arg-type]

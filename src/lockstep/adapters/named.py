@@ -50,7 +50,9 @@ def _of_lightning(kind: type, module: ModuleType, where: str, **arguments: Any) 
         if inspect.isclass(value) and hooks.base_of(value, "LightningDataModule")
     }
     own = {name: value for name, value in kinds.items() if value.__module__ == module.__name__} or {
-        name: value for name, value in kinds.items() if not value.__module__.startswith(("pytorch_lightning", "lightning."))
+        name: value
+        for name, value in kinds.items()
+        if not value.__module__.startswith(("pytorch_lightning", "lightning."))
     }
     name = options.pop("datamodule", None)
     if name is not None and name not in kinds:
@@ -73,7 +75,9 @@ def _of_lightning(kind: type, module: ModuleType, where: str, **arguments: Any) 
         parameters = inspect.signature(one).parameters.values()
         needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
         if missing := [f"task.{key}" for key in needed if key not in of_one]:
-            remedy = "give them as KEY=VALUE, or write a function that returns lockstep.adapters.lightning(module, data)"
+            remedy = (
+                "give them as KEY=VALUE, or write a function that returns lockstep.adapters.lightning(module, data)"
+            )
             raise UsageError(f"{one.__name__} needs {', '.join(missing)}", where=where, remedy=remedy)
     make = functools.partial(kind, **taken[kind])
     datamodule = data(**taken[data]) if data is not None else None

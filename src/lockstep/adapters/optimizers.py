@@ -27,8 +27,10 @@ def parse(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, A
         UsageError: there is none, or there are several.
     """
     schedulers: Any = []
+    monitor = "NAME"
     if isinstance(returned, Mapping):
         optimizers, schedulers = [returned["optimizer"]], [returned.get("lr_scheduler")]
+        monitor = returned.get("monitor", monitor)
     elif isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], tuple | list):
         optimizers, schedulers = list(returned[0]), returned[1]
     elif isinstance(returned, tuple | list):
@@ -49,7 +51,7 @@ def parse(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, A
     one = dict(schedulers[0]) if isinstance(schedulers[0], Mapping) else {"scheduler": schedulers[0]}
     if isinstance(one["scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau):
         found = one["scheduler"]
-        keys = f"{{metric: eval/{one.get('monitor', 'NAME')}, mode: {found.mode}, patience: {found.patience}, factor: "
+        keys = f"{{metric: eval/{one.get('monitor', monitor)}, mode: {found.mode}, patience: {found.patience}, factor: "
         keys += f"{found.factors[0] if hasattr(found, 'factors') else found.factor}, min_delta: {found.threshold}}}"
         remedy = f"return the optimizer alone, and give schedule.name=plateau schedule.plateau='{keys}'; min_delta is "
         remedy += "absolute there"

@@ -32,7 +32,29 @@ class NoNumber:
             "use self.global_step, which counts the updates so far",
         )
 
-    for _name in "eq ne lt le gt ge bool int index float add radd sub rsub mul rmul mod rmod floordiv str format".split():
+    for _name in [
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "bool",
+        "int",
+        "index",
+        "float",
+        "add",
+        "radd",
+        "sub",
+        "rsub",
+        "mul",
+        "rmul",
+        "mod",
+        "rmod",
+        "floordiv",
+        "str",
+        "format",
+    ]:
         locals()[f"__{_name}__"] = _refuse
     del _name
     __hash__ = object.__hash__

@@ -63,7 +63,9 @@ class Unit:
     def __str__(self) -> str:
         place = "".join(f"[{key!r}]" for key in self.path)
         after = " after the first of each row" if self.kind == "shifted" else ""
-        of = {"ones": f"the ones of batch{place}"}.get(self.kind, f"the labels of batch{place} that are not -100{after}")
+        of = {"ones": f"the ones of batch{place}"}.get(
+            self.kind, f"the labels of batch{place} that are not -100{after}"
+        )
         return "samples" if self.kind == "samples" else of
 
 

@@ -24,7 +24,8 @@ def settle(config: RunConfig, task: Task | None, world: World) -> RunConfig:
         return config
     world.on_rank0(task.prepare_data)
     if world.size > 1:
-        if world.rank and world.rank in world.nodes.first_ranks:
+        first_ranks = world.nodes.first_ranks  # all ranks ask together
+        if world.rank and world.rank in first_ranks:
             task.prepare_data()
         world.all_sum([0.0])
     task.is_prepared = True

@@ -283,7 +283,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _settled(self, task: Task | None, world: World) -> Iterator[Task | None]:
-        """The task, where it is given or made of another library's code. Then the config gets what that code implies."""
+        """The task, where it is given or in a file. If it is of another library's code, the config gets what that implies."""
         task = _given(task)
         if task is None and foreign.is_in_file(self.config):
             task = self.task()
