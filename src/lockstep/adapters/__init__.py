@@ -46,3 +46,46 @@ def lightning(
     from lockstep.adapters.lightning_task import LightningTask
 
     return LightningTask(module, datamodule, trainer=trainer, weight=weight, ignore=ignore)
+
+
+def transformers(
+    model: Any = None,
+    args: Any = None,
+    *,
+    train_dataset: Any,
+    eval_dataset: Any = None,
+    data_collator: Callable[[list[Any]], Any] | None = None,
+    processing_class: Any = None,
+    compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
+    model_init: Callable[[], Any] | None = None,
+    weight: Weight = None,
+) -> Task:
+    """The task of a model of transformers with a loss, with the arguments of transformers' Trainer, unchanged.
+
+    Args:
+        model: the model. Each training begins with a copy of it.
+        args: TrainingArguments, a mapping of some of them, or the path of a YAML file with them. They become keys of
+            the config. The defaults are those of transformers 5.
+        train_dataset, eval_dataset: map-style data sets.
+        data_collator: from a list of samples to a dict of tensors. None: as in Trainer.
+        processing_class: the tokenizer, for the default collator.
+        compute_metrics: gets an EvalPrediction of all evaluation samples, each once.
+        model_init: makes the model, in place of `model`.
+        weight: the units of the model's loss; see `Weight`.
+
+    Raises:
+        UsageError: an argument cannot be kept, or the units of the loss are not known.
+    """
+    from lockstep.adapters.transformers_task import TransformersTask
+
+    return TransformersTask(
+        model,
+        args,
+        model_init=model_init,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        data_collator=data_collator,
+        processing_class=processing_class,
+        compute_metrics=compute_metrics,
+        weight=weight,
+    )

@@ -190,3 +190,12 @@ def check_no_ignored(given: Given, unit: Any, where: str) -> None:
                 where=where,
                 remedy="give weight=, a function from a batch to its number of labels, or weight='samples'",
             )
+
+
+def sliced(given: Given, first: int, last: int) -> Given:
+    """The samples `first` to `last` of a batch: a mapping of tensors with the samples along the first dimension."""
+    batch = {
+        key: value[first:last] if hasattr(value, "__len__") and len(value) == given.samples else value
+        for key, value in given.batch.items()
+    }
+    return Given(batch, last - first, given.purpose)

@@ -283,7 +283,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _settled(self, task: Task | None, world: World) -> Iterator[Task | None]:
-        """The task, where it is given or in a file. If it is of another library's code, the config gets what that implies."""
+        """The task, if it is given or in a file. Of another library's code, it adds to the config what that implies."""
         task = _given(task)
         if task is None and foreign.is_in_file(self.config):
             task = self.task()
