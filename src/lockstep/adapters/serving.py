@@ -32,29 +32,9 @@ class NoNumber:
             "use self.global_step, which counts the updates so far",
         )
 
-    for _name in [
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "bool",
-        "int",
-        "index",
-        "float",
-        "add",
-        "radd",
-        "sub",
-        "rsub",
-        "mul",
-        "rmul",
-        "mod",
-        "rmod",
-        "floordiv",
-        "str",
-        "format",
-    ]:
+    for _name in """
+    eq ne lt le gt ge bool int index float add radd sub rsub mul rmul mod rmod floordiv str format
+    """.split():  # noqa: SIM905 - a table of words
         locals()[f"__{_name}__"] = _refuse
     del _name
     __hash__ = object.__hash__

@@ -11,23 +11,13 @@ from lockstep.adapters.foreign import DOCS, Keys
 from lockstep.core.errors import UsageError, did_you_mean
 
 _PRECISION = {"32": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16"}
-_IGNORED = [
-    "accelerator",
-    "strategy",
-    "logger",
-    "enable_progress_bar",
-    "enable_model_summary",
-    "enable_checkpointing",
-    "default_root_dir",
-    "num_sanity_val_steps",
-    "inference_mode",
-    "use_distributed_sampler",
-    "profiler",
-    "devices",
-    "num_nodes",
-    "enable_autolog_hparams",
-    "model_registry",
-]
+_IGNORED = frozenset(
+    """
+    accelerator strategy logger enable_progress_bar enable_model_summary enable_checkpointing default_root_dir
+    num_sanity_val_steps inference_mode use_distributed_sampler profiler devices num_nodes enable_autolog_hparams
+    model_registry
+    """.split()  # noqa: SIM905 - a table of words
+)
 _ONLY: dict[str, tuple[Any, ...]] = {
     "fast_dev_run": (False,),
     "limit_train_batches": (None, 1.0),

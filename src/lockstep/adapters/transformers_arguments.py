@@ -48,73 +48,22 @@ DEFAULTS: dict[str, Any] = {
     "remove_unused_columns": True,
     "label_names": None,
 }
-_IGNORED = {
-    "accelerator_config",
-    "auto_find_batch_size",
-    "average_tokens_across_devices",
-    "bf16_full_eval",
-    "dataloader_in_order",
-    "dataloader_multiprocessing_context",
-    "dataloader_persistent_workers",
-    "dataloader_pin_memory",
-    "dataloader_prefetch_factor",
-    "ddp_backend",
-    "ddp_broadcast_buffers",
-    "ddp_bucket_cap_mb",
-    "ddp_find_unused_parameters",
-    "ddp_static_graph",
-    "ddp_timeout",
-    "debug",
-    "disable_tqdm",
-    "do_eval",
-    "do_predict",
-    "do_train",
-    "enable_jit_checkpoint",
-    "eval_accumulation_steps",
-    "eval_delay",
-    "eval_do_concat_batches",
-    "eval_on_start",
-    "eval_use_gather_object",
-    "fp16_full_eval",
-    "hub_always_push",
-    "hub_model_id",
-    "hub_private_repo",
-    "hub_revision",
-    "hub_strategy",
-    "hub_token",
-    "ignore_data_skip",
-    "include_num_input_tokens_seen",
-    "length_column_name",
-    "local_rank",
-    "log_level",
-    "log_level_replica",
-    "log_on_each_node",
-    "logging_dir",
-    "logging_first_step",
-    "logging_nan_inf_filter",
-    "logging_strategy",
-    "no_cuda",
-    "output_dir",
-    "overwrite_output_dir",
-    "per_device_eval_batch_size",
-    "prediction_loss_only",
-    "project",
-    "push_to_hub",
-    "report_to",
-    "restore_callback_states_from_checkpoint",
-    "resume_from_checkpoint",
-    "run_name",
-    "save_on_each_node",
-    "save_only_model",
-    "save_safetensors",
-    "skip_memory_metrics",
-    "torch_empty_cache_steps",
-    "trackio_bucket_id",
-    "trackio_space_id",
-    "trackio_static_space_id",
-    "use_cache",
-    "use_cpu",
-}
+_IGNORED = frozenset(
+    """
+    accelerator_config auto_find_batch_size average_tokens_across_devices bf16_full_eval dataloader_in_order
+    dataloader_multiprocessing_context dataloader_persistent_workers dataloader_pin_memory
+    dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters
+    ddp_static_graph ddp_timeout debug disable_tqdm do_eval do_predict do_train enable_jit_checkpoint
+    eval_accumulation_steps eval_delay eval_do_concat_batches eval_on_start eval_use_gather_object fp16_full_eval
+    hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token ignore_data_skip
+    include_num_input_tokens_seen length_column_name local_rank log_level log_level_replica log_on_each_node
+    logging_dir logging_first_step logging_nan_inf_filter logging_strategy no_cuda output_dir overwrite_output_dir
+    per_device_eval_batch_size prediction_loss_only project push_to_hub report_to
+    restore_callback_states_from_checkpoint resume_from_checkpoint run_name save_on_each_node save_only_model
+    save_safetensors skip_memory_metrics torch_empty_cache_steps trackio_bucket_id trackio_space_id
+    trackio_static_space_id use_cache use_cpu
+    """.split()  # noqa: SIM905 - a table of words
+)
 _REMEDIES = {
     "label_smoothing_factor": "give the model a loss with label_smoothing, or write a Task",
     "train_sampling_strategy": "data.group_by_length=N, for data with the attribute `lengths`",
@@ -229,5 +178,5 @@ def _steps(value: float, per_epoch: int, args: SimpleNamespace) -> int:
     """A number of steps; below 1, a share of the training's."""
     if value >= 1:
         return int(value)
-    total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    total: float = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     return max(1, math.ceil(value * total))

@@ -62,7 +62,7 @@ class TransformersTask(Foreign):
         vars(self).update(state, _made=weakref.WeakSet())
 
     @property
-    def foreign(self) -> Any:  # type: ignore[override]
+    def foreign(self) -> Any:
         """The model."""
         return self._pristine
 
@@ -171,9 +171,10 @@ class TransformersTask(Foreign):
 
     @functools.cached_property
     def _labels(self) -> list[str]:
-        from transformers.utils import find_labels
+        from transformers.utils import generic
 
-        return list(self.arguments.label_names or find_labels(type(self._pristine)) or ["labels"])
+        find: Any = generic.find_labels
+        return list(self.arguments.label_names or find(type(self._pristine)) or ["labels"])
 
     # ---- the loss and the predictions
 
@@ -256,7 +257,8 @@ class TransformersTask(Foreign):
 
 def _decaying(module: nn.Module) -> set[str]:
     """The names of parameters that decay, as Trainer has it: no biases, and nothing of a normalisation."""
-    from transformers.trainer_pt_utils import get_parameter_names
+    from transformers import trainer_pt_utils
 
+    names_of: Any = trainer_pt_utils.get_parameter_names
     kept_out: Sequence[str] = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-    return set(get_parameter_names(module, [nn.LayerNorm], kept_out))
+    return set(names_of(module, [nn.LayerNorm], kept_out))

@@ -18,6 +18,11 @@ def is_in_file(config: RunConfig) -> bool:
     return ".py:" in str(config.task.get("kind", ""))
 
 
+def settled_alone(config: RunConfig, task: Task) -> RunConfig:
+    """The config with what the code of `task` implies, in a process that does not train."""
+    return with_implied(config, task.implied) if isinstance(task, Foreign) else config
+
+
 def settle(config: RunConfig, task: Task | None, world: World) -> RunConfig:
     """The config with what the code of `task` implies. All ranks call it, and the first of each node prepares data."""
     if not isinstance(task, Foreign):
