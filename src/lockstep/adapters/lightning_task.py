@@ -24,14 +24,26 @@ from lockstep.adapters.units import Given
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.randomness import restored_generators
 from lockstep.core.errors import UsageError
+from lockstep.core.presenter import Presenter
 from lockstep.core.task import Metrics, Task
 
 _CPU = torch.device("cpu")
 _NEAR = 64  # rounding errors of a mean
 
 
+class LoggedValues(Presenter):
+    """Shows evaluation samples: what validation_step logs of their batch. Other samples: what predict_step returns."""
+
+    def describe(self, output: Any) -> dict[str, Any]:
+        if isinstance(output, dict) and output.keys() == {"values", "weights", "calls"}:
+            return {"logged_of_its_batch": {name: float(value) for name, value in output["values"].items()}}
+        return super().describe(output)
+
+
 class LightningTask(Foreign):
     """See `lockstep.adapters.lightning`. A batch of this task is a `Given`: the module's batch, and its samples."""
+
+    presenter = LoggedValues
 
     def __init__(
         self,
@@ -235,18 +247,16 @@ class LightningTask(Foreign):
     # ---- steps
 
     def weight(self, batch: Given) -> Any:
-        if batch.purpose == "predict":
-            return None
-        unit = self._units[batch.purpose].get("")
+        unit = self._of(batch).get("")
         if unit is None:  # validation_step returns no loss
             return 0.0
         if self.given_weight is None and unit == units.SAMPLES:
-            units.check_no_ignored(batch, unit, self._steps[batch.purpose])
+            units.check_no_ignored(batch, unit, self._steps["validate" if batch.purpose == "validate" else "train"])
         return None if unit == units.SAMPLES else unit.count(batch)
 
     def loss(self, model: nn.Module, batch: Given) -> Any:
         mean, record = self._run(model, batch)
-        found = self._units[batch.purpose]
+        found = self._of(batch)
         if mean is None:
             mean = torch.zeros((), device=next(model.parameters()).device)
         unit = found.get("")
@@ -264,8 +274,12 @@ class LightningTask(Foreign):
         self._units  # noqa: B018 - the trial finds what is logged
         return metrics_of(self._names, self._objects, self._steps["train"])
 
+    def _of(self, batch: Given) -> dict[str, Any]:
+        """The units of the values of a batch: of validation_step, or of training_step."""
+        return self._units["validate" if batch.purpose == "validate" else "train"]
+
     def _output(self, record: Record, batch: Given, device: torch.device) -> dict[str, Any]:
-        found = self._units[batch.purpose]
+        found = self._of(batch)
         counts = {name: found[name].count(batch) for name in record.values if found.get(name) is not None}
         return record.output(batch.samples, counts, device)
 
@@ -275,7 +289,7 @@ class LightningTask(Foreign):
         step, record = model.training_step if training else model.validation_step, Record()
         arguments = {"batch_idx": NoNumber(), "dataloader_idx": 0}
         takes = [name for name in inspect.signature(step).parameters if name in arguments]
-        content = self._units[batch.purpose][""].filled(batch) if batch.is_empty else batch.batch
+        content = self._of(batch)[""].filled(batch) if batch.is_empty else batch.batch
         with served(self._parts_of(model), self._served(batch.purpose), record):
             returned = step(content, **{name: arguments[name] for name in takes})
         if isinstance(returned, Mapping):
