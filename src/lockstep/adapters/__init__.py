@@ -57,6 +57,7 @@ def transformers(
     data_collator: Callable[[list[Any]], Any] | None = None,
     processing_class: Any = None,
     compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
     model_init: Callable[[], Any] | None = None,
     weight: Weight = None,
 ) -> Task:
@@ -70,6 +71,7 @@ def transformers(
         data_collator: from a list of samples to a dict of tensors. None: as in Trainer.
         processing_class: the tokenizer, for the default collator.
         compute_metrics: gets an EvalPrediction of all evaluation samples, each once.
+        preprocess_logits_for_metrics: gets the outputs and labels of a batch, and returns what is kept of the outputs.
         model_init: makes the model, in place of `model`.
         weight: the units of the model's loss; see `Weight`.
 
@@ -87,5 +89,6 @@ def transformers(
         data_collator=data_collator,
         processing_class=processing_class,
         compute_metrics=compute_metrics,
+        preprocess=preprocess_logits_for_metrics,
         weight=weight,
     )

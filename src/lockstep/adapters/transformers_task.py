@@ -41,6 +41,7 @@ class TransformersTask(Foreign):
         data_collator: Callable[[list[Any]], Any] | None,
         processing_class: Any,
         compute_metrics: Callable[[Any], Mapping[str, float]] | None,
+        preprocess: Callable[[Any, Any], Any] | None,
         weight: Any,
     ) -> None:
         super().__init__()
@@ -51,6 +52,7 @@ class TransformersTask(Foreign):
         self.notes += notes
         self.made_model, self.model_init, self.processing_class = model, model_init, processing_class
         self.sets, self.compute_metrics, self.given_weight = (train_dataset, eval_dataset), compute_metrics, weight
+        self.preprocess = preprocess
         self.collator = data_collator if data_collator is not None else self._default_collator()
         self._made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._steps = 1
@@ -190,16 +192,20 @@ class TransformersTask(Foreign):
         total = mean * 0.0 if batch.is_empty else mean * self._unit.count(batch)
         if model.training or self.compute_metrics is None:
             return total
-        return total, self._predictions(outputs)
+        return total, self._predictions(outputs, batch)
 
     def predict(self, model: nn.Module, batch: Given) -> Any:
-        return self._predictions(model(**batch.batch))
+        return self._predictions(model(**batch.batch), batch)
 
-    def _predictions(self, outputs: Any) -> Any:
+    def _predictions(self, outputs: Any, batch: Given) -> Any:
         """What Trainer gives to compute_metrics: all outputs but the loss."""
         left_out = ("loss", *(getattr(self._pristine.config, "keys_to_ignore_at_inference", None) or ()))
         found = tuple(value for name, value in outputs.items() if name not in left_out)
-        return found[0] if len(found) == 1 else found
+        kept = found[0] if len(found) == 1 else found
+        if self.preprocess is None:
+            return kept
+        labels = tuple(batch.batch[name] for name in self._labels if name in batch.batch)
+        return self.preprocess(kept, labels[0] if len(labels) == 1 else labels)
 
     def metrics(self) -> Metrics | None:
         if self.compute_metrics is None:
