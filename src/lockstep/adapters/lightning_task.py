@@ -62,7 +62,8 @@ class LightningTask(Foreign):
         super().__init__()
         base = hooks.base_of(type(module), "LightningModule")
         if base is None:
-            what = f"the module is a {getattr(module, '__name__', type(module).__name__)}"
+            name = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+            what = f"the module is {name}"
             raise UsageError(what, where="adapters.lightning", remedy="give an object of a LightningModule")
         self.foreign, self.datamodule, self.given_weight = module, datamodule, weight
         self.trainer, self.make = dict(trainer or {}), make

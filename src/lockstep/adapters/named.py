@@ -28,7 +28,11 @@ def maker(found: Any, module: ModuleType, where: str) -> Callable[..., Task] | N
 
         @functools.wraps(found)
         def call(**arguments: Any) -> Task:
-            made = found(**arguments)
+            made: Any = found(**arguments)
+            if hooks.base_of(type(made), "LightningModule"):
+                from lockstep.adapters.lightning_task import LightningTask
+
+                return LightningTask(made)
             if not isinstance(made, Task):
                 what, name = f"it returned a {type(made).__name__}", f"{where}:{found.__name__}"
                 remedy = "return a lockstep.Task, such as lockstep.adapters.lightning(module, datamodule)"

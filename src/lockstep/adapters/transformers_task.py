@@ -48,6 +48,9 @@ class TransformersTask(Foreign):
         if (model is None) == (model_init is None):
             remedy = "give model=, or model_init=, a function that makes it"
             raise UsageError("give one of the two", where="adapters.transformers(model, model_init)", remedy=remedy)
+        if model is not None and not hasattr(model, "config"):
+            remedy = "give a model of transformers, an object with a `config`; for others, write a Task: docs/tasks.md"
+            raise UsageError(f"the model is a {type(model).__name__}", where="adapters.transformers", remedy=remedy)
         self.arguments, notes = transformers_arguments.understood(args)
         self.notes += notes
         self.made_model, self.model_init, self.processing_class = model, model_init, processing_class
