@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, SequentialSampler, TensorDataset, rando
 from lockstep import Trainer, adapters
 from lockstep.core.data.order import permute
 
-_PICTURES, _HELD_BACK, _STEPS = 1000, 200, 25
+_PICTURES, _HELD_BACK = 1000, 200
 
 
 def pictures(folder):
@@ -84,13 +84,15 @@ def adapted(module, data, steps, clip, micro):
         return [entry["train/loss"] for entry in trainer.history if "train/loss" in entry]
 
 
-def compare(name, module, data=None, clip=None):
-    """Print how far the losses are apart."""
-    module, source = without_dropout(module), module if data is None else data
+def compare(name, make, make_data=lambda: None, clip=None, most=25):
+    """Print how far the losses of at most `most` steps are apart."""
+    torch.manual_seed(0)
+    data, module = make_data(), without_dropout(make())
+    source = module if data is None else data
     if hasattr(source, "setup"):
         source.setup("fit")
     loader = source.train_dataloader()
-    steps = min(_STEPS, 3 * len(loader))
+    steps = min(most, 3 * len(loader))
     one = plain(copy.deepcopy(module), loader, steps, clip)
     other = adapted(module, data, steps, clip, max(1, loader.batch_size // 2))
     apart = max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
@@ -100,8 +102,7 @@ def compare(name, module, data=None, clip=None):
 def main(examples, folder, text):
     """Compare the five examples."""
     warnings.simplefilter("ignore")  # of Lightning, about a module without its Trainer
-    torch.manual_seed(0)
-    compare("boring_classes", boring_classes.BoringModel(), boring_classes.BoringDataModule())
+    compare("boring_classes", boring_classes.BoringModel, boring_classes.BoringDataModule)
     sys.path.insert(0, examples)
     for name, kind in (("autoencoder", "LitAutoEncoder"), ("backbone_image_classifier", "LitClassifier")):
         module = importlib.import_module(name)
@@ -110,7 +111,7 @@ def main(examples, folder, text):
         module.random_split = lambda data, sizes, generator: random_split(
             data, [len(data) - _HELD_BACK, _HELD_BACK], generator=generator
         )
-        compare(name, getattr(module, kind)(), module.MyDataModule())
+        compare(name, getattr(module, kind), module.MyDataModule)
     torch.set_default_dtype(torch.float64)
     demo._REQUESTS_AVAILABLE = True
     sys.modules.setdefault("requests", types.ModuleType("requests"))
@@ -122,8 +123,9 @@ def main(examples, folder, text):
         data = demo.WikiText2()
         loaders = types.SimpleNamespace(train_dataloader=lambda: DataLoader(data, batch_size=20, shuffle=True))
         module = importlib.import_module("transformer")
-        compare("basics/transformer", module.LanguageModel(vocab_size=data.vocab_size), loaders, clip=0.25)
-        compare("demos/transformer", demo.LightningTransformer(vocab_size=data.vocab_size))
+        words = data.vocab_size
+        compare("basics/transformer", lambda: module.LanguageModel(words), lambda: loaders, clip=0.25, most=12)
+        compare("demos/transformer", lambda: demo.LightningTransformer(words), most=12)
 
 
 if __name__ == "__main__":
