@@ -135,8 +135,7 @@ class LightningTask(Foreign):
         return module  # type: ignore[no-any-return]
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-        ours = {id(parameter) for group in groups for parameter in group["params"]}
-        module = next(one for one in self._made if any(id(parameter) in ours for parameter in one.parameters()))
+        module = optimizers.holder(self._made, groups, self._pristine)
         optimizer, _ = self._configured_optimizer(module)
         return optimizers.with_all(optimizer, module)
 

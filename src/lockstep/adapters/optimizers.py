@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,6 +135,28 @@ def with_all(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim
         first = optimizer.param_groups[0]
         optimizer.add_param_group({"params": rest, "name": "frozen", "lr": first["lr"]})
     return optimizer
+
+
+def holder(made: Iterable[nn.Module], groups: Sequence[Mapping[str, Any]], new: Callable[[], nn.Module]) -> nn.Module:
+    """The module whose parameters are in `groups`: one of `made`. Or a new one that gets them, in their order: `verify`
+    lets an optimizer update copies.
+
+    Raises:
+        UsageError: they are parameters of another model.
+    """
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    ids = {id(parameter) for parameter in parameters}
+    for module in made:
+        if any(id(parameter) in ids for parameter in module.parameters()):
+            return module
+    module = new()
+    named = list(module.named_parameters())
+    if [one.shape for _, one in named] != [one.shape for one in parameters]:
+        raise refused("the parameters are of another model", "Task.optimizer", "leave out optim.groups")
+    for (name, _), parameter in zip(named, parameters, strict=True):
+        parent, _, key = name.rpartition(".")
+        module.get_submodule(parent).register_parameter(key, parameter)
+    return module
 
 
 def freeze_left_out(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lockstep.adapters import transformers_arguments, units
 from lockstep.adapters.foreign import Foreign, Keys, line_of, refused
 from lockstep.adapters.loaders import Validated
-from lockstep.adapters.optimizers import Rates
+from lockstep.adapters.optimizers import Rates, holder
 from lockstep.adapters.units import Given
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.randomness import restored_generators, seed_all
@@ -111,7 +111,7 @@ class TransformersTask(Foreign):
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
         args, ours = self.arguments, {id(one): group for group in groups for one in group["params"]}
-        module = next(one for one in self._made if any(id(parameter) in ours for parameter in one.parameters()))
+        module = holder(self._made, groups, lambda: copy.deepcopy(self._pristine))
         decaying = _decaying(module)
         made: dict[tuple[str, bool], dict[str, Any]] = {}
         for name, parameter in module.named_parameters():
