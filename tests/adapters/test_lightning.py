@@ -111,6 +111,16 @@ def test_a_file_with_a_module_trains_by_its_name(tmp_path, monkeypatch):
         Trainer(config_file.load("mine.py:Net", ["task.wdith=4", *quick]), run_dir="other", quiet=True).fit()
 
 
+def test_the_optimizer_also_takes_copies_of_the_parameters():
+    task = adapters.lightning(cases.Net(), cases.Data())
+    copies = [parameter.detach().clone() for parameter in task.model().parameters()]
+    made = task.optimizer([{"params": copies, "name": "default"}])
+    assert {id(one) for group in made.param_groups for one in group["params"]} == {id(one) for one in copies}
+    other = [{"params": [torch.nn.Parameter(torch.zeros(3))], "name": "default"}]
+    with pytest.raises(LockstepError, match="of another model"):
+        task.optimizer(other)
+
+
 # ---- what cannot be kept
 
 

@@ -155,7 +155,7 @@ def holder(made: Iterable[nn.Module], groups: Sequence[Mapping[str, Any]], new: 
         raise refused("the parameters are of another model", "Task.optimizer", "leave out optim.groups")
     for (name, _), parameter in zip(named, parameters, strict=True):
         parent, _, key = name.rpartition(".")
-        module.get_submodule(parent).register_parameter(key, parameter)
+        module.get_submodule(parent)._parameters[key] = parameter  # it may be a tensor
     return module
 
 
