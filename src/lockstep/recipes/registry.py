@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,22 +119,23 @@ def build_task(
     arguments = {key: value for key, value in section.items() if key != "kind"}
     options = options_class(section["kind"])
     if options is not None:
-        task_class: type[Task] = _attribute(options.task)
+        task_class: Callable[..., Task] = _attribute(options.task)
         arguments = {"options": options.model_validate(arguments)}
     else:
-        task_class = _class_in_file(section["kind"])
+        task_class = _maker_in_file(section["kind"])
     data = {"train": train, "eval": evaluation, "cache": cache, "fold": fold}
     return task_class(**_checked(task_class, arguments, data))
 
 
-def _checked(task_class: type[Task], arguments: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+def _checked(task_class: Callable[..., Task], arguments: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     """`arguments` and the values of `data` that are not None, if the constructor takes all of them."""
+    class_name = getattr(task_class, "__name__", "it")
     parameters, data_keys = inspect.signature(task_class).parameters, set(data)
     data = {name: value for name, value in data.items() if value is not None}
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     known = [name for name, parameter in parameters.items() if parameter.kind not in variadic]
     keys = [name for name in known if name != "options"]
-    takes = f"{task_class.__name__} takes: {', '.join(keys) or 'no keys'}"
+    takes = f"{class_name} takes: {', '.join(keys) or 'no keys'}"
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         for key in arguments:
             if key not in known:
@@ -142,23 +144,24 @@ def _checked(task_class: type[Task], arguments: dict[str, Any], data: dict[str, 
             if key not in known:
                 remedy = f"leave it out, or give the constructor a parameter {key!r}. {takes}"
                 shown = repr(value) if isinstance(value, str) else "a cache of decoded pictures"
-                raise UsageError(f"{task_class.__name__} has no use for {shown}", where=f"data.{key}", remedy=remedy)
+                raise UsageError(f"{class_name} has no use for {shown}", where=f"data.{key}", remedy=remedy)
     arguments = arguments | data
     required = [name for name in known if parameters[name].default is inspect.Parameter.empty]
     missing = [name for name in required if name not in arguments]
     if missing:
         listed = ", ".join(f"data.{name}" if name in data_keys else f"task.{name}" for name in missing)
         remedy = f"give {listed}, in the file or as key=value"
-        raise UsageError(f"{task_class.__name__} needs {listed}", where="config", remedy=remedy)
+        raise UsageError(f"{class_name} needs {listed}", where="config", remedy=remedy)
     return arguments
 
 
-def _class_in_file(kind: str) -> type[Task]:
-    """The class that `FILE.py:Class` names.
+def _maker_in_file(kind: str) -> Callable[..., Task]:
+    """The class that `FILE.py:Class` names. Or what makes a task of another library's class; see `adapters.named`.
 
     Raises:
-        UsageError: there is no such file or no such Task class, or the class lacks a method that must be written.
+        UsageError: there is no such file or no such class, or the class lacks a method that must be written.
     """
+    from lockstep.adapters.named import maker
     from lockstep.core.task import Task
 
     path, _, name = kind.rpartition(":")
@@ -166,6 +169,9 @@ def _class_in_file(kind: str) -> type[Task]:
         remedy = "the task's Python file must be where it was when the run began; paths start in the working directory"
         raise UsageError(f"no such file in {Path.cwd()}", where=path, remedy=remedy)
     module = plugins.import_file(Path(path).resolve(), prefix=plugins.USER_PREFIX, where=path, is_main=True)
+    found = maker(getattr(module, name, None), module, path)
+    if found is not None:
+        return found
     return plugins.class_of(module, name, Task, where=path)  # type: ignore[type-abstract]  # a base may be abstract
 
 

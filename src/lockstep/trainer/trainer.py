@@ -68,6 +68,7 @@ from lockstep.streams import stream
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.trainer import (
     backends,
+    foreign,
     local_ranks,
     logs,
     memory_shortage,
@@ -221,18 +222,19 @@ class Trainer:
         with (
             signals.listening() as flag,
             self._join() as world,
+            self._settled(task, world) as task,
             self._looked_at(task, world) as remarks,
             run_directory.claim(
                 self.run_dir, self.config, world, self.fresh, self.allow_change, written_by=files_of_writers
             ) as config,
         ):
             self.config, self._model = config, None
-            own_parts = [*run_parts.make(config.train.parts), *self.parts]
+            own_parts = [*run_parts.make(config.train.parts), *self.parts, *foreign.parts(task)]
             joined_parts.check(own_parts)
-            task = _given(task) or self.task()
+            task = foreign.configured(task, config) or self.task()
             messages = remarks + run_record.check_source(self.run_dir, task, config, world, self.allow_change)
             run = self._prepare(task, world)
-            run.messages += messages
+            run.messages += [*messages, *foreign.notes(task)]
             git = run_record.git_commit(config, world)
             with logs.opened(run, git, quiet=self.quiet), memory_shortage.noted(self.run_dir, config, world, run.plan):
                 batches: Iterator[list[MicroBatch]] = run.batches
@@ -282,6 +284,15 @@ class Trainer:
             self.variables = variables.of_ranks(world)
             found = preflight.check(self._subject(task, world), world, everything=True)
             return found + (device_check.findings(device_check_run.check(world)) if deep else [])
+
+    @contextlib.contextmanager
+    def _settled(self, task: Task | None, world: World) -> Iterator[Task | None]:
+        """The task, if it is given or in a file. Of another library's code, it adds to the config what that implies."""
+        task = _given(task)
+        if task is None and foreign.is_in_file(self.config):
+            task = self.task()
+        self.config = foreign.settle(self.config, task, world)
+        yield task
 
     @contextlib.contextmanager
     def _looked_at(self, task: Task | None, world: World) -> Iterator[list[str]]:
@@ -751,7 +762,8 @@ class Trainer:
         held_out = sources[evaluated] if evaluated is not None else next(iter(sources.values()))
         cache = CacheOptions(int(data.cache_gb * 1e9), data.cache_size) if data.cache == "decoded" else None
         train, held_out = (source and os.path.expanduser(source) for source in (data.train, held_out))
-        return registry.build_task(self.config.task, train, held_out, cache, fold=data.fold)
+        task = registry.build_task(self.config.task, train, held_out, cache, fold=data.fold)
+        return foreign.configured(task, self.config) or task
 
     def _evaluated_tasks(self, task: Task, world: World) -> dict[str, Task]:
         """For each set of evaluation data, by its name, the task that has it: `task` itself for the first."""

@@ -1,0 +1,393 @@
+"""The task of a LightningModule and its DataModule."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import random
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from lockstep.adapters import hooks, loaders, optimizers, trainer_arguments, units
+from lockstep.adapters.foreign import Foreign, Keys, line_of, refused
+from lockstep.adapters.logged import Record, metrics_of
+from lockstep.adapters.serving import NoNumber, Parts, ServedTrainer, served
+from lockstep.adapters.units import Given
+from lockstep.core.config.sections import RunConfig
+from lockstep.core.data.randomness import restored_generators
+from lockstep.core.errors import UsageError
+from lockstep.core.presenter import Presenter
+from lockstep.core.task import Metrics, Task
+
+_CPU = torch.device("cpu")
+_NEAR = 64  # rounding errors of a mean
+
+
+class LoggedValues(Presenter):
+    """Shows evaluation samples: what validation_step logs of their batch. Other samples: what predict_step returns."""
+
+    def describe(self, output: Any) -> dict[str, Any]:
+        if isinstance(output, dict) and output.keys() == {"values", "weights", "calls"}:
+            return {"logged_of_its_batch": {name: float(value) for name, value in output["values"].items()}}
+        return super().describe(output)
+
+
+class LightningTask(Foreign):
+    """See `lockstep.adapters.lightning`. A batch of this task is a `Given`: the module's batch, and its samples."""
+
+    presenter = LoggedValues
+
+    def __init__(
+        self,
+        module: Any,
+        datamodule: Any = None,
+        *,
+        trainer: Mapping[str, Any] | None = None,
+        weight: Any = None,
+        ignore: Sequence[str] = (),
+        make: Callable[[], Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            make: makes a new module of the same class and arguments. None: a training begins with a copy of `module`.
+        """
+        super().__init__()
+        base = hooks.base_of(type(module), "LightningModule")
+        if base is None:
+            name = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+            what = f"the module is {name}"
+            raise UsageError(what, where="adapters.lightning", remedy="give an object of a LightningModule")
+        self.foreign, self.datamodule, self.given_weight = module, datamodule, weight
+        self.trainer, self.make = dict(trainer or {}), make
+        hooks.check_automatic(module)
+        of_data = hooks.base_of(type(datamodule), "LightningDataModule")
+        checked = [(module, base), *([(datamodule, of_data)] if of_data else [])]
+        self.notes += hooks.check(checked, ignore)
+        self.validates_by_step = type(module).validation_step is not base.validation_step  # type: ignore[attr-defined]
+        self.is_prepared = self._is_set_up = False
+        self._plan: dict[str, Any] = {"datamodule": datamodule}
+        self._steps = {"train": line_of(type(module).training_step), "validate": line_of(type(module).validation_step)}
+        self._made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._parts: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("_made", "_parts", "schedule")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _made=weakref.WeakSet(), _parts=weakref.WeakKeyDictionary())
+        if "_rates" in state and self._rates is None:
+            self._no_schedule()
+
+    # ---- before a training
+
+    def prepare_data(self) -> None:
+        self.is_prepared = True
+        for one in (self.foreign, self.datamodule):
+            if hasattr(one, "prepare_data"):
+                with served(Parts(self.foreign), self._served()):
+                    one.prepare_data()
+
+    def configured(self, config: RunConfig) -> None:
+        train, size = config.train, config.batch.global_ or 32
+        length = config.data.samples_per_epoch or len(self.train_data())
+        batches = length // size if config.data.drop_last else -(-length // size)
+        steps = train.steps or max((train.epochs or 1) * batches, train.min_steps or 0)
+        self.clock.steps_per_epoch = batches
+        self._plan |= {"batches": batches, "steps": steps, "max_steps": train.steps, "max_epochs": train.epochs}
+        if self._plan["max_epochs"] is None and train.steps is None:
+            self._plan["max_epochs"] = 1
+        vars(self).pop("_rates", None)
+        vars(self).pop("schedule", None)
+        self._find_rates()
+
+    @functools.cached_property
+    def implied(self) -> Keys:  # type: ignore[override]
+        """See `Foreign.implied`. Reads the loaders."""
+        train = self._loaded["train"]
+        assert train is not None
+        keys, validates = dict(train.keys), self._loaded["validate"] is not None
+        more, notes = trainer_arguments.keys_of(self.trainer, keys["batch.global"], validates=validates)
+        self.notes += [*train.notes, *notes]
+        return keys | more
+
+    # ---- the model
+
+    def model(self) -> nn.Module:
+        module = self.make() if self.make is not None else copy.deepcopy(self.foreign)
+        if self.make is not None:
+            self._set_up_module(module)
+        with served(Parts(module), self._served()):
+            if hasattr(module, "configure_model"):
+                module.configure_model()
+        self._made.add(module)
+        for name in self._left_out:
+            module.get_parameter(name).requires_grad_(False)
+        self._units  # noqa: B018 - found before workers and a meta device are there
+        return module  # type: ignore[no-any-return]
+
+    def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+        module = optimizers.holder(self._made, groups, self._pristine)
+        optimizer, _ = self._configured_optimizer(module)
+        return optimizers.with_all(optimizer, module)
+
+    def schedule(self, update: int) -> float:
+        self._find_rates()
+        return 1.0 if self._rates is None else self._rates.at(update, self.clock.steps_per_epoch)
+
+    def _find_rates(self) -> None:
+        """Look at the scheduler once, with the module that no training changes."""
+        if "_rates" in vars(self):
+            return
+        module = self._pristine()
+        optimizer, config = self._configured_optimizer(module)
+        where = line_of(type(self.foreign).configure_optimizers)
+        self._rates = optimizers.Rates(optimizer, config, where) if config is not None else None
+        if self._rates is None:
+            self._no_schedule()
+
+    def _no_schedule(self) -> None:
+        self.schedule = types.MethodType(Task.schedule, self)  # type: ignore[method-assign]  # the config has one
+
+    def _configured_optimizer(self, module: Any) -> tuple[torch.optim.Optimizer, dict[str, Any] | None]:
+        with served(Parts(module), self._served("train")):
+            returned = module.configure_optimizers()
+        return optimizers.parse(returned, line_of(type(module).configure_optimizers))
+
+    @functools.cached_property
+    def _left_out(self) -> list[str]:
+        """The names of parameters that the optimizer does not have."""
+        module = self._pristine()
+        names = optimizers.freeze_left_out(module, self._configured_optimizer(module)[0])
+        if names:
+            self.notes.append(f"not in the optimizer, so they stay as they are: {optimizers.names_of(names)}")
+        return names
+
+    def _pristine(self) -> Any:
+        """A module on the CPU that nothing trains."""
+        self._set_up()
+        module = copy.deepcopy(self.foreign)
+        with torch.device("cpu"), restored_generators(_CPU), served(Parts(module), self._served()):
+            if hasattr(module, "configure_model"):
+                module.configure_model()
+        return module
+
+    # ---- data
+
+    def _set_up(self) -> None:
+        if self._is_set_up:
+            return
+        if not self.is_prepared:
+            self.prepare_data()
+        self._is_set_up = True
+        if hasattr(self.datamodule, "setup"):
+            self.datamodule.setup("fit")
+        self._set_up_module(self.foreign)
+
+    def _set_up_module(self, module: Any) -> None:
+        with served(Parts(module), self._served()):
+            module.setup("fit")
+
+    @functools.cached_property
+    def _loaded(self) -> dict[str, loaders.Loaded | None]:
+        """The training data and the evaluation data. Samplers and shuffles draw nothing here."""
+        self._set_up()
+        return {"train": self._read("train_dataloader"), "validate": self._read("val_dataloader")}
+
+    def _read(self, name: str) -> loaders.Loaded | None:
+        owner = self.foreign if self.datamodule is None else self.datamodule
+        method, training = getattr(owner, name, None), name.startswith("train")
+        base = hooks.base_of(type(owner), "LightningModule") or hooks.base_of(type(owner), "LightningDataModule")
+        if method is None or (base is not None and getattr(type(owner), name) is getattr(base, name, None)):
+            if training:
+                what = f"{type(owner).__name__} has no {name}"
+                raise refused(what, "adapters.lightning", "write it, or give a datamodule that has it")
+            return None
+        where = line_of(method)
+        with served(Parts(self.foreign), self._served()):
+            found = method()
+        if not training and (found is None or (isinstance(found, list) and not found)):
+            return None
+        loader = loaders.single(found, where)
+        if training:
+            return loaders.read(loader, where)
+        return loaders.Loaded(loaders.Marked(loader.dataset, validates=True), loader.collate_fn)
+
+    def train_data(self) -> Any:
+        train = self._loaded["train"]
+        assert train is not None
+        return train.data
+
+    def eval_data(self) -> Any:
+        found = self._loaded["validate"]
+        return None if found is None else found.data
+
+    def prepare(self, sample: Any, epoch: int, training: bool) -> Any:
+        if isinstance(sample, loaders.Validated):
+            return "validate", sample.sample
+        return "train" if training else "predict", sample
+
+    def collate(self, samples: list[Any]) -> Given:
+        purpose, loaded = samples[0][0], self._loaded
+        source = loaded["train" if purpose == "train" else "validate"] or loaded["train"]
+        collate = source.collate if source is not None else default_collate
+        given = Given(collate([sample for _, sample in samples]), len(samples), purpose)
+        unit = vars(self).get("_units", {}).get(purpose, {}).get("")  # not known yet in the trial
+        is_empty = unit not in (None, units.SAMPLES) and not float(unit.count(given))
+        return given._replace(is_empty=is_empty)
+
+    # ---- steps
+
+    def weight(self, batch: Given) -> Any:
+        unit = self._of(batch).get("")
+        if unit is None:  # validation_step returns no loss
+            return 0.0
+        if self.given_weight is None and unit == units.SAMPLES:
+            units.check_no_ignored(batch, unit, self._steps["validate" if batch.purpose == "validate" else "train"])
+        return None if unit == units.SAMPLES else unit.count(batch)
+
+    def loss(self, model: nn.Module, batch: Given) -> Any:
+        mean, record = self._run(model, batch)
+        found = self._of(batch)
+        if mean is None:
+            mean = torch.zeros((), device=next(model.parameters()).device)
+        unit = found.get("")
+        total = mean * 0.0 if unit is None or batch.is_empty else mean * unit.count(batch)
+        return (total, self._output(record, batch, total.device)) if self._names else total
+
+    def predict(self, model: nn.Module, batch: Given) -> Any:
+        if batch.purpose == "validate" and self._names:
+            _, record = self._run(model, batch)
+            return self._output(record, batch, next(model.parameters()).device)
+        with served(self._parts_of(model), self._served("predict")):
+            return model.predict_step(batch.batch, NoNumber())  # type: ignore[operator]
+
+    def metrics(self) -> Metrics | None:
+        self._units  # noqa: B018 - the trial finds what is logged
+        return metrics_of(self._names, self._objects, self._steps["train"])
+
+    def _of(self, batch: Given) -> dict[str, Any]:
+        """The units of the values of a batch: of validation_step, or of training_step."""
+        return self._units["validate" if batch.purpose == "validate" else "train"]
+
+    def _output(self, record: Record, batch: Given, device: torch.device) -> dict[str, Any]:
+        found = self._of(batch)
+        counts = {name: found[name].count(batch) for name in record.values if found.get(name) is not None}
+        return record.output(batch.samples, counts, device)
+
+    def _run(self, model: Any, batch: Given) -> tuple[Tensor | None, Record]:
+        """The loss that the step for this batch returned, if any, and what it logged."""
+        training = batch.purpose != "validate" or not self.validates_by_step
+        step, record = model.training_step if training else model.validation_step, Record()
+        arguments = {"batch_idx": NoNumber(), "dataloader_idx": 0}
+        takes = [name for name in inspect.signature(step).parameters if name in arguments]
+        content = self._of(batch)[""].filled(batch) if batch.is_empty else batch.batch
+        with served(self._parts_of(model), self._served(batch.purpose), record):
+            returned = step(content, **{name: arguments[name] for name in takes})
+        if isinstance(returned, Mapping):
+            returned = returned.get("loss")
+        if returned is None and training:
+            what = "it returned no loss"
+            raise refused(what, self._steps["train"], "return a loss for every batch, or 0 * the loss")
+        if isinstance(returned, Tensor) and returned.ndim == 0 and returned.is_floating_point():
+            return returned, record
+        if training:
+            what = f"it returned a {type(returned).__name__}" + (
+                f" of shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else ""
+            )
+            raise refused(what, self._steps["train"], "return a scalar tensor, or a dict with the key `loss`")
+        return None, record
+
+    def _parts_of(self, model: nn.Module) -> Parts:
+        if model not in self._parts:
+            self._parts[model] = Parts(model)
+        return self._parts[model]
+
+    def _served(self, stage: str = "") -> ServedTrainer:
+        return ServedTrainer(self.clock, self._plan, stage)
+
+    # ---- the trial
+
+    @functools.cached_property
+    def _units(self) -> dict[str, dict[str, Any]]:
+        """By purpose and name of a value (empty: the loss), the units that it is a mean over."""
+        self._objects: dict[str, Any] = {}
+        found: dict[str, dict[str, Any]] = {"train": {}, "validate": {}}
+        if self.given_weight is not None:
+            own = units.SAMPLES if self.given_weight == "samples" else units.OwnUnit(self.given_weight)
+            found["train"][""] = own
+        module = self._pristine()
+        with torch.no_grad(), torch.device("cpu"), restored_generators(_CPU):
+            module.eval()
+            if any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters()):
+                module.float()
+            for purpose in ("train", "validate"):
+                data = self.train_data() if purpose == "train" else self.eval_data()
+                if data is not None:
+                    found[purpose] = self._tried(module, purpose, data) | found[purpose]
+        self._names = sorted({name for of in found.values() for name in of if name})
+        return found
+
+    def _tried(self, module: Any, purpose: str, data: Any) -> dict[str, Any]:
+        _seed()
+        samples = [self.prepare(data[index], 0, purpose == "train") for index in units.spread(len(data))]
+
+        def measured(part: Sequence[Any]) -> tuple[Given, dict[str, float]]:
+            _seed()
+            given = self.collate(list(part))
+            _seed()
+            loss, record = self._run(module, given)
+            self._objects |= {name: copy.deepcopy(metric) for name, metric in record.metrics.items()}
+            values = {name: float(value) for name, (value, size) in record.values.items() if size is None}
+            fixed.update({name: None for name, (_, size) in record.values.items() if size is not None})
+            return given, values | ({} if loss is None else {"": float(loss)})
+
+        fixed: dict[str, Any] = {}
+        whole = measured(samples)
+        trial = units.Trial(
+            whole, [(measured(samples[:cut]), measured(samples[cut:])) for cut in units.cuts(len(samples))]
+        )
+        kind = max((p.dtype for p in module.parameters() if p.is_floating_point()), key=lambda t: t.itemsize)
+        near = _NEAR * torch.finfo(kind).eps
+        found = {name: units.fitting(trial, name, near=near) for name in whole[1]}
+        if "" in found and found[""] is None and (purpose == "validate" or self.given_weight is None):
+            self._without_unit(trial, purpose, near)
+        for name in [name for name, unit in found.items() if unit is None]:
+            found[name] = units.SAMPLES
+            if name:
+                self.notes.append(
+                    f"{self._steps[purpose]}: {name!r} is no mean over samples or labels: its mean over micro-batches "
+                    "is logged, which depends on batch.micro; log a metric of torchmetrics for an exact one"
+                )
+        if purpose == "train" and self.given_weight is None:
+            self.notes.append(f"the loss of training_step is a mean over {found['']}, as {len(samples)} samples show")
+        return found | fixed
+
+    def _without_unit(self, trial: units.Trial, purpose: str, near: float) -> None:
+        where, named = self._steps[purpose], "weight=, a function from a batch to the number of its units"
+        if purpose == "validate":
+            self.notes.append(f"{where}: the loss is no mean over samples or labels: eval/loss depends on batch.micro")
+            return
+        if units.is_sum(trial, "", near=near):
+            raise refused("the loss is a sum over samples, and not a mean", where, "return the mean")
+        raise refused(
+            "the loss is no mean over samples, over labels that are not -100, or over the ones of a mask: it is not "
+            "known what a global batch that is cut in parts must divide by",
+            where,
+            f"give {named}, from its labels alone; or weight='samples' where the loss draws random numbers, and is a "
+            "mean over samples; on the command line task.weight=samples",
+        )
+
+
+def _seed() -> None:
+    torch.default_generator.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)

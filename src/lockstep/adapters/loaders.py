@@ -1,0 +1,115 @@
+"""From a DataLoader to the data, the keys of the config and the order that it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, WeightedRandomSampler
+
+from lockstep.adapters.foreign import Keys, refused
+from lockstep.core import task_checks
+
+
+@dataclass
+class Loaded:
+    """What a DataLoader says."""
+
+    data: Any
+    collate: Any
+    keys: Keys = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class InOrder:
+    """The order of a DataLoader without shuffle: position n has sample n, in every epoch."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.digest = length, "in order"
+
+    def __call__(self, positions: Any, *, seed: int, epoch: int) -> Any:
+        """The index of the sample at each position."""
+        return positions
+
+
+class Marked(Dataset[Any]):
+    """A data set with attributes of its own: an `order`, `sample_weights`, or a mark on each of its samples."""
+
+    def __init__(self, data: Any, *, validates: bool = False, **attributes: Any) -> None:
+        self.data, self.validates = data, validates
+        if hasattr(data, "__getitems__"):
+            self.__getitems__ = self._get_many
+        for name in ("lengths", "where"):
+            if hasattr(data, name):
+                setattr(self, name, getattr(data, name))
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.data[index]
+        return Validated(sample) if self.validates else sample
+
+    def _get_many(self, indices: Sequence[int]) -> list[Any]:
+        found = self.data.__getitems__(indices)
+        return [Validated(sample) for sample in found] if self.validates else list(found)
+
+
+@dataclass
+class Validated:
+    """A sample of the evaluation data: validation_step gets it."""
+
+    sample: Any
+
+
+def single(found: Any, where: str) -> DataLoader[Any]:
+    """The one DataLoader that a method returned.
+
+    Raises:
+        UsageError: it returned something else.
+    """
+    if isinstance(found, list | tuple) and len(found) == 1:
+        found = found[0]
+    if not isinstance(found, DataLoader):
+        kind = f"{len(found)} loaders" if isinstance(found, list | tuple | dict) else f"a {type(found).__name__}"
+        remedy = "return one torch.utils.data.DataLoader; several data sets are one with ConcatDataset"
+        raise refused(f"it returns {kind}", where, remedy)
+    return found
+
+
+def read(loader: DataLoader[Any], where: str) -> Loaded:
+    """What the loader of the training data says.
+
+    Raises:
+        UsageError: it draws samples in a way that is not known, or makes batches itself. Names the line.
+    """
+    data = task_checks.data(loader.dataset, where)
+    loaded = Loaded(data, loader.collate_fn)
+    batches: Any = loader.batch_sampler
+    sampler: Any = loader.sampler
+    if loader.batch_size is None or type(batches) is not BatchSampler:
+        what = f"the loader makes batches by a {type(batches).__name__}" if batches else "the loader has no batch_size"
+        remedy = "give it batch_size; samples of similar length share a batch with data.group_by_length"
+        raise refused(what, where, remedy)
+    length = len(data)  # type: ignore[arg-type]
+    kind = type(sampler)
+    if kind is RandomSampler and not sampler.replacement and len(sampler) == length:
+        pass
+    elif kind is SequentialSampler:
+        loaded.data = Marked(data, order=InOrder(length))
+        loaded.notes.append(f"{where}: shuffle=False: every epoch has the samples in the order of the data set")
+    elif kind is WeightedRandomSampler and sampler.replacement:
+        loaded.data = Marked(data, sample_weights=sampler.weights)
+        loaded.keys["data.samples_per_epoch"] = sampler.num_samples
+    else:
+        what = f"the loader draws its samples by a {kind.__name__}"
+        remedy = "ranks and restarts ask for any position of an epoch: make it an `order`, docs/sampling.md"
+        raise refused(what, where, remedy)
+    loaded.keys["batch.global"] = loader.batch_size
+    if loader.drop_last:
+        loaded.keys["data.drop_last"] = True
+    if loader.num_workers:
+        loaded.keys["data.workers"] = loader.num_workers
+    return loaded

@@ -1,0 +1,109 @@
+"""What a LightningModule finds at `self.trainer`, `self.log` and the like while one of its steps runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator
+from typing import Any, NoReturn
+
+from torch import nn
+
+from lockstep.adapters.foreign import Clock, refused, users_line
+from lockstep.adapters.logged import Record, metrics_in
+
+_REMEDIES = {
+    "world_size": "the result would depend on the number of ranks: use the global batch, batch.global",
+    "strategy": "no code of the task communicates: what needs all samples of the global batch is Task.embed, "
+    "docs/global_loss.md",
+    "logger": "log numbers with self.log; a lockstep.Writer takes the entries of the log, and a Presenter draws",
+    "optimizers": "manual optimization: players, docs/players.md",
+    "callback_metrics": "read results in a Part: training.results, docs/parts.md",
+}
+
+
+class NoNumber:
+    """Stands for the number of a batch within its epoch, which depends on how the global batch was cut."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise refused(
+            "batch_idx is used, and a step consumes a global batch that is cut into micro-batches",
+            users_line(),
+            "use self.global_step, which counts the updates so far",
+        )
+
+    for _name in """
+    eq ne lt le gt ge bool int index float add radd sub rsub mul rmul mod rmod floordiv str format
+    """.split():  # noqa: SIM905 - a table of words
+        locals()[f"__{_name}__"] = _refuse
+    del _name
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return "batch_idx"
+
+
+class ServedTrainer:
+    """The attributes of Lightning's Trainer that do not depend on ranks. The others are errors with the user's line."""
+
+    def __init__(self, clock: Clock, plan: dict[str, Any], stage: str = "") -> None:
+        """
+        Args:
+            plan: `max_epochs`, `max_steps`, `batches`, `steps`, `datamodule`.
+            stage: `train`, `validate`, `predict`, or nothing.
+        """
+        self.global_step = clock.step
+        self.current_epoch = clock.step // max(1, clock.steps_per_epoch)
+        self.max_epochs, self.max_steps = plan.get("max_epochs"), plan.get("max_steps") or -1
+        self.num_training_batches = plan.get("batches")
+        self.estimated_stepping_batches = plan.get("steps")
+        self.datamodule = plan.get("datamodule")
+        self.training, self.validating = stage == "train", stage == "validate"
+        self.predicting, self.testing = stage == "predict", False
+        self.sanity_checking = self.evaluating = self.barebones = self.fast_dev_run = False
+        self.accumulate_grad_batches = 1
+        self.global_rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+        self.is_global_zero = self.global_rank == 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        remedy = _REMEDIES.get(name.removesuffix("s") if name == "loggers" else name, "compute it without the trainer")
+        raise refused(f"trainer.{name} has no counterpart", users_line(), remedy)
+
+
+def _no_gather(*_: Any, **__: Any) -> NoReturn:
+    raise refused("self.all_gather communicates inside of a step", users_line(), _REMEDIES["strategy"])
+
+
+def _print(*values: Any, **options: Any) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(*values, **options)
+
+
+class Parts:
+    """The LightningModules and the metrics inside a module: looked for once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = [part for part in module.modules() if "_automatic_optimization" in vars(part)]
+        self.metrics = metrics_in(module)
+        self.first = next(module.parameters(), None)
+
+
+@contextlib.contextmanager
+def served(parts: Parts, trainer: ServedTrainer, record: Record | None = None) -> Generator[None, None, None]:
+    """Inside, the modules log into `record`, and see `trainer`. Afterwards they are as before."""
+    record = Record() if record is None else record
+    own = {"log": record.log, "log_dict": record.log_dict, "all_gather": _no_gather, "print": _print}
+    for module in parts.modules:
+        vars(module).update(own, _trainer=trainer)
+        if parts.first is not None:
+            vars(module)["_device"] = parts.first.device
+    try:
+        with record.watching(parts.metrics):
+            yield
+    finally:
+        for module in parts.modules:
+            for name in own:
+                vars(module).pop(name, None)
+            vars(module)["_trainer"] = None

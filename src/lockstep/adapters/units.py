@@ -1,0 +1,201 @@
+"""The units of a mean: what a batch's loss is a mean over, found by trying a few samples in several parts.
+
+A mean over n units of a batch is, for every cut of the batch into parts, the mean of the parts' means with the weights
+n1, n2. A mean over other units is not, unless all samples have equally many.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.core.errors import DataError
+
+IGNORED = -100
+"""The label that torch's cross_entropy leaves out."""
+_MOST = 16  # samples that are tried
+_LARGEST_MASK_DTYPE = (torch.bool, torch.uint8, torch.int32, torch.int64)
+
+Path = tuple[Any, ...]
+
+
+class Given(NamedTuple):
+    """A batch of the foreign code, and what is known of it."""
+
+    batch: Any
+    samples: int
+    purpose: str
+    """`train`, `validate` or `predict`."""
+    is_empty: bool = False
+    """True if it has no unit: its mean is 0/0."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a mean is a mean over."""
+
+    kind: str = "samples"
+    """`samples`; `labels`: those that are not -100; `shifted`: the same without the first of each row, as causal models
+    count; `ones`: of a mask."""
+    path: Path = ()
+    """Where the tensor is in the batch."""
+
+    def count(self, given: Given) -> Any:
+        """The number of units of a batch: an int, or a tensor on the batch's device."""
+        if self.kind == "samples":
+            return given.samples
+        found = given.batch
+        for key in self.path:
+            found = found[key]
+        if self.kind == "ones":
+            return (found != 0).sum()
+        return ((found[..., 1:] if self.kind == "shifted" else found) != IGNORED).sum()
+
+    def filled(self, given: Given) -> Any:
+        """A batch without units as one whose mean is finite, to be multiplied by zero: all ranks make equal passes."""
+        return _replaced(given.batch, self.path, lambda found: torch.full_like(found, self.kind == "ones"))
+
+    def __str__(self) -> str:
+        place = "".join(f"[{key!r}]" for key in self.path)
+        after = " after the first of each row" if self.kind == "shifted" else ""
+        of = {"ones": f"the ones of batch{place}"}.get(
+            self.kind, f"the labels of batch{place} that are not -100{after}"
+        )
+        return "samples" if self.kind == "samples" else of
+
+
+@dataclass(frozen=True)
+class OwnUnit:
+    """Units that the user counts."""
+
+    function: Callable[[Any], Any]
+    kind: str = "own"
+
+    def count(self, given: Given) -> Any:
+        """See `Unit.count`."""
+        return self.function(given.batch)
+
+    def filled(self, given: Given) -> Any:
+        """The batch as it is: where it has no unit, its mean must be finite."""
+        return given.batch
+
+    def __str__(self) -> str:
+        return f"what {getattr(self.function, '__name__', 'weight')} counts"
+
+
+SAMPLES = Unit()
+
+
+def _replaced(value: Any, path: Path, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of `value` with another tensor at `path`."""
+    if not path:
+        return change(value)
+    new = _replaced(value[path[0]], path[1:], change)
+    if isinstance(value, tuple):
+        items = [new if place == path[0] else item for place, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    clone = copy.copy(value)
+    clone[path[0]] = new
+    return clone
+
+
+def tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors in dicts, lists and tuples, with the keys that lead to them."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping) or (hasattr(value, "keys") and hasattr(value, "__getitem__")):
+        for key in list(value.keys()):
+            yield from tensors(value[key], (*path, key))
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from tensors(item, (*path, place))
+
+
+def candidates(batch: Any) -> list[Unit]:
+    """The units that the loss of such batches may have, the most likely first."""
+    found = [SAMPLES]
+    for path, tensor in tensors(batch):
+        if tensor.dtype == torch.int64:
+            found.append(Unit("labels", path))
+            found += [Unit("shifted", path)] if tensor.ndim > 1 and tensor.shape[-1] > 1 else []
+        if tensor.dtype in _LARGEST_MASK_DTYPE and bool(((tensor == 0) | (tensor == 1)).all()):
+            found.append(Unit("ones", path))
+    # Labels are named so; an attention mask often has as many ones.
+    return sorted(found, key=lambda unit: (unit.kind != "samples", "label" not in str(unit.path[-1:]).lower()))
+
+
+def cuts(count: int) -> list[int]:
+    """Where a batch of `count` samples is cut in two, once for each trial."""
+    return sorted({1, count // 2, count - 1} - {0, count})
+
+
+def spread(length: int) -> list[int]:
+    """Some indices of a data set of this length, evenly spread."""
+    count = min(_MOST, length)
+    return [number * length // count for number in range(count)]
+
+
+class Trial(NamedTuple):
+    """Values of a batch and of its parts, by name."""
+
+    whole: tuple[Given, Mapping[str, float]]
+    parts: Sequence[tuple[tuple[Given, Mapping[str, float]], tuple[Given, Mapping[str, float]]]]
+
+
+def fitting(trial: Trial, name: str, *, near: float) -> Unit | None:
+    """The units that the value `name` is a mean over. None: it is a mean over none that is known."""
+    return next((unit for unit in candidates(trial.whole[0].batch) if _fits(trial, name, unit, near)), None)
+
+
+def _fits(trial: Trial, name: str, unit: Unit, near: float) -> bool:
+    whole = trial.whole[1][name]
+    for parts in trial.parts:
+        counts = [float(unit.count(given)) for given, _ in parts]
+        counted = [(count, found.get(name, 0.0)) for count, (_, found) in zip(counts, parts, strict=True) if count]
+        if not counted:
+            return False
+        mean = sum(count * value for count, value in counted) / sum(counts)
+        if not abs(whole - mean) <= near * max(abs(whole), *(abs(value) for _, value in counted)):
+            return False
+    return True
+
+
+def is_sum(trial: Trial, name: str, *, near: float) -> bool:
+    """True if the value of the batch is the sum of those of its parts."""
+    whole = trial.whole[1][name]
+    return bool(trial.parts) and all(
+        abs(whole - sum(found[name] for _, found in parts)) <= near * abs(whole) and whole for parts in trial.parts
+    )
+
+
+def check_no_ignored(given: Given, unit: Any, where: str) -> None:
+    """Where the unit is the sample because all tried samples had all labels: a batch that lacks labels is an error.
+
+    Raises:
+        DataError: a tensor of whole numbers has -100.
+    """
+    if unit != SAMPLES:
+        return
+    for path, tensor in tensors(given.batch):
+        if tensor.dtype == torch.int64 and bool((tensor == IGNORED).any()):
+            place = "".join(f"[{key!r}]" for key in path)
+            raise DataError(
+                f"batch{place} has the label -100, which losses leave out, and the samples that were tried had none: "
+                "so it is not known whether the loss is a mean over samples or over labels",
+                where=where,
+                remedy="give weight=, a function from a batch to its number of labels, or weight='samples'",
+            )
+
+
+def sliced(given: Given, first: int, last: int) -> Given:
+    """The samples `first` to `last` of a batch: a mapping of tensors with the samples along the first dimension."""
+    batch = {
+        key: value[first:last] if hasattr(value, "__len__") and len(value) == given.samples else value
+        for key, value in given.batch.items()
+    }
+    return Given(batch, last - first, given.purpose)

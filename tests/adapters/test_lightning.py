@@ -1,0 +1,244 @@
+"""A LightningModule and a DataModule train as in plain torch, on any ranks; and what cannot be kept has its line."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+pl = pytest.importorskip("pytorch_lightning")
+
+from torchmetrics.classification import MulticlassAccuracy  # noqa: E402
+
+from lockstep import LockstepError, Trainer, adapters  # noqa: E402
+from lockstep.core.data.order import permute  # noqa: E402
+from lockstep.recipes import config_file  # noqa: E402
+from tests import runs  # noqa: E402
+from tests.adapters import lightning_cases as cases  # noqa: E402
+from tests.ranks import run_ranks  # noqa: E402
+
+STEPS = 18
+TRAINER = {"max_epochs": 3, "gradient_clip_val": 0.5, "devices": 1, "logger": False}
+
+
+def settings(**sections):
+    base = runs.config(**sections)
+    del base["optim"], base["batch"]
+    return base | {"batch": {"micro": 5}}
+
+
+def fit(folder, steps, missing=True):
+    torch.manual_seed(3)
+    task = adapters.lightning(cases.Net(), cases.Data(missing), trainer=TRAINER)
+    return runs.fit(task, settings(train={"steps": steps, "eval_every_steps": 6}), folder)
+
+
+def fit_in_shared_folder(steps):
+    with runs.shared_folder() as folder:
+        return fit(folder, steps)
+
+
+def by_hand(missing=True):
+    """Plain torch: the whole global batch at once, by the mean over its labels. The weights, and results of epochs."""
+    torch.manual_seed(3)
+    model, loaders = cases.Net(), cases.Data(missing)
+    loaders.setup("fit")
+    (inputs, labels), (eval_inputs, eval_labels) = loaders.sets
+    (optimizer,), (scheduler,) = model.configure_optimizers()
+    results = []
+    for epoch in range(3):
+        for start in range(0, 70, 12):
+            batch = torch.from_numpy(permute(np.arange(start, min(70, start + 12)), 70, 0, epoch))
+            optimizer.zero_grad()
+            cross_entropy(model(inputs[batch]), labels[batch]).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        scheduler.step()
+        with torch.no_grad():
+            outputs = model(eval_inputs)
+        accuracy = MulticlassAccuracy(3, average="macro", ignore_index=-100)
+        accuracy.update(outputs, eval_labels)
+        results.append((float(cross_entropy(outputs, eval_labels)), float(accuracy.compute())))
+    return {name: value.detach() for name, value in model.state_dict().items()}, results
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_it_trains_as_plain_torch(world, tmp_path):
+    weights, results = fit(tmp_path / "run", STEPS) if world == 1 else run_ranks(world, fit_in_shared_folder, STEPS)[0]
+    expected, evaluated = by_hand()
+    assert runs.difference(weights, expected) < 1e-10
+    assert results["eval/val_loss"] == pytest.approx(evaluated[-1][0], rel=1e-10)
+    assert results["eval/val_acc"] == pytest.approx(evaluated[-1][1], rel=1e-6)  # torchmetrics counts in float32
+    assert results["train/lr"] == pytest.approx(0.02 * 0.25)
+    assert results["train/train_loss"] == pytest.approx(results["train/loss"], rel=1e-12)
+    assert 200 <= results["train/progress"] < 200 + STEPS  # the third epoch
+
+
+def test_the_unit_is_the_sample_where_all_samples_have_a_label(tmp_path):
+    weights, _ = fit(tmp_path / "run", STEPS, missing=False)
+    assert runs.difference(weights, by_hand(missing=False)[0]) < 1e-10
+    assert "a mean over samples" in (tmp_path / "run" / "train.log").read_text()
+
+
+def test_a_label_that_is_missing_in_no_sample_that_was_tried_is_an_error(tmp_path):
+    data = cases.Data()
+    data.setup("fit")
+    data.sets[0][1][3] = -100
+    data.setup = lambda stage: None
+    task = adapters.lightning(cases.Net(), data)
+    with pytest.raises(LockstepError, match="-100"):
+        runs.fit(task, settings(train={"epochs": 1, "steps": None}), tmp_path / "run")
+
+
+def resumed(folder):
+    return fit(folder, STEPS)[0]
+
+
+def test_it_goes_on_on_other_ranks(tmp_path):
+    fit(tmp_path / "run", 8)
+    weights = run_ranks(2, resumed, tmp_path / "run")[0]
+    assert runs.difference(weights, by_hand()[0]) < 1e-10
+
+
+def test_a_file_with_a_module_trains_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("from tests.adapters.lightning_cases import Data, Net\n")
+    quick = ["device=cpu", "log.writers=[text_log]", "log.pictures=0", "train.epochs=1"]
+    trainer = Trainer(config_file.load("mine.py:Net", ["task.width=4", "task.missing=true", *quick]), quiet=True)
+    assert "eval/val_loss" in trainer.fit()
+    assert trainer.config.batch.global_ == 12  # the loader's
+    assert trainer.model.net[0].out_features == 4
+    with pytest.raises(LockstepError, match=r"task.wdith: unknown key\n.*did you mean width"):
+        Trainer(config_file.load("mine.py:Net", ["task.wdith=4", *quick]), run_dir="other", quiet=True).fit()
+
+
+def test_the_optimizer_also_takes_copies_of_the_parameters():
+    task = adapters.lightning(cases.Net(), cases.Data())
+    copies = [parameter.detach().clone() for parameter in task.model().parameters()]
+    made = task.optimizer([{"params": copies, "name": "default"}])
+    assert {id(one) for group in made.param_groups for one in group["params"]} == {id(one) for one in copies}
+    other = [{"params": [torch.nn.Parameter(torch.zeros(3))], "name": "default"}]
+    with pytest.raises(LockstepError, match="of another model"):
+        task.optimizer(other)
+
+
+# ---- what cannot be kept
+
+
+def net(**members):
+    return type("Own", (cases.Net,), members)()
+
+
+def uses_batch_idx(self, batch, batch_idx):
+    if batch_idx % 10 == 0:
+        pass
+    return cases.Net.training_step(self, batch, batch_idx)
+
+
+def gathers(self, batch, batch_idx):
+    return self.all_gather(self(batch[0])).sum()
+
+
+def sums(self, batch, batch_idx):
+    return cross_entropy(self(batch[0]), batch[1], reduction="sum")
+
+
+def normalises_by_batch(self, batch, batch_idx):
+    return (self(batch[0]) - self(batch[0]).mean(0)).square().mean().sqrt()
+
+
+def two_optimizers(self):
+    return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+def plateau(self):
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
+
+
+def cycles_momentum(self):
+    optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=self.trainer.estimated_stepping_batches)
+    return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def at_the_end(self):
+    pass
+
+
+def by_hand_optimized(self):
+    cases.Net.__init__(self)
+    self.automatic_optimization = False
+
+
+def world_size(self, batch, batch_idx):
+    return cases.Net.training_step(self, batch, batch_idx) / self.trainer.world_size
+
+
+def own_sampler(self):
+    class Mine(torch.utils.data.Sampler):
+        def __iter__(self):
+            return iter(range(70))
+
+        def __len__(self):
+            return 70
+
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*self.sets[0]), sampler=Mine())
+
+
+REFUSED = [
+    ({"training_step": uses_batch_idx}, {}, "batch_idx is used", uses_batch_idx, 1),
+    ({"training_step": gathers}, {}, "self.all_gather communicates", gathers, 1),
+    ({"training_step": sums}, {}, "is a sum over samples", sums, 0),
+    ({"training_step": normalises_by_batch}, {}, "is no mean over samples", normalises_by_batch, 0),
+    ({"training_step": world_size}, {}, "trainer.world_size", world_size, 1),
+    ({"configure_optimizers": two_optimizers}, {}, "it returns 2 optimizers", two_optimizers, 0),
+    ({"configure_optimizers": plateau}, {}, "schedule.plateau='{metric: eval/val_loss", plateau, 0),
+    ({"configure_optimizers": cycles_momentum}, {}, "cycle_momentum=False", cycles_momentum, 0),
+    ({"on_train_epoch_end": at_the_end}, {}, "ignore=['on_train_epoch_end']", at_the_end, 0),
+    ({"__init__": by_hand_optimized}, {}, "automatic_optimization is False", by_hand_optimized, 2),
+    ({}, {"train_dataloader": own_sampler}, "by a Mine", own_sampler, 0),
+]
+
+
+@pytest.mark.parametrize(("members", "of_data", "message", "function", "line"), REFUSED)
+def test_what_cannot_be_kept_is_an_error_with_its_line(tmp_path, members, of_data, message, function, line):
+
+    def train():
+        data = type("OwnData", (cases.Data,), of_data)()
+        task = adapters.lightning(net(**members), data, trainer={"max_epochs": 1})
+        runs.fit(task, settings(train={"steps": None}), tmp_path / "run")
+
+    with pytest.raises(LockstepError) as caught:
+        train()
+    assert message in str(caught.value)
+    assert f"{__file__}:{function.__code__.co_firstlineno + line}" in str(caught.value)
+
+
+def test_arguments_of_the_trainer_are_named_all_at_once(tmp_path):
+    class Draws(pl.Callback):
+        pass
+
+    given = {"max_epochs": 1, "limit_train_batches": 0.1, "max_epoch": 3, "precision": "64", "callbacks": [Draws()]}
+    with pytest.raises(LockstepError) as caught:
+        runs.fit(adapters.lightning(cases.Net(), cases.Data(), trainer=given), settings(), tmp_path / "run")
+    for text in ("limit_train_batches=0.1", "did you mean max_epochs", "precision='64'", "the callback Draws"):
+        assert text in str(caught.value)
+
+
+def test_arguments_of_the_trainer_become_keys(tmp_path):
+    callbacks = [pl.callbacks.EarlyStopping("val_loss", patience=2), pl.callbacks.ModelCheckpoint(monitor="val_loss")]
+    given = {
+        "max_epochs": 2,
+        "accumulate_grad_batches": 2,
+        "devices": 2,
+        "callbacks": callbacks,
+        "max_time": "00:01:00:00",
+    }
+    task = adapters.lightning(cases.Net(), cases.Data(True), trainer=given)
+    trainer = Trainer({"device": "cpu", "log": {"writers": [], "pictures": 0}}, run_dir=tmp_path / "run", quiet=True)
+    trainer.fit(task)
+    config = trainer.config
+    assert (config.batch.global_, config.train.epochs, config.train.max_time) == (48, 2, 3600)
+    assert config.train.stop_when.metric == "eval/val_loss"
+    assert config.checkpoint.keep_best == "min eval/val_loss"
