@@ -155,6 +155,8 @@ def _seen(
     """Names that the calling line has for a tensor, which gradient it is, and of which means it is the mean."""
     _named[name] += 1
     told: dict[str, Any] = {}
+    if frame is not None and tensor.numel() == 1 and any(each is tensor for each in places.arguments(frame)):
+        told["given_at"] = places.here(places.user_frame(frame.f_back) if frame.f_back else None)
     if _named[name] <= _NAMED:
         if frame is not None and tensor.numel() <= _SMALL:
             told["names"] = _names(frame)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class Model:
     inner: weakref.ref[Any]
     trainable: dict[str, bool]
     """By name, of each parameter at the wrapping."""
+    before: str | None = None
+    """A digest of the parameters before DDP made them equal."""
     is_told: bool = False
     active: int = 0
     """Forward passes through the wrapper that run just now."""
@@ -40,7 +42,11 @@ class Model:
     """Training forward passes through the wrapper since the last backward."""
     synced: bool | None = None
     """Whether gradients are exchanged in the backward of the last training forward pass. None: not DDP."""
+    unsynced_at: tuple[list[str | int] | None, bool] | None = None
+    """Where no_sync() was called last, and whether the script itself called it."""
     bypassed: int = 0
+    evaluation_at: list[str | int] | None = None
+    """Where eval() was called last."""
     evaluating: bool = False
     """Whether the last forward pass with gradients was in evaluation mode."""
     inputs: set[int] = dataclasses.field(default_factory=set)
@@ -52,26 +58,71 @@ class Model:
 _models: Registry[Model] = Registry()
 _inner: Registry[Model] = Registry()
 _owners: Registry[tuple[Model, str]] = Registry()
+_at_wrapping: Registry[bool] = Registry()
+"""Parameters that a wrapped model had when it was wrapped."""
+_made: Registry[tuple[list[str | int] | None, bool]] = Registry()
+"""Where each module was made or copied, and whether that was before any model was wrapped."""
+_freed: Registry[list[str | int] | None] = Registry()
+"""Where the script called requires_grad_() of a parameter."""
 _count = 0
+
+
+def made(module: Any, *_: Any, **__: Any) -> None:
+    """Module.__init__, and Module.__setstate__ of a copy. Constructors of the module itself are passed over."""
+    own = places.outside(lambda frame: frame.f_code.co_name == "__init__" and _first(frame) is module)
+    _made.put(module, (own, not list(_models.items())))
+
+
+def _first(frame: Any) -> Any:
+    """The first argument of a function: of a method, its object."""
+    return next(iter(places.arguments(frame)), None)
+
+
+def made_at(parameters: Iterable[torch.Tensor]) -> list[str | int] | None:
+    """Where the module was made that has one of these parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    found = (at for module, (at, _) in _made.items() for p in module._parameters.values() if id(p) in wanted)
+    return next(found, None)
+
+
+def freed(thing: Any, requires_grad: bool = True) -> None:
+    """requires_grad_() of a module or a parameter, by the script."""
+    if requires_grad and places.is_by_user(sys._getframe(3)):
+        for parameter in thing.parameters() if isinstance(thing, torch.nn.Module) else [thing]:
+            _freed.put(parameter, places.here())
+
+
+def unsynced(wrapper: Any) -> None:
+    """DDP.no_sync."""
+    model = _models.get(wrapper)
+    if model is not None:
+        model.unsynced_at = (places.here(), places.is_by_user(sys._getframe(3)))
 
 
 def wrapped(how: str, wrapper: Any, module: Any = None, *arguments: Any, **named: Any) -> After:
     """DDP(...), FSDP(...), DataParallel(...), fully_shard(...)."""
     at = places.here()
+    before = recorder.guard("weights before a wrapping", _weights, module) if how == "ddp" else None
 
     def after(result: Any, error: BaseException | None) -> None:
         if error is None:
-            _watch(how, at, wrapper)
+            _watch(how, at, wrapper, before)
 
     return after
 
 
-def _watch(how: str, at: list[str | int] | None, wrapper: Any) -> None:
+def _weights(module: Any) -> str:
+    return digests.of_numbers(digests.of_tensors({n: p.detach() for n, p in module.named_parameters()}).values())
+
+
+def _watch(how: str, at: list[str | int] | None, wrapper: Any, before: str | None) -> None:
     global _count
     inner = wrapper if how == "fsdp2" else wrapper.module
     trainable = {name: parameter.requires_grad for name, parameter in inner.named_parameters()}
-    model = Model(_count, how, at, weakref.ref(wrapper), weakref.ref(inner), trainable)
+    model = Model(_count, how, at, weakref.ref(wrapper), weakref.ref(inner), trainable, before)
     _count += 1
+    for parameter in inner.parameters():
+        _at_wrapping.put(parameter, True)
     _models.put(wrapper, model)
     if inner is not wrapper:
         _inner.put(inner, model)
@@ -101,6 +152,8 @@ def _tell(model: Model) -> None:
         trainable=sum(model.trainable.values()),
         frozen=[name for name, is_on in model.trainable.items() if not is_on][:_NAMES],
         names_digest=digests.of_numbers(model.trainable),
+        before=model.before,
+        synced=getattr(wrapper, "broadcast_buffers", None),
         find_unused=getattr(wrapper, "find_unused_parameters", None),
         static_graph=getattr(wrapper, "static_graph", None),
         buffers=len(list(inner.buffers())),
@@ -250,6 +303,12 @@ class _Locator:
         self._evaluating = is_on
         self._set()
 
+    def step(self) -> None:
+        steps = recorder.counts.optimizer_steps
+        if self._until_step <= steps < _COPIES_UNTIL and self._handle is not None and _expects_copies():
+            self._until_step = steps + _WATCH_STEPS
+        self._set()
+
     def _set(self) -> None:
         is_on = self._evaluating or recorder.counts.optimizer_steps < self._until_step
         if is_on and self._handle is None and not recorder.is_compiled:
@@ -257,8 +316,6 @@ class _Locator:
         elif self._handle is not None and (not is_on or recorder.is_compiled):
             self._handle.remove()
             self._handle = None
-
-    step = _set
 
 
 _locator = _Locator()
@@ -279,15 +336,30 @@ def _called(module: Any, arguments: Any) -> None:
 
 _seen: set[int] = set()
 _copies: Registry[tuple[int, list[str | int] | None]] = Registry()
+_COPIES_UNTIL = 1000
 _copied: dict[int, dict[str, Any]] = {}
 
 
 def _note_copy(module: Any) -> None:
     """A module with the names of a wrapped model, such as its average: what becomes of it is told at the end."""
     names = [name for name, _ in module.named_parameters()]
-    is_copy = any(names == list(model.trainable) for model in told()) and names
-    if is_copy and not any(_owners.get(parameter) for parameter in module.parameters()):
+    if _is_copy(module, names):
         _copies.put(module, (len(list(_copies.items())), places.here()))
+
+
+def _is_copy(module: Any, names: list[str]) -> bool:
+    is_like = any(names == list(model.trainable) for model in told()) and bool(names)
+    return is_like and not any(_owners.get(parameter) for parameter in module.parameters())
+
+
+def _expects_copies() -> bool:
+    """True if a module has the names of a wrapped model, and nobody has called it so far."""
+    firsts = {next(iter(model.trainable), "").partition(".")[0] for model in told()}
+    return any(
+        id(module) not in _seen and _is_copy(module, [name for name, _ in module.named_parameters()])
+        for module, _ in _made.items()
+        if {*module._modules, *module._parameters} & firsts
+    )
 
 
 def _called_past(module: Any, model: Model) -> None:
@@ -297,12 +369,16 @@ def _called_past(module: Any, model: Model) -> None:
     elif torch.is_grad_enabled():
         model.bypassed += 1
         if model.bypassed == 1:
-            recorder.emit("bypass", at=places.here(), model=model.number, forwards_bypassed=1)
+            parts = {id(part) for part in module.modules()}
+            at = places.outside(lambda frame: id(_first(frame)) in parts)
+            recorder.emit("bypass", at=at, model=model.number, forwards_bypassed=1)
 
 
 def mode_set(module: Any, mode: bool = True) -> After:
     """Module.train, which Module.eval calls."""
-    if _models.get(module) is not None or _inner.get(module) is not None:
+    model = _models.get(module) or _inner.get(module)
+    if model is not None:
+        model.evaluation_at = None if mode else places.here()
         _locator.evaluate(not mode)
     return None
 
@@ -316,7 +392,19 @@ def hooked(wrapper: Any, state: Any, hook: Any, *_: Any, **__: Any) -> After:
     return None
 
 
-_last: dict[int, str] = {}
+_last: dict[int, dict[str, str | None]] = {}
+_last_buffers: dict[int, dict[str, str | None]] = {}
+
+
+def _own_buffers(inner: Any) -> dict[str, torch.Tensor]:
+    """Buffers of floating-point numbers that a checkpoint has, without the statistics of normalizations."""
+    return {
+        f"{name}.{key}".removeprefix("."): buffer
+        for name, module in inner.named_modules()
+        if not hasattr(module, "track_running_stats")
+        for key, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_floating_point() and key not in module._non_persistent_buffers_set
+    }
 
 
 def note_parameters(*_: Any, **__: Any) -> After:
@@ -324,17 +412,22 @@ def note_parameters(*_: Any, **__: Any) -> After:
     for model in told():
         parameters = {name: parameter.detach() for name, parameter in _parameters(model)}
         if model.how == "ddp" and parameters:
-            _last[model.number] = digests.of_numbers(digests.of_tensors(parameters).values())
+            _last[model.number] = digests.of_tensors(parameters)
+            _last_buffers[model.number] = digests.of_tensors(_own_buffers(model.inner()))
     for copy, (number, at) in _copies.items():
         found = digests.of_tensors({name: parameter.detach() for name, parameter in copy.named_parameters()})
+        made_at, is_early = _made.get(copy) or (None, None)
+        changes = sum(0 if parameter.is_inference() else parameter._version for parameter in copy.parameters())
         _copied[number] = {"class": type(copy).__name__, "at": at, "digest": digests.of_numbers(found.values())}
+        _copied[number] |= {"made_at": made_at, "is_early": is_early, "changes": changes}
     return None
 
 
 def at_exit() -> dict[str, Any]:
     """What the parameters are at the end."""
     note_parameters()
-    return {"parameters": dict(_last) or None, "copies": dict(_copied) or None}
+    buffers = {number: each for number, each in _last_buffers.items() if each}
+    return {"parameters": dict(_last) or None, "copies": dict(_copied) or None, "buffers": buffers or None}
 
 
 def compiled(*_: Any, **__: Any) -> After:
@@ -355,7 +448,8 @@ def backward_begins() -> dict[int, dict[str, Any]]:
         flag = bool(wrapper.require_backward_grad_sync)
         is_late = model.pending > 0 and flag != model.synced
         found[model.number] = {"synced": model.pending > 0 and bool(model.synced), "flag_set_late": is_late}
-        found[model.number] |= {"pending": model.pending, "evaluating": model.evaluating}
+        found[model.number] |= {"pending": model.pending, "unsynced_at": model.unsynced_at}
+        found[model.number] |= {"evaluating": model.evaluating and (model.evaluation_at or True)}
         model.pending = 0
     return found
 
@@ -363,11 +457,17 @@ def backward_begins() -> dict[int, dict[str, Any]]:
 _unfrozen: dict[int, tuple[list[str], list[str]]] = {}
 
 
-def note_unfrozen(model: Model, at: list[str | int] | None) -> None:
-    """Note parameters of a model that were frozen or unfrozen after its wrapping."""
+def note_unfrozen(model: Model, at: list[str | int] | None) -> bool:
+    """Note parameters of a model that were frozen, unfrozen or added after its wrapping. True: there are new ones."""
     now = [(name, parameter.requires_grad) for name, parameter in _parameters(model)]
     on = [name for name, is_on in now if is_on and model.trainable.get(name) is False]
     off = [name for name, is_on in now if not is_on and model.trainable.get(name)]
-    if (on or off) and _unfrozen.get(model.number) != (on, off):
-        _unfrozen[model.number] = (on, off)
-        recorder.emit("unfrozen", limit=50, at=at, model=model.number, names=on[:_NAMES], frozen=off[:_NAMES])
+    parameters = dict(_parameters(model))
+    added = [name for name, is_on in now if is_on and _at_wrapping.get(parameters[name]) is None]
+    if not (on or off or added) or _unfrozen.get(model.number) == (on + added, off):
+        return False
+    _unfrozen[model.number] = (on + added, off)
+    at = next((place for name in on if (place := _freed.get(parameters[name]))), at)
+    told = {"names": (on + added)[:_NAMES], "frozen": off[:_NAMES], "added": added[:_NAMES] or None}
+    recorder.emit("unfrozen", limit=50, at=at, model=model.number, **told)
+    return bool(on or added)

@@ -15,6 +15,8 @@ from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
 
 _MOST = 256
+_LOOKS = 4
+"""So many steps after something unusual are looked at closely."""
 _UNFROZEN_EVERY = 10
 
 
@@ -34,6 +36,12 @@ class Optimizer:
     owners: dict[int, None] | None = None
     """Numbers of the models that have its parameters."""
     is_told: bool = False
+    is_prepared: bool = False
+    """Whether Accelerate has it."""
+    looks: int = _LOOKS
+    """So many steps without an exchange of gradients are still looked at closely."""
+    looks_now: int = 0
+    """So many of the next steps are looked at closely, because parameters were unfrozen."""
     was_cleared: bool | None = None
     """Whether a backward pass since its last step began without gradients. None: no one has looked."""
 
@@ -120,7 +128,9 @@ def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
         _steps.pop()
     known = _know(optimizer)
     at = places.here(frame)
-    step = Step(optimizer, known, at, frame, recorder.is_sampled(known.index))
+    is_alone = _is_alone() if known.looks else False
+    step = Step(optimizer, known, at, frame, recorder.is_sampled(known.index) or is_alone or known.looks_now > 0)
+    known.looks, known.looks_now = known.looks - is_alone, max(0, known.looks_now - 1)
     _steps.append(step)
     if len(_steps) > 1:  # a step within a step of an optimizer that holds another
         return None
@@ -137,6 +147,22 @@ def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     if "closure" in named:
         return arguments, {**named, "closure": observed}
     return (arguments[0], observed, *arguments[2:]), named
+
+
+def _fresh() -> list[dict[str, Any]]:
+    """The backward passes since the last step of any optimizer."""
+    return passes.backwards[max(0, passes.state.last_seen - passes.state.first) :]
+
+
+def _is_alone() -> bool:
+    """True if none of these passes exchanged gradients of a model of DDP."""
+    told = [each for backward in _fresh() for each in backward["models"].values()]
+    return bool(told) and not any(each["synced"] for each in told)
+
+
+def prepared(wrapper: Any, optimizer: Any, *_: Any, **__: Any) -> None:
+    """AcceleratedOptimizer.__init__."""
+    _know(optimizer).is_prepared = True
 
 
 def _runs(frame: Any, inner: Any) -> bool:
@@ -164,7 +190,7 @@ def _ready(step: Step) -> None:
         model = owner[0].number if owner else None
         recorder.emit("hand_reduce", limit=4, model=model, optimizer=step.known.number, **line)
     if step.is_sampled:
-        step.told |= _digests(step.optimizer, "gradients")
+        step.told |= _digests(step.optimizer, "gradients") | {"norm_at": gradients.norm_at}
         found = [digests.local(p.grad.detach()) for p in parameters if p.grad is not None]
         found = [tensor for tensor in found if tensor.layout == torch.strided and tensor.numel()]
         step.told["gradient_norm"] = 0.0
@@ -230,6 +256,8 @@ def _tell_optimizer(step: Step) -> None:
         missing=models.missing(_known_parameters),
         left_out=models.left_out(_known_parameters),
         unwrapped=_unwrapped(step.optimizer) if any(owners) else None,
+        unwrapped_at=models.made_at([p for p, owner in zip(parameters, owners, strict=True) if owner is None]),
+        prepared=step.known.is_prepared or None,
         gradients_none=sum(parameter.grad is None for parameter in parameters),
     )
     if recorder.counts.optimizer_steps == 0 and parameters:
@@ -277,11 +305,9 @@ def _write_step(step: Step, skipped: bool | None = None) -> None:
         step.told |= _digests(optimizer, "parameters")
     if step.is_sampled or known.index % _UNFROZEN_EVERY == 0:
         for model in models.told():
-            if model.number in owners and model.how == "ddp":
-                models.note_unfrozen(model, step.at)
-    fresh = passes.backwards[
-        max(0, passes.state.last_seen - passes.state.first) :
-    ]  # since the last step of any optimizer
+            if model.number in owners and model.how == "ddp" and models.note_unfrozen(model, step.at):
+                known.looks_now = _LOOKS
+    fresh = _fresh()
     own = passes.backwards[max(0, known.backwards_seen - passes.state.first) :]
     backwards = [_told_backward(told, owners) for told in fresh or own]
     if any(told.pop("is_past") for told in backwards):
@@ -327,11 +353,13 @@ def _told_backward(told: dict[str, Any], owners: dict[int, None]) -> dict[str, A
     kept = {key: value for key, value in told.items() if key != "models" and value is not None}
     mine = [each for number, each in told["models"].items() if number in owners]
     kept["is_past"] = any(not each["pending"] for each in mine)
+    kept |= {"evaluating": at for each in mine if (at := each["evaluating"])}
+    if any(each["unsynced_at"] and not each["synced"] for each in mine):
+        kept["unsynced_at"], kept["unsynced_by_user"] = next(e["unsynced_at"] for e in mine if e["unsynced_at"])
     if mine:
         kept["synced"] = any(each["synced"] for each in mine)
         kept["flag_set_late"] = any(each["flag_set_late"] for each in mine)
         kept["forwards"] = sum(each["pending"] for each in mine)
-        kept |= {"evaluating": True} if any(each["evaluating"] for each in mine) else {}
     return kept
 
 

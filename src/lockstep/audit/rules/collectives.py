@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
+from lockstep.audit.rules import sources
 from lockstep.audit.rules.facts import differ, each_rank, line, named, place, rule, some
 
 _WHOLE = (
@@ -88,8 +89,8 @@ def _ops(by_rank: Mapping[int, Event]) -> bool:
     return differ({rank: event["op"] for rank, event in by_rank.items()})
 
 
-def _odd(history: History, lines: Mapping[int, Place | None]) -> int:
-    """The rank whose line the fewest other ranks have ever come to; of these, the first."""
+def _odd(history: History, lines: Mapping[int, Place | None], ahead: Iterable[int] = ()) -> int:
+    """The rank whose line the fewest other ranks have ever come to; of these, one that is ahead, or the first."""
     came: dict[int, set[tuple[str, int]]] = {rank: set() for rank in history.ranks}
     for event in history.events:
         passes = event.get("backwards") if event["kind"] == "step" else ()  # of loader_end: a number
@@ -101,7 +102,7 @@ def _odd(history: History, lines: Mapping[int, Place | None]) -> int:
         at = lines[rank]
         return sum(at is None or at[:2] in came[other] for other in came if other != rank)
 
-    return min(lines, key=visitors)
+    return min(lines, key=lambda rank: (visitors(rank), rank not in set(ahead)))
 
 
 def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Finding]:
@@ -155,13 +156,14 @@ def ranks_wait(history: History) -> Iterable[Finding] | str:
         return "no rank was stuck"
     gone = {rank: event for rank, event in left(history).items() if rank not in waiting}
     lines = {rank: waits_at(event) for rank, event in waiting.items()}
+    ways = _ways(waiting)
     where = {
         rank: f"{line(at)} ({waiting[rank].get('blocked_in') or 'no call of torch.distributed'})"
         for rank, at in lines.items()
     }
     if gone or not differ(where):
         return []
-    rank = _odd(history, lines)
+    rank = _odd(history, ways or lines, _ahead(waiting))
     evidence = f"nothing moved for {max(e.get('since_s') or 0 for e in waiting.values()):.0f} s: {each_rank(where)}"
     words = _differences(waiting)
     cause = words or f"{named([rank])} came to {line(lines[rank])}, and the others did not"
@@ -170,7 +172,33 @@ def ranks_wait(history: History) -> Iterable[Finding] | str:
         "take it out of `if rank == 0`"
     )
     step = waiting[rank].get("step")
-    return [Finding("LS502", lines[rank], evidence, cause, remedy, tuple(waiting), step)]
+    at = ways.get(rank) or lines[rank]
+    for other in ways:
+        rows = sources.ways_out(ways[rank].file, ways[other].line, ways[rank].line) if at else []
+        at = ways[rank]._replace(line=rows[-1]) if rows else at
+    return [Finding("LS502", at, evidence, cause, remedy, tuple(waiting), step)]
+
+
+def _ways(waiting: Mapping[int, Event]) -> dict[int, Place]:
+    """The lines on which ranks are in the innermost function that all of them are in. Empty: there is no such."""
+    stacks = {
+        rank: list(reversed((event.get("stacks") or {}).get("MainThread") or ())) for rank, event in waiting.items()
+    }
+    for frames in zip(*stacks.values(), strict=False):
+        if differ(dict(enumerate(frames))):
+            is_same = not differ({number: (frame[0], frame[2]) for number, frame in enumerate(frames)})
+            is_own = any(event.get("at") and event["at"][0] == frames[0][0] for event in waiting.values())
+            return dict(zip(stacks, (Place(*frame) for frame in frames), strict=True)) if is_same and is_own else {}
+    return {}
+
+
+def _ahead(waiting: Mapping[int, Event]) -> set[int]:
+    """The ranks that have made the most collectives."""
+    made = {
+        r: max((e.get("sequence") or 0 for e in event.get("collectives") or ()), default=0)
+        for r, event in waiting.items()
+    }
+    return {rank for rank, number in made.items() if number == max(made.values())}
 
 
 def _differences(waiting: Mapping[int, Event]) -> str | None:

@@ -121,6 +121,7 @@ def mean_of_means(history: History) -> Iterable[Finding] | str:
         firsts = {rank: events[0] for rank, events in by_rank.items()}
         words = _unequal_means(firsts) or _unequal_ratios(history, firsts)
         if words:
+            file, row, function = next(iter(firsts.values())).get("given_at") or (file, row, function)
             remedy = "add the sums and the counts of all batches and ranks, and divide once"
             cause = "the parts have unequal sizes, and each mean has the same weight"
             found = Finding("LS604", Place(file, row, function), words, cause, remedy, tuple(by_rank), step)
@@ -146,6 +147,10 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
 
 def _unequal_ratios(history: History, firsts: dict[int, Event]) -> str | None:
     """Shares of right answers, as numbers between 0 and 1, of unequal numbers of samples."""
+    ratios = {r: e["ratio_of"] for r, e in firsts.items() if "ratio_of" in e and e.get("reduce_op") in ("SUM", "AVG")}
+    if len(ratios) == len(firsts) and differ(ratios):
+        shown = each_rank({rank: f"{by:.6g}" for rank, by in ratios.items()})
+        return f"each rank gives a quotient of its own, which was divided by {shown}"
     counts: dict[int, int] = {}
     for rank, event in firsts.items():
         ends = [

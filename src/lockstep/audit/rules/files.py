@@ -101,7 +101,9 @@ def resume_samples(history: History) -> Iterable[Finding] | str:
         return []
     evidence, cause = found
     remedy = "save the epoch and the position in it, go on from the next epoch, or skip the batches that were used"
-    at = place(after[0][1].begin.get("at") or load.get("at"))
+    begin = after[0][1].begin
+    sets = [e for e in history.of("set_epoch", rank=begin["rank"]) if e["number"] < begin["number"] and e.get("at")]
+    at = place((sets[-1]["at"] if sets else None) or begin.get("at") or load.get("at"))
     return [Finding("LS703", at, evidence, cause, remedy, tuple(history.ranks), load["step"])]
 
 

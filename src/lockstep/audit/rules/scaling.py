@@ -25,7 +25,7 @@ def shards_scaled_apart(history: History) -> Iterable[Finding] | str:
                 seen = seen or len(factors) > 1
                 if len(factors) > 1 and min(factors.values()) < (1 - _SAME) * max(factors.values()):
                     first = events[ranks[0]]
-                    clips = first.get("clips") or [first]
+                    clips = [{"at": first["norm_at"]}] if first.get("norm_at") else first.get("clips") or [first]
                     shown = each_rank({rank: f"{factor:.4g}" for rank, factor in factors.items()})
                     evidence = f"between the backward pass and step {index}, shards were multiplied by {shown}"
                     cause = "each rank clips by the norm of its own shards, and not by that of the whole gradient"
@@ -74,7 +74,8 @@ def evaluation_mode(history: History) -> Iterable[Finding] | str:
                 evidence += "" if all(others) else ", and in training mode on others"
                 cause = "model.eval() was called, and model.train() was not called after it"
                 remedy = "model.train() at the beginning of each epoch, on all ranks"
-                at = place(told[turn][1].get("at"))
+                since = told[turn][1]["evaluating"]
+                at = place(since if isinstance(since, list) else told[turn][1].get("at"))
                 findings.append(Finding("LS210", at, evidence, cause, remedy, (rank,), None))
                 break
     return findings if seen else "no wrapped model with dropout or batch normalization was trained"
