@@ -254,7 +254,8 @@ def watch_samplers(module: Any) -> None:
 
 
 def _sampler_made(sampler: Any) -> list[str | int] | None:
-    return _weak(_samplers_at.get, sampler)
+    found: list[str | int] | None = _weak(_samplers_at.get, sampler)
+    return found
 
 
 def _length(thing: Any) -> int | None:

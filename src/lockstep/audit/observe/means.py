@@ -87,7 +87,7 @@ def arranged(*_: Any, **__: Any) -> After:
 
 
 def _note_labels(output: Any, target: Any, at: list[str | int] | None) -> None:
-    """Labels 0, 1, 2, ... of as many rows as a rank has, where the columns are those of all ranks: once for each line."""
+    """Labels 0, 1, 2, ... of the rows of a rank, where the columns are those of all ranks: once for each line."""
     if not isinstance(target, torch.Tensor) or target.ndim != 1 or str(at) in _labelled or len(target) < 2:
         return
     world = torch.distributed.get_world_size() if torch_state.has_other_ranks() else 1

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from lockstep.audit.observe import digests, places, torch_state
+from lockstep.audit.observe import digests, made, places, torch_state
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
@@ -58,38 +58,9 @@ class Model:
 _models: Registry[Model] = Registry()
 _inner: Registry[Model] = Registry()
 _owners: Registry[tuple[Model, str]] = Registry()
-_at_wrapping: Registry[bool] = Registry()
-"""Parameters that a wrapped model had when it was wrapped."""
-_made: Registry[tuple[list[str | int] | None, bool]] = Registry()
-"""Where each module was made or copied, and whether that was before any model was wrapped."""
-_freed: Registry[list[str | int] | None] = Registry()
-"""Where the script called requires_grad_() of a parameter."""
+at_wrapping: set[int] = set()
+"""Ids of the parameters that wrapped models had when they were wrapped. A weak reference would forbid swaps."""
 _count = 0
-
-
-def made(module: Any, *_: Any, **__: Any) -> None:
-    """Module.__init__, and Module.__setstate__ of a copy. Constructors of the module itself are passed over."""
-    own = places.outside(lambda frame: frame.f_code.co_name == "__init__" and _first(frame) is module)
-    _made.put(module, (own, not list(_models.items())))
-
-
-def _first(frame: Any) -> Any:
-    """The first argument of a function: of a method, its object."""
-    return next(iter(places.arguments(frame)), None)
-
-
-def made_at(parameters: Iterable[torch.Tensor]) -> list[str | int] | None:
-    """Where the module was made that has one of these parameters."""
-    wanted = {id(parameter) for parameter in parameters}
-    found = (at for module, (at, _) in _made.items() for p in module._parameters.values() if id(p) in wanted)
-    return next(found, None)
-
-
-def freed(thing: Any, requires_grad: bool = True) -> None:
-    """requires_grad_() of a module or a parameter, by the script."""
-    if requires_grad and places.is_by_user(sys._getframe(3)):
-        for parameter in thing.parameters() if isinstance(thing, torch.nn.Module) else [thing]:
-            _freed.put(parameter, places.here())
 
 
 def unsynced(wrapper: Any) -> None:
@@ -121,8 +92,8 @@ def _watch(how: str, at: list[str | int] | None, wrapper: Any, before: str | Non
     trainable = {name: parameter.requires_grad for name, parameter in inner.named_parameters()}
     model = Model(_count, how, at, weakref.ref(wrapper), weakref.ref(inner), trainable, before)
     _count += 1
-    for parameter in inner.parameters():
-        _at_wrapping.put(parameter, True)
+    made.has_wrapped = True
+    at_wrapping.update(map(id, inner.parameters()))
     _models.put(wrapper, model)
     if inner is not wrapper:
         _inner.put(inner, model)
@@ -163,11 +134,11 @@ def _tell(model: Model) -> None:
 
 def refresh(model: Model) -> None:
     """Remember whose the parameters are. FSDP exchanges them."""
-    for name, parameter in _parameters(model):
+    for name, parameter in parameters_of(model):
         _owners.put(parameter, (model, name))
 
 
-def _parameters(model: Model) -> Iterator[tuple[str, Any]]:
+def parameters_of(model: Model) -> Iterator[tuple[str, Any]]:
     inner = model.inner()
     return iter(()) if inner is None else inner.named_parameters()
 
@@ -200,7 +171,7 @@ def is_shard_of(name: str, tensor: torch.Tensor) -> bool:
 def missing(known: set[int]) -> dict[int, list[str]]:
     """By model, names of trainable parameters whose ids are not known."""
     return {
-        model.number: [name for name, p in _parameters(model) if p.requires_grad and id(p) not in known][:_NAMES]
+        model.number: [name for name, p in parameters_of(model) if p.requires_grad and id(p) not in known][:_NAMES]
         for model in told()
     }
 
@@ -208,7 +179,7 @@ def missing(known: set[int]) -> dict[int, list[str]]:
 def left_out(known: set[int]) -> dict[int, list[str]] | None:
     """By model, names of parameters that have a gradient and are in no optimizer."""
     found = {
-        model.number: [name for name, p in _parameters(model) if p.grad is not None and id(p) not in known][:_NAMES]
+        model.number: [name for name, p in parameters_of(model) if p.grad is not None and id(p) not in known][:_NAMES]
         for model in told()
     }
     return {number: names for number, names in found.items() if names} or None
@@ -329,22 +300,21 @@ def _called(module: Any, arguments: Any) -> None:
         model = _inner.get(module)
         if model is not None and not model.active:
             recorder.guard("calls past a wrapper", _called_past, module, model)
-        elif model is None and id(module) not in _seen:
+        elif model is None and id(module) not in _seen and _models.get(module) is None:
             _seen.add(id(module))
             recorder.guard("copies of models", _note_copy, module)
 
 
 _seen: set[int] = set()
-_copies: Registry[tuple[int, list[str | int] | None]] = Registry()
+copies: Registry[tuple[int, list[str | int] | None]] = Registry()
 _COPIES_UNTIL = 1000
-_copied: dict[int, dict[str, Any]] = {}
 
 
 def _note_copy(module: Any) -> None:
     """A module with the names of a wrapped model, such as its average: what becomes of it is told at the end."""
     names = [name for name, _ in module.named_parameters()]
     if _is_copy(module, names):
-        _copies.put(module, (len(list(_copies.items())), places.here()))
+        copies.put(module, (len(list(copies.items())), places.here()))
 
 
 def _is_copy(module: Any, names: list[str]) -> bool:
@@ -357,7 +327,7 @@ def _expects_copies() -> bool:
     firsts = {next(iter(model.trainable), "").partition(".")[0] for model in told()}
     return any(
         id(module) not in _seen and _is_copy(module, [name for name, _ in module.named_parameters()])
-        for module, _ in _made.items()
+        for module, _ in made.modules.items()
         if {*module._modules, *module._parameters} & firsts
     )
 
@@ -370,7 +340,7 @@ def _called_past(module: Any, model: Model) -> None:
         model.bypassed += 1
         if model.bypassed == 1:
             parts = {id(part) for part in module.modules()}
-            at = places.outside(lambda frame: id(_first(frame)) in parts)
+            at = places.outside(lambda frame: id(made.owner_of(frame)) in parts)
             recorder.emit("bypass", at=at, model=model.number, forwards_bypassed=1)
 
 
@@ -390,44 +360,6 @@ def hooked(wrapper: Any, state: Any, hook: Any, *_: Any, **__: Any) -> After:
     if model is not None:
         recorder.emit("hook", limit=20, at=places.here(), model=model.number, name=name)
     return None
-
-
-_last: dict[int, dict[str, str | None]] = {}
-_last_buffers: dict[int, dict[str, str | None]] = {}
-
-
-def _own_buffers(inner: Any) -> dict[str, torch.Tensor]:
-    """Buffers of floating-point numbers that a checkpoint has, without the statistics of normalizations."""
-    return {
-        f"{name}.{key}".removeprefix("."): buffer
-        for name, module in inner.named_modules()
-        if not hasattr(module, "track_running_stats")
-        for key, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_floating_point() and key not in module._non_persistent_buffers_set
-    }
-
-
-def note_parameters(*_: Any, **__: Any) -> After:
-    """Remember digests of the parameters of replicas: before the process group ends, and at exit."""
-    for model in told():
-        parameters = {name: parameter.detach() for name, parameter in _parameters(model)}
-        if model.how == "ddp" and parameters:
-            _last[model.number] = digests.of_tensors(parameters)
-            _last_buffers[model.number] = digests.of_tensors(_own_buffers(model.inner()))
-    for copy, (number, at) in _copies.items():
-        found = digests.of_tensors({name: parameter.detach() for name, parameter in copy.named_parameters()})
-        made_at, is_early = _made.get(copy) or (None, None)
-        changes = sum(0 if parameter.is_inference() else parameter._version for parameter in copy.parameters())
-        _copied[number] = {"class": type(copy).__name__, "at": at, "digest": digests.of_numbers(found.values())}
-        _copied[number] |= {"made_at": made_at, "is_early": is_early, "changes": changes}
-    return None
-
-
-def at_exit() -> dict[str, Any]:
-    """What the parameters are at the end."""
-    note_parameters()
-    buffers = {number: each for number, each in _last_buffers.items() if each}
-    return {"parameters": dict(_last) or None, "copies": dict(_copied) or None, "buffers": buffers or None}
 
 
 def compiled(*_: Any, **__: Any) -> After:
@@ -452,22 +384,3 @@ def backward_begins() -> dict[int, dict[str, Any]]:
         found[model.number] |= {"evaluating": model.evaluating and (model.evaluation_at or True)}
         model.pending = 0
     return found
-
-
-_unfrozen: dict[int, tuple[list[str], list[str]]] = {}
-
-
-def note_unfrozen(model: Model, at: list[str | int] | None) -> bool:
-    """Note parameters of a model that were frozen, unfrozen or added after its wrapping. True: there are new ones."""
-    now = [(name, parameter.requires_grad) for name, parameter in _parameters(model)]
-    on = [name for name, is_on in now if is_on and model.trainable.get(name) is False]
-    off = [name for name, is_on in now if not is_on and model.trainable.get(name)]
-    parameters = dict(_parameters(model))
-    added = [name for name, is_on in now if is_on and _at_wrapping.get(parameters[name]) is None]
-    if not (on or off or added) or _unfrozen.get(model.number) == (on + added, off):
-        return False
-    _unfrozen[model.number] = (on + added, off)
-    at = next((place for name in on if (place := _freed.get(parameters[name]))), at)
-    told = {"names": (on + added)[:_NAMES], "frozen": off[:_NAMES], "added": added[:_NAMES] or None}
-    recorder.emit("unfrozen", limit=50, at=at, model=model.number, **told)
-    return bool(on or added)

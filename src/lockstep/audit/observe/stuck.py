@@ -33,6 +33,8 @@ def _watch() -> None:
     main = torch_internals.MainThread()
     while not recorder.has_ended:
         time.sleep(min(recorder.patience / _LOOKS, 5.0))
+        if _imports():
+            recorder.progress()
         since, moves = time.monotonic() - recorder.moved, main.has_moved()  # since the look before
         if since < recorder.patience or recorder.rank is None:
             seen = ""
@@ -44,6 +46,16 @@ def _watch() -> None:
         if last > recorder.patience or (now != seen and last > recorder.patience / 2):
             seen, noted = now, time.monotonic()
             recorder.emit_still("stuck", **told, moves=moves, since_s=round(since, 1))
+
+
+def _imports() -> bool:
+    """True if the main thread imports a module, which may take long."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and places.kind_of(frame.f_code)[0] is not places.USER:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _told() -> dict[str, Any]:

@@ -21,8 +21,10 @@ from lockstep.audit.observe import (
     communication,
     contents,
     data,
+    ends,
     files,
     frameworks,
+    made,
     means,
     models,
     passes,
@@ -67,10 +69,10 @@ def _patches() -> list[Patch]:
         Patch("torch.utils.data.dataset", "random_split", data.splitted, ("torch.utils.data",)),
         Patch("torch.utils.data.distributed", "DistributedSampler.set_epoch", data.epoch_set),
         Patch("torch.nn.modules.module", "Module.train", models.mode_set),
-        Patch("torch.nn.modules.module", "Module.__init__", models.made),
-        Patch("torch.nn.modules.module", "Module.__setstate__", models.made),
-        Patch("torch.nn.modules.module", "Module.requires_grad_", models.freed),
-        Patch("torch", "Tensor.requires_grad_", models.freed),
+        Patch("torch.nn.modules.module", "Module.__init__", made.made),
+        Patch("torch.nn.modules.module", "Module.__setstate__", made.made),
+        Patch("torch.nn.modules.module", "Module.requires_grad_", made.freed),
+        Patch("torch", "Tensor.requires_grad_", made.freed),
         Patch(ddp, "DistributedDataParallel.__init__", wrapped["ddp"]),
         Patch(ddp, "DistributedDataParallel.forward", models.forward),
         Patch(ddp, "DistributedDataParallel.register_comm_hook", models.hooked),
@@ -125,7 +127,7 @@ def _norm(*arguments: Any, **named: Any) -> None:
 def _ending(*arguments: Any, **named: Any) -> data.After:
     """The process group ends."""
     contents.probe()
-    return models.note_parameters()
+    return ends.note_parameters()
 
 
 def _of_files() -> list[Patch]:
@@ -211,7 +213,7 @@ def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -
     """Install all observers: at once, or once the module of each is imported."""
     recorder.on_open.append(stuck.start)
     data.on_loader.append(contents.remember)
-    recorder.at_exit += [each.at_exit for each in (contents, data, training, schedules, models, communication)]
+    recorder.at_exit += [each.at_exit for each in (contents, data, training, schedules, ends, communication)]
     recorder.emit("start", **_start())
     recorder.find_rank()
     for patch in _patches():

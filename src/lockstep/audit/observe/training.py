@@ -8,7 +8,18 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import communication, data, digests, models, passes, places, schedules, torch_state
+from lockstep.audit.observe import (
+    communication,
+    data,
+    digests,
+    ends,
+    made,
+    models,
+    passes,
+    places,
+    schedules,
+    torch_state,
+)
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.gradients import gradients
 from lockstep.audit.observe.objects import Registry
@@ -149,6 +160,11 @@ def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     return (arguments[0], observed, *arguments[2:]), named
 
 
+def _held() -> set[int]:
+    """The ids of all parameters that optimizers have now."""
+    return {id(parameter) for optimizer, _ in _optimizers.items() for parameter in _parameters(optimizer)}
+
+
 def _fresh() -> list[dict[str, Any]]:
     """The backward passes since the last step of any optimizer."""
     return passes.backwards[max(0, passes.state.last_seen - passes.state.first) :]
@@ -256,7 +272,7 @@ def _tell_optimizer(step: Step) -> None:
         missing=models.missing(_known_parameters),
         left_out=models.left_out(_known_parameters),
         unwrapped=_unwrapped(step.optimizer) if any(owners) else None,
-        unwrapped_at=models.made_at([p for p, owner in zip(parameters, owners, strict=True) if owner is None]),
+        unwrapped_at=made.made_at([p for p, owner in zip(parameters, owners, strict=True) if owner is None]),
         prepared=step.known.is_prepared or None,
         gradients_none=sum(parameter.grad is None for parameter in parameters),
     )
@@ -305,7 +321,7 @@ def _write_step(step: Step, skipped: bool | None = None) -> None:
         step.told |= _digests(optimizer, "parameters")
     if step.is_sampled or known.index % _UNFROZEN_EVERY == 0:
         for model in models.told():
-            if model.number in owners and model.how == "ddp" and models.note_unfrozen(model, step.at):
+            if model.number in owners and model.how == "ddp" and ends.note_unfrozen(model, step.at, _held()):
                 known.looks_now = _LOOKS
     fresh = _fresh()
     own = passes.backwards[max(0, known.backwards_seen - passes.state.first) :]
@@ -353,7 +369,7 @@ def _told_backward(told: dict[str, Any], owners: dict[int, None]) -> dict[str, A
     kept = {key: value for key, value in told.items() if key != "models" and value is not None}
     mine = [each for number, each in told["models"].items() if number in owners]
     kept["is_past"] = any(not each["pending"] for each in mine)
-    kept |= {"evaluating": at for each in mine if (at := each["evaluating"])}
+    kept |= next(({"evaluating": each["evaluating"]} for each in mine if each["evaluating"]), {})
     if any(each["unsynced_at"] and not each["synced"] for each in mine):
         kept["unsynced_at"], kept["unsynced_by_user"] = next(e["unsynced_at"] for e in mine if e["unsynced_at"])
     if mine:

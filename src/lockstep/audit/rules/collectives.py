@@ -29,9 +29,14 @@ def stuck(history: History) -> dict[int, Event]:
     for event in sorted(history.events, key=lambda event: int(event["number"])):
         if event["kind"] == "stuck":
             found[event["rank"]] = event
-        elif event["kind"] in _MOVES or (event["kind"] == "exit" and not event.get("code") and not event.get("error")):
+        elif event["kind"] in _MOVES or (event["kind"] == "exit" and not _is_lost(event) and _went_on(event)):
             found.pop(event["rank"], None)
     return found
+
+
+def _went_on(event: Event) -> bool:
+    """True if a rank ended by itself, or by an error of its own."""
+    return event.get("error", {}).get("type") not in (None, "KeyboardInterrupt") or not event.get("code")
 
 
 def waits_at(event: Event) -> Place | None:
@@ -245,6 +250,21 @@ def rank_left(history: History) -> Iterable[Finding] | str:
         at = place(last[-1]["at"]) or at
     remedy = "decide on all ranks together whether to stop: all_reduce the flag, and make loaders equally long"
     return [Finding("LS503", at, evidence, cause, remedy, tuple(sorted({**gone, **needy})), ends[rank])]
+
+
+@rule("LS506", "no-group", "several processes were started, and none joined a group")
+def no_group(history: History) -> Iterable[Finding] | str:
+    """N processes that each run the same training alone."""
+    steps = {event["rank"]: event for event in reversed(list(history.of("step")))}
+    if _world(history) < 2 or len(steps) < 2:
+        return "no two processes made steps"
+    sizes = {event["rank"]: event.get("dataset_size") for event in history.of("loader")}
+    if any(history.of("group", "wrap", "collective")) or differ(sizes):
+        return []
+    evidence = f"{named(steps)} made steps, and no process group was made by any of them"
+    cause = "without init_process_group each process trains a model of its own, on all of the data"
+    remedy = "dist.init_process_group() and DistributedDataParallel; of Accelerate on CPUs: ACCELERATE_USE_CPU=true"
+    return [Finding("LS506", place(steps[min(steps)].get("at")), evidence, cause, remedy, tuple(steps), 0)]
 
 
 @rule("LS504", "stuck", "the script is stuck")

@@ -8,18 +8,7 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
-from lockstep.audit.rules.facts import (
-    Key,
-    differ,
-    each_rank,
-    line,
-    named,
-    numbered,
-    place,
-    replicas,
-    rule,
-    some,
-)
+from lockstep.audit.rules.facts import Key, differ, each_rank, line, named, numbered, place, replicas, rule, some
 from lockstep.audit.rules.loaders import Iteration, Iterations, iterations
 from lockstep.audit.rules.shares import probes
 

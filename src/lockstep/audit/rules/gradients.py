@@ -9,18 +9,7 @@ from typing import Any
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
 from lockstep.audit.rules import sources
-from lockstep.audit.rules.facts import (
-    Key,
-    differ,
-    each_rank,
-    line,
-    named,
-    place,
-    replicas,
-    rule,
-    some,
-    steps,
-)
+from lockstep.audit.rules.facts import Key, differ, each_rank, line, named, place, replicas, rule, some, steps
 
 _NOTHING = "no step of replicas was compared"
 _AVERAGING = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
@@ -255,6 +244,15 @@ def unfrozen_late(history: History) -> Iterable[Finding] | str:
                 remedy = "unfreeze, and add layers, before DistributedDataParallel(...), or wrap the model anew"
                 step = parting.first["step"]
                 findings.append(Finding("LS203", at, parting.evidence, cause, remedy, parting.ranks, step))
+    for event in history.of("unfrozen") if compared and not findings else ():
+        if event.get("unowned"):
+            evidence = (
+                f"{some(event['unowned'])} require gradients since step {event['step']}, and no optimizer has them"
+            )
+            cause = "the wrapper and the optimizer were made while these parameters were frozen"
+            remedy = "unfreeze before the model is wrapped and the optimizer is made, or make both anew"
+            at, ranks = place(event.get("at")), tuple(history.ranks)
+            return [Finding("LS203", at, evidence, cause, remedy, ranks, event["step"])]
     return findings if compared else _NOTHING
 
 

@@ -36,6 +36,23 @@ def shards_scaled_apart(history: History) -> Iterable[Finding] | str:
     return findings if seen else "no gradients in shards were followed from the backward pass to the step"
 
 
+@rule("LS215", "labels-of-rank-0", "labels of gathered features lack the offset of the rank")
+def labels_of_rank_0(history: History) -> Iterable[Finding] | str:
+    """A contrastive loss whose columns are the features of all ranks, and whose labels are 0, 1, 2, ... on each."""
+    told = list(history.of("labels"))
+    for event in told:
+        if event["rank"] and not event["first"]:
+            evidence = (
+                f"rank {event['rank']} has labels from 0 on for its {event['rows']} rows, as rank 0 has, and the "
+            )
+            evidence += f"loss has {event['rows'] * len(history.ranks)} columns"
+            cause = "the columns of a rank begin at rank * rows, so its labels point at the features of rank 0"
+            remedy = "labels = torch.arange(rows) + rank * rows"
+            ranks = tuple(history.ranks)
+            return [Finding("LS215", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])]
+    return [] if told else "no loss compares rows of a rank with columns of all ranks"
+
+
 @rule("LS209", "sum-not-awaited", "gradients are used before their sum is there")
 def sum_not_awaited(history: History) -> Iterable[Finding] | str:
     """all_reduce(gradient, async_op=True) without wait() before the step."""

@@ -68,6 +68,13 @@ def _breaks(node: ast.AST, is_own: bool = True) -> Iterator[int]:
             yield from _breaks(child, is_own and not isinstance(child, (ast.For, ast.While)))
 
 
+def cuts(path: str) -> bool:
+    """True if a slice ends where a data set does: repeated samples are cut off by hand."""
+    ends = [n.slice.upper for n in nodes(path) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Slice)]
+    calls = [call for end in ends if end for call in ast.walk(end) if isinstance(call, ast.Call)]
+    return any(_name(call) == "len" and "data" in _name(each).lower() for call in calls for each in call.args)
+
+
 def condition(path: str, before: int, after: int) -> int | None:
     """The first `if` behind a line that decides whether a later line is reached."""
     found = [
