@@ -120,7 +120,7 @@ def iteration_begins(loader: Any) -> After:
         if known.epochs == 1:
             known.subset, known.mapped = _subset(loader.dataset)
         described = _described(loader, known)
-        recorder.emit("loader", limit=500, at=at, by_user=by_user or None, **described)
+        recorder.emit("loader", limit=500, at=at, by_framework=not by_user or None, **described)
         for function in on_loader:
             function(loader.dataset, described)
 

@@ -258,11 +258,11 @@ def no_group(history: History) -> Iterable[Finding] | str:
     steps = {event["rank"]: event for event in reversed(list(history.of("step")))}
     if _world(history) < 2 or len(steps) < 2:
         return "no two processes made steps"
-    sizes = {event["rank"]: event.get("dataset_size") for event in history.of("loader")}
-    if any(history.of("group", "wrap", "collective")) or differ(sizes):
+    same = {rank: (step.get("gradient_norm"), step.get("hyperparameters")) for rank, step in steps.items()}
+    if any(history.of("group", "wrap", "collective")) or differ(same) or not next(iter(same.values()))[0]:
         return []
-    evidence = f"{named(steps)} made steps, and no process group was made by any of them"
-    cause = "without init_process_group each process trains a model of its own, on all of the data"
+    evidence = f"{named(steps)} made the same first step, and none of them made a process group"
+    cause = "without init_process_group each process trains a model of its own, here the same one"
     remedy = "dist.init_process_group() and DistributedDataParallel; of Accelerate on CPUs: ACCELERATE_USE_CPU=true"
     return [Finding("LS506", place(steps[min(steps)].get("at")), evidence, cause, remedy, tuple(steps), 0)]
 

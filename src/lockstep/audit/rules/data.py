@@ -192,7 +192,7 @@ def _same_epochs(history: History, its: list[Iteration], ranks: tuple[int, ...])
         remedy = "sampler.set_epoch(epoch) before each `for batch in loader`"
     return Finding(
         "LS102",
-        place((begin.get("by_user") and begin.get("at")) or _made(its[0])),
+        place((not begin.get("by_framework") and begin.get("at")) or _made(its[0])),
         evidence,
         cause,
         remedy,
