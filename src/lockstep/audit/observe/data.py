@@ -191,30 +191,25 @@ def _described(loader: Any, known: Loader) -> dict[str, Any]:
     distributed = shares[0] if shares else None
     kind = type(inner).__name__ if inner is not None else None
     shuffles = distributed.get("shuffle") if distributed else None
-    return {
+    made = (at for one in reversed(samplers) if _distribution(one) and (at := _sampler_made(one)))
+    size = loader.batch_size or next((s.batch_size for s in samplers if hasattr(s, "batch_size")), None)
+    mapped = known.mapped if known.epochs == 1 and len(known.mapped or ()) <= _MAPPED else None
+    is_twice = sum((told.get("replicas") or 1) > 1 for told in shares) > 1
+    drops = loader.drop_last or any(getattr(s, "drop_last", False) for s in samplers)
+    replacement = next((bool(s.replacement) for s in samplers if hasattr(s, "replacement")), None)
+    shuffles = shuffles if shuffles is not None else _SHUFFLING.get(kind or "")
+    told: dict[str, Any] = {
         "loader": known.number,
         "made_at": known.made_at,
         "epoch": known.epochs - 1,
-        "dataset": type(loader.dataset).__name__,
-        "dataset_size": _length(loader.dataset),
-        "defined_in": places.file_of(type(loader.dataset)),
         "subset": known.subset,
-        "mapped": known.mapped if known.epochs == 1 and len(known.mapped or ()) <= _MAPPED else None,
-        "shared_twice": True if sum((told.get("replicas") or 1) > 1 for told in shares) > 1 else None,
-        "replacement": next((bool(s.replacement) for s in samplers if hasattr(s, "replacement")), None),
-        "batches": _length(loader),
-        "batch_size": loader.batch_size or next((s.batch_size for s in samplers if hasattr(s, "batch_size")), None),
-        "drop_last": bool(loader.drop_last or any(getattr(s, "drop_last", False) for s in samplers)),
-        "num_workers": loader.num_workers,
-        "is_iterable": isinstance(loader.dataset, torch.utils.data.IterableDataset),
-        "sampler": None if inner is None else _weak(_samplers.of, inner),
-        "sampler_kind": kind,
-        "sampler_at": next(
-            (at for one in reversed(samplers) if _distribution(one) and (at := _sampler_made(one))), None
-        ),
-        "shuffles": shuffles if shuffles is not None else _SHUFFLING.get(kind or ""),
-        "distributed": distributed,
     }
+    told |= {"dataset": type(loader.dataset).__name__, "dataset_size": _length(loader.dataset), "mapped": mapped}
+    told |= {"defined_in": places.file_of(type(loader.dataset)), "shared_twice": is_twice or None}
+    told |= {"replacement": replacement, "batches": _length(loader), "batch_size": size, "drop_last": bool(drops)}
+    told |= {"is_iterable": isinstance(loader.dataset, torch.utils.data.IterableDataset), "sampler_kind": kind}
+    told |= {"num_workers": loader.num_workers, "sampler": None if inner is None else _weak(_samplers.of, inner)}
+    return told | {"sampler_at": next(made, None), "shuffles": shuffles, "distributed": distributed}
 
 
 def _distribution(sampler: Any) -> dict[str, Any] | None:
@@ -347,17 +342,10 @@ def close(turn: Pass, is_complete: bool) -> None:
     done = {name: value - turn.before[name] for name, value in vars(recorder.counts).items()}
     if not done["backwards"]:  # no training: its batches belong to no optimizer step
         given[:] = [pair for pair in given if pair[0] is not turn]
-    recorder.emit(
-        "loader_end",
-        limit=500,
-        at=turn.at,
-        loader=turn.loader.number,
-        epoch=turn.epoch,
-        batches=turn.batches,
-        samples=turn.samples,
-        is_complete=is_complete,
-        **{**done, "gathered": done["gathered"] > 0, "joined": recorder.counts.joined > 0},
-    )
+    event: dict[str, Any] = {"at": turn.at, "loader": turn.loader.number, "epoch": turn.epoch, "batches": turn.batches}
+    event |= {"samples": turn.samples, "is_complete": is_complete}
+    event |= {**done, "gathered": done["gathered"] > 0, "joined": recorder.counts.joined > 0}
+    recorder.emit("loader_end", limit=500, **event)
 
 
 def close_complete() -> None:

@@ -109,27 +109,17 @@ def _tell(model: Model) -> None:
     inner: Any = model.inner()
     refresh(model)
     group = getattr(wrapper, "process_group", None)
-    recorder.emit(
-        "wrap",
-        limit=100,
-        at=model.at,
-        model=model.number,
-        how=model.how,
-        **{"class": type(inner).__name__},
-        group=getattr(group, "group_name", None),
-        ranks=torch_state.ranks_of(group),
-        ignored=sorted(getattr(wrapper, "parameters_to_ignore", ()))[:_NAMES] or None,
-        parameters=len(model.trainable),
-        trainable=sum(model.trainable.values()),
-        frozen=[name for name, is_on in model.trainable.items() if not is_on][:_NAMES],
-        names_digest=digests.of_numbers(model.trainable),
-        before=model.before,
-        synced=getattr(wrapper, "broadcast_buffers", None),
-        find_unused=getattr(wrapper, "find_unused_parameters", None),
-        static_graph=getattr(wrapper, "static_graph", None),
-        buffers=len(list(inner.buffers())),
-        modal=sum(any(word in type(each).__name__ for word in _MODAL) for each in inner.modules()),
-    )
+    event: dict[str, Any] = {"at": model.at, "model": model.number, "how": model.how, "class": type(inner).__name__}
+    event |= {"group": getattr(group, "group_name", None), "ranks": torch_state.ranks_of(group)}
+    event |= {"ignored": sorted(getattr(wrapper, "parameters_to_ignore", ()))[:_NAMES] or None}
+    event |= {"parameters": len(model.trainable), "trainable": sum(model.trainable.values())}
+    event |= {"frozen": [name for name, is_on in model.trainable.items() if not is_on][:_NAMES]}
+    event |= {"names_digest": digests.of_numbers(model.trainable), "before": model.before}
+    event |= {"synced": getattr(wrapper, "broadcast_buffers", None)}
+    event |= {"find_unused": getattr(wrapper, "find_unused_parameters", None)}
+    event |= {"static_graph": getattr(wrapper, "static_graph", None), "buffers": len(list(inner.buffers()))}
+    event |= {"modal": sum(any(word in type(each).__name__ for word in _MODAL) for each in inner.modules())}
+    recorder.emit("wrap", limit=100, **event)
 
 
 def refresh(model: Model) -> None:

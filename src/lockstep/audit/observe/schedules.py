@@ -114,16 +114,10 @@ def steps(scheduler: Any, *arguments: Any, **named: Any) -> After:
 
 def _tell(scheduler: Any, known: Scheduler, metric: float | None = None) -> None:
     optimizer = getattr(scheduler, "optimizer", None)
-    recorder.emit(
-        "scheduler",
-        limit=_EACH_LINE,
-        at=known.at,
-        scheduler=known.number,
-        **{"class": known.name},
-        per_step=known.calls,
-        metric=metric,
-        lr=[float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else None,
-    )
+    event: dict[str, Any] = {"at": known.at, "scheduler": known.number, "class": known.name, "per_step": known.calls}
+    event |= {"metric": metric}
+    event |= {"lr": [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else None}
+    recorder.emit("scheduler", limit=_EACH_LINE, **event)
 
 
 def after_step(optimizer: Any) -> None:
@@ -142,14 +136,7 @@ def at_exit() -> dict[str, Any]:
         if known.calls != (known.before or 0):
             _tell(scheduler, known)
     for known in _all:
-        recorder.emit(
-            "schedule",
-            at=known.at,
-            made_at=known.made_at,
-            name=known.name,
-            horizon=known.horizon,
-            steps=known.total,
-            is_outer=known.is_outer,
-            optimizer_steps=known.optimizer_steps,
-        )
+        event: dict[str, Any] = {"at": known.at, "made_at": known.made_at, "name": known.name, "horizon": known.horizon}
+        event |= {"steps": known.total, "is_outer": known.is_outer, "optimizer_steps": known.optimizer_steps}
+        recorder.emit("schedule", **event)
     return {}

@@ -226,18 +226,12 @@ def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -
 
 def _start() -> dict[str, Any]:
     environment = os.environ
-    return {
-        "world_size": int(environment.get("WORLD_SIZE", "1")),
-        "local_rank": int(environment.get("LOCAL_RANK", "0")),
-        "pid": os.getpid(),
-        "host": os.uname().nodename,
-        "script": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else None,
-        "argv": sys.argv[1:],
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "every": recorder.every,
-        "is_child": is_child(),
-    }
+    event: dict[str, Any] = {"world_size": int(environment.get("WORLD_SIZE", "1"))}
+    event |= {"local_rank": int(environment.get("LOCAL_RANK", "0")), "pid": os.getpid(), "host": os.uname().nodename}
+    event |= {"script": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else None, "argv": sys.argv[1:]}
+    event |= {"torch": torch.__version__, "python": sys.version.split()[0], "every": recorder.every}
+    event |= {"is_child": is_child()}
+    return event
 
 
 def failing() -> dict[str, str]:

@@ -241,15 +241,11 @@ def _unwrapped(optimizer: Any) -> list[str] | None:
 
 
 def _named(optimizer: Any) -> list[tuple[str, torch.Tensor]]:
-    return [
-        pair
-        for number, group in enumerate(optimizer.param_groups)
-        for pair in zip(
-            group.get("param_names") or [f"{number}.{place}" for place in range(len(group["params"]))],
-            group["params"],
-            strict=True,
-        )
-    ]
+    found: list[tuple[str, torch.Tensor]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"{number}.{place}" for place in range(len(group["params"]))]
+        found += zip(names, group["params"], strict=True)
+    return found
 
 
 def _tell_optimizer(step: Step) -> None:
@@ -259,23 +255,16 @@ def _tell_optimizer(step: Step) -> None:
     _note_parameters(step.optimizer, step.known)
     parameters = _parameters(step.optimizer)
     owners = [models.owner(parameter) for parameter in parameters]
-    recorder.emit(
-        "optimizer",
-        limit=100,
-        at=step.at,
-        optimizer=step.known.number,
-        **{"class": type(step.optimizer).__name__},
-        made_at=step.known.made_at,
-        groups=[{"parameters": len(g["params"]), **_hyperparameters(g)} for g in step.optimizer.param_groups],
-        owned=sum(owner is not None for owner in owners),
-        foreign=sum(owner is None for owner in owners),
-        missing=models.missing(_known_parameters),
-        left_out=models.left_out(_known_parameters),
-        unwrapped=_unwrapped(step.optimizer) if any(owners) else None,
-        unwrapped_at=made.made_at([p for p, owner in zip(parameters, owners, strict=True) if owner is None]),
-        prepared=step.known.is_prepared or None,
-        gradients_none=sum(parameter.grad is None for parameter in parameters),
-    )
+    event: dict[str, Any] = {"at": step.at, "optimizer": step.known.number, "class": type(step.optimizer).__name__}
+    event |= {"made_at": step.known.made_at}
+    event |= {"groups": [{"parameters": len(g["params"]), **_hyperparameters(g)} for g in step.optimizer.param_groups]}
+    event |= {"owned": sum(owner is not None for owner in owners), "foreign": sum(owner is None for owner in owners)}
+    event |= {"missing": models.missing(_known_parameters), "left_out": models.left_out(_known_parameters)}
+    event |= {"unwrapped": _unwrapped(step.optimizer) if any(owners) else None}
+    event |= {"unwrapped_at": made.made_at([p for p, owner in zip(parameters, owners, strict=True) if owner is None])}
+    event |= {"prepared": step.known.is_prepared or None}
+    event |= {"gradients_none": sum(parameter.grad is None for parameter in parameters)}
+    recorder.emit("optimizer", limit=100, **event)
     if recorder.counts.optimizer_steps == 0 and parameters:
         device = parameters[0].device
         uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
@@ -333,20 +322,11 @@ def _write_step(step: Step, skipped: bool | None = None) -> None:
     scaler = known.scaler
     if scaler is not None and passes.clips:
         scaler["unscaled_before_clip"] = known.unscaled_at is not None and known.unscaled_at < passes.clips[0][0]
-    recorder.emit(
-        "step",
-        at=step.at,
-        optimizer=known.number,
-        index=known.index,
-        backwards=backwards,
-        micro_batches=[told for _, told in data.given] or None,
-        hyperparameters=hyperparameters if hyperparameters != known.hyperparameters else None,
-        clips=clips or None,
-        scaler=scaler,
-        skipped=skipped,
-        sampled=step.is_sampled,
-        **step.told,
-    )
+    event: dict[str, Any] = {"at": step.at, "optimizer": known.number, "index": known.index, "backwards": backwards}
+    event |= {"micro_batches": [told for _, told in data.given] or None}
+    event |= {"hyperparameters": hyperparameters if hyperparameters != known.hyperparameters else None}
+    event |= {"clips": clips or None, "scaler": scaler, "skipped": skipped, "sampled": step.is_sampled, **step.told}
+    recorder.emit("step", **event)
     known.hyperparameters, known.scaler, known.unscaled_at = hyperparameters, None, None
     known.backwards_seen = recorder.counts.backwards
     data.given.clear()

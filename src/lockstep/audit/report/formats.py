@@ -56,21 +56,13 @@ def _summary(outcome: Outcome, verbose: bool) -> list[str]:
 
 def _row(finding: Finding) -> dict[str, Any]:
     rule = BY_ID[finding.rule]
-    return {
-        "rule": rule.id,
-        "name": rule.name,
-        "severity": rule.severity,
-        "title": rule.title,
-        "file": finding.where.file if finding.where else None,
-        "line": finding.where.line if finding.where else None,
-        "function": finding.where.function if finding.where else None,
-        "ranks": list(finding.ranks),
-        "step": finding.step,
-        "evidence": finding.evidence,
-        "cause": finding.cause,
-        "remedy": finding.remedy,
-        "page": page(rule),
-    }
+    event: dict[str, Any] = {"rule": rule.id, "name": rule.name, "severity": rule.severity, "title": rule.title}
+    event |= {"file": finding.where.file if finding.where else None}
+    event |= {"line": finding.where.line if finding.where else None}
+    event |= {"function": finding.where.function if finding.where else None, "ranks": list(finding.ranks)}
+    event |= {"step": finding.step, "evidence": finding.evidence, "cause": finding.cause, "remedy": finding.remedy}
+    event |= {"page": page(rule)}
+    return event
 
 
 def as_json(outcome: Outcome, exit_code: int) -> str:

@@ -121,15 +121,12 @@ def integer_mean(history: History) -> Iterable[Finding] | str:
     for event in history.of("floor_division"):
         if event.get("remainder"):
             evidence = f"a sum over ranks was divided by {event['divisor']} with //, and left a remainder"
-            findings[str(event.get("at"))] = Finding(
-                "LS603",
+            at, ranks, remedy = (
                 place(event.get("at")),
-                evidence,
-                "// rounds down",
-                "divide with /, or add counts and divide once",
                 tuple(history.ranks),
-                event["step"],
+                "divide with /, or add counts and divide once",
             )
+            findings[str(at)] = Finding("LS603", at, evidence, "// rounds down", remedy, ranks, event["step"])
     return list(findings.values()) if any(history.of("collective")) else "no collective was seen in Python"
 
 

@@ -112,18 +112,12 @@ def _named(id: str, cases: list[list[Event]], evidence: str, cause: str | None, 
     by_line: dict[Any, list[Event]] = {}
     for events in cases:
         by_line.setdefault(str(events[0].get("at")), []).extend(events)
-    return [
-        Finding(
-            id,
-            place(events[0].get("at")),
-            f"{evidence}, at {len(events)} steps that were looked at",
-            cause,
-            remedy,
-            tuple(sorted({event["rank"] for event in events})),
-            events[0]["step"],
-        )
-        for events in by_line.values()
-    ]
+    found = []
+    for events in by_line.values():
+        seen, ranks = f"{evidence}, at {len(events)} steps that were looked at", {event["rank"] for event in events}
+        at, step = place(events[0].get("at")), events[0]["step"]
+        found.append(Finding(id, at, seen, cause, remedy, tuple(sorted(ranks)), step))
+    return found
 
 
 @rule("LS309", "no-gradients", "the optimizer steps without gradients")
