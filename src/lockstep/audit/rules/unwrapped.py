@@ -12,6 +12,7 @@ from lockstep.audit.rules.facts import (
     differ,
     each_rank,
     keys,
+    line,
     named,
     optimizer_at,
     place,
@@ -96,7 +97,9 @@ def copies_part(history: History) -> Iterable[Finding] | str:
             found = {rank: by_rank[rank] for rank in group if rank in by_rank}
             if len(found) == len(group) and differ({rank: copy["digest"] for rank, copy in found.items()}):
                 copy = next(iter(found.values()))
-                evidence = f"the {copy['class']} that this line calls has other weights on {named(found)} at the end"
+                evidence = (
+                    f"the {copy['class']} that {line(copy['at'])} calls differs between {named(found)} at the end"
+                )
                 at, cause = _copied(history, found)
                 remedy = "copy the model after DistributedDataParallel(...) made it equal, and update on all ranks"
                 findings.append(Finding("LS214", at, evidence, cause, remedy, tuple(found), None))
