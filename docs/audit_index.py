@@ -157,7 +157,8 @@ in one folder, and judge them with `lockstep audit --read FOLDER`.
 - A notebook cannot be observed, and is told so. Save it as a script: `jupyter nbconvert --to script NOTEBOOK.ipynb`.
 - Not every fault has a rule. Of 40 faults in scripts by somebody who had not read the rules, 12 were named at the right
 line, 17 at another line, and 11 were not seen. Rules and observers were then repaired with these scripts, so nobody
-knows the share of today ([what was found, and what was not](../benchmarks/RESULTS.md#lockstep-audit-on-scripts-of-others)).
+knows the share of today
+([what was found, and what was not](../benchmarks/RESULTS.md#lockstep-audit-on-scripts-of-others)).
 [Public examples](audit_found.md): real faults in known projects, false alarms, and what was missed.
 - The line of a finding is that of the cause where this is known: where a sampler, a module or a copy was made, where
 `eval()` or `no_sync()` was called, the caller of a function that was given what it exchanges. Some lines come from the
