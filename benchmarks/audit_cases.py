@@ -1,7 +1,7 @@
 """`lockstep audit` judged on scripts by somebody who has not read its rules: faults, their repaired twins, odd scripts.
 
-    python benchmarks/audit_cases.py [--cases benchmarks/audit_cases] [--only faults|fixed|odd] [--ids 01 14 ...]
-        [--patience 12] [--out results.json]
+    python benchmarks/audit_cases.py [--cases benchmarks/audit_cases[/second]] [--only faults|fixed|odd]
+        [--ids 01 14 ...] [--patience 12] [--out results.json]
 
 A fault counts as found where an error or a warning points at one of its accepted lines (`lines` or `also` of
 cases.json), and as "elsewhere" where the audit reports only other lines. Whether the sentence of the finding is the
@@ -63,10 +63,23 @@ def audited(script: Path, run: dict[str, Any], root: Path, patience: int) -> dic
 def accepted(case: dict[str, Any]) -> set[tuple[str, int]]:
     """Files by name, and lines, at which the fault may be reported."""
     places = {(Path(case["file"]).name, line) for line in case["lines"]}
-    for place in case.get("also", []):
+    also = case.get("also", [])
+    if isinstance(also, dict):
+        also = [f"{also['file']}:{line}" for line in also["lines"]]
+    for place in also:
         file, _, line = place.rpartition(":")
         places.add((Path(file).name, int(line)))
     return places
+
+
+def run_of(case: dict[str, Any]) -> dict[str, Any]:
+    """How a case is run. Those of the second set say only their arguments, and how often they run."""
+    arguments = case.get("args", [])
+    return case.get("run") or {
+        "launch": "torchrun",
+        "args": arguments,
+        "first": [arguments] * (case.get("runs", 1) - 1),
+    }
 
 
 def verdict(kind: str, case: dict[str, Any], report: dict[str, Any]) -> str:
@@ -98,9 +111,10 @@ def main() -> None:
             if not wanted or (options.only and options.only != kind):
                 continue
             script = root / case["fixed" if kind == "fixed" else "script"]
-            report = audited(script, case["run"], root, options.patience)
+            report = audited(script, run_of(case), root, options.patience)
             result = verdict(kind, case, report)
-            results.append({"kind": kind, "id": case["id"], "verdict": result, "fault": case["sentence"], **report})
+            fault = case.get("sentence") or case.get("what")
+            results.append({"kind": kind, "id": case["id"], "verdict": result, "fault": fault, **report})
             print(
                 f"{kind:<7} {case['id']:<34} {result:<12} code {report['code']:>2} {report['seconds']:5.1f} s",
                 flush=True,

@@ -53,7 +53,9 @@ def main(arguments: list[str] | None = None, settings: Settings | None = None) -
         parser.error("name a script, or a module with -m")
     if options.script and not Path(options.script).exists():
         parser.error(f"there is no script {options.script}")
-    folder = options.folder or Path(f"lockstep-audit-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}")
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", os.getpid())
+    run_id = os.getppid() if run_id == "none" else run_id  # a launcher that names no run: its ranks have one parent
+    folder = options.folder or Path(f"lockstep-audit-{run_id}")
     boot.activate(folder, every=options.every, patience=options.patience, probe=not options.no_probe)
     recorder.is_main = True
 

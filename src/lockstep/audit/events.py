@@ -34,7 +34,9 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             split_batches}; shared_twice (a second such sampler within
                                                             the first), subset (digest of the indices of Subsets),
                                                             mapped (of the first epoch: the index below all Subsets
-                                                            for each index)
+                                                            for each index), defined_in (file of the data set's class),
+                                                            sampler_at (where the script made the sampler that deals),
+                                                            by_framework (the script does not iterate itself)
     indices       every 50 batches, and at an epoch's end   loader, epoch, first (number of the first batch), batches:
                                                             [[index, ...], ...] of map-style data; at most 100,000
                                                             indices an epoch
@@ -59,6 +61,9 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                   of the first 6 steps, without a loader
     class_weights the first loss of torch.nn.functional     digest, classes
                   with weights of classes, for each line
+    labels        the first loss of each line whose columns first (label), rows; `at`: of torch.arange, if known
+                  are the rows of all ranks, and whose
+                  labels are first, first + 1, ...
     drawn         torch.randn, rand and the like by the     digest
                   script, in steps 1 to 8
     gather        Accelerator.gather by the script          (only `at`)
@@ -75,13 +80,16 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             frozen: [name, ...] (at most 50), names_digest,
                                                             find_unused, static_graph, buffers, modal (modules such as
                                                             dropout), ranks (of the group),
-                                                            ignored: [name, ...] (that DDP does not exchange)
-    bypass        the first time that a watched model's     model, forwards_bypassed; `at` is the call's line
+                                                            ignored: [name, ...] (that DDP does not exchange),
+                                                            before (digest of the parameters before DDP made them
+                                                            equal), synced (broadcast_buffers of DDP)
+    bypass        the first time that a watched model's     model, forwards_bypassed; `at` is the line outside of it
                   module is called with gradients, in
                   training, without its wrapper
     unfrozen      parameters whose requires_grad differs    model, names: [name, ...]
                   from the wrapping, at a sampled optimizer   (now trainable; frozen: now frozen)
-                  step or every 10th
+                  step or every 10th                        added: those that came after the wrapping; unowned:
+                                                            those in no optimizer; `at`: of requires_grad_()
     optimizer     the first step of an optimizer            optimizer (id), class, made_at, groups: [{parameters, lr,
                                                             ...}], hyperparameters by group without parameters; owned
                                                             (its parameters that watched models have), foreign (those
@@ -89,7 +97,9 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             trainable parameters of that model in no optimizer so far},
                                                             left_out (the same, of those that have a gradient),
                                                             unwrapped (names that steps have for foreign parameters),
-                                                            gradients_none (of its parameters, at this step)
+                                                            gradients_none (of its parameters, at this step),
+                                                            unwrapped_at (where the module of these was made),
+                                                            prepared (by Accelerate)
     step          every step of an optimizer                optimizer, index (its own steps, from 0), backwards: [{at,
                                                             synced (bool: gradients of a watched DDP model were
                                                             exchanged; left out: not DDP), flag_set_late (bool),
@@ -117,8 +127,12 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             backward pass, if there is one), was_cleared (a
                                                             backward pass since the step before began without
                                                             gradients). In backwards: evaluating (the model was in
-                                                            evaluation mode), by_ranks (the function that calls
-                                                            backward knows the number of ranks). In clips:
+                                                            evaluation mode; the place of eval(), if known),
+                                                            unsynced_at, unsynced_by_user (who called no_sync()),
+                                                            loss_at (of the loss, where a framework calls backward),
+                                                            by_ranks (the function that calls backward knows the
+                                                            number of ranks). norm_at (where the script took the
+                                                            norm of a shard of a gradient). In clips:
                                                             reduced_before (the script had reduced gradients)
     hand_reduce   dist.all_reduce of gradients by the       model, optimizer, op, parameters (number), divided (bool:
                   script, once for each line; `step` is     the script divided by the number of ranks, before or after
@@ -139,6 +153,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                   most 2,000 for each line                  this group), divided_integer (bool), root (src or dst),
                                                             names: {variable: text} of the calling function,
                                                             parameter (the place of the gradient that is reduced),
+                                                            given_at (the call that gave the number to the function),
+                                                            ratio_of (what the number was divided by),
                                                             value (of one number), mean_of: {means, numbers, least,
                                                             most, unequal, weighted} where that number is the mean of
                                                             means that one line computed outside of training
@@ -147,7 +163,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             mode), shards: [name, ...] of tensors that are shards
     load          torch.load and the like                   path, keys, saved_step (if the file tells)
     state         load_state_dict of a model, optimizer,    what ("model", "optimizer", "scheduler", "scaler"), id
-                  scheduler, scaler                         missing, unexpected: [name, ...], of (number of names)
+                  scheduler, scaler                         missing, unexpected: [name, ...], of (number of names),
+                                                            names_digest (of a model)
     stuck         no event and no collective for a while    stacks: {thread: [place, ...]}, collectives: [{group,
                                                             sequence, name, sizes, dtypes, state}] newest last (flight
                                                             recorder), blocked_in (name of the call the main thread is
@@ -157,10 +174,12 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             number of collectives made}, cut: {what: number} of events
                                                             that were left out, joined, backwards_left (passes after
                                                             the last optimizer step), steps: {optimizer: number},
-                                                            parameters: {model: digest of all, when the process group
-                                                            ended or at exit, if the model lived}, copies: {number:
-                                                            {class, at, digest}} of modules with the names of a
-                                                            wrapped model
+                                                            parameters: {model: {name: digest}, when the process
+                                                            group ended or at exit, if the model lived}, buffers (the
+                                                            same, of those that no normalization has), copies: {number:
+                                                            {class, at, digest, made_at, is_early (made before any
+                                                            wrapping), changes (of its parameters)}} of modules with
+                                                            the names of a wrapped model
     note          an observer could not be installed        what, reason
 
 A digest is a string of 16 hexadecimal characters: a position-weighted sum over the bits of a tensor modulo 2**64, equal

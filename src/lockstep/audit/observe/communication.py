@@ -27,23 +27,12 @@ _depth = 0
 _sequences: Counter[str] = Counter()
 _groups: set[str] = set()
 
-COLLECTIVES = (
-    *(
-        "all_reduce",
-        "broadcast",
-        "reduce",
-        "all_gather",
-        "gather",
-        "scatter",
-        "reduce_scatter",
-        "all_to_all",
-        "barrier",
-    ),
-    *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "monitored_barrier"),
-    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
-    *("all_reduce_coalesced", "all_gather_coalesced", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
+_CALLS = (
+    "all_reduce broadcast reduce all_gather gather scatter reduce_scatter all_to_all barrier all_gather_into_tensor "
+    "reduce_scatter_tensor all_to_all_single monitored_barrier all_gather_object gather_object broadcast_object_list "
+    "scatter_object_list all_reduce_coalesced all_gather_coalesced send recv isend irecv batch_isend_irecv"
 )
-
+COLLECTIVES = tuple(_CALLS.split())
 _USE_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
@@ -111,21 +100,15 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
         seen = recorder.guard("what is exchanged", _seen, name, values, tensor, frame, reduction) or {}
     _sequences[group_name] += 1
     recorder.counts.collectives_python += 1
-    recorder.emit(
-        "collective",
-        limit=_EACH_LINE,
-        at=at,
-        op=name,
-        group=group_name,
-        shape=None if tensor is None else list(tensor.shape),
-        elements=None if tensor is None else tensor.numel(),
-        dtype=None if tensor is None else str(tensor.dtype).removeprefix("torch."),
-        reduce_op=reduce_op or ("SUM" if name in ("all_reduce", "reduce", "reduce_scatter") else None),
-        sequence=_sequences[group_name] - 1,
-        root=_root(name, arguments, named),
-        divided_integer=True if reduce_op == "AVG" and tensor is not None and _is_integer(tensor) else None,
-        **seen,
-    )
+    event: dict[str, Any] = {"at": at, "op": name, "group": group_name}
+    event |= {"shape": None if tensor is None else list(tensor.shape)}
+    event |= {"elements": None if tensor is None else tensor.numel()}
+    event |= {"dtype": None if tensor is None else str(tensor.dtype).removeprefix("torch.")}
+    event |= {"reduce_op": reduce_op or ("SUM" if name in ("all_reduce", "reduce", "reduce_scatter") else None)}
+    event |= {"sequence": _sequences[group_name] - 1, "root": _root(name, arguments, named)}
+    event |= {"divided_integer": True if reduce_op == "AVG" and tensor is not None and _is_integer(tensor) else None}
+    event |= {**seen}
+    recorder.emit("collective", limit=_EACH_LINE, **event)
     if name in ("all_reduce", "broadcast") and tensor is not None:
         recorder.guard("parameters averaged by hand", _note_average, name, tensor, at, reduce_op)
     if reduction is None:
@@ -155,6 +138,8 @@ def _seen(
     """Names that the calling line has for a tensor, which gradient it is, and of which means it is the mean."""
     _named[name] += 1
     told: dict[str, Any] = {}
+    if frame is not None and tensor.numel() == 1 and any(each is tensor for each in places.arguments(frame)):
+        told["given_at"] = places.here(places.user_frame(frame.f_back) if frame.f_back else None)
     if _named[name] <= _NAMED:
         if frame is not None and tensor.numel() <= _SMALL:
             told["names"] = _names(frame)

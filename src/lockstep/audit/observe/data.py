@@ -62,6 +62,7 @@ class Pass:
 _loaders: Registry[Loader] = Registry()
 _passes: Registry[Pass] = Registry()
 _samplers = Numbers()
+_samplers_at: Registry[list[str | int] | None] = Registry()
 _made_for: Registry[list[str | int] | None] = Registry()
 _count = 0
 given: list[tuple[Pass, dict[str, Any]]] = []
@@ -94,7 +95,7 @@ def _weak(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def iteration_begins(loader: Any) -> After:
     """DataLoader.__iter__."""
-    at = places.here()
+    at, by_user = places.here(), places.is_by_user(sys._getframe(3))
 
     def after(result: Any, error: BaseException | None) -> None:
         global _count
@@ -119,7 +120,7 @@ def iteration_begins(loader: Any) -> After:
         if known.epochs == 1:
             known.subset, known.mapped = _subset(loader.dataset)
         described = _described(loader, known)
-        recorder.emit("loader", limit=500, at=at, **described)
+        recorder.emit("loader", limit=500, at=at, by_framework=not by_user or None, **described)
         for function in on_loader:
             function(loader.dataset, described)
 
@@ -190,26 +191,25 @@ def _described(loader: Any, known: Loader) -> dict[str, Any]:
     distributed = shares[0] if shares else None
     kind = type(inner).__name__ if inner is not None else None
     shuffles = distributed.get("shuffle") if distributed else None
-    return {
+    made = (at for one in reversed(samplers) if _distribution(one) and (at := _sampler_made(one)))
+    size = loader.batch_size or next((s.batch_size for s in samplers if hasattr(s, "batch_size")), None)
+    mapped = known.mapped if known.epochs == 1 and len(known.mapped or ()) <= _MAPPED else None
+    is_twice = sum((told.get("replicas") or 1) > 1 for told in shares) > 1
+    drops = loader.drop_last or any(getattr(s, "drop_last", False) for s in samplers)
+    replacement = next((bool(s.replacement) for s in samplers if hasattr(s, "replacement")), None)
+    shuffles = shuffles if shuffles is not None else _SHUFFLING.get(kind or "")
+    told: dict[str, Any] = {
         "loader": known.number,
         "made_at": known.made_at,
         "epoch": known.epochs - 1,
-        "dataset": type(loader.dataset).__name__,
-        "dataset_size": _length(loader.dataset),
         "subset": known.subset,
-        "mapped": known.mapped if known.epochs == 1 and len(known.mapped or ()) <= _MAPPED else None,
-        "shared_twice": True if sum((told.get("replicas") or 1) > 1 for told in shares) > 1 else None,
-        "replacement": next((bool(s.replacement) for s in samplers if hasattr(s, "replacement")), None),
-        "batches": _length(loader),
-        "batch_size": loader.batch_size or next((s.batch_size for s in samplers if hasattr(s, "batch_size")), None),
-        "drop_last": bool(loader.drop_last or any(getattr(s, "drop_last", False) for s in samplers)),
-        "num_workers": loader.num_workers,
-        "is_iterable": isinstance(loader.dataset, torch.utils.data.IterableDataset),
-        "sampler": None if inner is None else _weak(_samplers.of, inner),
-        "sampler_kind": kind,
-        "shuffles": shuffles if shuffles is not None else _SHUFFLING.get(kind or ""),
-        "distributed": distributed,
     }
+    told |= {"dataset": type(loader.dataset).__name__, "dataset_size": _length(loader.dataset), "mapped": mapped}
+    told |= {"defined_in": places.file_of(type(loader.dataset)), "shared_twice": is_twice or None}
+    told |= {"replacement": replacement, "batches": _length(loader), "batch_size": size, "drop_last": bool(drops)}
+    told |= {"is_iterable": isinstance(loader.dataset, torch.utils.data.IterableDataset), "sampler_kind": kind}
+    told |= {"num_workers": loader.num_workers, "sampler": None if inner is None else _weak(_samplers.of, inner)}
+    return told | {"sampler_at": next(made, None), "shuffles": shuffles, "distributed": distributed}
 
 
 def _distribution(sampler: Any) -> dict[str, Any] | None:
@@ -220,6 +220,8 @@ def _distribution(sampler: Any) -> dict[str, Any] | None:
         names = {"replicas": "num_processes", "rank": "process_index", "even_batches": "even_batches"}
         names |= {"split_batches": "split_batches"}
         if not hasattr(sampler, "num_processes"):
+            names = {"replicas": "world_size", "rank": "rank", "shuffle": "shuffle", "epoch": "epoch", "seed": "seed"}
+        if not all(isinstance(getattr(sampler, names[key], None), int) for key in ("replicas", "rank")):
             return None
     told = {key: getattr(sampler, name) for key, name in names.items() if hasattr(sampler, name)}
     return {"kind": type(sampler).__name__} | {k: v for k, v in told.items() if isinstance(v, (bool, int))}
@@ -228,7 +230,27 @@ def _distribution(sampler: Any) -> dict[str, Any] | None:
 def _sampler_in(thing: Any) -> Any:
     """The sampler that a loader or a sampler draws from. A sampler without a length has no truth value."""
     batches = getattr(thing, "batch_sampler", None)
-    return getattr(thing, "sampler", None) if batches is None else batches
+    found = getattr(thing, "sampler", None) if batches is None else batches
+    if found is None and isinstance(thing, torch.utils.data.Sampler):
+        return next((one for one in vars(thing).values() if isinstance(one, torch.utils.data.Sampler)), None)
+    return found
+
+
+def watch_samplers(module: Any) -> None:
+    """Note where the script makes samplers."""
+
+    def made(kind: Any, *_: Any, **__: Any) -> Any:
+        sampler = object.__new__(kind)
+        if places.is_by_user(sys._getframe(1)):
+            recorder.guard("samplers", _samplers_at.put, sampler, places.here(sys._getframe(1)))
+        return sampler
+
+    module.Sampler.__new__ = made
+
+
+def _sampler_made(sampler: Any) -> list[str | int] | None:
+    found: list[str | int] | None = _weak(_samplers_at.get, sampler)
+    return found
 
 
 def _length(thing: Any) -> int | None:
@@ -320,17 +342,10 @@ def close(turn: Pass, is_complete: bool) -> None:
     done = {name: value - turn.before[name] for name, value in vars(recorder.counts).items()}
     if not done["backwards"]:  # no training: its batches belong to no optimizer step
         given[:] = [pair for pair in given if pair[0] is not turn]
-    recorder.emit(
-        "loader_end",
-        limit=500,
-        at=turn.at,
-        loader=turn.loader.number,
-        epoch=turn.epoch,
-        batches=turn.batches,
-        samples=turn.samples,
-        is_complete=is_complete,
-        **{**done, "gathered": done["gathered"] > 0, "joined": recorder.counts.joined > 0},
-    )
+    event: dict[str, Any] = {"at": turn.at, "loader": turn.loader.number, "epoch": turn.epoch, "batches": turn.batches}
+    event |= {"samples": turn.samples, "is_complete": is_complete}
+    event |= {**done, "gathered": done["gathered"] > 0, "joined": recorder.counts.joined > 0}
+    recorder.emit("loader_end", limit=500, **event)
 
 
 def close_complete() -> None:

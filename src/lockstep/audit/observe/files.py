@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import models, places
+from lockstep.audit.observe import digests, models, places
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Numbers
 from lockstep.audit.observe.recorder import recorder
@@ -94,6 +94,8 @@ def _keys(value: Any) -> list[str] | None:
 def restored(what: str, thing: Any, *_: Any, **__: Any) -> After:
     """load_state_dict of a model, an optimizer, a scheduler or a scaler."""
     told = {"at": places.here(), "what": what, "id": _numbers[what].of(thing)}
+    if what == "model":
+        told["names_digest"] = digests.of_numbers(dict(thing.named_parameters()))
 
     def after(result: Any, error: BaseException | None) -> None:
         keys = {name: list(getattr(result, f"{name}_keys", ())) for name in ("missing", "unexpected")}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.audit.observe import digests, models, torch_state
+from lockstep.audit.observe import digests, models, places, torch_state
 from lockstep.audit.observe.objects import Registry
 
 _LOOKS = 8
@@ -28,6 +28,8 @@ class Gradients:
         """Ids of the works of asynchronous all-reduces for which the script waited."""
         self.shards: dict[int, float] = {}
         """Norms of the shards of gradients after the last backward pass, by the id of the parameter."""
+        self.norm_at: list[str | int] | None = None
+        """Where the script took the norm of a shard of a gradient."""
         self._places: dict[int, torch.Tensor] = {}
         self._is_fresh = False
         self._looks = 0
@@ -35,7 +37,7 @@ class Gradients:
     def at_backward(self, is_sampled: bool) -> None:
         """Remember sums of the gradients."""
         self._is_fresh = False
-        self.after_backward, self.shards = {}, {}
+        self.after_backward, self.shards, self.norm_at = {}, {}, None
         if not torch_state.has_other_ranks():
             return
         bare = [p for p, _ in self.parameters.items() if models.owner(p) is None] if self._looks < _LOOKS else []
@@ -101,6 +103,13 @@ class Gradients:
                 line["divided"] = True
         self.waited.clear()
         return list(lines.values())
+
+    def note_norm(self, tensor: Any, *_: Any, **__: Any) -> None:
+        """vector_norm and the like."""
+        if self.shards and self.norm_at is None and isinstance(tensor, torch.Tensor) and not _is_sharded(tensor):
+            grads = [parameter.grad for parameter, _ in self.all.items() if parameter.grad is not None]
+            if any(_is_sharded(grad) and digests.local(grad).data_ptr() == tensor.data_ptr() for grad in grads):
+                self.norm_at = places.here()
 
     def scaling(self, parameters: list[torch.Tensor]) -> float | None:
         """The one factor of this rank's shards of all gradients since the backward pass. None: there is no such."""

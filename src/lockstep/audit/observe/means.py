@@ -26,8 +26,11 @@ summed: Registry[list[str | int] | None] = Registry()
 
 
 def loss(output: Any, target: Any = None, *arguments: Any, **named: Any) -> After:
-    """A loss of torch.nn.functional, outside of training. In training: the weights of classes."""
+    """A loss of torch.nn.functional, outside of training. In training: the weights of classes, and where it is."""
+    global _last_loss
     if torch.is_grad_enabled():
+        _last_loss = places.here()
+        recorder.guard("labels of gathered features", _note_labels, output, target, _last_loss)
         _note_weights(named.get("weight") if named.get("pos_weight") is None else named["pos_weight"], target)
     if torch.is_grad_enabled() or named.get("reduction", "mean") != "mean" or not isinstance(target, torch.Tensor):
         return None
@@ -61,10 +64,57 @@ def _keep(result: Any, count: int) -> None:
             line.append((result, count))
 
 
+_last_loss: list[str | int] | None = None
+
+
+def last_loss() -> list[str | int] | None:
+    """Where the last loss in training was computed."""
+    return _last_loss
+
+
+_arranged: Registry[list[str | int] | None] = Registry()
+_labelled: set[str] = set()
+
+
+def arranged(*_: Any, **__: Any) -> After:
+    """torch.arange."""
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if isinstance(result, torch.Tensor) and (at := places.here()):
+            _arranged.put(result, at)
+
+    return after
+
+
+def _note_labels(output: Any, target: Any, at: list[str | int] | None) -> None:
+    """Labels 0, 1, 2, ... of the rows of a rank, where the columns are those of all ranks: once for each line."""
+    if not isinstance(target, torch.Tensor) or target.ndim != 1 or str(at) in _labelled or len(target) < 2:
+        return
+    world = torch.distributed.get_world_size() if torch_state.has_other_ranks() else 1
+    if world > 1 and tuple(output.shape) == (len(target), len(target) * world):
+        _labelled.add(str(at))
+        first = int(target[0])
+        if bool((target == torch.arange(first, first + len(target), device=target.device)).all()):
+            recorder.emit("labels", at=_arranged.get(target) or at, first=first, rows=len(target))
+
+
 def forget() -> None:
     """Training goes on."""
-    if _means:
-        _means.clear()
+    _means.clear()
+    _ratios.clear()
+
+
+_ratios: list[tuple[torch.Tensor, float]] = []
+
+
+def divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:
+    """Tensor / Tensor, of two numbers, outside of training."""
+    if torch.is_grad_enabled() or not isinstance(other, torch.Tensor) or not isinstance(tensor, torch.Tensor):
+        return None
+    if tensor.ndim or other.ndim or other.device.type != "cpu" or len(_ratios) >= _MOST:
+        return None
+    by = float(other)
+    return lambda result, error: _ratios.append((result, by)) if error is None else None
 
 
 def about(tensor: torch.Tensor) -> dict[str, Any]:
@@ -73,6 +123,8 @@ def about(tensor: torch.Tensor) -> dict[str, Any]:
         return {}
     value = float(tensor)
     told: dict[str, Any] = {"value": value}
+    quotients = [by for result, by in _ratios if value and abs(float(result) - value) <= _CLOSE * abs(value)]
+    told |= {"ratio_of": quotients[-1]} if quotients else {}
     for line in _means.values():
         values, counts = [float(each) for each, _ in line], [count for _, count in line]
         plain = sum(values) / len(values)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import digests, places, torch_state
+from lockstep.audit.observe import digests, made, places, torch_state
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
@@ -33,6 +33,8 @@ class Model:
     inner: weakref.ref[Any]
     trainable: dict[str, bool]
     """By name, of each parameter at the wrapping."""
+    before: str | None = None
+    """A digest of the parameters before DDP made them equal."""
     is_told: bool = False
     active: int = 0
     """Forward passes through the wrapper that run just now."""
@@ -40,7 +42,11 @@ class Model:
     """Training forward passes through the wrapper since the last backward."""
     synced: bool | None = None
     """Whether gradients are exchanged in the backward of the last training forward pass. None: not DDP."""
+    unsynced_at: tuple[list[str | int] | None, bool] | None = None
+    """Where no_sync() was called last, and whether the script itself called it."""
     bypassed: int = 0
+    evaluation_at: list[str | int] | None = None
+    """Where eval() was called last."""
     evaluating: bool = False
     """Whether the last forward pass with gradients was in evaluation mode."""
     inputs: set[int] = dataclasses.field(default_factory=set)
@@ -52,26 +58,42 @@ class Model:
 _models: Registry[Model] = Registry()
 _inner: Registry[Model] = Registry()
 _owners: Registry[tuple[Model, str]] = Registry()
+at_wrapping: set[int] = set()
+"""Ids of the parameters that wrapped models had when they were wrapped. A weak reference would forbid swaps."""
 _count = 0
+
+
+def unsynced(wrapper: Any) -> None:
+    """DDP.no_sync."""
+    model = _models.get(wrapper)
+    if model is not None:
+        model.unsynced_at = (places.here(), places.is_by_user(sys._getframe(3)))
 
 
 def wrapped(how: str, wrapper: Any, module: Any = None, *arguments: Any, **named: Any) -> After:
     """DDP(...), FSDP(...), DataParallel(...), fully_shard(...)."""
     at = places.here()
+    before = recorder.guard("weights before a wrapping", _weights, module) if how == "ddp" else None
 
     def after(result: Any, error: BaseException | None) -> None:
         if error is None:
-            _watch(how, at, wrapper)
+            _watch(how, at, wrapper, before)
 
     return after
 
 
-def _watch(how: str, at: list[str | int] | None, wrapper: Any) -> None:
+def _weights(module: Any) -> str:
+    return digests.of_numbers(digests.of_tensors({n: p.detach() for n, p in module.named_parameters()}).values())
+
+
+def _watch(how: str, at: list[str | int] | None, wrapper: Any, before: str | None) -> None:
     global _count
     inner = wrapper if how == "fsdp2" else wrapper.module
     trainable = {name: parameter.requires_grad for name, parameter in inner.named_parameters()}
-    model = Model(_count, how, at, weakref.ref(wrapper), weakref.ref(inner), trainable)
+    model = Model(_count, how, at, weakref.ref(wrapper), weakref.ref(inner), trainable, before)
     _count += 1
+    made.has_wrapped = True
+    at_wrapping.update(map(id, inner.parameters()))
     _models.put(wrapper, model)
     if inner is not wrapper:
         _inner.put(inner, model)
@@ -87,34 +109,26 @@ def _tell(model: Model) -> None:
     inner: Any = model.inner()
     refresh(model)
     group = getattr(wrapper, "process_group", None)
-    recorder.emit(
-        "wrap",
-        limit=100,
-        at=model.at,
-        model=model.number,
-        how=model.how,
-        **{"class": type(inner).__name__},
-        group=getattr(group, "group_name", None),
-        ranks=torch_state.ranks_of(group),
-        ignored=sorted(getattr(wrapper, "parameters_to_ignore", ()))[:_NAMES] or None,
-        parameters=len(model.trainable),
-        trainable=sum(model.trainable.values()),
-        frozen=[name for name, is_on in model.trainable.items() if not is_on][:_NAMES],
-        names_digest=digests.of_numbers(model.trainable),
-        find_unused=getattr(wrapper, "find_unused_parameters", None),
-        static_graph=getattr(wrapper, "static_graph", None),
-        buffers=len(list(inner.buffers())),
-        modal=sum(any(word in type(each).__name__ for word in _MODAL) for each in inner.modules()),
-    )
+    event: dict[str, Any] = {"at": model.at, "model": model.number, "how": model.how, "class": type(inner).__name__}
+    event |= {"group": getattr(group, "group_name", None), "ranks": torch_state.ranks_of(group)}
+    event |= {"ignored": sorted(getattr(wrapper, "parameters_to_ignore", ()))[:_NAMES] or None}
+    event |= {"parameters": len(model.trainable), "trainable": sum(model.trainable.values())}
+    event |= {"frozen": [name for name, is_on in model.trainable.items() if not is_on][:_NAMES]}
+    event |= {"names_digest": digests.of_numbers(model.trainable), "before": model.before}
+    event |= {"synced": getattr(wrapper, "broadcast_buffers", None)}
+    event |= {"find_unused": getattr(wrapper, "find_unused_parameters", None)}
+    event |= {"static_graph": getattr(wrapper, "static_graph", None), "buffers": len(list(inner.buffers()))}
+    event |= {"modal": sum(any(word in type(each).__name__ for word in _MODAL) for each in inner.modules())}
+    recorder.emit("wrap", limit=100, **event)
 
 
 def refresh(model: Model) -> None:
     """Remember whose the parameters are. FSDP exchanges them."""
-    for name, parameter in _parameters(model):
+    for name, parameter in parameters_of(model):
         _owners.put(parameter, (model, name))
 
 
-def _parameters(model: Model) -> Iterator[tuple[str, Any]]:
+def parameters_of(model: Model) -> Iterator[tuple[str, Any]]:
     inner = model.inner()
     return iter(()) if inner is None else inner.named_parameters()
 
@@ -147,7 +161,7 @@ def is_shard_of(name: str, tensor: torch.Tensor) -> bool:
 def missing(known: set[int]) -> dict[int, list[str]]:
     """By model, names of trainable parameters whose ids are not known."""
     return {
-        model.number: [name for name, p in _parameters(model) if p.requires_grad and id(p) not in known][:_NAMES]
+        model.number: [name for name, p in parameters_of(model) if p.requires_grad and id(p) not in known][:_NAMES]
         for model in told()
     }
 
@@ -155,7 +169,7 @@ def missing(known: set[int]) -> dict[int, list[str]]:
 def left_out(known: set[int]) -> dict[int, list[str]] | None:
     """By model, names of parameters that have a gradient and are in no optimizer."""
     found = {
-        model.number: [name for name, p in _parameters(model) if p.grad is not None and id(p) not in known][:_NAMES]
+        model.number: [name for name, p in parameters_of(model) if p.grad is not None and id(p) not in known][:_NAMES]
         for model in told()
     }
     return {number: names for number, names in found.items() if names} or None
@@ -250,6 +264,12 @@ class _Locator:
         self._evaluating = is_on
         self._set()
 
+    def step(self) -> None:
+        steps = recorder.counts.optimizer_steps
+        if self._until_step <= steps < _COPIES_UNTIL and self._handle is not None and _expects_copies():
+            self._until_step = steps + _WATCH_STEPS
+        self._set()
+
     def _set(self) -> None:
         is_on = self._evaluating or recorder.counts.optimizer_steps < self._until_step
         if is_on and self._handle is None and not recorder.is_compiled:
@@ -257,8 +277,6 @@ class _Locator:
         elif self._handle is not None and (not is_on or recorder.is_compiled):
             self._handle.remove()
             self._handle = None
-
-    step = _set
 
 
 _locator = _Locator()
@@ -272,22 +290,36 @@ def _called(module: Any, arguments: Any) -> None:
         model = _inner.get(module)
         if model is not None and not model.active:
             recorder.guard("calls past a wrapper", _called_past, module, model)
-        elif model is None and id(module) not in _seen:
+        elif model is None and id(module) not in _seen and _models.get(module) is None:
             _seen.add(id(module))
             recorder.guard("copies of models", _note_copy, module)
 
 
 _seen: set[int] = set()
-_copies: Registry[tuple[int, list[str | int] | None]] = Registry()
-_copied: dict[int, dict[str, Any]] = {}
+copies: Registry[tuple[int, list[str | int] | None]] = Registry()
+_COPIES_UNTIL = 1000
 
 
 def _note_copy(module: Any) -> None:
     """A module with the names of a wrapped model, such as its average: what becomes of it is told at the end."""
     names = [name for name, _ in module.named_parameters()]
-    is_copy = any(names == list(model.trainable) for model in told()) and names
-    if is_copy and not any(_owners.get(parameter) for parameter in module.parameters()):
-        _copies.put(module, (len(list(_copies.items())), places.here()))
+    if _is_copy(module, names):
+        copies.put(module, (len(list(copies.items())), places.here()))
+
+
+def _is_copy(module: Any, names: list[str]) -> bool:
+    is_like = any(names == list(model.trainable) for model in told()) and bool(names)
+    return is_like and not any(_owners.get(parameter) for parameter in module.parameters())
+
+
+def _expects_copies() -> bool:
+    """True if a module has the names of a wrapped model, and nobody has called it so far."""
+    firsts = {next(iter(model.trainable), "").partition(".")[0] for model in told()}
+    return any(
+        id(module) not in _seen and _is_copy(module, [name for name, _ in module.named_parameters()])
+        for module, _ in made.modules.items()
+        if {*module._modules, *module._parameters} & firsts
+    )
 
 
 def _called_past(module: Any, model: Model) -> None:
@@ -297,12 +329,16 @@ def _called_past(module: Any, model: Model) -> None:
     elif torch.is_grad_enabled():
         model.bypassed += 1
         if model.bypassed == 1:
-            recorder.emit("bypass", at=places.here(), model=model.number, forwards_bypassed=1)
+            parts = {id(part) for part in module.modules()}
+            at = places.outside(lambda frame: id(made.owner_of(frame)) in parts)
+            recorder.emit("bypass", at=at, model=model.number, forwards_bypassed=1)
 
 
 def mode_set(module: Any, mode: bool = True) -> After:
     """Module.train, which Module.eval calls."""
-    if _models.get(module) is not None or _inner.get(module) is not None:
+    model = _models.get(module) or _inner.get(module)
+    if model is not None:
+        model.evaluation_at = None if mode else places.here()
         _locator.evaluate(not mode)
     return None
 
@@ -314,27 +350,6 @@ def hooked(wrapper: Any, state: Any, hook: Any, *_: Any, **__: Any) -> After:
     if model is not None:
         recorder.emit("hook", limit=20, at=places.here(), model=model.number, name=name)
     return None
-
-
-_last: dict[int, str] = {}
-
-
-def note_parameters(*_: Any, **__: Any) -> After:
-    """Remember digests of the parameters of replicas: before the process group ends, and at exit."""
-    for model in told():
-        parameters = {name: parameter.detach() for name, parameter in _parameters(model)}
-        if model.how == "ddp" and parameters:
-            _last[model.number] = digests.of_numbers(digests.of_tensors(parameters).values())
-    for copy, (number, at) in _copies.items():
-        found = digests.of_tensors({name: parameter.detach() for name, parameter in copy.named_parameters()})
-        _copied[number] = {"class": type(copy).__name__, "at": at, "digest": digests.of_numbers(found.values())}
-    return None
-
-
-def at_exit() -> dict[str, Any]:
-    """What the parameters are at the end."""
-    note_parameters()
-    return {"parameters": dict(_last) or None, "copies": dict(_copied) or None}
 
 
 def compiled(*_: Any, **__: Any) -> After:
@@ -355,19 +370,7 @@ def backward_begins() -> dict[int, dict[str, Any]]:
         flag = bool(wrapper.require_backward_grad_sync)
         is_late = model.pending > 0 and flag != model.synced
         found[model.number] = {"synced": model.pending > 0 and bool(model.synced), "flag_set_late": is_late}
-        found[model.number] |= {"pending": model.pending, "evaluating": model.evaluating}
+        found[model.number] |= {"pending": model.pending, "unsynced_at": model.unsynced_at}
+        found[model.number] |= {"evaluating": model.evaluating and (model.evaluation_at or True)}
         model.pending = 0
     return found
-
-
-_unfrozen: dict[int, tuple[list[str], list[str]]] = {}
-
-
-def note_unfrozen(model: Model, at: list[str | int] | None) -> None:
-    """Note parameters of a model that were frozen or unfrozen after its wrapping."""
-    now = [(name, parameter.requires_grad) for name, parameter in _parameters(model)]
-    on = [name for name, is_on in now if is_on and model.trainable.get(name) is False]
-    off = [name for name, is_on in now if not is_on and model.trainable.get(name)]
-    if (on or off) and _unfrozen.get(model.number) != (on, off):
-        _unfrozen[model.number] = (on, off)
-        recorder.emit("unfrozen", limit=50, at=at, model=model.number, names=on[:_NAMES], frozen=off[:_NAMES])

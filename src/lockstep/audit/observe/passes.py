@@ -51,6 +51,8 @@ def backward(tensors: Any, *_: Any, **__: Any) -> After:
     frame = places.user_frame()
     told: dict[str, Any] = {"at": places.here(frame), "models": models.backward_begins()}
     is_sampled = _next_is_sampled()
+    if not places.is_direct(sys._getframe(3)):
+        told["loss_at"] = means.last_loss()
     means.forget()
     if is_sampled:
         told |= _loss(tensors)

@@ -6,15 +6,17 @@ import functools
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 _LOCKSTEP = str(Path(__file__).resolve().parents[2]) + os.sep
 _STANDARD = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _CARRIERS = ("numpy", "pandas", "PIL", "matplotlib", "torchvision")  # packages that write files for their caller
 _START = os.getcwd()
+_OWN_NAMESPACE = 1  # of a function: CO_OPTIMIZED
 
 USER, STANDARD, CARRIER, OTHER = "user", "standard", "carrier", "other"
 _kinds: dict[str, tuple[str, str]] = {}
@@ -56,6 +58,12 @@ def kind_of(code: CodeType) -> tuple[str, str]:
     return found
 
 
+def file_of(kind: type) -> str | None:
+    """The file of the user that defines a class."""
+    name = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return _classify(name)[1] if name and _classify(name)[0] is USER else None
+
+
 def user_frame(frame: FrameType | None = None) -> FrameType | None:
     """The innermost frame of the user, of this thread or of a given stack."""
     frame = frame or sys._getframe(1)
@@ -70,6 +78,26 @@ def here(frame: FrameType | None = None) -> list[str | int] | None:
     return None if frame is None else [kind_of(frame.f_code)[1], frame.f_lineno, frame.f_code.co_name]
 
 
+def arguments(frame: FrameType) -> list[Any]:
+    """The arguments of a function that runs, the first first. What was read is not kept alive."""
+    code = frame.f_code
+    if not code.co_flags & _OWN_NAMESPACE:
+        return []
+    space = frame.f_locals
+    found = [space.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+    if sys.version_info < (3, 13) and sys.gettrace() is None:
+        space.clear()  # a copy, which would live as long as the call
+    return found
+
+
+def outside(is_inside: Callable[[FrameType], bool]) -> list[str | int] | None:
+    """The place of the innermost frame of the user that is not inside something; of the innermost, if all are."""
+    first = frame = user_frame()
+    while frame is not None and is_inside(frame):
+        frame = user_frame(frame.f_back) if frame.f_back is not None else None
+    return here(frame or first) if first is not None else None
+
+
 def is_by_user(frame: FrameType | None) -> bool:
     """True if the user's code made a call, by itself or through a package that writes files for its caller."""
     while frame is not None:
@@ -78,6 +106,13 @@ def is_by_user(frame: FrameType | None) -> bool:
             return kind is USER or (frame.f_code.co_filename.startswith(_LOCKSTEP) and is_by_user(frame.f_back))
         frame = frame.f_back
     return False
+
+
+def is_direct(frame: FrameType | None) -> bool:
+    """True if the user's code made a call of torch, and no framework did."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    return frame is not None and kind_of(frame.f_code)[0] is USER
 
 
 def stack(frame: FrameType | None, limit: int = 40) -> Iterator[list[str | int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import FunctionType
 from typing import Any
 
 from lockstep.audit.observe import places
@@ -11,6 +12,7 @@ from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
 
 _EACH_LINE = 100
+_LEAST, _ZERO = 3, 0.01
 _HORIZONS = ("total_steps", "T_max", "total_iters")
 
 
@@ -44,8 +46,15 @@ def begins(scheduler: Any, *_: Any, **__: Any) -> After:
     """A scheduler's first step, in its constructor, which is not the script's."""
     global _depth
     _depth += 1
-    _know(scheduler).made_at = places.here()
+    known = _know(scheduler)
+    known.horizon = recorder.guard("lengths of schedules", _horizon, scheduler)
+    # A function that was given the number of steps has not computed it: its caller has.
+    known.made_at = places.outside(lambda frame: bool(known.horizon) and known.horizon in _numbers(frame))
     return _leave
+
+
+def _numbers(frame: Any) -> list[int]:
+    return [each for each in places.arguments(frame) if isinstance(each, int)]
 
 
 def _know(scheduler: Any) -> Scheduler:
@@ -63,9 +72,22 @@ def _leave(result: Any, error: BaseException | None) -> None:
 
 def _horizon(scheduler: Any) -> int | None:
     """Also of the functions of transformers, which are partial functions with the number of steps."""
-    keywords = getattr(next(iter(getattr(scheduler, "lr_lambdas", ())), None), "keywords", {})
+    function = next(iter(getattr(scheduler, "lr_lambdas", ())), None)
+    keywords = getattr(function, "keywords", {})
     found = [getattr(scheduler, name, None) for name in _HORIZONS] + [keywords.get("num_training_steps")]
-    return next((int(value) for value in found if isinstance(value, (int, float)) and value > 0), None)
+    known = next((int(value) for value in found if isinstance(value, (int, float)) and value > 0), None)
+    return known or (_end_of(function) if isinstance(function, FunctionType) else None)
+
+
+def _end_of(function: FunctionType) -> int | None:
+    """Of the numbers that a factor of the learning rate is made from: the step from which on the factor is zero."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    for number in sorted({each for each in cells if isinstance(each, int) and each > _LEAST}):
+        if function(number // 2) > _ZERO and all(
+            abs(function(n)) <= _ZERO for n in (number, 4 * number // 3, 2 * number)
+        ):
+            return number
+    return None
 
 
 def steps(scheduler: Any, *arguments: Any, **named: Any) -> After:
@@ -92,16 +114,10 @@ def steps(scheduler: Any, *arguments: Any, **named: Any) -> After:
 
 def _tell(scheduler: Any, known: Scheduler, metric: float | None = None) -> None:
     optimizer = getattr(scheduler, "optimizer", None)
-    recorder.emit(
-        "scheduler",
-        limit=_EACH_LINE,
-        at=known.at,
-        scheduler=known.number,
-        **{"class": known.name},
-        per_step=known.calls,
-        metric=metric,
-        lr=[float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else None,
-    )
+    event: dict[str, Any] = {"at": known.at, "scheduler": known.number, "class": known.name, "per_step": known.calls}
+    event |= {"metric": metric}
+    event |= {"lr": [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else None}
+    recorder.emit("scheduler", limit=_EACH_LINE, **event)
 
 
 def after_step(optimizer: Any) -> None:
@@ -120,14 +136,7 @@ def at_exit() -> dict[str, Any]:
         if known.calls != (known.before or 0):
             _tell(scheduler, known)
     for known in _all:
-        recorder.emit(
-            "schedule",
-            at=known.at,
-            made_at=known.made_at,
-            name=known.name,
-            horizon=known.horizon,
-            steps=known.total,
-            is_outer=known.is_outer,
-            optimizer_steps=known.optimizer_steps,
-        )
+        event: dict[str, Any] = {"at": known.at, "made_at": known.made_at, "name": known.name, "horizon": known.horizon}
+        event |= {"steps": known.total, "is_outer": known.is_outer, "optimizer_steps": known.optimizer_steps}
+        recorder.emit("schedule", **event)
     return {}

@@ -33,6 +33,8 @@ def _watch() -> None:
     main = torch_internals.MainThread()
     while not recorder.has_ended:
         time.sleep(min(recorder.patience / _LOOKS, 5.0))
+        if _imports():
+            recorder.progress()
         since, moves = time.monotonic() - recorder.moved, main.has_moved()  # since the look before
         if since < recorder.patience or recorder.rank is None:
             seen = ""
@@ -46,6 +48,16 @@ def _watch() -> None:
             recorder.emit_still("stuck", **told, moves=moves, since_s=round(since, 1))
 
 
+def _imports() -> bool:
+    """True if the main thread imports a module, which may take long."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and places.kind_of(frame.f_code)[0] is not places.USER:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _told() -> dict[str, Any]:
     communication.note_groups()
     frames = sys._current_frames()
@@ -56,19 +68,16 @@ def _told() -> dict[str, Any]:
         if thread.ident in frames and thread.ident != threading.get_ident()
     }
     frame = frames.get(main.ident or 0)
-    entries = [
-        {
-            "group": str(entry["process_group"][0]),
-            "sequence": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
-            "name": entry["profiling_name"],
-            "sizes": entry["input_sizes"],
-            "dtypes": entry["input_dtypes"],
-            "state": "completed" if entry["retired"] else entry["state"],
-        }
-        for entry in torch_internals.recorded_collectives()[-_ENTRIES:]
-    ]
+    entries = [_entry(entry) for entry in torch_internals.recorded_collectives()[-_ENTRIES:]]
     at = places.here(frame) if frame is not None else None
     return {"at": at, "stacks": stacks, "collectives": entries, "blocked_in": _blocked_in(frame)}
+
+
+def _entry(entry: dict[str, Any]) -> dict[str, Any]:
+    number, state = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"], entry["state"]
+    told = {"group": str(entry["process_group"][0]), "sequence": number, "name": entry["profiling_name"]}
+    told |= {"sizes": entry["input_sizes"], "dtypes": entry["input_dtypes"]}
+    return told | {"state": "completed" if entry["retired"] else state}
 
 
 def _blocked_in(frame: FrameType | None) -> str | None:

@@ -21,8 +21,10 @@ from lockstep.audit.observe import (
     communication,
     contents,
     data,
+    ends,
     files,
     frameworks,
+    made,
     means,
     models,
     passes,
@@ -30,6 +32,7 @@ from lockstep.audit.observe import (
     stuck,
     training,
 )
+from lockstep.audit.observe.gradients import gradients
 from lockstep.audit.observe.recorder import is_child, recorder
 
 Observer = Callable[..., data.After]
@@ -66,9 +69,14 @@ def _patches() -> list[Patch]:
         Patch("torch.utils.data.dataset", "random_split", data.splitted, ("torch.utils.data",)),
         Patch("torch.utils.data.distributed", "DistributedSampler.set_epoch", data.epoch_set),
         Patch("torch.nn.modules.module", "Module.train", models.mode_set),
+        Patch("torch.nn.modules.module", "Module.__init__", made.made),
+        Patch("torch.nn.modules.module", "Module.__setstate__", made.made),
+        Patch("torch.nn.modules.module", "Module.requires_grad_", made.freed),
+        Patch("torch", "Tensor.requires_grad_", made.freed),
         Patch(ddp, "DistributedDataParallel.__init__", wrapped["ddp"]),
         Patch(ddp, "DistributedDataParallel.forward", models.forward),
         Patch(ddp, "DistributedDataParallel.register_comm_hook", models.hooked),
+        Patch(ddp, "DistributedDataParallel.no_sync", models.unsynced),
         Patch("torch.distributed.algorithms.join", "Join.__enter__", data.joining),
         Patch(c10d, "destroy_process_group", _ending, ("torch.distributed",)),
         Patch("torch._C._distributed_c10d", "Work.wait", communication.waited),
@@ -92,6 +100,7 @@ def _patches() -> list[Patch]:
         Patch(c10d, "new_group", communication.group_made, ("torch.distributed",)),
         Patch("accelerate.accelerator", "Accelerator.gather_for_metrics", frameworks.gathered),
         Patch("accelerate.accelerator", "Accelerator.gather", frameworks.gathers),
+        Patch("accelerate.optimizer", "AcceleratedOptimizer.__init__", training.prepared),
         Patch("accelerate.data_loader", "IterableDatasetShard.__init__", contents.shard_made),
         Patch("lightning.pytorch.core.module", "LightningModule.log", frameworks.logged),
         Patch("pytorch_lightning.core.module", "LightningModule.log", frameworks.logged),
@@ -99,7 +108,10 @@ def _patches() -> list[Patch]:
     ]
     found += [Patch("torch.nn.functional", name, means.loss) for name in means.LOSSES]
     found += [Patch("torch", f"Tensor.{name}", means.floor_divided) for name in _FLOOR]
-    found += [Patch("torch", "Tensor.mean", means.mean)]
+    found += [Patch("torch", "Tensor.mean", means.mean), Patch("torch", "arange", means.arranged)]
+    found += [Patch("torch", "Tensor.__truediv__", means.divided)]
+    norms = (("torch.linalg", "vector_norm"), ("torch.linalg", "norm"), ("torch", "norm"), ("torch", "Tensor.norm"))
+    found += [Patch(module, name, _norm) for module, name in norms]
     found += [Patch("torch", name, passes.drawn) for name in ("randn", "rand", "randn_like", "rand_like", "randint")]
     for name in communication.COLLECTIVES:
         observer = functools.partial(communication.collective, name)
@@ -108,10 +120,14 @@ def _patches() -> list[Patch]:
     return found + [Patch("torch.optim.lr_scheduler", f"{name}.step", schedules.steps) for name in schedulers]
 
 
+def _norm(*arguments: Any, **named: Any) -> None:
+    gradients.note_norm(*arguments, **named)
+
+
 def _ending(*arguments: Any, **named: Any) -> data.After:
     """The process group ends."""
     contents.probe()
-    return models.note_parameters()
+    return ends.note_parameters()
 
 
 def _of_files() -> list[Patch]:
@@ -197,30 +213,25 @@ def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -
     """Install all observers: at once, or once the module of each is imported."""
     recorder.on_open.append(stuck.start)
     data.on_loader.append(contents.remember)
-    recorder.at_exit += [each.at_exit for each in (contents, data, training, schedules, models, communication)]
+    recorder.at_exit += [each.at_exit for each in (contents, data, training, schedules, ends, communication)]
     recorder.emit("start", **_start())
     recorder.find_rank()
     for patch in _patches():
         after_import(patch.module, functools.partial(_apply, patch))
     files.watch_open()
+    after_import("torch.utils.data.sampler", data.watch_samplers)
     register_optimizer_step_pre_hook(training.step_begins)
     register_optimizer_step_post_hook(training.step_ends)
 
 
 def _start() -> dict[str, Any]:
     environment = os.environ
-    return {
-        "world_size": int(environment.get("WORLD_SIZE", "1")),
-        "local_rank": int(environment.get("LOCAL_RANK", "0")),
-        "pid": os.getpid(),
-        "host": os.uname().nodename,
-        "script": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else None,
-        "argv": sys.argv[1:],
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "every": recorder.every,
-        "is_child": is_child(),
-    }
+    event: dict[str, Any] = {"world_size": int(environment.get("WORLD_SIZE", "1"))}
+    event |= {"local_rank": int(environment.get("LOCAL_RANK", "0")), "pid": os.getpid(), "host": os.uname().nodename}
+    event |= {"script": os.path.abspath(sys.argv[0]) if sys.argv and sys.argv[0] else None, "argv": sys.argv[1:]}
+    event |= {"torch": torch.__version__, "python": sys.version.split()[0], "every": recorder.every}
+    event |= {"is_child": is_child()}
+    return event
 
 
 def failing() -> dict[str, str]:

@@ -8,13 +8,26 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import communication, data, digests, models, passes, places, schedules, torch_state
+from lockstep.audit.observe import (
+    communication,
+    data,
+    digests,
+    ends,
+    made,
+    models,
+    passes,
+    places,
+    schedules,
+    torch_state,
+)
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.gradients import gradients
 from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
 
 _MOST = 256
+_LOOKS = 4
+"""So many steps after something unusual are looked at closely."""
 _UNFROZEN_EVERY = 10
 
 
@@ -34,6 +47,12 @@ class Optimizer:
     owners: dict[int, None] | None = None
     """Numbers of the models that have its parameters."""
     is_told: bool = False
+    is_prepared: bool = False
+    """Whether Accelerate has it."""
+    looks: int = _LOOKS
+    """So many steps without an exchange of gradients are still looked at closely."""
+    looks_now: int = 0
+    """So many of the next steps are looked at closely, because parameters were unfrozen."""
     was_cleared: bool | None = None
     """Whether a backward pass since its last step began without gradients. None: no one has looked."""
 
@@ -120,7 +139,9 @@ def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
         _steps.pop()
     known = _know(optimizer)
     at = places.here(frame)
-    step = Step(optimizer, known, at, frame, recorder.is_sampled(known.index))
+    is_alone = _is_alone() if known.looks else False
+    step = Step(optimizer, known, at, frame, recorder.is_sampled(known.index) or is_alone or known.looks_now > 0)
+    known.looks, known.looks_now = known.looks - is_alone, max(0, known.looks_now - 1)
     _steps.append(step)
     if len(_steps) > 1:  # a step within a step of an optimizer that holds another
         return None
@@ -137,6 +158,27 @@ def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     if "closure" in named:
         return arguments, {**named, "closure": observed}
     return (arguments[0], observed, *arguments[2:]), named
+
+
+def _held() -> set[int]:
+    """The ids of all parameters that optimizers have now."""
+    return {id(parameter) for optimizer, _ in _optimizers.items() for parameter in _parameters(optimizer)}
+
+
+def _fresh() -> list[dict[str, Any]]:
+    """The backward passes since the last step of any optimizer."""
+    return passes.backwards[max(0, passes.state.last_seen - passes.state.first) :]
+
+
+def _is_alone() -> bool:
+    """True if none of these passes exchanged gradients of a model of DDP."""
+    told = [each for backward in _fresh() for each in backward["models"].values()]
+    return bool(told) and not any(each["synced"] for each in told)
+
+
+def prepared(wrapper: Any, optimizer: Any, *_: Any, **__: Any) -> None:
+    """AcceleratedOptimizer.__init__."""
+    _know(optimizer).is_prepared = True
 
 
 def _runs(frame: Any, inner: Any) -> bool:
@@ -164,7 +206,7 @@ def _ready(step: Step) -> None:
         model = owner[0].number if owner else None
         recorder.emit("hand_reduce", limit=4, model=model, optimizer=step.known.number, **line)
     if step.is_sampled:
-        step.told |= _digests(step.optimizer, "gradients")
+        step.told |= _digests(step.optimizer, "gradients") | {"norm_at": gradients.norm_at}
         found = [digests.local(p.grad.detach()) for p in parameters if p.grad is not None]
         found = [tensor for tensor in found if tensor.layout == torch.strided and tensor.numel()]
         step.told["gradient_norm"] = 0.0
@@ -199,15 +241,11 @@ def _unwrapped(optimizer: Any) -> list[str] | None:
 
 
 def _named(optimizer: Any) -> list[tuple[str, torch.Tensor]]:
-    return [
-        pair
-        for number, group in enumerate(optimizer.param_groups)
-        for pair in zip(
-            group.get("param_names") or [f"{number}.{place}" for place in range(len(group["params"]))],
-            group["params"],
-            strict=True,
-        )
-    ]
+    found: list[tuple[str, torch.Tensor]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"{number}.{place}" for place in range(len(group["params"]))]
+        found += zip(names, group["params"], strict=True)
+    return found
 
 
 def _tell_optimizer(step: Step) -> None:
@@ -217,21 +255,16 @@ def _tell_optimizer(step: Step) -> None:
     _note_parameters(step.optimizer, step.known)
     parameters = _parameters(step.optimizer)
     owners = [models.owner(parameter) for parameter in parameters]
-    recorder.emit(
-        "optimizer",
-        limit=100,
-        at=step.at,
-        optimizer=step.known.number,
-        **{"class": type(step.optimizer).__name__},
-        made_at=step.known.made_at,
-        groups=[{"parameters": len(g["params"]), **_hyperparameters(g)} for g in step.optimizer.param_groups],
-        owned=sum(owner is not None for owner in owners),
-        foreign=sum(owner is None for owner in owners),
-        missing=models.missing(_known_parameters),
-        left_out=models.left_out(_known_parameters),
-        unwrapped=_unwrapped(step.optimizer) if any(owners) else None,
-        gradients_none=sum(parameter.grad is None for parameter in parameters),
-    )
+    event: dict[str, Any] = {"at": step.at, "optimizer": step.known.number, "class": type(step.optimizer).__name__}
+    event |= {"made_at": step.known.made_at}
+    event |= {"groups": [{"parameters": len(g["params"]), **_hyperparameters(g)} for g in step.optimizer.param_groups]}
+    event |= {"owned": sum(owner is not None for owner in owners), "foreign": sum(owner is None for owner in owners)}
+    event |= {"missing": models.missing(_known_parameters), "left_out": models.left_out(_known_parameters)}
+    event |= {"unwrapped": _unwrapped(step.optimizer) if any(owners) else None}
+    event |= {"unwrapped_at": made.made_at([p for p, owner in zip(parameters, owners, strict=True) if owner is None])}
+    event |= {"prepared": step.known.is_prepared or None}
+    event |= {"gradients_none": sum(parameter.grad is None for parameter in parameters)}
+    recorder.emit("optimizer", limit=100, **event)
     if recorder.counts.optimizer_steps == 0 and parameters:
         device = parameters[0].device
         uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
@@ -277,11 +310,9 @@ def _write_step(step: Step, skipped: bool | None = None) -> None:
         step.told |= _digests(optimizer, "parameters")
     if step.is_sampled or known.index % _UNFROZEN_EVERY == 0:
         for model in models.told():
-            if model.number in owners and model.how == "ddp":
-                models.note_unfrozen(model, step.at)
-    fresh = passes.backwards[
-        max(0, passes.state.last_seen - passes.state.first) :
-    ]  # since the last step of any optimizer
+            if model.number in owners and model.how == "ddp" and ends.note_unfrozen(model, step.at, _held()):
+                known.looks_now = _LOOKS
+    fresh = _fresh()
     own = passes.backwards[max(0, known.backwards_seen - passes.state.first) :]
     backwards = [_told_backward(told, owners) for told in fresh or own]
     if any(told.pop("is_past") for told in backwards):
@@ -291,20 +322,11 @@ def _write_step(step: Step, skipped: bool | None = None) -> None:
     scaler = known.scaler
     if scaler is not None and passes.clips:
         scaler["unscaled_before_clip"] = known.unscaled_at is not None and known.unscaled_at < passes.clips[0][0]
-    recorder.emit(
-        "step",
-        at=step.at,
-        optimizer=known.number,
-        index=known.index,
-        backwards=backwards,
-        micro_batches=[told for _, told in data.given] or None,
-        hyperparameters=hyperparameters if hyperparameters != known.hyperparameters else None,
-        clips=clips or None,
-        scaler=scaler,
-        skipped=skipped,
-        sampled=step.is_sampled,
-        **step.told,
-    )
+    event: dict[str, Any] = {"at": step.at, "optimizer": known.number, "index": known.index, "backwards": backwards}
+    event |= {"micro_batches": [told for _, told in data.given] or None}
+    event |= {"hyperparameters": hyperparameters if hyperparameters != known.hyperparameters else None}
+    event |= {"clips": clips or None, "scaler": scaler, "skipped": skipped, "sampled": step.is_sampled, **step.told}
+    recorder.emit("step", **event)
     known.hyperparameters, known.scaler, known.unscaled_at = hyperparameters, None, None
     known.backwards_seen = recorder.counts.backwards
     data.given.clear()
@@ -327,11 +349,13 @@ def _told_backward(told: dict[str, Any], owners: dict[int, None]) -> dict[str, A
     kept = {key: value for key, value in told.items() if key != "models" and value is not None}
     mine = [each for number, each in told["models"].items() if number in owners]
     kept["is_past"] = any(not each["pending"] for each in mine)
+    kept |= next(({"evaluating": each["evaluating"]} for each in mine if each["evaluating"]), {})
+    if any(each["unsynced_at"] and not each["synced"] for each in mine):
+        kept["unsynced_at"], kept["unsynced_by_user"] = next(e["unsynced_at"] for e in mine if e["unsynced_at"])
     if mine:
         kept["synced"] = any(each["synced"] for each in mine)
         kept["flag_set_late"] = any(each["flag_set_late"] for each in mine)
         kept["forwards"] = sum(each["pending"] for each in mine)
-        kept |= {"evaluating": True} if any(each["evaluating"] for each in mine) else {}
     return kept
 
 

@@ -56,21 +56,13 @@ def _summary(outcome: Outcome, verbose: bool) -> list[str]:
 
 def _row(finding: Finding) -> dict[str, Any]:
     rule = BY_ID[finding.rule]
-    return {
-        "rule": rule.id,
-        "name": rule.name,
-        "severity": rule.severity,
-        "title": rule.title,
-        "file": finding.where.file if finding.where else None,
-        "line": finding.where.line if finding.where else None,
-        "function": finding.where.function if finding.where else None,
-        "ranks": list(finding.ranks),
-        "step": finding.step,
-        "evidence": finding.evidence,
-        "cause": finding.cause,
-        "remedy": finding.remedy,
-        "page": page(rule),
-    }
+    event: dict[str, Any] = {"rule": rule.id, "name": rule.name, "severity": rule.severity, "title": rule.title}
+    event |= {"file": finding.where.file if finding.where else None}
+    event |= {"line": finding.where.line if finding.where else None}
+    event |= {"function": finding.where.function if finding.where else None, "ranks": list(finding.ranks)}
+    event |= {"step": finding.step, "evidence": finding.evidence, "cause": finding.cause, "remedy": finding.remedy}
+    event |= {"page": page(rule)}
+    return event
 
 
 def as_json(outcome: Outcome, exit_code: int) -> str:
@@ -89,16 +81,7 @@ def as_json(outcome: Outcome, exit_code: int) -> str:
 
 def sarif(outcome: Outcome) -> str:
     """The report as SARIF 2.1.0, which code scanning of GitHub and editors read."""
-    rules = [
-        {
-            "id": rule.id,
-            "name": rule.name,
-            "shortDescription": {"text": rule.title},
-            "defaultConfiguration": {"level": rule.severity},
-            "help": {"text": f"See {page(rule)}"},
-        }
-        for rule in ALL
-    ]
+    rules = [_described(rule) for rule in ALL]
     numbers = {rule.id: number for number, rule in enumerate(ALL)}
     pairs: list[tuple[Finding, str | None]] = [(finding, None) for finding in outcome.findings]
     results = [_result(finding, numbers, reason) for finding, reason in [*pairs, *outcome.switched_off]]
@@ -107,16 +90,17 @@ def sarif(outcome: Outcome) -> str:
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
 
 
+def _described(rule: Rule) -> dict[str, Any]:
+    level, where = {"level": rule.severity}, {"text": f"See {page(rule)}"}
+    words = {"shortDescription": {"text": rule.title}, "defaultConfiguration": level, "help": where}
+    return {"id": rule.id, "name": rule.name, **words}
+
+
 def _result(finding: Finding, numbers: dict[str, int], reason: str | None) -> dict[str, Any]:
     rule = BY_ID[finding.rule]
     words = f"{rule.title}: {finding.evidence}. Cause: {finding.cause or UNKNOWN}. Remedy: {finding.remedy}"
-    told: dict[str, Any] = {
-        "ruleId": rule.id,
-        "ruleIndex": numbers[rule.id],
-        "level": rule.severity,
-        "message": {"text": words},
-        "properties": {"ranks": list(finding.ranks), "step": finding.step},
-    }
+    told: dict[str, Any] = {"ruleId": rule.id, "ruleIndex": numbers[rule.id], "level": rule.severity}
+    told |= {"message": {"text": words}, "properties": {"ranks": list(finding.ranks), "step": finding.step}}
     if finding.where:
         path = shown(finding.where.file)
         uri = path if path != finding.where.file else Path(path).as_uri()

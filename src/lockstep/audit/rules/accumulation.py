@@ -111,7 +111,7 @@ def undivided_loss(history: History) -> Iterable[Finding] | str:
         known = [each for each in backwards if "ops" in each]
         if not known or any(is_divided(each) for each in known):
             continue
-        at = backwards[0].get("at")
+        at = backwards[0].get("loss_at") or backwards[0].get("at")
         evidence = f"a step adds {usual} backward passes, and none of their losses ends with a division"
         cause = "the sum of means is that many times their mean, unless the learning rate was chosen for it"
         remedy = "(loss / accumulation).backward(), or divide a summed loss by the number of all labels of the step"

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from lockstep.audit.findings import Rule
-from lockstep.audit.rules import (
-    accumulation,
-    collectives,
-    data,
-    evaluation,
-    facts,
-    files,
-    gradients,
-    optimizers,
-    scaling,
-    schedules,
-    shares,
-    unwrapped,
-)
+import importlib
 
-_MODULES = (
-    data,
-    shares,
-    gradients,
-    unwrapped,
-    scaling,
-    optimizers,
-    schedules,
-    accumulation,
-    collectives,
-    evaluation,
-    files,
-)
+from lockstep.audit.findings import Rule
+from lockstep.audit.rules import facts
+
+_MODULES = "data shares gradients unwrapped scaling optimizers schedules accumulation collectives evaluation files"
+for _module in _MODULES.split():
+    importlib.import_module(f"lockstep.audit.rules.{_module}")
 ALL: tuple[Rule, ...] = tuple(sorted(facts.RULES, key=lambda rule: rule.id))
 BY_ID = {rule.id: rule for rule in ALL}
 EXPLAINED = {

@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
+from lockstep.audit.rules import sources
 from lockstep.audit.rules.facts import differ, each_rank, line, named, place, rule, some
 
 _WHOLE = (
@@ -28,9 +29,14 @@ def stuck(history: History) -> dict[int, Event]:
     for event in sorted(history.events, key=lambda event: int(event["number"])):
         if event["kind"] == "stuck":
             found[event["rank"]] = event
-        elif event["kind"] in _MOVES or (event["kind"] == "exit" and not event.get("code") and not event.get("error")):
+        elif event["kind"] in _MOVES or (event["kind"] == "exit" and not _is_lost(event) and _went_on(event)):
             found.pop(event["rank"], None)
     return found
+
+
+def _went_on(event: Event) -> bool:
+    """True if a rank ended by itself, or by an error of its own."""
+    return event.get("error", {}).get("type") not in (None, "KeyboardInterrupt") or not event.get("code")
 
 
 def waits_at(event: Event) -> Place | None:
@@ -88,8 +94,8 @@ def _ops(by_rank: Mapping[int, Event]) -> bool:
     return differ({rank: event["op"] for rank, event in by_rank.items()})
 
 
-def _odd(history: History, lines: Mapping[int, Place | None]) -> int:
-    """The rank whose line the fewest other ranks have ever come to; of these, the first."""
+def _odd(history: History, lines: Mapping[int, Place | None], ahead: Iterable[int] = ()) -> int:
+    """The rank whose line the fewest other ranks have ever come to; of these, one that is ahead, or the first."""
     came: dict[int, set[tuple[str, int]]] = {rank: set() for rank in history.ranks}
     for event in history.events:
         passes = event.get("backwards") if event["kind"] == "step" else ()  # of loader_end: a number
@@ -101,7 +107,7 @@ def _odd(history: History, lines: Mapping[int, Place | None]) -> int:
         at = lines[rank]
         return sum(at is None or at[:2] in came[other] for other in came if other != rank)
 
-    return min(lines, key=visitors)
+    return min(lines, key=lambda rank: (visitors(rank), rank not in set(ahead)))
 
 
 def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Finding]:
@@ -155,13 +161,14 @@ def ranks_wait(history: History) -> Iterable[Finding] | str:
         return "no rank was stuck"
     gone = {rank: event for rank, event in left(history).items() if rank not in waiting}
     lines = {rank: waits_at(event) for rank, event in waiting.items()}
+    ways = _ways(waiting)
     where = {
         rank: f"{line(at)} ({waiting[rank].get('blocked_in') or 'no call of torch.distributed'})"
         for rank, at in lines.items()
     }
     if gone or not differ(where):
         return []
-    rank = _odd(history, lines)
+    rank = _odd(history, ways or lines, _ahead(waiting))
     evidence = f"nothing moved for {max(e.get('since_s') or 0 for e in waiting.values()):.0f} s: {each_rank(where)}"
     words = _differences(waiting)
     cause = words or f"{named([rank])} came to {line(lines[rank])}, and the others did not"
@@ -170,7 +177,33 @@ def ranks_wait(history: History) -> Iterable[Finding] | str:
         "take it out of `if rank == 0`"
     )
     step = waiting[rank].get("step")
-    return [Finding("LS502", lines[rank], evidence, cause, remedy, tuple(waiting), step)]
+    at = ways.get(rank) or lines[rank]
+    for other in ways:
+        rows = sources.ways_out(ways[rank].file, ways[other].line, ways[rank].line) if at else []
+        at = ways[rank]._replace(line=rows[-1]) if rows else at
+    return [Finding("LS502", at, evidence, cause, remedy, tuple(waiting), step)]
+
+
+def _ways(waiting: Mapping[int, Event]) -> dict[int, Place]:
+    """The lines on which ranks are in the innermost function that all of them are in. Empty: there is no such."""
+    stacks = {
+        rank: list(reversed((event.get("stacks") or {}).get("MainThread") or ())) for rank, event in waiting.items()
+    }
+    for frames in zip(*stacks.values(), strict=False):
+        if differ(dict(enumerate(frames))):
+            is_same = not differ({number: (frame[0], frame[2]) for number, frame in enumerate(frames)})
+            is_own = any(event.get("at") and event["at"][0] == frames[0][0] for event in waiting.values())
+            return dict(zip(stacks, (Place(*frame) for frame in frames), strict=True)) if is_same and is_own else {}
+    return {}
+
+
+def _ahead(waiting: Mapping[int, Event]) -> set[int]:
+    """The ranks that have made the most collectives."""
+    made = {
+        r: max((e.get("sequence") or 0 for e in event.get("collectives") or ()), default=0)
+        for r, event in waiting.items()
+    }
+    return {rank for rank, number in made.items() if number == max(made.values())}
 
 
 def _differences(waiting: Mapping[int, Event]) -> str | None:
@@ -217,6 +250,21 @@ def rank_left(history: History) -> Iterable[Finding] | str:
         at = place(last[-1]["at"]) or at
     remedy = "decide on all ranks together whether to stop: all_reduce the flag, and make loaders equally long"
     return [Finding("LS503", at, evidence, cause, remedy, tuple(sorted({**gone, **needy})), ends[rank])]
+
+
+@rule("LS506", "no-group", "several processes were started, and none joined a group")
+def no_group(history: History) -> Iterable[Finding] | str:
+    """N processes that each run the same training alone."""
+    steps = {event["rank"]: event for event in reversed(list(history.of("step")))}
+    if _world(history) < 2 or len(steps) < 2:
+        return "no two processes made steps"
+    same = {rank: (step.get("gradient_norm"), step.get("hyperparameters")) for rank, step in steps.items()}
+    if any(history.of("group", "wrap", "collective")) or differ(same) or not next(iter(same.values()))[0]:
+        return []
+    evidence = f"{named(steps)} made the same first step, and none of them made a process group"
+    cause = "without init_process_group each process trains a model of its own, here the same one"
+    remedy = "dist.init_process_group() and DistributedDataParallel; of Accelerate on CPUs: ACCELERATE_USE_CPU=true"
+    return [Finding("LS506", place(steps[min(steps)].get("at")), evidence, cause, remedy, tuple(steps), 0)]
 
 
 @rule("LS504", "stuck", "the script is stuck")

@@ -8,18 +8,7 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
-from lockstep.audit.rules.facts import (
-    Key,
-    differ,
-    each_rank,
-    line,
-    named,
-    numbered,
-    place,
-    replicas,
-    rule,
-    some,
-)
+from lockstep.audit.rules.facts import Key, differ, each_rank, line, named, numbered, place, replicas, rule, some
 from lockstep.audit.rules.loaders import Iteration, Iterations, iterations
 from lockstep.audit.rules.shares import probes
 
@@ -125,7 +114,11 @@ def _same_inputs(history: History, groups: list[tuple[int, ...]]) -> list[Findin
 def _same_data(iteration: Iteration, ranks: tuple[int, ...], evidence: str, world: int) -> Finding:
     begin = iteration.begin
     dealt = begin.get("distributed")
-    if dealt:
+    if dealt and iteration.end and iteration.end["batches"] < int(dealt.get("replicas") or 1):
+        cause = f"the data set has fewer batches than the {dealt['replicas']} ranks, and each rank got the same"
+    elif dealt and "even_batches" in dealt:
+        cause = "each rank reads a data set of its own, or the sampler below draws another order on each rank"
+    elif dealt:
         cause = f"the sampler has num_replicas={dealt.get('replicas')} and rank={dealt.get('rank')} on {named(ranks)}"
     elif begin.get("is_iterable"):
         cause = "an IterableDataset gives all of its samples to every rank"
@@ -198,7 +191,13 @@ def _same_epochs(history: History, its: list[Iteration], ranks: tuple[int, ...])
         cause = "nobody called set_epoch of the DistributedSampler, which shuffles by seed + epoch"
         remedy = "sampler.set_epoch(epoch) before each `for batch in loader`"
     return Finding(
-        "LS102", place(begin.get("at") or _made(its[0])), evidence, cause, remedy, ranks, its[1].begin["step"]
+        "LS102",
+        place((not begin.get("by_framework") and begin.get("at")) or _made(its[0])),
+        evidence,
+        cause,
+        remedy,
+        ranks,
+        its[1].begin["step"],
     )
 
 

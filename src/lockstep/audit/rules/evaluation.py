@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
+from lockstep.audit.rules import sources
 from lockstep.audit.rules.facts import differ, each_rank, group_of, keys, line, named, place, replicas, rule, some
 from lockstep.audit.rules.loaders import iterations
 
@@ -40,11 +41,15 @@ def eval_duplicates(history: History) -> Iterable[Finding] | str:
             remedy = "indices without padding (range(rank, len(dataset), world_size)), or take the repeated samples out"
             at = place(first.begin.get("made_at") or first.begin.get("at"))
             for gather in history.of("gather", rank=first.begin["rank"]):
+                if sources.cuts((gather.get("at") or [""])[0]):
+                    at = None
+                    break
                 if first.begin["number"] < gather["number"] < (first.end or {})["number"]:
                     cause += f", and gather() at {line(gather.get('at'))} keeps them"
                     at, remedy = place(gather.get("at")), "accelerator.gather_for_metrics(...), which takes them out"
                     break
-            findings.append(Finding("LS601", at, evidence, cause, remedy, tuple(its), first.begin["step"]))
+            if at is not None:
+                findings.append(Finding("LS601", at, evidence, cause, remedy, tuple(its), first.begin["step"]))
     return findings if seen else "no evaluation on data that a sampler deals to ranks"
 
 
@@ -80,6 +85,26 @@ def eval_buffers_differ(history: History) -> Iterable[Finding] | str:
     return findings if seen else "no wrapped model with buffers was evaluated after training"
 
 
+@rule("LS606", "buffers-part", "buffers of replicas differ", "warning")
+def buffers_part(history: History) -> Iterable[Finding] | str:
+    """Averages of a layer's own, such as a codebook, that each rank computes from its own batches."""
+    local = {
+        (w["rank"], str(w["model"])): w for w in history.of("wrap") if w.get("synced") is False and w.get("buffers")
+    }
+    ends = {event["rank"]: event.get("buffers") or {} for event in history.of("exit")}
+    findings = []
+    for (rank, model), wrap in local.items():
+        group = group_of(history, wrap)
+        found = {each: ends.get(each, {}).get(model) or {} for each in group}
+        names = [name for name in found[rank] if differ({each: digests.get(name) for each, digests in found.items()})]
+        if rank == group[0] and all(found.values()) and names:
+            evidence = f"at the end, {len(names)} buffers differ between {named(group)}: {some(names)}"
+            cause = "a layer computes them from the batches of its rank, and broadcast_buffers=False leaves them so"
+            remedy = "all_reduce what the layer adds up, before it changes the buffers"
+            findings.append(Finding("LS606", place(wrap.get("at")), evidence, cause, remedy, group, None))
+    return findings if local else "no model with buffers was wrapped with broadcast_buffers=False"
+
+
 @rule("LS603", "integer-mean", "a mean of whole numbers is rounded down")
 def integer_mean(history: History) -> Iterable[Finding] | str:
     """A sum over ranks that is divided as a whole number."""
@@ -96,15 +121,12 @@ def integer_mean(history: History) -> Iterable[Finding] | str:
     for event in history.of("floor_division"):
         if event.get("remainder"):
             evidence = f"a sum over ranks was divided by {event['divisor']} with //, and left a remainder"
-            findings[str(event.get("at"))] = Finding(
-                "LS603",
+            at, ranks, remedy = (
                 place(event.get("at")),
-                evidence,
-                "// rounds down",
-                "divide with /, or add counts and divide once",
                 tuple(history.ranks),
-                event["step"],
+                "divide with /, or add counts and divide once",
             )
+            findings[str(at)] = Finding("LS603", at, evidence, "// rounds down", remedy, ranks, event["step"])
     return list(findings.values()) if any(history.of("collective")) else "no collective was seen in Python"
 
 
@@ -121,6 +143,7 @@ def mean_of_means(history: History) -> Iterable[Finding] | str:
         firsts = {rank: events[0] for rank, events in by_rank.items()}
         words = _unequal_means(firsts) or _unequal_ratios(history, firsts)
         if words:
+            file, row, function = next(iter(firsts.values())).get("given_at") or (file, row, function)
             remedy = "add the sums and the counts of all batches and ranks, and divide once"
             cause = "the parts have unequal sizes, and each mean has the same weight"
             found = Finding("LS604", Place(file, row, function), words, cause, remedy, tuple(by_rank), step)
@@ -146,6 +169,10 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
 
 def _unequal_ratios(history: History, firsts: dict[int, Event]) -> str | None:
     """Shares of right answers, as numbers between 0 and 1, of unequal numbers of samples."""
+    ratios = {r: e["ratio_of"] for r, e in firsts.items() if "ratio_of" in e and e.get("reduce_op") in ("SUM", "AVG")}
+    if len(ratios) == len(firsts) and differ(ratios):
+        shown = each_rank({rank: f"{by:.6g}" for rank, by in ratios.items()})
+        return f"each rank gives a quotient of its own, which was divided by {shown}"
     counts: dict[int, int] = {}
     for rank, event in firsts.items():
         ends = [

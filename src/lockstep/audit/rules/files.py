@@ -101,7 +101,9 @@ def resume_samples(history: History) -> Iterable[Finding] | str:
         return []
     evidence, cause = found
     remedy = "save the epoch and the position in it, go on from the next epoch, or skip the batches that were used"
-    at = place(after[0][1].begin.get("at") or load.get("at"))
+    begin = after[0][1].begin
+    sets = [e for e in history.of("set_epoch", rank=begin["rank"]) if e["number"] < begin["number"] and e.get("at")]
+    at = place((sets[-1]["at"] if sets else None) or begin.get("at") or load.get("at"))
     return [Finding("LS703", at, evidence, cause, remedy, tuple(history.ranks), load["step"])]
 
 
@@ -126,6 +128,11 @@ def _repeated(before: list[tuple[Key, Iteration]], after: tuple[Key, Iteration],
     if used and len(repeated) > len(used) // 2 and len(last.indices) > len(used):
         evidence = f"of {len(used)} samples before the save, {len(repeated)} come again: {some(map(str, repeated), 5)}"
         return evidence, "the run begins the epoch anew, and the position in it is not restored"
+    rest = last.indices[len(used) :]
+    others = [index for index in fresh[: len(rest)] if index not in set(rest)]
+    if used and last.is_complete and len(rest) >= _FEW and 4 * len(others) > len(rest):
+        evidence = f"of {len(rest)} samples that were left of the epoch, the run begins with {len(others)} others"
+        return evidence, "the position in the epoch is restored, and its order is that of another epoch"
     return None
 
 
@@ -233,6 +240,34 @@ def _waited(history: History, save: Event, read: Event) -> bool:
             return True
     wraps = [sum(w["number"] < e["number"] for w in history.of("wrap", rank=e["rank"])) for e in (save, read)]
     return bool(read["step"] > save["step"] or wraps[1] > wraps[0])
+
+
+@rule("LS708", "loaded-on-some-ranks", "weights were loaded on some ranks only")
+def loaded_on_some_ranks(history: History) -> Iterable[Finding] | str:
+    """A state that only some ranks gave to a model that FSDP then shards: each rank keeps a part of its own weights."""
+    wraps = {(e["rank"], e.get("names_digest")): e for e in history.of("wrap") if e["how"].startswith("fsdp")}
+    loads: dict[str, dict[int, Event]] = defaultdict(dict)
+    for event in history.of("state"):
+        if event.get("what") == "model" and (event["rank"], event.get("names_digest")) in wraps:
+            loads[event["names_digest"]][event["rank"]] = event
+    for digest, by_rank in loads.items():
+        group = [rank for rank, other in wraps if other == digest]
+        event = next(iter(by_rank.values()))
+        shared = [
+            c for c in history.of("collective", rank=event["rank"]) if c["number"] > event["number"] and not c["step"]
+        ]
+        if len(by_rank) < len(group) and not any(
+            c.get("op") == "broadcast" or "object" in str(c.get("op")) for c in shared
+        ):
+            others = sorted(set(group) - set(by_rank))
+            evidence = f"load_state_dict was called on {named(by_rank)}, and not on {named(others)}"
+            cause = (
+                f"FSDP at {line(wraps[group[0], digest].get('at'))} shards what each rank has, and broadcasts nothing"
+            )
+            remedy = "load on all ranks, or set_model_state_dict(model, state, options=StateDictOptions("
+            remedy += "full_state_dict=True, broadcast_from_rank0=True)) after fully_shard"
+            return [Finding("LS708", place(event.get("at")), evidence, cause, remedy, tuple(group), event["step"])]
+    return [] if loads else "no state was loaded into a model that FSDP shards"
 
 
 @rule("LS707", "nothing-loaded", "the names in a checkpoint are not those of the model")

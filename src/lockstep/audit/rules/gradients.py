@@ -8,18 +8,8 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
-from lockstep.audit.rules.facts import (
-    Key,
-    differ,
-    each_rank,
-    line,
-    named,
-    place,
-    replicas,
-    rule,
-    some,
-    steps,
-)
+from lockstep.audit.rules import sources
+from lockstep.audit.rules.facts import Key, differ, each_rank, line, named, place, replicas, rule, some, steps
 
 _NOTHING = "no step of replicas was compared"
 _AVERAGING = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
@@ -68,6 +58,7 @@ def partings(history: History) -> tuple[list[Parting], bool]:
         for group in groups:
             ranks = tuple(rank for rank in group if rank in by_rank)
             pairs = list(compared_steps(by_rank, ranks, ignored)) if len(ranks) > 1 else []
+            pairs += _at_the_end(history, by_rank, ranks, ignored) if pairs else []
             compared = compared or bool(pairs)
             first = next((parting for parting in pairs if parting.gradients or parting.parameters), None)
             together = any(not each.parameters for each in pairs[pairs.index(first) :]) if first else True
@@ -92,6 +83,19 @@ def compared_steps(
                 for kind in ("gradients", "parameters")
             ]
             yield Parting(ranks, events, kinds[0], kinds[1], len(names))
+
+
+def _at_the_end(
+    history: History, by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...], ignored: set[str]
+) -> list[Parting]:
+    """The parameters of a model of DDP at the end of the script, as if the last step had been looked at."""
+    ends = {event["rank"]: event.get("parameters") or {} for event in history.of("exit") if event["rank"] in ranks}
+    lasts = {rank: by_rank[rank][max(by_rank[rank])] for rank in ranks}
+    now = {rank: ends.get(rank, {}).get(str(last.get("model", 0))) for rank, last in lasts.items()}
+    if differ({rank: len(by_rank[rank]) for rank in ranks}) or not all(isinstance(each, dict) for each in now.values()):
+        return []
+    events = {rank: {**last, "parameters": now[rank], "gradients": None} for rank, last in lasts.items()}
+    return list(compared_steps({rank: {0: event} for rank, event in events.items()}, ranks, ignored))
 
 
 def averages(history: History) -> bool:
@@ -185,7 +189,11 @@ def _parted(history: History, parting: Parting) -> Finding:
     at, cause = parting.first.get("at"), None
     remedy = "compare the ranks around this step; every rank must do the same to its model"
     backwards, restored = _backwards(parting), _restored_apart(history, parting)
-    if restored:
+    reduced = next(history.of("hand_reduce"), None)
+    if reduced and parting.gradients:
+        at, cause = reduced.get("at"), "the script's own all_reduce left these gradients unequal: ranks exchange others"
+        remedy = "all_reduce the gradients of all parameters in one order on all ranks; zeros for those without"
+    elif restored:
         at, what, ranks = restored
         cause = f"the state of the {what} was loaded on {named(ranks)} only"
         remedy = "load_state_dict on all ranks; only writing is for rank 0"
@@ -224,12 +232,27 @@ def unfrozen_late(history: History) -> Iterable[Finding] | str:
         for event in _caused(history, "unfrozen", parting)[:1]:
             names = sorted(set(event["names"]) & {*parting.gradients, *parting.parameters})
             if names:
-                at = place(event.get("at") or _wrapped_at(history, parting))
+                added = set(event.get("added") or ()) & set(names)
+                at = place((event.get("at") if not added else None) or _wrapped_at(history, parting))
                 wrapped = line(_wrapped_at(history, parting))
-                cause = f"{some(names)} did not require gradients at {wrapped}, so the wrapper does not exchange them"
-                remedy = "unfreeze before DistributedDataParallel(...), or wrap the model anew after unfreezing"
+                cause = f"{some(names)} came to the model after {wrapped}, so the wrapper does not know them"
+                cause = (
+                    cause
+                    if added
+                    else f"{some(names)} did not require gradients at {wrapped}, so the wrapper does not exchange them"
+                )
+                remedy = "unfreeze, and add layers, before DistributedDataParallel(...), or wrap the model anew"
                 step = parting.first["step"]
                 findings.append(Finding("LS203", at, parting.evidence, cause, remedy, parting.ranks, step))
+    for event in history.of("unfrozen") if compared and not findings else ():
+        if event.get("unowned"):
+            evidence = (
+                f"{some(event['unowned'])} require gradients since step {event['step']}, and no optimizer has them"
+            )
+            cause = "the wrapper and the optimizer were made while these parameters were frozen"
+            remedy = "unfreeze before the model is wrapped and the optimizer is made, or make both anew"
+            at, ranks = place(event.get("at")), tuple(history.ranks)
+            return [Finding("LS203", at, evidence, cause, remedy, ranks, event["step"])]
     return findings if compared else _NOTHING
 
 
@@ -242,7 +265,12 @@ def step_without_sync(history: History) -> Iterable[Finding] | str:
         if not (_without_sync(parting) and parting.gradients) or _caused(history, "bypass", parting):
             continue
         last = _backwards(parting)[-1]
-        if any(each.get("flag_set_late") for each in _backwards(parting)):
+        at = last.get("unsynced_at") if last.get("unsynced_by_user") else last.get("at")
+        bare = [e for e in history.of("optimizer") if e["optimizer"] == parting.first["optimizer"]]
+        if "unsynced_at" in last and not last["unsynced_by_user"] and bare and not bare[0].get("prepared"):
+            at, cause = bare[0].get("made_at"), "Accelerate has not prepared this optimizer, which steps at each pass"
+            remedy = "give the optimizer to accelerator.prepare, too"
+        elif any(each.get("flag_set_late") for each in _backwards(parting)):
             cause = (
                 "the forward pass decides whether gradients are exchanged, and no_sync() or the flag was off only later"
             )
@@ -250,8 +278,8 @@ def step_without_sync(history: History) -> Iterable[Finding] | str:
         else:
             cause = "all backward passes before this step were under no_sync()"
             remedy = "leave no_sync() for forward and backward of the last micro-batch before each step"
-        at, step = place(last.get("at")), parting.first["step"]
-        findings.append(Finding("LS204", at, parting.evidence, cause, remedy, parting.ranks, step))
+        step = parting.first["step"]
+        findings.append(Finding("LS204", place(at), parting.evidence, cause, remedy, parting.ranks, step))
     return findings if compared else _NOTHING
 
 
@@ -342,9 +370,15 @@ def _left_out(
             cause = (
                 "a rank left out a step after a backward pass: its gradients are then paired with those of other steps"
             )
-            return Finding(
-                "LS206", place(backwards[0].get("at") or event.get("at")), evidence, cause, remedy, ranks, index
+            at = place(backwards[0].get("at") or event.get("at"))
+            step_at = place(event.get("at"))
+            row = (
+                sources.condition(at.file, at.line, step_at.line)
+                if at and step_at and at.file == step_at.file
+                else None
             )
+            at = at._replace(line=row) if at and row else at
+            return Finding("LS206", at, evidence, cause, remedy, ranks, index)
     counts = {rank: len(by_rank[rank]) for rank in ranks}
     exits = {event["rank"]: event for event in history.of("exit")}
     is_over = all(rank in exits and not exits[rank].get("code") and not exits[rank].get("error") for rank in ranks)

@@ -25,7 +25,7 @@ def shards_scaled_apart(history: History) -> Iterable[Finding] | str:
                 seen = seen or len(factors) > 1
                 if len(factors) > 1 and min(factors.values()) < (1 - _SAME) * max(factors.values()):
                     first = events[ranks[0]]
-                    clips = first.get("clips") or [first]
+                    clips = [{"at": first["norm_at"]}] if first.get("norm_at") else first.get("clips") or [first]
                     shown = each_rank({rank: f"{factor:.4g}" for rank, factor in factors.items()})
                     evidence = f"between the backward pass and step {index}, shards were multiplied by {shown}"
                     cause = "each rank clips by the norm of its own shards, and not by that of the whole gradient"
@@ -34,6 +34,23 @@ def shards_scaled_apart(history: History) -> Iterable[Finding] | str:
                     findings.append(Finding("LS208", place(clips[0].get("at")), evidence, cause, remedy, ranks, index))
                     break
     return findings if seen else "no gradients in shards were followed from the backward pass to the step"
+
+
+@rule("LS215", "labels-of-rank-0", "labels of gathered features lack the offset of the rank")
+def labels_of_rank_0(history: History) -> Iterable[Finding] | str:
+    """A contrastive loss whose columns are the features of all ranks, and whose labels are 0, 1, 2, ... on each."""
+    told = list(history.of("labels"))
+    for event in told:
+        if event["rank"] and not event["first"]:
+            evidence = (
+                f"rank {event['rank']} has labels from 0 on for its {event['rows']} rows, as rank 0 has, and the "
+            )
+            evidence += f"loss has {event['rows'] * len(history.ranks)} columns"
+            cause = "the columns of a rank begin at rank * rows, so its labels point at the features of rank 0"
+            remedy = "labels = torch.arange(rows) + rank * rows"
+            ranks = tuple(history.ranks)
+            return [Finding("LS215", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])]
+    return [] if told else "no loss compares rows of a rank with columns of all ranks"
 
 
 @rule("LS209", "sum-not-awaited", "gradients are used before their sum is there")
@@ -74,7 +91,8 @@ def evaluation_mode(history: History) -> Iterable[Finding] | str:
                 evidence += "" if all(others) else ", and in training mode on others"
                 cause = "model.eval() was called, and model.train() was not called after it"
                 remedy = "model.train() at the beginning of each epoch, on all ranks"
-                at = place(told[turn][1].get("at"))
+                since = told[turn][1]["evaluating"]
+                at = place(since if isinstance(since, list) else told[turn][1].get("at"))
                 findings.append(Finding("LS210", at, evidence, cause, remedy, (rank,), None))
                 break
     return findings if seen else "no wrapped model with dropout or batch normalization was trained"

@@ -25,7 +25,9 @@ def schedule_length(history: History) -> Iterable[Finding] | str:
     told = [event for event in history.of("schedule") if event.get("optimizer_steps", 0) >= _LEAST]
     for event in told if ended else ():
         others = [other for other in told if other["rank"] == event["rank"] and other.get("is_outer")]
-        words = _length(event, len(history.ranks), bool(others))
+        whole = all(e.get("is_complete") for e in history.of("loader_end", rank=event["rank"]) if e.get("backwards"))
+        resumed = any(state.get("what") == "scheduler" for state in history.of("state"))
+        words = _length(event, len(history.ranks) if whole and not resumed else 1, bool(others))
         if words:
             at = event.get("made_at") or event.get("at")
             remedy = "count the schedule in the steps that are made: optimizer steps of this process, or epochs"
@@ -52,7 +54,7 @@ def _length(event: Event, world: int, has_outer: bool) -> tuple[str, str] | None
     if own >= 1.9 * horizon and name != "CosineAnnealingWarmRestarts":
         cause = "it steps once for each rank" if own == world * made else "it was made for epochs, and steps by batches"
         return said, cause
-    if world > 1 and own == made and abs(horizon - world * made) <= world:
+    if world > 1 and own - made in (0, 1) and abs(horizon - world * made) <= world:
         return said, "it was made for the batches of one process, and each rank has a part of them"
     return None
 
@@ -110,18 +112,12 @@ def _named(id: str, cases: list[list[Event]], evidence: str, cause: str | None, 
     by_line: dict[Any, list[Event]] = {}
     for events in cases:
         by_line.setdefault(str(events[0].get("at")), []).extend(events)
-    return [
-        Finding(
-            id,
-            place(events[0].get("at")),
-            f"{evidence}, at {len(events)} steps that were looked at",
-            cause,
-            remedy,
-            tuple(sorted({event["rank"] for event in events})),
-            events[0]["step"],
-        )
-        for events in by_line.values()
-    ]
+    found = []
+    for events in by_line.values():
+        seen, ranks = f"{evidence}, at {len(events)} steps that were looked at", {event["rank"] for event in events}
+        at, step = place(events[0].get("at")), events[0]["step"]
+        found.append(Finding(id, at, seen, cause, remedy, tuple(sorted(ranks)), step))
+    return found
 
 
 @rule("LS309", "no-gradients", "the optimizer steps without gradients")

@@ -8,7 +8,8 @@ from itertools import combinations
 from typing import Any
 
 from lockstep.audit.events import Event, History
-from lockstep.audit.findings import Finding
+from lockstep.audit.findings import Finding, Place
+from lockstep.audit.rules import sources
 from lockstep.audit.rules.facts import differ, each_rank, named, place, replicas, rule, some
 from lockstep.audit.rules.loaders import Iteration, iterations
 
@@ -19,6 +20,9 @@ _NO_GROUP = "no ranks that train one model together"
 
 
 def _made(iteration: Iteration) -> Any:
+    """Where the sampler was made that deals the samples, or the loader."""
+    if iteration.begin.get("sampler_at"):
+        return iteration.begin["sampler_at"]
     return iteration.begin.get("made_at") or iteration.begin.get("at")
 
 
@@ -188,7 +192,9 @@ def ids_differ(history: History) -> Iterable[Finding] | str:
                 evidence = f"the same samples have other numbers on ranks 0 and 1, one for one: {shown}"
                 cause = "the numbers follow an order that differs by process: that of a set, or of files in a folder"
                 remedy = "sort before numbering: for number, word in enumerate(sorted(words))"
-                at = place(event.get("at"))
+                files = [event["at"][0] if event.get("at") else None, event.get("defined_in")]
+                lines = sources.unordered(files)
+                at = Place(*lines[0], "") if lines else place(event.get("at"))
                 findings.append(Finding("LS110", at, evidence, cause, remedy, tuple(by_rank), event["step"]))
                 break
     return findings if seen else "no samples of data that a sampler deals were compared"
@@ -210,7 +216,8 @@ def probes(history: History) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
             sizes = {rank: event["dataset_size"] for rank, event in events.items()}
             if len(events) > 1 and not differ(sizes):
                 common = sorted(set.intersection(*(set(event["samples"]) for event in events.values())), key=int)
-                event = {**next(iter(events.values())), "dataset": next(iter(its.values())).begin.get("dataset")}
+                begin = next(iter(its.values())).begin
+                event = {**next(iter(events.values())), **{n: begin.get(n) for n in ("dataset", "defined_in")}}
                 found.append((event, {r: [e["samples"][index] for index in common] for r, e in events.items()}))
     return found
 

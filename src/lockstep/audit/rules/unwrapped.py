@@ -6,8 +6,22 @@ from collections.abc import Iterable
 from typing import Any
 
 from lockstep.audit.events import Event, History
-from lockstep.audit.findings import Finding
-from lockstep.audit.rules.facts import differ, keys, named, optimizer_at, place, replicas, rule, some, steps, uses
+from lockstep.audit.findings import Finding, Place
+from lockstep.audit.rules import sources
+from lockstep.audit.rules.facts import (
+    differ,
+    each_rank,
+    keys,
+    line,
+    named,
+    optimizer_at,
+    place,
+    replicas,
+    rule,
+    some,
+    steps,
+    uses,
+)
 from lockstep.audit.rules.gradients import averages, compared_steps, hooked, partings, unwrapped
 
 
@@ -31,9 +45,14 @@ def never_exchanged(history: History) -> Iterable[Finding] | str:
             if key in owned:
                 cause = f"{some(sorted(wrong[0]))} of the optimizer are in no wrapped model: their gradients stay local"
             remedy = "train through DistributedDataParallel(model); of a framework, do not take the model out before"
-            at = place(optimizer_at(history, key))
+            made = (event.get("unwrapped_at") for event in history.of("optimizer") if known.get(_id(event)) == key)
+            at = place((key in owned and next(made, None)) or optimizer_at(history, key))
             findings.append(Finding("LS207", at, pairs[0].evidence, cause, remedy, ranks, pairs[0].first["step"]))
     return findings
+
+
+def _id(event: Event) -> tuple[int, int]:
+    return event["rank"], event["optimizer"]
 
 
 def _reads_a_part(history: History) -> set[int]:
@@ -53,6 +72,18 @@ def _reads_a_part(history: History) -> set[int]:
     return trained | ({rank for by_rank in others for rank in by_rank} if len(others) == len(first) else set())
 
 
+def _copied(history: History, copies: dict[int, Event]) -> tuple[Place | None, str]:
+    """Why copies differ: made of unequal models, or updated on some ranks only."""
+    copy, changes = next(iter(copies.values())), {rank: each.get("changes") for rank, each in copies.items()}
+    if copy.get("is_early") and differ({event["rank"]: event.get("before") for event in history.of("wrap")}):
+        return place(copy.get("made_at")), "each rank copied its own model, before the wrapper made the models equal"
+    rows = sources.for_one_rank(copy["at"][0])
+    if differ(changes):
+        at = Place(copy["at"][0], rows[0], "") if rows else place(copy["at"])
+        return at, f"only some ranks update it: changes of its weights are {each_rank(changes)}"
+    return place(copy["at"]), "each rank made it before the models were equal, or only some ranks update it"
+
+
 @rule("LS214", "copies-part", "copies of a model differ between ranks", "warning")
 def copies_part(history: History) -> Iterable[Finding] | str:
     """An average or a teacher that ranks call, whose weights are not the same on all ranks."""
@@ -66,8 +97,10 @@ def copies_part(history: History) -> Iterable[Finding] | str:
             found = {rank: by_rank[rank] for rank in group if rank in by_rank}
             if len(found) == len(group) and differ({rank: copy["digest"] for rank, copy in found.items()}):
                 copy = next(iter(found.values()))
-                evidence = f"the {copy['class']} that this line calls has other weights on {named(found)} at the end"
-                cause = "each rank made it before the models were equal, or only some ranks update it"
+                evidence = (
+                    f"the {copy['class']} that {line(copy['at'])} calls differs between {named(found)} at the end"
+                )
+                at, cause = _copied(history, found)
                 remedy = "copy the model after DistributedDataParallel(...) made it equal, and update on all ranks"
-                findings.append(Finding("LS214", place(copy["at"]), evidence, cause, remedy, tuple(found), None))
+                findings.append(Finding("LS214", at, evidence, cause, remedy, tuple(found), None))
     return findings if told else "no copy of a wrapped model was called"

@@ -1,0 +1,72 @@
+"""Observes what models are in the end, and parameters that change their kind after the wrapping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.audit.observe import digests, made, models
+from lockstep.audit.observe.data import After
+from lockstep.audit.observe.models import parameters_of
+from lockstep.audit.observe.recorder import recorder
+
+_NAMES = 50
+_last: dict[int, dict[str, str | None]] = {}
+_last_buffers: dict[int, dict[str, str | None]] = {}
+_copied: dict[int, dict[str, Any]] = {}
+
+
+def _own_buffers(inner: Any) -> dict[str, torch.Tensor]:
+    """Buffers of floating-point numbers that a checkpoint has, without the statistics of normalizations."""
+    return {
+        f"{name}.{key}".removeprefix("."): buffer
+        for name, module in inner.named_modules()
+        if not hasattr(module, "track_running_stats")
+        for key, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_floating_point() and key not in module._non_persistent_buffers_set
+    }
+
+
+def note_parameters(*_: Any, **__: Any) -> After:
+    """Remember digests of the parameters of replicas: before the process group ends, and at exit."""
+    for model in models.told():
+        parameters = {name: parameter.detach() for name, parameter in parameters_of(model)}
+        if model.how == "ddp" and parameters:
+            _last[model.number] = digests.of_tensors(parameters)
+            _last_buffers[model.number] = digests.of_tensors(_own_buffers(model.inner()))
+    for copy, (number, at) in models.copies.items():
+        found = digests.of_tensors({name: parameter.detach() for name, parameter in copy.named_parameters()})
+        made_at, is_early = made.modules.get(copy) or (None, None)
+        changes = sum(0 if parameter.is_inference() else parameter._version for parameter in copy.parameters())
+        _copied[number] = {"class": type(copy).__name__, "at": at, "digest": digests.of_numbers(found.values())}
+        _copied[number] |= {"made_at": made_at, "is_early": is_early, "changes": changes}
+    return None
+
+
+def at_exit() -> dict[str, Any]:
+    """What the parameters are at the end."""
+    note_parameters()
+    buffers = {number: each for number, each in _last_buffers.items() if each}
+    return {"parameters": dict(_last) or None, "copies": dict(_copied) or None, "buffers": buffers or None}
+
+
+_unfrozen: dict[int, tuple[list[str], list[str]]] = {}
+
+
+def note_unfrozen(model: models.Model, at: list[str | int] | None, known: set[int]) -> bool:
+    """Note parameters of a model that were frozen, unfrozen or added after its wrapping. True: there are new ones."""
+    now = [(name, parameter.requires_grad) for name, parameter in parameters_of(model)]
+    on = [name for name, is_on in now if is_on and model.trainable.get(name) is False]
+    off = [name for name, is_on in now if not is_on and model.trainable.get(name)]
+    parameters = dict(parameters_of(model))
+    added = [name for name, is_on in now if is_on and id(parameters[name]) not in models.at_wrapping]
+    if not (on or off or added) or _unfrozen.get(model.number) == (on + added, off):
+        return False
+    _unfrozen[model.number] = (on + added, off)
+    at = next((place for name in on if (place := made.freed_at.get(id(parameters[name])))), at)
+    unowned = [name for name in on if id(parameters[name]) not in known]
+    told = {"names": (on + added)[:_NAMES], "frozen": off[:_NAMES], "added": added[:_NAMES] or None}
+    told["unowned"] = unowned[:_NAMES] or None
+    recorder.emit("unfrozen", limit=50, at=at, model=model.number, **told)
+    return bool(on or added)

@@ -1,0 +1,44 @@
+"""Observes where modules are made or copied, and where parameters are unfrozen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from lockstep.audit.observe import places
+from lockstep.audit.observe.objects import Registry
+
+has_wrapped = False
+"""Whether a model was wrapped."""
+modules: Registry[tuple[list[str | int] | None, bool]] = Registry()
+"""Where each module was made or copied, and whether that was before any model was wrapped."""
+freed_at: dict[int, list[str | int] | None] = {}
+"""Where the script called requires_grad_() of a parameter, by the parameter's id."""
+
+
+def made(module: Any, *_: Any, **__: Any) -> None:
+    """Module.__init__, and Module.__setstate__ of a copy. Constructors of the module itself are passed over."""
+    own = places.outside(lambda frame: frame.f_code.co_name == "__init__" and owner_of(frame) is module)
+    modules.put(module, (own, not has_wrapped))
+
+
+def owner_of(frame: Any) -> Any:
+    """The first argument of a function: of a method, its object."""
+    return next(iter(places.arguments(frame)), None)
+
+
+def made_at(parameters: Iterable[torch.Tensor]) -> list[str | int] | None:
+    """Where the module was made that has one of these parameters."""
+    wanted = {id(parameter) for parameter in parameters}
+    found = (at for module, (at, _) in modules.items() for p in module._parameters.values() if id(p) in wanted)
+    return next(found, None)
+
+
+def freed(thing: Any, requires_grad: bool = True) -> None:
+    """requires_grad_() of a module or a parameter, by the script."""
+    if requires_grad and places.is_by_user(sys._getframe(3)):
+        for parameter in thing.parameters() if isinstance(thing, torch.nn.Module) else [thing]:
+            freed_at[id(parameter)] = places.here()

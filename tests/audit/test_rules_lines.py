@@ -1,0 +1,202 @@
+"""Lines that findings point at: the cause's, and not that where the fault was noticed. And some rules of their own."""
+
+import textwrap
+
+import pytest
+
+from lockstep.audit.rules import sources
+from tests.audit.made_events import Script, at, dealt, parts
+from tests.audit.test_rules_gradients import parted, together
+
+
+def line(script, id):
+    (finding,) = script.found(id)
+    return finding.where.line
+
+
+def written(folder, text):
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def test_layers_that_were_added_after_the_wrapping_are_named_there():
+    added = {"at": at(28), "model": 0, "names": ["weight"], "added": ["weight"]}
+    (finding,) = parted(script=Script().add("unfrozen", **added)).found("LS203")
+    assert (finding.where.line, finding.cause[:25]) == (5, "weight came to the model ")
+
+
+def test_unfrozen_parameters_without_an_optimizer_are_named_where_replicas_do_not_part():
+    told = {"at": at(28), "model": 0, "names": ["weight"]}
+    assert line(together(script=Script().add("unfrozen", unowned=["weight"], **told)), "LS203") == 28
+    assert together(script=Script().add("unfrozen", **told)).errors() == set()
+
+
+def test_a_step_without_exchange_is_named_where_the_script_calls_no_sync_or_makes_the_optimizer():
+    def unsynced(by_user, prepared=None):
+        script = parted(synced=False)
+        for event in script.events:
+            event |= {"prepared": prepared} if event["kind"] == "optimizer" else {}
+            for each in event.get("backwards", []):
+                each |= {"unsynced_at": at(19), "unsynced_by_user": by_user}
+        return script
+
+    assert line(unsynced(True), "LS204") == 19
+    assert line(unsynced(False), "LS204") == 7  # Accelerate calls no_sync, and does not know the optimizer
+    assert line(unsynced(False, prepared=True), "LS204") == 25
+
+
+def test_replicas_that_part_between_steps_that_were_looked_at_are_found_at_the_end():
+    def ended(digest):
+        script = Script().optimizer().step().step(sampled=False, model=0)
+        return script.exit(parameters=lambda rank: {"0": {"weight": digest(rank), "bias": "b"}})
+
+    assert line(ended(str), "LS201") == 30
+    assert ended(lambda rank: "same").errors() == set()
+
+
+def test_an_all_reduce_of_the_script_that_leaves_gradients_unequal_is_named():
+    script = Script(how=None).add("hand_reduce", at=at(23), op="SUM", parameters=1, divided=True)
+    assert line(parted(script=script), "LS201") == 23
+
+
+def test_copies_are_named_where_they_were_made_or_are_changed(tmp_path):
+    path = written(tmp_path, "for batch in batches:\n    step()\n    if rank == 0:\n        ema.update(net)\n")
+
+    def copied(before, changes, is_early=True):
+        script = Script(how=None).add("wrap", at=at(5), model=0, how="ddp", parameters=2, trainable=2, before=before)
+        told = {"class": "Net", "at": [path, 9, "main"], "made_at": [path, 1, "main"], "is_early": is_early}
+        return script.optimizer().exit(
+            copies=lambda rank: {"0": {**told, "digest": str(rank), "changes": changes(rank)}}
+        )
+
+    assert line(copied(str, lambda rank: 5), "LS214") == 1
+    assert line(copied("same", lambda rank: 5 - 5 * rank), "LS214") == 4
+    assert line(copied("same", lambda rank: 5), "LS214") == 9
+
+
+def test_a_sampler_of_the_scripts_own_is_named_where_it_was_made():
+    def shares(begin):
+        def mine(rank):
+            return [[number, number + 1] for number in range(rank * begin, rank * begin + 16, 2)]
+
+        return Script().optimizer().epoch(mine, sampler_at=at(9), distributed=dealt(), dataset_size=32)
+
+    assert line(shares(8), "LS108") == 9
+    assert shares(16).found("LS108") == []
+
+
+def test_a_loader_that_a_framework_reads_is_named_where_it_was_made():
+    script = Script()
+    for epoch in range(2):
+        script.epoch(parts(), epoch=epoch, distributed=dealt(), by_framework=True)
+    assert line(script, "LS102") == 10
+
+
+def test_labels_without_the_offset_of_the_rank_are_named():
+    def labels(first):
+        return Script().optimizer().add("labels", at=at(41), first=first, rows=32).step()
+
+    assert line(labels(0), "LS215") == 41
+    assert labels(lambda rank: 32 * rank).errors() == set()
+
+
+def test_processes_that_train_the_same_alone_are_named():
+    def alone(script=None, norm=1.5):
+        return (script or Script(how=None)).optimizer().step(gradient_norm=norm, hyperparameters=[{"lr": 0.1}])
+
+    assert line(alone(), "LS506") == 30
+    assert alone(norm=lambda rank: 1.5 + rank).errors() == set()  # each trains something else
+    assert alone(Script(how=None).add("group", name="0", ranks=[0, 1])).errors() == set()
+    assert alone(Script(world=1, how=None)).errors() == set()
+
+
+def test_buffers_that_part_are_a_warning_where_nobody_exchanges_them():
+    def ended(digest, synced=False):
+        script = Script(how=None).add("wrap", at=at(5), model=0, how="ddp", buffers=1, trainable=2, synced=synced)
+        return script.exit(buffers=lambda rank: {"0": {"codebook": digest(rank)}})
+
+    assert line(ended(str), "LS606") == 5
+    assert ended(str, synced=True).found("LS606") == ended(lambda rank: "same").found("LS606") == []
+
+
+def test_weights_that_some_ranks_load_before_fsdp_are_named():
+    def loaded(ranks, between=None, how="fsdp2"):
+        script = Script(how=None)
+        for rank in ranks:
+            script.add("state", rank, at=at(50), what="model", names_digest="n")
+        if between:
+            script.add("collective", at=at(52), op=between)
+        return script.add("wrap", at=at(54), model=0, how=how, names_digest="n", trainable=2)
+
+    assert line(loaded([0]), "LS708") == 50
+    right = [loaded([0, 1]), loaded([0], "broadcast"), loaded([0], "broadcast_object_list"), loaded([0], how="ddp")]
+    assert all(script.found("LS708") == [] for script in right)
+
+
+def test_a_quotient_of_each_rank_is_named_at_the_call_that_gives_it_away():
+    def reduced(by, op="SUM"):
+        told = {"op": "all_reduce", "reduce_op": op, "value": 0.4, "given_at": at(37)}
+        return Script().add("collective", at=at(25), ratio_of=by, **told)
+
+    assert line(reduced(lambda rank: 12.0 - rank), "LS604") == 37
+    assert reduced(12.0).found("LS604") == reduced(lambda rank: 12.0 - rank, "MAX").found("LS604") == []
+
+
+def test_ranks_that_hang_are_named_where_their_ways_part():
+    def hung(first, second):
+        stacks = [[[at(1)[0], 27, "test"], at(first)], [at(second)]]
+        stuck = {"at": lambda rank: stacks[rank][0], "stacks": lambda rank: {"MainThread": stacks[rank]}}
+        made = {"collectives": lambda rank: [{"group": "0", "sequence": 9 - rank, "name": "broadcast"}]}
+        return Script().step().add("stuck", since_s=9.0, **stuck, **made)
+
+    assert line(hung(51, 52), "LS502") == 51
+
+
+def test_a_rank_that_went_on_and_failed_later_was_not_stuck():
+    def failed(message):
+        error = {"type": "RuntimeError", "message": message}
+        return Script().step().add("stuck", at=at(40), since_s=9.0, stacks={}).exit(code=1, error=error)
+
+    assert failed("no such file").found("LS504") == []
+    assert failed("connection closed by peer").found("LS504") != []
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("names = list(set(words))", [1]),
+        ("words = set()\nfor word in words:\n    pass", [2]),
+        ("import os\nfiles = {name: n for n, name in enumerate(os.listdir('.'))}", [2]),
+        ("names = sorted(set(words))", []),
+        ("n = len(set(words))", []),
+        ("not python (", []),
+    ],
+)
+def test_orders_of_sets_and_folders_are_found_in_the_text(tmp_path, text, lines):
+    path = written(tmp_path, text)
+    assert [row for _, row in sources.unordered([path, None])] == lines
+
+
+def test_ways_out_of_a_loop_and_conditions_are_found_in_the_text(tmp_path):
+    text = """\
+    for epoch in epochs:
+        for batch in batches:
+            loss.backward()
+            if skips(loss):
+                skipped += 1
+            else:
+                optimizer.step()
+            for part in batch:
+                break
+        if stops(epoch):
+            break
+    dist.barrier()
+    shown = outputs[: len(loader.dataset) - seen]
+    """
+    path = written(tmp_path, text)
+    assert sources.ways_out(path, inside=3, outside=12) == [11]
+    assert sources.condition(path, before=3, after=7) == 4
+    assert sources.condition(path, before=1, after=3) is None
+    assert sources.cuts(path)
+    assert not sources.cuts(str(tmp_path / "missing.py"))
