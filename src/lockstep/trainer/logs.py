@@ -55,6 +55,6 @@ def open_writers(run: Run, git: Mapping[str, Any] | None, *, quiet: bool) -> Non
     sharded_over = world.size if state.strategy.is_sharded else None
     summary = model_summary(run.model, state.optimizer, sharded_over=sharded_over, blocks=run.blocks)
     warning = warm_up_warning(state.schedule, run.stop, config.schedule.warmup_share)
-    warning += idle_ranks_warning(config.batch.global_ or 1, world.size)
+    warning += idle_ranks_warning(config.batch.global_ or 1, world.data_size)
     for text in (*([header] if isinstance(header, str) else header), *summary, *run.messages, *warning):
         run.tell(text)

@@ -28,6 +28,8 @@ class ParallelConfig(Section):
     shard_ranks: PositiveInt | None = None
     """FSDP: shard over groups of this many neighbouring ranks, and replicate across groups. None: shard over all
     ranks."""
+    tensor: PositiveInt = 1
+    """The layers of a model are cut over so many neighbouring ranks, which get the same samples; see docs/mesh.md."""
     reshard_after_forward: bool = True
     """FSDP: free the gathered parameters of a block after its forward pass."""
     forward_prefetch: Annotated[int, Field(ge=0)] = 0
