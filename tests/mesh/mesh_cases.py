@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lockstep import Metrics
+from lockstep.core.parallel.sharded_tensor import local
 from tests import runs
 from tests.own_tasks import Masked
 
@@ -73,6 +75,45 @@ class Cut(Masked):
         return model(batch[0])
 
 
-def fit(sections, options=None, run_dir=None, **more):
-    """`runs.fit` of `Cut`, by the sections of a config."""
-    return runs.fit(Cut(**(options or {})), runs.config(**sections), run_dir, **more)
+class Measured(Cut):
+    """It has metrics, of the training too."""
+
+    def loss(self, model, batch):
+        inputs, targets, mask = batch
+        output = model(inputs)
+        return ((output - targets).square() * mask).sum(), output.detach()
+
+    def metrics(self):
+        from torchmetrics import MeanSquaredError
+
+        return Metrics({"error": MeanSquaredError().set_dtype(torch.float64)}, self.update)
+
+    def update(self, metrics, output, batch):
+        metrics.update(output.contiguous(), batch[1].contiguous())
+
+
+def fit(sections, options=None, run_dir=None, kind="Cut"):
+    """`runs.fit` of a class of this file, by the sections of a config."""
+    return runs.fit(globals()[kind](**(options or {})), runs.config(**sections), run_dir)
+
+
+def parts_after_training(sections, options):
+    """What this rank holds of each parameter, a number that its generator drew, and the samples that it trained on."""
+    drawn, indices = [], []
+
+    class Draws(Cut):
+        def loss(self, model, batch):
+            drawn.append(float(torch.get_rng_state().double().mean()))
+            indices.extend(batch[0][:, 0].tolist())
+            return super().loss(model, batch)
+
+    held = {}
+    whole = runs.whole_weights
+    runs.whole_weights = lambda model: held.update(
+        {name: local(parameter).detach().clone() for name, parameter in model.named_parameters()}
+    )
+    try:
+        runs.fit(Draws(**options), runs.config(**sections, train={"steps": 3}))
+    finally:
+        runs.whole_weights = whole
+    return {"parts": held, "drawn": drawn, "indices": indices}

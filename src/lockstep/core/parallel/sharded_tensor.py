@@ -44,12 +44,14 @@ def local(tensor: Any) -> Tensor:
     return plain
 
 
-def local_shard(tensor: Any, number: int = 0) -> LocalShard:
+def local_shard(tensor: Any, number: int = 0, place: tuple[int, int] = (0, 1)) -> LocalShard:
     """The part of `tensor` that is on this rank, and its place in the whole.
 
     Args:
         number: of the tensor among those that are saved. Replicas of the rows take turns to be the writer, by this
             number.
+        place: of this rank in its tensor group, and the size of the group. A tensor that the group does not cut does
+            not know the group, and each of its ranks has a replica.
 
     Raises:
         TrainingError: the tensor is spread in another way than by rows, and by columns over a tensor group.
@@ -62,20 +64,21 @@ def local_shard(tensor: Any, number: int = 0) -> LocalShard:
     if cuts["shard"] != 0 or cuts.get("replicate") is not None or cuts.get("tensor") not in (None, 0, 1):
         placed = [type(placement).__name__ for placement in tensor.placements]
         raise TrainingError(f"a tensor of shape {shape} is spread as {placed}; only rows over ranks are known")
-    rows, start, columns, replica, replicas = shape[0], 0, None, 0, 1
+    rows, start, columns = shape[0], 0, None
+    replica, replicas = (0, 1) if "tensor" in cuts else place
     if cuts.get("tensor") is not None:
-        place, parts = _place(mesh, "tensor")
+        number_in_group, parts = _place(mesh, "tensor")
         width = shape[cuts["tensor"]] // parts
         if cuts["tensor"] == 0:
-            rows, start = width, place * width
+            rows, start = width, number_in_group * width
         else:
-            columns = slice(place * width, (place + 1) * width)
+            columns = slice(number_in_group * width, (number_in_group + 1) * width)
     for name in [name for name in cuts if cuts[name] is None]:
-        place, parts = _place(mesh, name)
-        replica, replicas = replica * parts + place, replicas * parts
-    place, parts = _place(mesh, "shard")
+        of_dimension, parts = _place(mesh, name)
+        replica, replicas = replica * parts + of_dimension, replicas * parts
+    of_shard, parts = _place(mesh, "shard")
     each = -(-rows // parts)  # as torch.chunk cuts
-    return LocalShard(local(tensor), start + min(place * each, rows), shape, number % replicas == replica, columns)
+    return LocalShard(local(tensor), start + min(of_shard * each, rows), shape, number % replicas == replica, columns)
 
 
 def _cut_of(placement: Any) -> int | None:
