@@ -45,6 +45,11 @@ class MeshFSDP(FSDP):
         """The mesh of all ranks."""
         return make_mesh(self.world, self.shape)
 
+    def _ends(self, model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+        # A cut last layer gives a view of its logits, which no unit of FSDP may: it stays with the root.
+        first, last = super()._ends(model, blocks)
+        return first, [layer for layer in last if not any(hasattr(p, "device_mesh") for p in layer.parameters())]
+
     def _mesh(self) -> Any:
         return self.mesh["replicate", "shard"]
 
@@ -73,6 +78,8 @@ class MeshFSDP(FSDP):
                 self._summed |= {f"{name}.{key}" for key, _ in module.named_parameters()}
             else:
                 parallelize_module(module, self.mesh["tensor"], styles[style](), src_data_rank=None)
+            if isinstance(module, nn.Embedding):
+                module.register_forward_hook(_copied)
         for name, parameter in model.named_parameters():
             vars(parameter).update(attributes[name])  # those that a model sets; torch makes new objects
         count = sum(style != plans.SUMMED for style in plan.styles.values())
@@ -101,6 +108,11 @@ class MeshFSDP(FSDP):
             dist.all_reduce(flat, group=self.mesh.get_group("tensor"))
             for (grad, _), values in zip(of_dtype, flat.split([part.numel() for part in parts]), strict=True):
                 grad.copy_(values.view(grad.shape))
+
+
+def _copied(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """A copy of what a cut embedding gives: it may be a unit of FSDP, which must not give a view."""
+    return output.clone()
 
 
 def _styles() -> dict[str, Callable[[], Any]]:

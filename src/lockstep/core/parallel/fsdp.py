@@ -50,7 +50,7 @@ class FSDP(Single):
             for parameter, gathered in self._gathered():  # else a block gets its value when it is gathered again
                 gathered.requires_grad_(parameter.requires_grad)
             return
-        first, last = ([], []) if self.options.shard_modules else find_ends(forward.model, blocks)
+        first, last = ([], []) if self.options.shard_modules else self._ends(forward.model, blocks)
         frees = self.options.reshard_after_forward
         self._units = [(unit, frees) for unit in (*first, *blocks)]
         self._units += [(unit, False) for unit in last]  # the backward pass begins with it
@@ -198,6 +198,10 @@ class FSDP(Single):
             if was_sharded:
                 block.reshard()
         return unused
+
+    def _ends(self, model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The large embeddings and last layers that are sharded separately."""
+        return find_ends(model, blocks)
 
     def _mesh(self) -> Any:
         """The device mesh: a dimension `shard`, after a dimension `replicate` where `shard_ranks` is less than the

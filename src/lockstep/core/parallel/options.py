@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from lockstep.core.config.config_section import DETERMINES_TRAINING, Section
+from lockstep.core.errors import UsageError
 
 
 class ParallelConfig(Section):
@@ -45,3 +46,9 @@ class ParallelConfig(Section):
     """FSDP: number format in which parameters are gathered. None: the format in which they are stored."""
     reduce_dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, DETERMINES_TRAINING] = None
     """FSDP: number format in which gradients are reduced. None: the format in which they are stored."""
+
+    def without_mesh(self, what: str, remedy: str = "use parallel.tensor=1, with any strategy") -> None:
+        """Raises UsageError for `what`, which knows no models that are cut across ranks, where `tensor` asks for one."""
+        if self.tensor > 1:
+            what = f"{what} does not know models that are cut across ranks"
+            raise UsageError(what, where=f"parallel.tensor={self.tensor}", remedy=remedy)
