@@ -63,7 +63,9 @@ def test_logs_averages_and_evaluations_are_those_of_one_process(name):
     more = {"train": train, "log": {"every_steps": 2, "train_metrics": True, "flops": True}}
     options = {"eval_length": 25}
     (alone,) = run_ranks(1, mesh_cases.fit, sections("single", 3, **more), options, None, "Measured")
-    for found, results in run_ranks(MESHES[name][0], mesh_cases.fit, sections(name, 2, **more), options, None, "Measured"):
+    for found, results in run_ranks(
+        MESHES[name][0], mesh_cases.fit, sections(name, 2, **more), options, None, "Measured"
+    ):
         assert runs.difference(without_calls(found), without_calls(alone[0])) < 1e-10
         for key in ("train/loss", "eval/loss", "eval/samples", "eval/error", "train/error"):
             assert results[key] == pytest.approx(alone[1][key], rel=1e-10), key

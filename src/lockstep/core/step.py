@@ -3,8 +3,9 @@
     W[k] = sum over ranks and micro-batches of w[r,m,k]          units (samples, labels, pixels) of head k
     loss = sum_k c[k] * L[r,m,k] * world / W[k]                  L: the SUM of the loss over this micro-batch's units
 
-DDP and FSDP average gradients over `world` ranks. On a mesh, these are the tensor groups: a group counts once. So the gradient is that of sum_k c[k] * (sum of L[k]) / W[k]: a mean
-over the units of the whole global batch, and never a mean of means.
+DDP and FSDP average gradients over `world` ranks. On a mesh, `world` is the number of tensor groups: the ranks of a
+group have the same samples, and count once. So the gradient is that of sum_k c[k] * (sum of L[k]) / W[k]: a mean over
+the units of the whole global batch, and never a mean of means.
 """
 
 from __future__ import annotations

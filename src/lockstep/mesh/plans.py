@@ -115,7 +115,8 @@ def _check_types(model: nn.Module, names: Mapping[str, str], where: str) -> None
     for name, style in names.items():
         module = model.get_submodule(name)
         if style in _CUT and not isinstance(module, _CUT[style][0]):
-            what = f"{name} is a {type(module).__module__}.{type(module).__name__}, and {style} cuts a torch.nn.{_CUT[style][0].__name__}"
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+            what = f"{name} is a {kind}, and {style} cuts a torch.nn.{_CUT[style][0].__name__}"
             remedy = "name the Linear and Embedding modules inside, or use parallel.tensor=1"
             raise UsageError(what, where=where, remedy=remedy)
 

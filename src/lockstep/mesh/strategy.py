@@ -106,7 +106,7 @@ class MeshFSDP(FSDP):
             parts = [grad.reshape(-1) if summed else grad.reshape(-1) / self.world.tensor for grad, summed in of_dtype]
             flat = torch.cat(parts)
             dist.all_reduce(flat, group=self.mesh.get_group("tensor"))
-            for (grad, _), values in zip(of_dtype, flat.split([part.numel() for part in parts]), strict=True):
+            for (grad, _), values in zip(of_dtype, torch.split(flat, [part.numel() for part in parts]), strict=True):
                 grad.copy_(values.view(grad.shape))
 
 

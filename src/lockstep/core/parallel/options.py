@@ -48,7 +48,7 @@ class ParallelConfig(Section):
     """FSDP: number format in which gradients are reduced. None: the format in which they are stored."""
 
     def without_mesh(self, what: str, remedy: str = "use parallel.tensor=1, with any strategy") -> None:
-        """Raises UsageError for `what`, which knows no models that are cut across ranks, where `tensor` asks for one."""
+        """Raises UsageError, where `tensor` asks for a mesh, for `what`: it knows no models that are cut."""
         if self.tensor > 1:
             what = f"{what} does not know models that are cut across ranks"
             raise UsageError(what, where=f"parallel.tensor={self.tensor}", remedy=remedy)

@@ -61,15 +61,16 @@ def local_shard(tensor: Any, number: int = 0, place: tuple[int, int] = (0, 1)) -
         return LocalShard(tensor, 0, tuple(tensor.shape))
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     cuts = {name: _cut_of(placement) for name, placement in zip(mesh.mesh_dim_names, tensor.placements, strict=True)}
-    if cuts["shard"] != 0 or cuts.get("replicate") is not None or cuts.get("tensor") not in (None, 0, 1):
+    cut = cuts.get("tensor")
+    if cuts["shard"] != 0 or cuts.get("replicate") is not None or cut not in (None, 0, 1):
         placed = [type(placement).__name__ for placement in tensor.placements]
         raise TrainingError(f"a tensor of shape {shape} is spread as {placed}; only rows over ranks are known")
     rows, start, columns = shape[0], 0, None
     replica, replicas = (0, 1) if "tensor" in cuts else place
-    if cuts.get("tensor") is not None:
+    if cut is not None:
         number_in_group, parts = _place(mesh, "tensor")
-        width = shape[cuts["tensor"]] // parts
-        if cuts["tensor"] == 0:
+        width = shape[cut] // parts
+        if cut == 0:
             rows, start = width, number_in_group * width
         else:
             columns = slice(number_in_group * width, (number_in_group + 1) * width)
