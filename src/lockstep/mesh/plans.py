@@ -63,7 +63,7 @@ def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan
         del names[name]
     _check_types(model, names, where)
     uneven = _uneven(model, names, ranks)
-    for name in [name for name in uneven if own is None and names[name] in _AT_THE_ENDS]:
+    for name in [name for name in uneven if own is None and names.get(name) in _AT_THE_ENDS]:
         notes.append(f"  {name} stays whole: {uneven.pop(name)} cannot be divided by {ranks}")
         del names[name]
     if uneven:
@@ -122,16 +122,18 @@ def _check_types(model: nn.Module, names: Mapping[str, str], where: str) -> None
 
 
 def _uneven(model: nn.Module, names: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """What cannot be cut evenly: by name of a module the number that does not divide."""
+    """What cannot be cut evenly: by name of a module, or of a config, the number that does not divide."""
     found: dict[str, str] = {}
     parents = {name.rpartition(".")[0] for name, style in names.items() if style in ("colwise", "rowwise")}
     for name in sorted(parents):
         module = model.get_submodule(name)
-        for owner in (module, getattr(module, "config", None)):
-            numbers = {key: getattr(owner, key, None) for key in _HEADS}
-            bad = {key: number for key, number in numbers.items() if _is_uneven(number, ranks)}
-            if bad and name not in found:
-                found[name] = ", ".join(f"{key}={number}" for key, number in bad.items())
+        owners: dict[str, Any] = {name: module}
+        if "attention" in type(module).__name__.lower():  # other layers may have the config, too
+            owners[type(getattr(module, "config", None)).__name__] = getattr(module, "config", None)
+        for named, owner in owners.items():
+            bad = [f"{key}={getattr(owner, key)}" for key in _HEADS if _is_uneven(getattr(owner, key, None), ranks)]
+            if bad:
+                found[named] = ", ".join(bad)
     for name, style in names.items():
         key = _CUT[style][1] if style in _CUT else ""
         number = getattr(model.get_submodule(name), key, None) if key else None
