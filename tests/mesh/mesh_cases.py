@@ -1,10 +1,12 @@
 """What tests of a mesh run on ranks: importable tasks, and functions that return plain values."""
 
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.nn import functional
 
-from lockstep import Metrics
+from lockstep import Metrics, Trainer
 from lockstep.core.parallel.sharded_tensor import local
 from tests import runs
 from tests.own_tasks import Masked
@@ -117,3 +119,12 @@ def parts_after_training(sections, options):
     finally:
         runs.whole_weights = whole
     return {"parts": held, "drawn": drawn, "indices": indices}
+
+
+def export_and_evaluate(run_dir, sections, options, out):
+    """The loss and the samples of an evaluation, and the predictions on rank 0; writes an export."""
+    trainer = Trainer(runs.config(**sections), run_dir=Path(run_dir), quiet=True)
+    trainer.export(out, Cut(**options), program=False)
+    outputs = trainer.predict(Cut(**options))
+    results = trainer.evaluate(Cut(**options))
+    return results["loss"], results["samples"], torch.stack(outputs) if outputs else None

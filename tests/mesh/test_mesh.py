@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lockstep.core.checkpoint import files, store
 from tests import runs
@@ -132,3 +133,41 @@ def test_a_run_that_stops_and_goes_on_ends_bit_for_bit_as_one_that_does_not(tmp_
     one, two = state(tmp_path / "one"), state(tmp_path / "two")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+# ---- what else joins a training
+
+UNFREEZE = [{"step": 3, "match": ["blocks.*"]}]
+JOINED = {
+    "unfreezing": {"train": {"steps": 6, "unfreeze": UNFREEZE}},
+    "recomputation": {"train": {"steps": 3}, "compute": {"activation_checkpointing": True}},
+    "rates by depth": {"train": {"steps": 3}, "optim": {"layer_decay": 0.5}},
+}
+
+
+@pytest.mark.parametrize("name", mainly(["unfreezing"], JOINED))
+def test_what_joins_a_training_does_so_on_a_mesh(name):
+    (alone,) = run_ranks(1, mesh_cases.fit, sections("single", 3, **JOINED[name]))
+    for weights, _ in run_ranks(4, mesh_cases.fit, sections("1x2x2", 2, **JOINED[name])):
+        assert runs.difference(without_calls(weights), without_calls(alone[0])) < 1e-10
+
+
+def test_weights_of_a_run_on_a_mesh_begin_another_and_are_exported_and_evaluated(tmp_path):
+    saved_by("1x2x2", tmp_path / "run", 3)
+    answers = run_ranks(
+        4, mesh_cases.export_and_evaluate, tmp_path / "run", sections("1x2x2"), OPTIONS, tmp_path / "many"
+    )
+    ((loss, samples, outputs),) = run_ranks(
+        1, mesh_cases.export_and_evaluate, tmp_path / "run", sections("single"), OPTIONS, tmp_path / "alone"
+    )
+    for found_loss, found_samples, _ in answers:
+        assert found_loss == pytest.approx(loss, rel=1e-12)
+        assert found_samples == samples == 10
+    assert torch.allclose(answers[0][2], outputs, rtol=0, atol=1e-12)
+    many, alone = (load_file(tmp_path / name / "model.safetensors") for name in ("many", "alone"))
+    assert many.keys() == alone.keys()
+    assert all(torch.equal(many[name], alone[name]) for name in alone)
+    begun = {"train": {"steps": 1, "init_from": str(tmp_path / "run")}}
+    (one,) = run_ranks(1, mesh_cases.fit, sections("single", **begun))
+    for weights, _ in run_ranks(4, mesh_cases.fit, sections("1x2x2", **begun)):
+        assert runs.difference(without_calls(weights), without_calls(one[0])) < 1e-10
