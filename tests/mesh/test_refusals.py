@@ -26,6 +26,7 @@ REFUSED = [
     (layers(a=nn.Linear(4, 3)), {"a": "colwise"}, r"a \(out_features=3\) cannot be divided by 2"),
     (layers(a=nn.Linear(3, 4)), {"a": "rowwise"}, r"a \(in_features=3\)"),
     (layers(a=nn.LayerNorm(4)), {"a": "colwise"}, "a is a torch.nn.modules.normalization.LayerNorm"),
+    (layers(a=nn.Linear(4, 4), b=nn.SyncBatchNorm(4)), {"a": "colwise"}, "SyncBatchNorm would count"),
     (layers(a=nn.Embedding(5, 4)), {"a": "embedding_rowwise"}, r"num_embeddings=5"),
 ]
 

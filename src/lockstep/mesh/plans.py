@@ -44,6 +44,9 @@ def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan
         UsageError: there is no plan, a pattern or a style is unknown, or heads or rows do not divide; names them.
     """
     where = f"parallel.tensor={ranks}" if own is None else "Task.tensor_plan"
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        what = "SyncBatchNorm would count the samples of a tensor group several times"
+        raise UsageError(what, where=f"parallel.tensor={ranks}", remedy="use GroupNorm or LayerNorm")
     wanted = dict(_of_transformers(model)) if own is None else dict(own)
     if not wanted:
         raise UsageError(
