@@ -42,7 +42,7 @@ def expected():
 @pytest.mark.parametrize(
     ("name", "accumulate", "clip_norm"),
     mainly(
-        [("1x1x2", 3, 0.5), ("1x2x2", 2, 0.5), ("2x1x2", 1, None)],
+        [("1x1x2", 3, 0.5), ("1x2x2", 2, 0.5)],
         [(name, accumulate, clip) for name in MESHES for accumulate in (1, 2, 3) for clip in (None, 0.5)],
     ),
 )
@@ -94,11 +94,7 @@ def test_ranks_of_a_group_hold_the_same_bits_of_what_is_not_cut_and_parts_of_wha
 
 # ---- checkpoints
 
-WAYS = [
-    ("1x2x2", "single"),
-    ("1x2x2", "1x1x2"),
-    ("fsdp 3", "2x1x2"),
-]
+WAYS = [("1x2x2", "single"), ("fsdp 3", "2x1x2")]
 EVERY = [*MESHES, *OTHERS]
 
 
@@ -145,13 +141,14 @@ JOINED = {
 }
 
 
-@pytest.mark.parametrize("name", mainly(["unfreezing"], JOINED))
+@pytest.mark.parametrize("name", mainly([], JOINED))
 def test_what_joins_a_training_does_so_on_a_mesh(name):
     (alone,) = run_ranks(1, mesh_cases.fit, sections("single", 3, **JOINED[name]))
     for weights, _ in run_ranks(4, mesh_cases.fit, sections("1x2x2", 2, **JOINED[name])):
         assert runs.difference(without_calls(weights), without_calls(alone[0])) < 1e-10
 
 
+@pytest.mark.exhaustive
 def test_weights_of_a_run_on_a_mesh_begin_another_and_are_exported_and_evaluated(tmp_path):
     saved_by("1x2x2", tmp_path / "run", 3)
     answers = run_ranks(
