@@ -21,7 +21,7 @@ def grad_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     cut = "tensor" in mesh.mesh_dim_names
     counted = [p for p in parameters if not cut or mesh.get_local_rank("tensor") == 0 or is_cut(p)]
     grads = _local_grads(counted)
-    norm = nn.utils.get_total_norm(grads) if grads else torch.zeros((), device=_local_grads(parameters)[0].device)
+    norm = nn.utils.get_total_norm(grads) if grads else _local_grads(parameters)[0].new_zeros(())
     square = norm.double().square()
     for name in ("shard", "tensor") if cut else ("shard",):
         dist.all_reduce(square, group=mesh.get_group(name))
