@@ -292,21 +292,25 @@ def fit_out_of_memory(settings, run_dir, place, least=12):
                 loss.register_hook(lambda grad: fail(batch[0]))
             return loss
 
-    copy = DeviceCopies.begin
+    make, copy = DeviceCopies.__init__, DeviceCopies.begin
+
+    def make_as_for_a_device(copies, *arguments, **options):  # a CPU needs no copies
+        make(copies, *arguments, **options)
+        copies.changes_nothing = False
 
     def fail_to_copy(copies, batch):
         if where == "copy":
             fail(batch[0])
         return copy(copies, batch)
 
-    DeviceCopies.begin = fail_to_copy
+    DeviceCopies.__init__, DeviceCopies.begin = make_as_for_a_device, fail_to_copy
     try:
         with impatient():
             return runs.fit(Large(), settings, Path(run_dir))[0]
     except LockstepError as error:
         return type(error).__name__, str(error), error.retryable
     finally:
-        DeviceCopies.begin = copy
+        DeviceCopies.__init__, DeviceCopies.begin = make, copy
 
 
 def dtypes_seen(settings):

@@ -59,6 +59,7 @@ SWITCHES = {
 
 
 OTHERS_COVER = (
+    "selective compile",
     "compile blocks fsdp",
     "reduce each micro-batch",
     "static graph 3",
@@ -196,10 +197,7 @@ def unfrozen_by_hand():
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive if name not in ("ddp 2", "fsdp 3") else ())
-        for name in STRATEGIES
-    ],
+    [pytest.param(name, marks=pytest.mark.exhaustive if name != "fsdp 3" else ()) for name in STRATEGIES],
 )
 def test_unfreezing_is_that_of_plain_torch_also_when_resumed_inside_a_phase(name, tmp_path):
     world, parallel = STRATEGIES[name]

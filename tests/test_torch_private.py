@@ -46,7 +46,7 @@ IN_TEXTS = {
 }
 """Private modules whose names stand in texts: they are imported by torch, or name a logger. One that is not there is
 no error."""
-ADAPTERS = ("core/parallel/torch_internals.py", "audit/observe/torch_private.py")
+ADAPTERS = ("core/parallel/torch_internals.py", "audit/observe/torch_private.py", "streams/torch_private.py")
 
 
 def names_of_torch(text):

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli.application import app
+from tests.selection import mainly
 from tests.users_file import OWN
 
 
@@ -65,8 +66,12 @@ def test_fault_in_a_users_code_shows_where_without_library_frames(call):
     assert "site-packages" in call("train", "mine.py:Broken", "train.steps=3", "--debug").stderr
 
 
-@pytest.mark.parametrize("where", ["model", "train_data", "prepare", "loss"])
-@pytest.mark.parametrize("code", [0, 3, "bye", None])
+EXITS = [(where, code) for where in ("model", "train_data", "prepare", "loss") for code in (0, 3, "bye", None)]
+
+
+@pytest.mark.parametrize(
+    ("where", "code"), mainly([("model", 3), ("train_data", None), ("prepare", "bye"), ("loss", 0)], EXITS)
+)
 def test_exit_in_a_users_code_is_a_failure_that_says_where(call, tmp_path, where, code):
     done = call(
         "train",

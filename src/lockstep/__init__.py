@@ -13,6 +13,8 @@ TaskOptions: the base of the options of a task that another distribution offers.
 Presenter: shows samples, outputs and results of a task to people.
 RunConfig: the whole config of a run.
 Shards: a data set of samples in shards, near or far: Parquet, Arrow, JSON lines, tar, MDS.
+Stream: an iterable of samples as training data, for any number of ranks.
+trained_only: leaves the frozen weights of a model out of checkpoints, such as those beside adapters of peft.
 LockstepError: the base class of all errors. Each says what is wrong, where, and what to do.
 
 `lockstep init FILE.py` on the command line writes a first task.
@@ -36,11 +38,13 @@ __all__ = [
     "Presenter",
     "RunConfig",
     "Shards",
+    "Stream",
     "Task",
     "TaskOptions",
     "Trainer",
     "WeightedSampler",
     "Writer",
+    "trained_only",
 ]
 
 if TYPE_CHECKING:
@@ -50,9 +54,11 @@ if TYPE_CHECKING:
     from lockstep.core.presenter import Presenter
     from lockstep.core.task import Metrics, Task
     from lockstep.core.writer import Writer
+    from lockstep.lora.frozen import trained_only
     from lockstep.recipes.task_options import TaskOptions
     from lockstep.sampling.weighted import WeightedSampler
     from lockstep.shards.data import Shards
+    from lockstep.streams.stream import Stream
     from lockstep.trainer.trainer import Trainer
     from lockstep.updates.players import AlternatingTask, Follower, Player
 
@@ -66,11 +72,13 @@ _HOMES = {
     "Presenter": "core.presenter",
     "RunConfig": "core.config.sections",
     "Shards": "shards.data",
+    "Stream": "streams.stream",
     "Task": "core.task",
     "TaskOptions": "recipes.task_options",
     "Trainer": "trainer.trainer",
     "WeightedSampler": "sampling.weighted",
     "Writer": "core.writer",
+    "trained_only": "lora.frozen",
 }
 
 

@@ -36,8 +36,8 @@ class NoLength(torch.utils.data.Dataset):
 DATA = TensorDataset(torch.zeros(30, 10), torch.zeros(30, 5))
 WRONG_DATA = [
     (DataLoader(DATA), "returned a DataLoader", "return the data set, not a loader"),
-    (Stream(), "returned a Stream, which is an IterableDataset", "map-style"),
-    (StreamWithLength(), "returned a StreamWithLength, which is an IterableDataset", "map-style"),
+    (Stream(), "returned a Stream, which is an IterableDataset", "lockstep.Stream"),
+    (StreamWithLength(), "returned a StreamWithLength, which is an IterableDataset", "lockstep.Stream"),
     (NoLength(), "returned a NoLength, which has no length", "map-style"),
     (TensorDataset, "returned the class TensorDataset, not an object of it", "map-style"),
     ({"train": DATA, "test": DATA}, "returned a dict with the keys 'train', 'test'", "return one of its data sets"),

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.recipes import config_file
 from lockstep.trainer.trainer import Trainer
-from tests import box_cases, image_cases, mask_cases, risk_cases, text_cases
+from tests import box_cases, image_cases, lm_cases, mask_cases, risk_cases, text_cases
 from tests.gpu import cases
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +26,7 @@ TINY = {
     "image_folder": {"task.image_size": 16},
     "imagenet": IMAGENET,
     "imagenet_88": IMAGENET,
+    "lm": {f"task.{key}": value for key, value in (lm_cases.SMALL | {"length": 32, "vocab_size": 300}).items()},
     "nlst": RISKS | {"train.unfreeze": risk_cases.PHASES, "task.slices_per_chunk": None, "data.workers": 0},
     "segmentation": {"task.scratch": mask_cases.UNET, "task.image_size": 32},
     "text": {},
@@ -51,6 +52,8 @@ def data_of(recipe, folder):
         return risk_cases.volume_table(folder / "volumes", answers, split=split), None
     if recipe == "detection":
         return box_cases.box_folder(folder / "boxes"), box_cases.box_folder(folder / "eval", seed=1, split="val")
+    if recipe == "lm":
+        return lm_cases.corpus(folder), None
     if recipe == "segmentation":
         return mask_cases.shapes_folder(folder / "shapes"), None
     return image_cases.picture_folder(folder / "train"), image_cases.picture_folder(folder / "eval", seed=1)

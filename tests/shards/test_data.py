@@ -113,6 +113,14 @@ def test_sources(tmp_path):
             lockstep.Shards(folder / "part-0.jsonl", **options)
 
 
+def test_addresses_and_files_that_cannot_be_read_say_what_to_do(tmp_path):
+    with pytest.raises(UsageError, match=r"a web server lists no files(?s:.*)\{000..012\}"):
+        lockstep.Shards("https://host/part-*.tar")
+    (tmp_path / "old.feather").write_bytes(b"FEA1" + bytes(60))
+    with pytest.raises(DataError, match=r"old.feather: it is a Feather file of version 1"):
+        lockstep.Shards(str(tmp_path / "old.feather"))
+
+
 def test_shards_are_counted_once_and_anew_when_they_change(tmp_path, monkeypatch):
     folder = shard_cases.write(tmp_path / "data")
     lockstep.Shards(folder)

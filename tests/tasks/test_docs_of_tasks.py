@@ -92,5 +92,8 @@ def test_a_stream_is_refused_and_the_error_says_what_to_do():
         def train_data(self):
             return Stream()
 
-    with pytest.raises(UsageError, match=r"IterableDataset.*(?s:.*)`lockstep shards FILE.py:FUNCTION OUT` writes"):
+    with pytest.raises(
+        UsageError,
+        match=r"IterableDataset.*(?s:.*)return lockstep.Stream\(data\).*`lockstep shards FILE.py:FUNCTION OUT`",
+    ):
         runs.fit(Mine(), runs.config())

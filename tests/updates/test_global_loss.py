@@ -94,6 +94,7 @@ def test_sharded_models_train_the_same(ranks):
         assert runs.difference(weights, expected) < EXACT
 
 
+@pytest.mark.exhaustive
 def test_samples_that_cannot_be_read_are_left_out_on_any_ranks():
     skips = settings(2, data={"on_error": "skip"})
     (expected, _), *_ = run_ranks(1, fit, "Unreadable", {}, skips)
@@ -102,6 +103,7 @@ def test_samples_that_cannot_be_read_are_left_out_on_any_ranks():
         assert runs.difference(weights, expected) < EXACT
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_training_is_bit_identical(tmp_path):
     def train(steps, folder):
         sections = settings(train={"steps": steps}, checkpoint={"every_steps": 6})
@@ -129,7 +131,8 @@ def test_embeddings_that_cannot_be_used_are_an_error(kind, words):
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize("precision", mainly(["fp16"], ["bf16", "fp16"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits_train_alike_on_any_ranks(precision):
     options = {"dtype": torch.float32}
     (one, _), *_ = run_ranks(1, fit, "Pairs", options, settings(precision=precision))

@@ -24,7 +24,9 @@ from lockstep.cli.recipes import presets, recipes
 from lockstep.cli.replay import replay
 from lockstep.cli.report import compare, report
 from lockstep.cli.shards import shards
+from lockstep.cli.sweep import sweep
 from lockstep.cli.train import train
+from lockstep.cli.tune import tune
 from lockstep.cli.verify import verify
 
 _COMMANDS: dict[Callable[..., None], str] = {
@@ -41,6 +43,7 @@ _COMMANDS: dict[Callable[..., None], str] = {
     replay: "lockstep replay runs/digits --step 120 --samples",
     compare: "lockstep compare runs/digits runs/digits-2",
     shards: "lockstep shards photos/ shards/ --shuffle 0",
+    sweep: "lockstep sweep digits grid.yaml --trials 20 --parallel 2",
     init: "lockstep init my_task.py, or: lockstep init --from lightning | less",
     plan: "lockstep plan imagenet --gpus 8 --gpu 'A100 80GB'",
     preflight: "lockstep preflight digits --nproc 2",
@@ -64,6 +67,7 @@ app = typer.Typer(
 for _command, _example in _COMMANDS.items():
     app.command(epilog=f"Example: {_example}", context_settings=_FOREIGN if _command is audit else None)(_command)
 app.add_typer(launch, name="launch")
+app.add_typer(tune, name="tune")
 
 
 def _show_version(wanted: bool) -> None:

@@ -62,7 +62,11 @@ def shards(
                     print(f"{name}: {count:,} samples", flush=True)
 
             kind = None if format is None else format.value
-            done = write(samples, out, kind=kind, shard_bytes=size, shuffle=shuffle, source=data, tell=tell)
+            try:
+                done = write(samples, out, kind=kind, shard_bytes=size, shuffle=shuffle, source=data, tell=tell)
+            except KeyboardInterrupt:
+                print(f"\nstopped; the same command goes on behind the last whole shard of {out}", file=sys.stderr)
+                raise
         index = done.index
         kept = f", {done.resumed:,} of them from before" if done.resumed else ""
         count = len(index["shards"])

@@ -43,11 +43,7 @@ class LogWindow:
     """Collects the results of steps without waiting for the device. `entry` reads the results and reduces them."""
 
     def __init__(
-        self,
-        world: World,
-        coefficients: Mapping[str, float],
-        steps_per_epoch: int,
-        metrics: TrainMetrics | None = None,
+        self, world: World, coefficients: Mapping[str, float], steps_per_epoch: int, metrics: TrainMetrics | None = None
     ) -> None:
         self.world, self.coefficients, self.steps_per_epoch = world, coefficients, steps_per_epoch
         self.metrics = metrics

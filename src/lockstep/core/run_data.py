@@ -194,7 +194,7 @@ def agreed_fingerprint(
     Raises:
         UsageError: the nodes or the ranks have different data, or draw them in different orders.
     """
-    indices = fingerprint.looked_at(len(data))  # type: ignore[arg-type]
+    indices = fingerprint.looked_at(data)
     is_first = world.size == 1 or world.rank in world.nodes.first_ranks
     # The generators of other ranks stay as they are: no rank draws other numbers because it is looked at.
     with contextlib.nullcontext() if is_first else restored_generators(world.device):

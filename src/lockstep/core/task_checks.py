@@ -168,11 +168,13 @@ def data(found: Any, where: str) -> Dataset[Any]:
         raise UsageError(_describe(found), where=where, remedy=remedy)
     if isinstance(found, IterableDataset):
         remedy = (
-            f"a stream has no order that can be resumed or shared by ranks; {_MAP_STYLE}. `lockstep shards "
-            "FILE.py:FUNCTION OUT` writes what an iterable gives into shards, once, and lockstep.Shards('OUT') reads "
-            "them by index: docs/shards.md"
+            "return lockstep.Stream(data), which every rank reads whole (docs/streams.md); or write it into shards, "
+            "once, with `lockstep shards FILE.py:FUNCTION OUT`: lockstep.Shards('OUT') reads by index (docs/shards.md)"
         )
         raise UsageError(f"{_describe(found)}, which is an IterableDataset", where=where, remedy=remedy)
+    if getattr(found, "reads_forward", False) and where != "Task.train_data":
+        remedy = "return a list of its samples: list(itertools.islice(samples, 1000)); or shards: docs/shards.md"
+        raise UsageError(f"{_describe(found)}, which has no samples by index", where=where, remedy=remedy)
     if isinstance(found, Mapping):
         names = ", ".join(repr(name) for name in list(found)[:5])
         remedy = f"return one of its data sets; or else {_MAP_STYLE.removeprefix('return ')}"

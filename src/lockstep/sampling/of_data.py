@@ -9,10 +9,12 @@ import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Sampler, Subset
 
 from lockstep.core.config.sections import RunConfig
-from lockstep.core.data.order import StepPlan
+from lockstep.core.data.order import Order, StepPlan
 from lockstep.core.errors import DataError, UsageError
 from lockstep.sampling.checked import CheckedOrder
 from lockstep.sampling.weighted import WeightedSampler, checked_weights
+from lockstep.streams.stream import Stream
+from lockstep.streams.stream import check as check_stream
 
 _ONE_ATTRIBUTE = (
     "give the training data one of `order`, `sample_weights` and data.balance; lockstep.Shards has an order: set "
@@ -21,13 +23,16 @@ _ONE_ATTRIBUTE = (
 _LABELS = ("sample_labels", "labels", "targets")
 
 
-def order_of(config: RunConfig, data: Any) -> CheckedOrder | None:
+def order_of(config: RunConfig, data: Any) -> Order | None:
     """What draws the samples of an epoch of the training data. None: an epoch has each sample once.
 
     Raises:
         UsageError: the data set and the config say different things, or the order is no order.
         DataError: the weights, the labels or the order are wrong.
     """
+    if isinstance(data, Stream):
+        check_stream(config, data)
+        return data.order
     own, weights = getattr(data, "order", None), _weights_of(data)
     if own is None:
         _refuse_hidden_orders(data)

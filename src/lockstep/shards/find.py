@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.core.errors import DataError, did_you_mean
+from lockstep.core.errors import DataError, UsageError, did_you_mean
 from lockstep.shards.files import Files, place_of, tried
 from lockstep.shards.formats.blocks import Counted, Format
 from lockstep.shards.formats.columns import Arrow, Parquet
@@ -106,6 +106,11 @@ def _of_one(files: Files, source: str) -> list[Shard]:
     if posixpath.basename(source) == INDEX:
         return _of_index(files, posixpath.dirname(source), {})
     if scheme(source) in ("http", "https"):
+        if any(letter in source.partition("?")[0] for letter in "*["):
+            remedy = (
+                "name the shards by braces, such as 'https://HOST/shard-{000..012}.tar'; or give the folder that has "
+            )
+            raise UsageError("a web server lists no files", where=source, remedy=f"{remedy}{INDEX}")
         if format_of(source.partition("?")[0]) is None:  # HTTP lists no folders
             return _of_index(files, source.rstrip("/"), {})
         return [_shard(files.look(source))]

@@ -14,6 +14,8 @@ from lockstep.core import task_checks
 from lockstep.core.data.loader import is_default
 from lockstep.core.presenter import Presenter
 from lockstep.core.task import Task
+from lockstep.lora import exports
+from lockstep.lora.frozen import BASE
 from lockstep.tasks.program import Computed, Program, without_program, write_program
 
 _SOURCE = "source"
@@ -50,6 +52,31 @@ def write_program_of(task: Task, presenter: Presenter, state: Mapping[str, Any],
     except Exception as error:  # of the user's code, which may need data that is not here
         return [without_program(error)]
     return write_program(program, folder)
+
+
+def weights_of(task: Task, presenter: Presenter, model: nn.Module, state: Mapping[str, Any]) -> tuple[str, Any]:
+    """The file of weights and its tensors: those of the presenter; by default adapters of peft alone, or merged.
+
+    Args:
+        state: see `write_program_of`.
+    """
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    if not is_default(presenter.export_weights) or not (exports.is_peft(model) or BASE in model._modules):
+        return presenter.export_weights(model, tensors)
+    if exports.is_peft(model) and not presenter.merged:
+        return exports.ADAPTER_FILE, exports.adapters(model, tensors)
+    whole = task_checks.model(task)
+    whole.load_state_dict(dict(state))
+    if exports.is_peft(model):
+        return "model.safetensors", exports.merged(whole)
+    delattr(whole, BASE)
+    return presenter.export_weights(whole, whole.state_dict())
+
+
+def write_adapter_config(presenter: Presenter, model: nn.Module, folder: Path) -> None:
+    """Write the config that peft reads, where `weights_of` gives adapters by themselves."""
+    if is_default(presenter.export_weights) and exports.is_peft(model) and not presenter.merged:
+        exports.write_config(model, folder)
 
 
 def _of_predict(task: Task, model: nn.Module) -> Program:

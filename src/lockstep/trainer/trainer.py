@@ -55,6 +55,7 @@ from lockstep.launch.preflight import run as preflight
 from lockstep.launch.preflight import variables
 from lockstep.launch.preflight.facts import Subject, spans_machines
 from lockstep.launch.preflight.judgement import Finding
+from lockstep.lora import exports, frozen
 from lockstep.mesh.layout import laid_out
 from lockstep.parts import built_in, determinism, ending
 from lockstep.parts import profile as profiling
@@ -63,6 +64,7 @@ from lockstep.parts.writer_kinds import files_of_writers
 from lockstep.recipes import config_file, registry
 from lockstep.recipes.task_options import TaskOptions
 from lockstep.sampling import of_data
+from lockstep.streams import stream
 from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.trainer import (
     backends,
@@ -243,6 +245,7 @@ class Trainer:
                 profiler = [profiling.Profiler(self.profile, run)] if self.profile else []
                 rebuild = functools.partial(self._rebuilt, task, world)
                 watch = [Watch(run, rebuild)] if config.watch.every else []
+                own_parts += stream.part_of(run)
                 parts = training_run.join_parts(run, [*built_in.parts(run), *watch, *profiler], own_parts)
                 viewers = built_in.viewers(run)
                 training_run.check(run, parts, checks, viewers)
@@ -384,7 +387,8 @@ class Trainer:
             run.confirmed_step = evidence.confirmed_step(self.run_dir, checkpoint)
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.state.step}"]))
-        run.messages += [*methods_not_called(task), *of_data.lines(run.plan)]
+        run.messages += [*methods_not_called(task), *of_data.lines(run.plan), *stream.lines(run)]
+        run.messages += [] if self.config.train.unfreeze else frozen.note(run.model)
         options = getattr(task, "options", None)
         if isinstance(options, TaskOptions):  # with train.steps, the number of epochs depends on the data
             never = options.never_reached(-(-run.stop // run.plan.steps_per_epoch))
@@ -656,7 +660,7 @@ class Trainer:
             presenter, warnings = task.presenter(task), list[str]()
             presenter.merged = merge
             left_out = sorted(held.keys() - tensors.keys())
-            if left_out and is_default(presenter.export_weights):
+            if left_out and is_default(presenter.export_weights) and not exports.is_peft(model):
                 warnings.append(
                     f"the file holds tensors only. It leaves out what get_extra_state returned: {', '.join(left_out)}. "
                     "lockstep export --optimizer writes all"
@@ -664,12 +668,13 @@ class Trainer:
 
             def add_files(staging: Path) -> None:
                 warnings.extend(presenter.export(model, staging) or ())
+                run_export.write_adapter_config(presenter, model, staging)
                 run_export.copy_source(self.run_dir, staging)
                 if program:
                     warnings.extend(run_export.write_program_of(task, presenter, held | whole, staging))
 
             def write() -> Path:
-                name, weights = presenter.export_weights(model, whole)
+                name, weights = run_export.weights_of(task, presenter, model, held | whole)
                 return export_weights(weights, Path(folder), about, add_files, name)
 
             file = world.on_rank0(write)

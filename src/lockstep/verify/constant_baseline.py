@@ -15,6 +15,7 @@ from lockstep.core.parallel.world import join_world
 from lockstep.core.run_model import seed_everything
 from lockstep.core.task import Task
 from lockstep.trainer.trainer import Trainer
+from lockstep.verify.by_index import task_of
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.free_outputs import FreeOutputs, fit_outputs
 from lockstep.verify.reference.evaluation import evaluate_constants, evaluate_model
@@ -73,7 +74,7 @@ def constant_baseline(config: Mapping[str, Any], train_samples: int) -> Constant
     """Fit the best constant output to up to `train_samples` samples and evaluate it, on one process."""
     trainer = Trainer(config, quiet=True)
     config = trainer.config.model_dump(by_alias=True)
-    task = ComparableTask(trainer.task(), TaskChanges(train_samples=train_samples, eval_samples=_EVAL_SAMPLES))
+    task = ComparableTask(task_of(trainer), TaskChanges(train_samples=train_samples, eval_samples=_EVAL_SAMPLES))
     with join_world(trainer.config.device) as world:
         seed_everything(trainer.config)
         model = task.model().to(world.device).eval()

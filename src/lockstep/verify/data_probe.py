@@ -13,6 +13,7 @@ from torch import Tensor
 from lockstep.core.parallel.world import join_world
 from lockstep.core.task import Task
 from lockstep.trainer.trainer import Trainer
+from lockstep.verify.by_index import task_of
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.digest import digest_of_batch
 from lockstep.verify.reference import data
@@ -24,7 +25,7 @@ _FEWEST_OF_CLASS, _FEWEST = 5, 40  # of fewer samples, an input may determine th
 def probe_data(config: Mapping[str, Any]) -> list[str]:
     """Remarks about the data of a training. Each may be meant so. Samples are prepared as for an evaluation."""
     trainer = Trainer(config, quiet=True)
-    task = ComparableTask(trainer.task(), TaskChanges(train_samples=_SAMPLES, eval_samples=_SAMPLES))
+    task = ComparableTask(task_of(trainer), TaskChanges(train_samples=_SAMPLES, eval_samples=_SAMPLES))
     with join_world(trainer.config.device):
         training = list(_batches(task, task.train_data()))
         remarks = labels_among_inputs(training)

@@ -13,6 +13,7 @@ from lockstep.core.parallel.world import join_world
 from lockstep.core.run_model import seed_everything
 from lockstep.core.task import Task
 from lockstep.trainer.trainer import Trainer
+from lockstep.verify.by_index import task_of
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.reference import data
 
@@ -177,7 +178,7 @@ def least_loss(config: Mapping[str, Any], changes: TaskChanges) -> float:
     Label smoothing, for example, leaves a loss above zero.
     """
     trainer = Trainer(config, quiet=True)
-    task = ComparableTask(trainer.task(), changes)
+    task = ComparableTask(task_of(trainer), changes)
     with join_world(trainer.config.device) as world:
         seed_everything(trainer.config)
         try:

@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.core.parallel.world import join_world
 from lockstep.trainer.trainer import Trainer
+from lockstep.verify.by_index import task_of
 from lockstep.verify.digest import digest_of_batch
 from lockstep.verify.reference import data
 
@@ -24,7 +25,7 @@ _SEED = "20011"
 
 def digests(config: Mapping[str, Any]) -> list[int]:
     """A digest of each of some training samples, spread over the data set."""
-    task = Trainer(config, quiet=True).task()
+    task = task_of(Trainer(config, quiet=True))
     samples: Any = task.train_data()
     count = min(_SAMPLES, len(samples))
     with join_world("cpu"):

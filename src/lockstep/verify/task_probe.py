@@ -19,6 +19,7 @@ from lockstep.core.task import Task, loss_of_batch, needs_global_batch
 from lockstep.trainer.trainer import Trainer
 from lockstep.updates.players import Player
 from lockstep.verify import generators
+from lockstep.verify.by_index import task_of
 from lockstep.verify.comparable_task import (
     ComparableTask,
     TaskChanges,
@@ -197,7 +198,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         LockstepError: the config does not fit the model, or the data cannot be found.
     """
     trainer = Trainer(config, quiet=True)
-    task = trainer.task()
+    task = task_of(trainer)
     task.eval_data()
     skip = trainer.config.data.on_error != "raise"
     read = partial(_samples, train_samples=train_samples, seed=trainer.config.seed, skip=skip)

@@ -24,6 +24,7 @@ from lockstep.core.parallel import device_errors
 from lockstep.core.parallel.world import join_world
 from lockstep.trainer.trainer import Trainer
 from lockstep.verify import draws
+from lockstep.verify.by_index import task_of
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.recorder import RecorderOptions, Recording, TrainingRecorder
 from lockstep.verify.reference import checkpoint, evaluation
@@ -83,7 +84,7 @@ def train(run: TrainingRun) -> Recording:
 
 def _train(run: TrainingRun) -> Recording:
     trainer = Trainer(run.config, run_dir=run.folder, quiet=True)
-    task = ComparableTask(trainer.task(), run.changes or TaskChanges())
+    task = ComparableTask(task_of(trainer), run.changes or TaskChanges())
     config = trainer.config.model_dump(by_alias=True)
     slow_disk = SlowDisk(config["train"]["steps"] or 0)
 
@@ -174,7 +175,7 @@ def answering(function: Callable[..., Any], *arguments: Any) -> Answer:
 def evaluate(config: Mapping[str, Any], folder: str, changes: TaskChanges) -> dict[str, float]:
     """Evaluate the newest checkpoint in `folder` with the engine."""
     trainer = Trainer(config, run_dir=folder, quiet=True)
-    return trainer.evaluate(ComparableTask(trainer.task(), changes))
+    return trainer.evaluate(ComparableTask(task_of(trainer), changes))
 
 
 def predict(config: Mapping[str, Any], folder: str, changes: TaskChanges) -> list[dict[str, Any]]:
@@ -184,7 +185,7 @@ def predict(config: Mapping[str, Any], folder: str, changes: TaskChanges) -> lis
         The predictions as the task describes them, with `OUTPUT`, on rank 0; an empty list on other ranks.
     """
     trainer = Trainer(config, run_dir=folder, quiet=True)
-    task = ComparableTask(trainer.task(), changes)
+    task = ComparableTask(task_of(trainer), changes)
     presenter = task.presenter(task)
     return [{**presenter.describe(output), OUTPUT: summary(output)} for output in trainer.predict(task)]
 
@@ -194,7 +195,7 @@ def evaluate_by_loop(
 ) -> dict[str, float]:
     """Evaluate the newest checkpoint in `folder` without the engine."""
     trainer = Trainer(config, run_dir=folder, quiet=True)
-    task = ComparableTask(trainer.task(), changes)
+    task = ComparableTask(task_of(trainer), changes)
     with join_world(trainer.config.device) as world:
         model = evaluation.trained_model(task, folder, config, world.device)
         return evaluation.evaluate_model(task, model, config, world.device, micro_batch=micro_batch)
@@ -207,7 +208,7 @@ def predict_by_loop(config: Mapping[str, Any], folder: str, changes: TaskChanges
         For each sample, the prediction as the task describes it, with `OUTPUT`, and the truth under `truth`.
     """
     trainer = Trainer(config, run_dir=folder, quiet=True)
-    task = ComparableTask(trainer.task(), changes)
+    task = ComparableTask(task_of(trainer), changes)
     presenter = task.presenter(task)
     with join_world(trainer.config.device) as world:
         model = evaluation.trained_model(task, folder, config, world.device)
@@ -264,19 +265,19 @@ def planned_evaluations(length: int, micro_batch: int, world: int) -> dict[str, 
 
 def data_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
     """Number of training samples and of evaluation samples (0 without evaluation data)."""
-    task = Trainer(config, quiet=True).task()
+    task = task_of(Trainer(config, quiet=True))
     data = task.eval_data()
     return len(task.train_data()), 0 if data is None else len(data)  # type: ignore[arg-type]
 
 
 def epoch_length(config: Mapping[str, Any]) -> int:
     """Number of samples of an epoch."""
-    return draws_of(Trainer(config, quiet=True).task().train_data(), config).length
+    return draws_of(task_of(Trainer(config, quiet=True)).train_data(), config).length
 
 
 def planned_draws(config: Mapping[str, Any], count: int, steps: int) -> list[list[int]] | None:
     """See `draws.planned`, for `count` training samples, as `TaskChanges.train_samples` chooses them."""
-    task = ComparableTask(Trainer(config, quiet=True).task(), TaskChanges(train_samples=count))
+    task = ComparableTask(task_of(Trainer(config, quiet=True)), TaskChanges(train_samples=count))
     return draws.planned(task.train_data(), config, steps)
 
 
@@ -296,5 +297,5 @@ def train_lengths(config: Mapping[str, Any], count: int | None) -> list[int]:
     Args:
         count: number of samples, as `TaskChanges.train_samples` chooses them. None: all.
     """
-    data: Any = ComparableTask(Trainer(config, quiet=True).task(), TaskChanges(train_samples=count)).train_data()
+    data: Any = ComparableTask(task_of(Trainer(config, quiet=True)), TaskChanges(train_samples=count)).train_data()
     return [int(length) for length in data.lengths]

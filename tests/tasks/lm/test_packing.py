@@ -113,8 +113,11 @@ def test_packed_rows_train_as_their_documents_one_by_one(corpus, plain, kind, wo
     data = small_task(**options).train_data()
     assert max(int(data[index].documents[-1]) for index in range(len(data))) > 0  # rows have several documents
     (weights, results), *_ = run_ranks(world, lm_cases.train, options, settings(micro=micro))
-    assert lm_cases.difference(weights, plain(kind)[0]) < 1e-10
-    assert results["train/loss"] == pytest.approx(plain(kind)[1][-1], rel=1e-10)
+    # transformers computes cosines and norms of Llama in float32, whatever the number format of the model, and the last
+    # bit of a cosine depends on its place in the tensor.
+    bound = 1e-7 if kind == "llama" else 1e-10
+    assert lm_cases.difference(weights, plain(kind)[0]) < bound
+    assert results["train/loss"] == pytest.approx(plain(kind)[1][-1], rel=bound)
 
 
 @pytest.mark.parametrize("kind", mainly(["llama"], ["small", "llama"]))

@@ -186,10 +186,7 @@ class _Part(io.RawIOBase):
 
 
 def read(
-    folder: Path,
-    index: Index,
-    wanted: Mapping[str, Rows] | None = None,
-    node: NodeGroup | None = None,
+    folder: Path, index: Index, wanted: Mapping[str, Rows] | None = None, node: NodeGroup | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of a checkpoint, one tensor at a time, on the CPU. No code is unpickled.
 

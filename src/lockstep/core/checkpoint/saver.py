@@ -226,11 +226,7 @@ class Saver:
         fail_at(place, step)
 
     def _commit(
-        self,
-        step: int,
-        shares: list[dict[str, Any]],
-        values: dict[str, Any],
-        manifest: dict[str, Any],
+        self, step: int, shares: list[dict[str, Any]], values: dict[str, Any], manifest: dict[str, Any]
     ) -> str | TrainingError | None:
         """Complete the checkpoint on rank 0, after all ranks have written. Returns what went wrong; None if nothing."""
         for rank, share in enumerate(shares):

@@ -25,12 +25,13 @@ def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
     Raises:
         DataError: this process was killed again and again.
     """
-    return of_digests(len(data), digests(data, looked_at(len(data)), in_worker))
+    return of_digests(len(data), digests(data, looked_at(data), in_worker))
 
 
-def looked_at(length: int) -> list[int]:
-    """The indices of the first, the middle and the last sample."""
-    return sorted({0, (length - 1) // 2, length - 1}) if length else []
+def looked_at(data: Any) -> list[int]:
+    """The indices of the first, the middle and the last sample, or those that the data set has as `compared`."""
+    length = len(data)
+    return list(getattr(data, "compared", None) or (sorted({0, (length - 1) // 2, length - 1}) if length else []))
 
 
 def of_digests(length: int, digests: Sequence[str]) -> dict[str, Any]:

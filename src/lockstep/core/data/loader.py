@@ -69,6 +69,8 @@ class MicroBatch:
     """Index and message of each sample that could not be read and was left out."""
     words: tuple[int, ...] = ()
     """What tells its samples apart within the epoch, see `MicroBatchPlan.words`."""
+    places: Sequence[Any] = ()
+    """What data that are read in one direction tell of their place; see `streams.Stream.take_places`."""
     copy: Callable[[Any], Copy] | None = field(default=None, repr=False)
     """Begins to copy `collated` to the device. None: it is there already."""
     _copied: Copy | None = field(default=None, repr=False)
@@ -132,12 +134,15 @@ class MicroBatches(Dataset[MicroBatch]):
         self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
         self.read_many = None if self.prepares else getattr(data, "__getitems__", None)
         self.seeding = SampleSeeding(lazily=self.read_many is not None)
+        self.take_places, self.read_ahead = getattr(data, "take_places", tuple), getattr(data, "read_ahead", None)
 
     def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch:
         if self.at_once:  # the same as reading each sample and collating them
             indices = torch.tensor(plan.indices)
             batch = [tensor[indices] for tensor in self.data.tensors]  # type: ignore[attr-defined]
             return self._micro_batch(plan, batch, plan.filler, _NONE_BAD)
+        if self.read_ahead:
+            self.read_ahead(plan.indices)
         while True:
             self.seeding.begin(derive_seed(self.seed, plan.epoch))
             samples, read, bad = self._read(plan)
@@ -164,7 +169,8 @@ class MicroBatches(Dataset[MicroBatch]):
                 remedy="return a batch: tensors, or dicts, lists or tuples of them",
             )
         weights = _as_floats(self.task.weight(batch), filler)
-        return MicroBatch(batch, read.indices, read.epoch, weights, filler, bad, words=read.words)
+        places: Sequence[Any] = self.take_places()
+        return MicroBatch(batch, read.indices, read.epoch, weights, filler, bad, words=read.words, places=places)
 
     def _read(self, plan: MicroBatchPlan) -> tuple[list[Any], MicroBatchPlan, Bad]:
         """The samples, which they are, and the samples that could not be read.
@@ -284,6 +290,8 @@ class Loader:
         """
         for micro_batch in self._by_workers(plans) if self.workers else self._read_here(plans):
             micro_batch.copy = None if self.copies.changes_nothing else self.copies.begin
+            if micro_batch.places:
+                self.micro_batches.data.passed(micro_batch.places)  # type: ignore[attr-defined]
             yield micro_batch
             micro_batch.let_go()
 

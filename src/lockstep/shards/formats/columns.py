@@ -79,7 +79,11 @@ class Arrow:
 
     def count(self, file: BinaryIO, place: Place) -> Counted:
         pyarrow, counted = module("pyarrow", _PIP, where=place.url), Counted()
-        begin = len(_MAGIC) if file.read(len(_MAGIC)) == _MAGIC else 0
+        start = file.read(len(_MAGIC))
+        if start.startswith(b"FEA1"):
+            remedy = "write it again with pyarrow.feather.write_feather, whose version is 2"
+            raise DataError("it is a Feather file of version 1, which has no batches", where=place.url, remedy=remedy)
+        begin = len(_MAGIC) if start == _MAGIC else 0
         file.seek(begin)
         source = pyarrow.PythonFile(file, mode="r")
         try:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import UsageError, listed
+from lockstep.lora.frozen import FrozenBase, digest_of, leave_out
 from lockstep.tasks.faults import first_line, optional
 from lockstep.tasks.lm.lora.options import LoraOptions
 
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ADAPTER = "default"  # peft's name of an adapter, where nobody gives another
-_BASE = "frozen_base"
 _SHOWN = 8
 
 
@@ -34,39 +30,6 @@ def import_peft() -> Any:
     """
     remedy = "pip install 'torch-lockstep[lora]'"
     return optional("peft", "peft is not installed", where="task.lora", remedy=remedy, kind=UsageError)
-
-
-class FrozenBase(nn.Module):
-    """Stands in a model for its frozen weights: a checkpoint holds their name and digest, and not their values.
-
-    Args:
-        name: of the model that has these weights.
-        digest: of the weights, (16), uint8. With FSDP, ranks without weights get it from rank 0.
-    """
-
-    digest: Tensor
-
-    def __init__(self, name: str, digest: Tensor) -> None:
-        super().__init__()
-        self.name = name
-        self.register_buffer("digest", digest, persistent=False)
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """The name and the digest."""
-        return {"model": self.name, "digest": self.digest}
-
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Compare with a checkpoint.
-
-        Raises:
-            UsageError: its adapters are of other weights.
-        """
-        if torch.equal(state["digest"].cpu(), self.digest.cpu()):
-            return
-        then, now = (bytes(digest.tolist()).hex() for digest in (state["digest"], self.digest))
-        what = f"the adapters are of the weights of {state['model']} (digest {then}), and {self.name} has digest {now}"
-        remedy = "set task.model to the weights that the run began with, or start anew with --fresh"
-        raise UsageError(what, where="task.model", remedy=remedy)
 
 
 def adapt(model: nn.Module, missing: list[str], options: LmOptions, lora: LoraOptions) -> nn.Module:
@@ -88,17 +51,14 @@ def adapt(model: nn.Module, missing: list[str], options: LmOptions, lora: LoraOp
         raise UsageError(
             what, where="task.model", remedy="train without task.lora, and use what lockstep export writes"
         )
-    base = FrozenBase(str(options.model), _digest(model) if has_values else torch.empty(16, dtype=torch.uint8))
+    digest = digest_of(model.state_dict()) if has_values else torch.empty(16, dtype=torch.uint8)
+    base = FrozenBase(str(options.model), digest, where="task.model")
     _inject(model, lora)
     for parameter in model.parameters():
         if parameter.requires_grad:  # peft makes it in the number format of its layer
             parameter.data = parameter.data.float()
-    kept = {name for name, parameter in model.named_parameters() if parameter.requires_grad} | {f"{_BASE}._extra_state"}
-    model.add_module(_BASE, base)
-    hooked: Any = model
-    hooked.register_state_dict_post_hook(partial(_leave_out, kept))
-    hooked.register_load_state_dict_post_hook(partial(_let_miss, kept))
-    return model
+    kept = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return leave_out(model, kept, base)
 
 
 def merge(model: nn.Module) -> dict[str, Tensor]:
@@ -144,30 +104,3 @@ def _inject(model: nn.Module, lora: LoraOptions) -> None:
         raise UsageError(
             f"peft refuses the model: {first_line(error)}", where="task.lora.targets", remedy=remedy
         ) from error
-
-
-def _digest(model: nn.Module) -> Tensor:
-    """A digest of all tensors of a model: (16), uint8."""
-
-    def of_tensor(item: tuple[str, Tensor]) -> bytes:
-        name, tensor = item
-        found = hashlib.blake2b(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-        content: Any = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
-        found.update(content)
-        return found.digest()
-
-    with ThreadPoolExecutor() as pool:
-        found = b"".join(pool.map(of_tensor, sorted(model.state_dict().items())))
-    return torch.frombuffer(bytearray(hashlib.blake2b(found, digest_size=16).digest()), dtype=torch.uint8)
-
-
-def _leave_out(kept: set[str], module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Keep of a state what trains, and the digest, as long as the model has adapters."""
-    if _BASE in module._modules:
-        for name in [name for name in state if name.startswith(prefix) and name.removeprefix(prefix) not in kept]:
-            del state[name]
-
-
-def _let_miss(kept: set[str], _: nn.Module, keys: Any) -> None:
-    """Let the model load a state that `_leave_out` made."""
-    keys.missing_keys[:] = [name for name in keys.missing_keys if name in kept]

@@ -1,0 +1,76 @@
+"""`lockstep sweep`."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli.options import Debug, Nproc, Overrides, Target
+from lockstep.cli.reporting import reporting
+from lockstep.core.errors import UsageError
+
+_Grid = Annotated[Path, typer.Argument(metavar="GRID.yaml", help="Keys with their values, the metric, the sampler.")]
+_Trials = Annotated[
+    int | None, typer.Option("--trials", min=1, help="Trainings in all. Default: the whole grid, else 20.")
+]
+_Parallel = Annotated[int, typer.Option("--parallel", min=1, help="Trainings at once on this machine.")]
+_RunDir = Annotated[Path | None, typer.Option(help="Default: runs/NAME-sweep.")]
+_TRIALS = 20
+
+
+def sweep(
+    target: Target,
+    grid: _Grid,
+    overrides: Overrides = None,
+    trials: _Trials = None,
+    parallel: _Parallel = 1,
+    nproc: Nproc = None,
+    run_dir: _RunDir = None,
+    debug: Debug = False,
+) -> None:
+    """Train with other values of some keys, and find the best. The same command again goes on, also after a kill.
+
+    Each trial is a run in DIR/trial-0000, DIR/trial-0001 and so on.
+    """
+    with reporting(debug):
+        if "RANK" in os.environ:
+            remedy = "leave torchrun out, and give --nproc"
+            raise UsageError("starts the ranks of its trials itself", where="lockstep sweep", remedy=remedy)
+        from lockstep.recipes import config_file
+        from lockstep.search import grid as grids
+        from lockstep.search import study
+
+        study.module()
+        config = config_file.load(target, overrides or [])
+        found = grids.read(grid, target, overrides or [], config)
+        from lockstep.search import sweep as sweeps
+        from lockstep.search import sweep_page
+        from lockstep.trainer import local_ranks
+
+        most = len(found.combinations()) if found.sampler == "grid" else None
+        order = sweeps.Order(
+            target,
+            overrides or [],
+            config,
+            found,
+            folder=run_dir or Path("runs", f"{config.name}-sweep"),
+            trials=min(trials or most or _TRIALS, most or trials or _TRIALS),
+            parallel=parallel,
+            ranks=local_ranks.ranks_of(nproc or "1"),
+        )
+        tell = functools.partial(print, flush=True)
+        with sweeps.claimed(order):
+            running = sweeps.Sweep(order, tell=tell)
+            try:
+                running.run()
+            finally:
+                results = sweep_page.ranked(order, running.study)
+                if results.records:
+                    files = sweep_page.write(results)
+                    tell(f"\n{sweep_page.table(results)}\n\nwritten: {', '.join(map(str, files))}")
+            if results.best is not None:
+                tell(f"train the best: {sweep_page.command(results)}")

@@ -1,0 +1,112 @@
+"""`lockstep tune lr` and `lockstep tune batch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.cli import ranks
+from lockstep.cli.options import Debug, Nproc, Overrides, Preset, Target, as_arguments
+from lockstep.cli.reporting import check_folder, check_replaceable, is_first, reporting
+from lockstep.core.errors import UsageError
+
+_Low = Annotated[float, typer.Option("--from", help="The rate of the first step: a value of optim.lr.")]
+_High = Annotated[float, typer.Option("--to", help="The rate of the last step.")]
+_Steps = Annotated[int, typer.Option("--steps", help="Steps of the test.")]
+_Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE.svg|FILE.png", help="Default: NAME-lr.svg in this folder.")
+]
+_Memory = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help="What a rank may use, such as 4GB. On a CPU it must be given."),
+]
+_Most = Annotated[
+    int | None,
+    typer.Option(
+        "--most", metavar="SAMPLES", min=1, help="The largest micro-batch. Default: a rank's share of batch.global."
+    ),
+]
+
+tune = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Find a learning rate, or the largest micro-batch.",
+    epilog="Example: lockstep tune lr digits",
+)
+
+
+@tune.command(name="lr", epilog="Example: lockstep tune lr digits --nproc 2 --out digits-lr.png")
+def learning_rate(
+    target: Target,
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    preset: Preset = None,
+    low: _Low = 1e-7,
+    high: _High = 10.0,
+    steps: _Steps = 100,
+    out: _Out = None,
+    debug: Debug = False,
+) -> None:
+    """Train some steps while the learning rate rises, and suggest a rate. Writes a chart, and nothing else."""
+    with reporting(debug):
+        from lockstep.recipes import config_file
+        from lockstep.search import chart, curve
+
+        curve.check(low, high, steps)
+        config = config_file.load(target, overrides or [])
+        config, nproc = ranks.on_machine(config, preset, nproc, overrides or [])
+        path = out or Path(f"{config.name}-lr.svg")
+        if path.suffix not in (".svg", ".png"):
+            raise UsageError("is no name of a chart", where=f"--out {path}", remedy="call it lr.svg or lr.png")
+        check_folder(path)
+        check_replaceable(path, chart.MARK)
+        if ranks.is_launcher(nproc):
+            more = {"--preset": preset, "--from": low, "--to": high, "--steps": steps, "--out": out, "--debug": debug}
+            ranks.launch(["tune", "lr", target, *(overrides or []), *as_arguments(more)], nproc, config)
+            return
+        from lockstep.search import learning_rate, show_rates
+
+        found = learning_rate.range_test(config, low=low, high=high, steps=steps)
+        if not is_first():
+            return
+        print(show_rates.text(found))
+        if found.losses:
+            show_rates.chart(found, config.name).write(path)
+            print(f"written: {path}")
+
+
+@tune.command(name="batch", epilog="Example: lockstep tune batch imagenet --memory 16GB --nproc 2")
+def batch(
+    target: Target,
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    memory: _Memory = None,
+    most: _Most = None,
+    debug: Debug = False,
+) -> None:
+    """Find the largest micro-batch that fits into memory, and say how fast each size is. Trains a few steps of each."""
+    with reporting(debug):
+        from lockstep import sizes
+        from lockstep.recipes import config_file
+        from lockstep.search import batch_size
+        from lockstep.trainer import local_ranks
+
+        config = config_file.load(target, overrides or [])
+        limit = sizes.bytes_of(memory, "--memory") if memory is not None else None
+        count = local_ranks.ranks_of(nproc or "1")
+        on_gpu = config.device == "cuda"
+        if config.device == "auto":
+            from lockstep.core import devices
+
+            on_gpu = devices.gpus() > 0
+        batch_size.check(config, limit, on_gpu=on_gpu)
+        given = config.batch.resolve(count).global_ or 1
+        largest = most or -(-given // count)
+        attempt = batch_size.attempt_of(target, overrides or [], ranks=count, given=given, memory=limit)
+        print(f"{'samples':>8}  micro-batches of {largest} at most, {count} rank{'s' * (count > 1)}", flush=True)
+        tried = batch_size.search(attempt, largest, lambda one: print(batch_size.row(one), flush=True))
+        print(batch_size.text(tried, largest, given=given, ranks=count, memory=limit))
+        if not any(one.fits for one in tried):
+            raise typer.Exit(3)

@@ -1,0 +1,219 @@
+"""A reader of a stream: gives the sample at a position, and knows places from which reading can begin again."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.core.checkpoint import nested
+from lockstep.core.data.fingerprint import digest_of
+from lockstep.core.data.order import derive_seed
+from lockstep.core.data.randomness import seed_all
+from lockstep.core.errors import DataError
+from lockstep.streams.torch_private import outside_workers
+
+WHERE = "the stream of the training data"
+_READ = 0x57AEA  # a word in the seeds of reading, so that no sample has the same seed
+_NOWHERE = 1 << 62
+_MOST_KEPT = 1 << 16  # samples that were read, for those who read them again
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place of a stream from which reading can begin."""
+
+    position: int
+    """Samples before it, over all passes."""
+    number: int
+    """The pass over the source, from 0."""
+    within: int
+    """Samples of this pass before it."""
+    state: Any
+    """What `state_dict` of the source returned there. None: the pass is read from its beginning."""
+    digest: str
+    """Of the sample that follows. Empty: it is not compared."""
+
+
+class Reader:
+    """The samples of a source by position, in ascending order. To go back, it reads again from a mark.
+
+    Before each sample the global generators are seeded by its position, so that all readers of a stream get the same
+    samples, wherever they began.
+
+    Args:
+        source: see `Stream`.
+        length: samples of a pass. None: not known.
+        every: samples between two marks.
+    """
+
+    def __init__(self, source: Any, length: int | None, every: int) -> None:
+        self.source, self.length, self.every = source, length, every
+        self.marks = [Mark(0, 0, 0, None, "")]
+        self.new: list[Mark] = []
+        """Marks that were made since somebody took them."""
+        self.position, self.number, self.within = _NOWHERE, 0, 0  # of the next sample; `_NOWHERE`: it must be opened
+        self._opened: Any = None  # a copy of the source
+        self._iterator: Iterator[Any] = iter(())
+        self._recent: collections.deque[Any] = collections.deque(maxlen=0)  # the samples before `position`
+        self._process = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Workers get a reader that has not begun: iterators cannot be pickled, and files are not shared."""
+        closed: dict[str, Any] = {
+            "position": _NOWHERE,
+            "_opened": None,
+            "_iterator": iter(()),
+            "_recent": collections.deque(maxlen=0),
+        }
+        return self.__dict__ | closed
+
+    def read(self, index: int) -> Any:
+        """The sample at a position.
+
+        Raises:
+            DataError: the stream is not what it was, or what its length says.
+        """
+        if self._process != os.getpid():  # a forked worker shares the open files of its parent
+            self._process, self.position = os.getpid(), _NOWHERE
+        back = self.position - index
+        if self.position != _NOWHERE and 0 < back <= len(self._recent):
+            return self._recent[-back]
+        nearest = max((mark for mark in self.marks if mark.position <= index), key=lambda mark: mark.position)
+        if back > 0 or (nearest.position > self.position and nearest.state is not None):
+            if back > 0 and self.position != _NOWHERE:
+                self._keep(back)
+            self._open(nearest)
+        try:
+            while True:
+                sample = self._next()
+                if self.position > index:
+                    return sample
+        except BaseException:
+            self.position = _NOWHERE  # what comes after a failure is not known
+            raise
+
+    def _keep(self, back: int) -> None:
+        """Somebody reads samples again: keep so many from now on."""
+        wanted = min(2 * back, _MOST_KEPT)
+        if wanted > (self._recent.maxlen or 0):
+            self._recent = collections.deque(maxlen=wanted)
+
+    def _open(self, mark: Mark) -> None:
+        """Begin at a mark. Without a state, begin at the first sample of its pass."""
+        self._recent.clear()
+        self.number = mark.number
+        self.position, self.within = mark.position, mark.within
+        if mark.state is None:
+            self.position, self.within = mark.position - mark.within, 0
+        self._begin_pass(mark.state)
+
+    def _begin_pass(self, state: Any = None) -> None:
+        with outside_workers():
+            self._opened = _copied(self.source() if _is_function(self.source) else self.source)
+            if hasattr(self._opened, "set_epoch"):
+                self._opened.set_epoch(self.number)
+            if state is not None:
+                self._opened.load_state_dict(copy.deepcopy(state))
+            seed_all(derive_seed(_READ, self.number))
+            self._iterator = iter(self._opened)
+
+    def _next(self) -> Any:
+        """The sample at `position`, which moves on."""
+        while True:
+            state, marks = None, self.position and self.position % self.every == 0
+            if marks and has_state(self._opened):
+                state = self._state()
+            seed_all(derive_seed(_READ, self.number, self.within))
+            try:
+                with outside_workers():
+                    sample = next(self._iterator)
+            except StopIteration:
+                self._end_pass()
+                continue
+            if self.within == self.length:
+                raise self._wrong_length(f"more than {self.length:,}")
+            if not self._is_expected(sample):
+                continue
+            if marks:
+                self._add(Mark(self.position, self.number, self.within, state, digest_of(sample)))
+            self.position, self.within = self.position + 1, self.within + 1
+            self._recent.append(sample)
+            return sample
+
+    def _state(self) -> Any:
+        try:
+            state = copy.deepcopy(self._opened.state_dict())
+            nested.encode(state)
+            return state
+        except nested.NotSavedError as error:
+            remedy = "return numbers, texts, bytes, tensors, and nested lists, tuples, sets and dicts of these"
+            where = f"state_dict of {type(self._opened).__name__}"
+            raise DataError(f"the state cannot be saved: {error}", where=where, remedy=remedy) from error
+
+    def _end_pass(self) -> None:
+        if self.within != self.length and (self.length is not None or not self.within):
+            raise self._wrong_length(f"{self.within:,}" if self.within else "no")
+        self.number, self.within = self.number + 1, 0
+        self._begin_pass()
+
+    def _wrong_length(self, found: str) -> DataError:
+        said = "" if self.length is None else f", and its length is said to be {self.length:,}"
+        what = f"pass {self.number + 1} gives {found} samples{said}"
+        remedy = "give an iterable that begins anew with each iter()" if found == "no" else "correct `length`"
+        return DataError(what, where=WHERE, remedy=f"{remedy}, or leave `length` out and set train.steps")
+
+    def _is_expected(self, sample: Any) -> bool:
+        """False where a state has led to another sample than that which it was taken before: the pass begins anew.
+
+        Raises:
+            DataError: read from its beginning, the pass has another sample there, too.
+        """
+        known = next((mark for mark in self.marks if mark.position == self.position and mark.digest), None)
+        if known is None or digest_of(sample) == known.digest:
+            return True
+        at = f"sample {self.position:,} (sample {self.within:,} of pass {self.number + 1})"
+        if known.state is None:
+            remedy = "give a stream that repeats itself, with state_dict and load_state_dict; or --fresh to start anew"
+            raise DataError(f"{at} is not what it was when the state was saved", where=WHERE, remedy=remedy)
+        worker = torch.utils.data.get_worker_info()
+        if worker is None or worker.id == 0:
+            text = f"note: a state of the stream does not lead to {at}, before which it was taken (a buffer that is not"
+            text += f" part of the state?); {self.within:,} samples of this pass are read again"
+            print(text, file=sys.stderr, flush=True)
+        without = Mark(known.position, known.number, known.within, None, known.digest)
+        self.marks = [without if mark is known else mark for mark in self.marks]
+        self._open(without)
+        for _ in range(without.within):
+            self._next()
+        return False
+
+    def _add(self, mark: Mark) -> None:
+        if all(mark.position != other.position for other in self.marks):
+            before = [other for other in self.marks[1:] if other.position < mark.position]
+            ahead = [other for other in self.marks if other.position > mark.position]  # to be compared
+            self.marks = [self.marks[0], *before[-1:], mark, *ahead]
+            self.new.append(mark)
+
+
+def has_state(source: Any) -> bool:
+    """True if a source can say where it is, and begin there."""
+    return hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+
+
+def _is_function(source: Any) -> bool:
+    return not hasattr(source, "__iter__")
+
+
+def _copied(source: Any) -> Any:
+    """A copy, so that each pass finds the source as it was. The source itself where it cannot be copied."""
+    try:
+        return copy.deepcopy(source)
+    except Exception:  # such as a lock, an open file, or a generator in it
+        return source

@@ -1,0 +1,184 @@
+"""`Stream`: an iterable of samples as training data, for any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from lockstep.core.build import Run
+from lockstep.core.config.sections import RunConfig
+from lockstep.core.data.order import Indices
+from lockstep.core.data.randomness import restored_generators
+from lockstep.core.errors import UsageError
+from lockstep.core.part import Part, Training
+from lockstep.streams.reader import Mark, Reader, has_state
+
+_ENDLESS = 1 << 50  # samples: more than any training takes, and exact as a float
+_EVERY = 1000
+_CPU = torch.device("cpu")
+
+
+class InTurn:
+    """The order of a stream: sample 0, 1, 2, ... of all passes."""
+
+    def __init__(self, length: int | None) -> None:
+        self.length, self.digest = length or _ENDLESS, f"a stream of {length}"
+
+    def __call__(self, positions: Indices, *, seed: int, epoch: int) -> Indices:
+        return positions + epoch * self.length
+
+
+class Stream(Dataset[Any]):
+    """Training data that are read one after the other: `return lockstep.Stream(samples)` in `Task.train_data`.
+
+    Step t of the training takes samples t·G to t·G + G - 1 of the stream, where G is the global batch, whatever the
+    number of ranks: each rank, and each of its workers, reads the whole stream, and prepares and computes its own part
+    alone. So decode in `Task.prepare`, which sees a rank's own samples, and not in the stream, and do not divide the
+    stream among ranks or workers. Where the source ends, it begins anew (another pass).
+
+    A checkpoint has the place in the stream. A training that goes on begins at the last state before this place, if the
+    source has `state_dict()` and `load_state_dict(state)`, as torchdata defines them; otherwise it reads the pass again
+    from its beginning. Either way it compares the sample there with what it was. `set_epoch(pass)` is called at the
+    beginning of each pass, if the source has it.
+
+    Args:
+        samples: an iterable that begins anew with each `iter()`, such as an `IterableDataset`; or a function without
+            arguments that returns an iterable or an iterator. Each pass reads a copy (`copy.deepcopy`) of it.
+        length: samples of a pass, where this is known. An epoch is then a pass. None: there are no epochs, and the
+            config needs `train.steps`.
+        state_every: samples between two states that are kept.
+
+    Raises:
+        UsageError: the samples cannot be read twice, or the length is no number of samples.
+    """
+
+    reads_forward = True
+    """It cannot be read by index, but by ascending positions."""
+    compared = (0, 1, 2)
+    """The samples that a run compares over ranks, and with an earlier start."""
+
+    def __init__(
+        self,
+        samples: Iterable[Any] | Callable[[], Iterable[Any]],
+        length: int | None = None,
+        *,
+        state_every: int = _EVERY,
+    ) -> None:
+        if not callable(samples) and not hasattr(samples, "__iter__"):
+            what = f"it is of the type {type(samples).__name__}"
+            raise UsageError(what, where="Stream(samples)", remedy="give an iterable, or a function that returns one")
+        if hasattr(samples, "__next__"):
+            remedy = "give the function that makes it: lockstep.Stream(read), and not lockstep.Stream(read())"
+            raise UsageError("an iterator can be read only once", where="Stream(samples)", remedy=remedy)
+        for name, value in (("length", length), ("state_every", state_every)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"it is {value!r}", where=f"Stream({name})", remedy="give a number of samples")
+        self.order = InTurn(length)
+        """What draws the samples of an epoch; see `core.data.order.Order`."""
+        self.length = length
+        self.reader = Reader(samples, length, state_every)
+        self._ahead: dict[int, Any] = {}
+        self.marks: list[Mark] = []
+        """Places that micro-batches of this rank have passed, the oldest first."""
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self._ahead:
+            return self._ahead[index]
+        with restored_generators(_CPU):  # reading has seeds of its own; `prepare` draws as if nothing had been read
+            return self.reader.read(index)
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Read the samples of a micro-batch. Restoring the generators takes ten times as long as reading one."""
+        self._ahead.clear()
+        with contextlib.suppress(Exception), restored_generators(_CPU):  # whoever asks for the sample gets its error
+            for index in indices:
+                self._ahead[index] = self.reader.read(index)
+
+    def where(self, index: int) -> str:
+        """The name of a sample, for errors."""
+        at = f", sample {index % self.length} of pass {index // self.length + 1}" if self.length else ""
+        return f"Stream[{index}]{at}"
+
+    def take_places(self) -> Sequence[Mark]:
+        """The marks that reading has passed since the last call. Called where a micro-batch is read."""
+        taken, self.reader.new = self.reader.new, []
+        return taken
+
+    def passed(self, marks: Sequence[Mark]) -> None:
+        """Micro-batches with these marks have arrived in the process that trains."""
+        self.marks += marks
+
+    def newest_mark(self, position: int) -> Mark:
+        """The last known place up to a position. Older places are forgotten."""
+        known = sorted([*self.reader.marks[:1], *self.marks], key=lambda mark: mark.position)
+        found = [mark for mark in known if mark.position <= position][-1]
+        self.marks = [mark for mark in known if mark.position >= found.position]
+        return found
+
+    def begin_at(self, mark: Mark) -> None:
+        """The next sample is at or after a mark."""
+        self.reader.marks = [*self.reader.marks[:1], mark] if mark.position else self.reader.marks
+        self.marks = [mark]
+
+    def lines(self) -> list[str]:
+        """Lines for the beginning of the log."""
+        epochs = "no epochs" if self.length is None else f"an epoch is a pass of {self.length:,} samples"
+        resume = "a start that goes on reads from the last state before its place"
+        if not has_state(self.reader.source):
+            resume = "without state_dict and load_state_dict, a start that goes on reads the pass again from its "
+            resume += "beginning, and ends with an error if the stream does not repeat itself"
+        return [f"stream: {epochs}; every rank and worker reads all samples; {resume}"]
+
+
+class StreamPlace(Part):
+    """The place in a stream, in every checkpoint.
+
+    Args:
+        first_of: the position of the first sample of a step.
+    """
+
+    name = "stream"
+
+    def __init__(self, stream: Stream, first_of: Callable[[int], int]) -> None:
+        self.stream, self.first_of = stream, first_of
+        self.mark = stream.newest_mark(0)
+
+    def before_save(self, training: Training) -> None:
+        own = self.stream.newest_mark(self.first_of(training.step))
+        self.mark = max(training.gather(own), key=lambda mark: mark.position)
+
+    def state_dict(self) -> Any:
+        return vars(self.mark)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.mark = Mark(**state)
+        self.stream.begin_at(self.mark)
+
+
+def check(config: RunConfig, stream: Stream) -> None:
+    """Raise UsageError where the training needs epochs, and the stream has none."""
+    if stream.length is None and not config.train.steps:
+        remedy = "set train.steps, and train.eval_every_steps; or give the samples of a pass: Stream(samples, length)"
+        raise UsageError("a stream of unknown length has no epochs", where="train.epochs", remedy=remedy)
+    if config.data.balance is not None or config.data.samples_per_epoch is not None:
+        key = "data.balance" if config.data.balance is not None else "data.samples_per_epoch"
+        raise UsageError("samples of a stream cannot be drawn by weights", where=key, remedy="leave it out")
+
+
+def part_of(run: Run) -> list[Part]:
+    """The Part that keeps the place in a stream, where the training data are one."""
+    data, plan = run.batches.loader.micro_batches.data, run.plan
+    return [StreamPlace(data, lambda step: int(plan.indices(step)[0].min()))] if isinstance(data, Stream) else []
+
+
+def lines(run: Run) -> list[str]:
+    """Lines for the beginning of the log, where the training data are a stream."""
+    data = run.batches.loader.micro_batches.data
+    return data.lines() if isinstance(data, Stream) else []

@@ -1,0 +1,45 @@
+"""The task of a verification. Checks read samples by index, so a stream is replaced by its first samples."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from lockstep.core.task import Task
+from lockstep.trainer.trainer import Trainer
+
+MOST_OF_STREAM = 1000
+"""Samples of a stream that take its place: the first."""
+
+
+class FirstSamples(Dataset[Any]):
+    """The first samples of a stream, by index. Each process reads them when it needs the first of them."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.length = stream, min(stream.length or MOST_OF_STREAM, MOST_OF_STREAM)
+
+    @functools.cached_property
+    def samples(self) -> list[Any]:
+        """All of them."""
+        return [self.stream[index] for index in range(self.length)]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+def task_of(trainer: Trainer) -> Task:
+    """The task of a trainer's config, whose training data have samples by index."""
+    task = trainer.task()
+    task.train_data = functools.partial(_by_index, task.train_data)  # type: ignore[method-assign]
+    return task
+
+
+def _by_index(train_data: Callable[[], Any]) -> Any:
+    data = train_data()
+    return FirstSamples(data) if getattr(data, "reads_forward", False) else data

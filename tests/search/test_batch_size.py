@@ -1,0 +1,71 @@
+"""The search for the largest micro-batch, with attempts that need no process; and a whole search."""
+
+import json
+from subprocess import CompletedProcess
+
+import pytest
+
+from lockstep.core.errors import TrainingError, UsageError
+from lockstep.recipes import config_file
+from lockstep.search import batch_size
+from lockstep.search.batch_size import Tried
+
+
+def up_to(limit, per_s=lambda size: float(size)):
+    return lambda size: Tried(size, size <= limit, per_s(size), 10 * size)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 64, 100, 4096])
+def test_the_largest_size_is_found_up_to_an_eighth(most):
+    for limit in {1, 2, 3, 5, 63, 64, 99, 100, 3000, 4096} | {most}:
+        tried = batch_size.search(up_to(limit), most)
+        largest = max(one.size for one in tried if one.fits)
+        assert largest <= min(limit, most)
+        assert min(limit, most) - largest <= max(1, largest // 8)
+        assert len({one.size for one in tried}) == len(tried) < 20
+
+
+def test_where_nothing_fits_one_sample_is_the_last_attempt():
+    tried = batch_size.search(up_to(0), 64)
+    assert [(one.size, one.fits) for one in tried] == [(1, False)]
+    assert "not even" in batch_size.text(tried, 64, given=64, ranks=1, memory=None)
+
+
+def test_the_text_names_keys_a_margin_and_sizes_that_are_no_faster():
+    def told(limit, most, **options):
+        return batch_size.text(batch_size.search(up_to(limit, **options), most), most, given=64, ranks=2, memory=None)
+
+    assert "keys: batch.micro=27" in told(31, 32)  # 30 samples ran, and nine tenths are advised
+    whole = told(32, 32)
+    assert "keys: batch.micro=32" in whole
+    assert "all samples that a rank has" in whole
+    larger = told(128, 128)
+    assert "keys: batch.global=256 batch.micro=128" in larger
+    assert "is another training" in larger
+    assert "larger is not faster: 8 has 8 samples/s" in told(32, 32, per_s=lambda size: float(min(size, 8)))
+
+
+def test_an_attempt_is_judged_by_its_end_and_its_peak(tmp_path):
+    file = tmp_path / "measured.json"
+
+    def judged(code, errors="", memory=None):
+        return batch_size._judged(8, 64, CompletedProcess([], code, "", errors), file, memory)
+
+    file.write_text(json.dumps({"measured": {"peak_bytes": 1000, "step_seconds": 0.5}}))
+    assert judged(0) == Tried(8, True, 128.0, 1000)
+    assert not judged(0, memory=999).fits
+    assert judged(0, memory=1000).fits
+    assert not judged(1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB").fits
+    assert not judged(-9).fits
+    with pytest.raises(TrainingError, match="no such file"):
+        judged(2, "error: no such file")
+
+
+def test_on_a_cpu_the_limit_must_be_given():
+    config = config_file.load("digits")
+    with pytest.raises(UsageError, match="--memory 4GB"):
+        batch_size.check(config, None, on_gpu=False)
+    batch_size.check(config, 10**9, on_gpu=False)
+    batch_size.check(config, None, on_gpu=True)
+    with pytest.raises(UsageError, match="several epochs"):
+        batch_size.check(config_file.load("digits", ["batch.micro={0: 8, 4: 4}"]), None, on_gpu=True)
