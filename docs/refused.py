@@ -27,7 +27,13 @@ TOPICS = {
         "parts/checks/first_steps.py",
         "core/run_model.py",
     ],
-    "Strategies: DDP, FSDP, ranks": ["core/parallel", "launch/*.py", "trainer/local_ranks.py", "core/debugging.py"],
+    "Strategies: DDP, FSDP, ranks": [
+        "core/parallel",
+        "mesh",
+        "launch/*.py",
+        "trainer/local_ranks.py",
+        "core/debugging.py",
+    ],
     "The step: losses, gradients, optimizers, schedules": [
         *(
             f"core/{name}.py"

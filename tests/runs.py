@@ -21,6 +21,7 @@ from lockstep.core.parallel.sharded_tensor import gather
 from lockstep.core.parallel.signals import StopConsensus, StopFlag
 from lockstep.core.parallel.world import join_world
 from lockstep.core.training_run import join_parts
+from lockstep.mesh.layout import laid_out
 from lockstep.parts import built_in
 from lockstep.recipes import config_file
 from lockstep.trainer.trainer import Recorder
@@ -90,7 +91,8 @@ def fit_in_memory(task, settings):
     """What `Trainer.fit` does, without files: no run directory, no checkpoint, no log, and no dry run before step 1."""
     config = config_file.parse(settings, needs_task=False)
     with join_world(config.device, config.parallel.timeout_s) as world, exits_are_failures():
-        config = config.model_copy(update={"batch": config.batch.resolve(world.size)})
+        world = laid_out(world, config)
+        config = config.model_copy(update={"batch": config.batch.resolve(world.data_size)})
         micro_batch = max(size for _, size in run_data.asked_micro_batches(config, world))
         beginning = InitFrom(config.train) if config.train.init_from else None
         prepared = build.prepare_run(config, task, world, micro_batch=micro_batch, checkpoint=None, beginning=beginning)

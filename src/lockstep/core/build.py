@@ -155,7 +155,7 @@ def prepare_run(
     strategy, model, messages = built.strategy, built.strategy.unwrapped.model, built.messages
     beginning = beginning if beginning is not None and checkpoint is None else Beginning()
     messages += [*beginning.load_weights(model, world), *grouping(plan), *remarks]
-    precision = Precision(config.precision, world.device, world.size)
+    precision = Precision(config.precision, world.device, world.data_size)
     state = TrainState(
         strategy=strategy,
         world=world,
@@ -166,6 +166,7 @@ def prepare_run(
             built.blocks,
             sharded=strategy.is_sharded,
             fuses_adam=devices.of(world.device).has_fused_adam
+            and world.tensor == 1
             and not config.parallel.cpu_offload
             and config.precision != "fp16",  # it counts a skipped update by itself, after hooks have seen the update
         ),
@@ -193,7 +194,7 @@ def prepare_run(
         task=task,
         folder=folder,
         state=state,
-        batches=StepIterator(loader, plan, rank=world.rank, start=step, stop=stop),
+        batches=StepIterator(loader, plan, rank=world.data_rank, start=step, stop=stop),
         stop=stop,
         first_step=step,
         intervals=_intervals(config, plan),

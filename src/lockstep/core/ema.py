@@ -63,7 +63,9 @@ class Ema:
             dtype = torch.float32 if narrow else parameter.dtype
             average = self.tensors[name] = parameter.detach().to(dtype, copy=True)
             # A narrow parameter is alone in its group, so that only one float32 copy of a parameter exists at a time.
-            groups.setdefault((name,) if narrow else (type(average), average.device, dtype), []).append(name)
+            groups.setdefault(
+                (name,) if narrow else (getattr(average, "device_mesh", None), average.device, dtype), []
+            ).append(name)
         self._groups = list(groups.values())
 
     def update(self, number: int) -> None:

@@ -131,7 +131,7 @@ class _Tally:
         """The results of `evaluate`. Brings the ranks together, and calls `show`. A collective."""
         task, world, worst = self.task, self.world, self.worst
         parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in self.sums]
-        gathered = world.gather((parts, self.shown))
+        gathered = world.gather_once((parts, self.shown))
         losses = None if gathered is None else [sums_of_rank for sums_of_rank, _ in gathered]
         results: dict[str, float] = world.broadcast(_means(losses, task.coefficients))
         by_index = {index: part for _, of_rank in gathered or () for index, part in of_rank.items()}
@@ -144,7 +144,7 @@ class _Tally:
             worst.gather(world)
         if values or by_index or (worst is not None and (worst.found or worst.problem)):
             show(values, [(index, by_index[index]) for index in self.show_samples if index in by_index])
-        counted = world.all_sum([self.samples, self.bad])
+        counted = world.sum_once([self.samples, self.bad])
         return results | {"samples": int(counted[0]), "bad": int(counted[1])}
 
 
@@ -212,7 +212,7 @@ def predict_each(
         indices = () if micro_batch.filler else micro_batch.indices
         finished = finish(indices, output) if indices else []
         # Whole batches travel, because pickle adds many bytes to each small tensor.
-        for numbers, values, bad in world.gather((indices, finished, micro_batch.bad)) or ():
+        for numbers, values, bad in world.gather_once((indices, finished, micro_batch.bad)) or ():
             waiting |= zip(numbers, split(values, len(numbers)), strict=True)
             waiting |= {index: Unreadable(message.partition("\n  remedy:")[0]) for index, message in bad}
         while expected in waiting:
@@ -314,9 +314,9 @@ def _micro_batches(
     Args:
         in_turns: whether ranks take micro-batches in turn. Otherwise each rank takes consecutive micro-batches.
     """
-    plans: Iterable[MicroBatchPlan] = plan.in_turns(world.rank, world.size)
+    plans: Iterable[MicroBatchPlan] = plan.in_turns(world.data_rank, world.data_size)
     if not in_turns:
-        plans = plan.by_rank(world.size)[world.rank]
+        plans = plan.by_rank(world.data_size)[world.data_rank]
     was_training = forward.training
     forward.eval()
     try:

@@ -62,7 +62,7 @@ def compute(metrics: MetricCollection, world: World) -> tuple[dict[str, float], 
         the numbers by name, as `flatten` names them, on every rank; and the values as the metrics computed them, on
         rank 0 only. Both are empty where no rank saw a sample.
     """
-    gathered = world.gather(states(metrics))
+    gathered = world.gather_once(states(metrics))
     values: dict[str, Any] = {}
     if gathered is not None:
         metrics.to("cpu")

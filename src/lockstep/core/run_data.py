@@ -46,7 +46,7 @@ def asked_micro_batches(config: RunConfig, world: World) -> list[list[int]]:
     batch = config.batch
     global_batch = batch.global_ or 1
     by_epoch = batch.micro if isinstance(batch.micro, dict) else {0: batch.micro or global_batch}
-    whole = -(-global_batch // world.size)
+    whole = -(-global_batch // world.data_size)
     return [[epoch, min(size, whole)] for epoch, size in sorted(by_epoch.items())]
 
 
@@ -88,7 +88,7 @@ def step_plan(
         )
     micros = config.batch.micro if isinstance(config.batch.micro, dict) else None
     grouped, drop_last = config.data.group_by_length, config.data.drop_last
-    sizes = (length, global_batch, micro_batch, world.size)
+    sizes = (length, global_batch, micro_batch, world.data_size)
     return StepPlan(*sizes, config.seed, drop_last, lengths, micros, grouped, order)
 
 

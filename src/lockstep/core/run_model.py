@@ -93,7 +93,13 @@ def build_model(
     if compute.compile is not None:
         compile_modules(model, list(blocks.values()), compute)
     loss = loss_of_batch(task) if needs_global_batch(task) else task.loss
-    forward = Forward(model, loss, calls_vary=task.calls_vary, uses_graphs=compute.uses_cuda_graphs)
+    forward = Forward(
+        model,
+        loss,
+        calls_vary=task.calls_vary,
+        uses_graphs=compute.uses_cuda_graphs,
+        tensor_plan=task.tensor_plan,
+    )
     strategy.wrap(forward, list(blocks.values()))
     return SpreadModel(strategy, list(blocks), unfreezing, list(messages))
 
@@ -178,6 +184,9 @@ def make_optimizer(
     made = build_optimizer(model, optim, scale=scale, fuses_adam=fuses_adam, blocks=blocks, make=task.optimizer)
     for member in optimizer_class.members(made) if sharded else ():
         optimizer_class.check_shardable(member)
+    if len({getattr(parameter, "device_mesh", None) for parameter in model.parameters()}) > 1:
+        for group in made.param_groups:  # torch's kernels over lists of tensors take those of one mesh
+            group |= {"foreach": False} if "foreach" in group else {}
     return made
 
 

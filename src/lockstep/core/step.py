@@ -3,8 +3,9 @@
     W[k] = sum over ranks and micro-batches of w[r,m,k]          units (samples, labels, pixels) of head k
     loss = sum_k c[k] * L[r,m,k] * world / W[k]                  L: the SUM of the loss over this micro-batch's units
 
-DDP and FSDP average gradients over `world` ranks. So the gradient is that of sum_k c[k] * (sum of L[k]) / W[k]: a mean
-over the units of the whole global batch, and never a mean of means.
+DDP and FSDP average gradients over `world` ranks. On a mesh, `world` is the number of tensor groups: the ranks of a
+group have the same samples, and count once. So the gradient is that of sum_k c[k] * (sum of L[k]) / W[k]: a mean over
+the units of the whole global batch, and never a mean of means.
 """
 
 from __future__ import annotations
@@ -230,8 +231,8 @@ def forward_backward_step(
 
 
 def seed_of(state: TrainState, step: int, number: int) -> int:
-    """The seed of the forward pass of a micro-batch on the rank of `state.world`."""
-    return derive_seed(state.seed, step, state.world.rank, number)
+    """The seed of the forward pass of a micro-batch on the rank of `state.world`: equal within a tensor group."""
+    return derive_seed(state.seed, step, state.world.data_rank, number)
 
 
 def _count_units(state: TrainState, micro_batches: Sequence[MicroBatch], samples: int) -> dict[str, float]:
@@ -246,12 +247,12 @@ def _count_units(state: TrainState, micro_batches: Sequence[MicroBatch], samples
     if not state.weight_heads:
         if not state.must_agree_on_weights:
             return {SAMPLES: float(samples)}
-        return {SAMPLES: state.world.all_sum([sum(micro_batch.samples for micro_batch in micro_batches)])[0]}
+        return {SAMPLES: state.world.sum_once([sum(micro_batch.samples for micro_batch in micro_batches)])[0]}
     units = [
         sum(micro_batch.weights[head] for micro_batch in micro_batches if micro_batch.weights)
         for head in state.weight_heads
     ]
-    return dict(zip(state.weight_heads, state.world.all_sum(units), strict=True))
+    return dict(zip(state.weight_heads, state.world.sum_once(units), strict=True))
 
 
 def _factors(
@@ -277,7 +278,7 @@ def _factors(
             where="Task.loss and Task.weight",
             remedy="return the same keys from both; a single tensor is the head 'loss'",
         )
-    weights, world = micro_batch.weights, state.world.size
+    weights, world = micro_batch.weights, state.world.data_size
     with_units = set(losses) if weights is None else {head for head, weight in weights.items() if weight}
     with_units = set() if micro_batch.filler else with_units
     if state.agreed is None:

@@ -160,6 +160,16 @@ class Task(abc.ABC):
         """
         return None
 
+    # ---- how the model is cut
+
+    def tensor_plan(self) -> Mapping[str, str] | None:
+        """How `parallel.tensor` cuts the layers of the model over ranks: by pattern over names of modules, `colwise` or
+        `rowwise`, such as `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`; docs/mesh.md has all styles.
+
+        None, the default: the plan that a model of transformers brings along.
+        """
+        return None
+
     # ---- how the parameters learn
 
     def optimizer(self, groups: list[dict[str, Any]]) -> Optimizer | None:

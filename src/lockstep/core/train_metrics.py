@@ -76,7 +76,7 @@ class TrainMetrics:
             self._keep()
         own = self._epoch if epoch else self._window
         self._window, self._epoch = (self._window, None) if epoch else (None, self._epoch)
-        gathered = self.world.gather((own, self.problem))
+        gathered = self.world.gather_once((own, self.problem))
         found: dict[str, float] = {}
         if gathered is not None:
             self.problem = next((problem for _, problem in gathered if problem), "")

@@ -82,11 +82,11 @@ class WorstSamples:
 
     def gather(self, world: World) -> None:
         """Choose the most wrong samples of all ranks. Only their outputs travel to rank 0. All ranks call it."""
-        told = world.gather((self.problem, [sample.order for sample in self.found]))
+        told = world.gather_once((self.problem, [sample.order for sample in self.found]))
         orders = sorted(order for _, of_rank in told or () for order in of_rank)[: self.count]
         problem = next((text for text, _ in told or () if text), "")
         self.problem, chosen = world.broadcast((problem, set(orders)))
-        gathered = world.gather([sample for sample in self.found if sample.order in chosen])
+        gathered = world.gather_once([sample for sample in self.found if sample.order in chosen])
         self.found = sorted((sample for part in gathered or () for sample in part), key=lambda sample: sample.order)
 
 

@@ -91,7 +91,7 @@ class FlopCount:
             return
         finally:
             micro_batch.let_go()
-        self.per_element = operations.total / _elements(micro_batch)
+        self.per_element = operations.total / _elements(micro_batch) / self.world.tensor  # a group counts whole layers
 
     def take(self) -> float | None:
         """Floating-point operations of this rank since the last call. None: they are not known."""

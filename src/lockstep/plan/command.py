@@ -67,6 +67,7 @@ def plan_of(
     interval = None
     if failures_per_gpu_year is not None and save_seconds is not None:
         interval = save_interval(save_seconds, failures_per_gpu_year, world.gpus)
+    config.parallel.without_mesh("plan", "plan with parallel.tensor=1; docs/mesh.md says what a mesh holds and sends")
     resolved = config.model_copy(update={"batch": config.batch.resolve(world.gpus)})
     chosen = tuple(precisions or _precisions(world))
     facts = facts_with_or_without_data(resolved, precisions=chosen, made_up=made_up)

@@ -82,7 +82,7 @@ def _claim(
             run_folder.delete_ours(folder, logs)
         store.clear_leftovers(folder / "checkpoints")
         _put_task_back(folder)  # a start was killed that had not kept its record
-        resolved = config.model_copy(update={"batch": config.batch.resolve(world.size)})
+        resolved = config.model_copy(update={"batch": config.batch.resolve(world.data_size)})
         if has_checkpoints(folder):
             resolved = _same_training(folder, config, resolved, allow_change)
             if allow_change:

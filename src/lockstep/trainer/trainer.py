@@ -57,6 +57,7 @@ from lockstep.launch.preflight import variables
 from lockstep.launch.preflight.facts import Subject, spans_machines
 from lockstep.launch.preflight.judgement import Finding
 from lockstep.lora import exports, frozen
+from lockstep.mesh.layout import laid_out
 from lockstep.parts import built_in, determinism, ending
 from lockstep.parts import profile as profiling
 from lockstep.parts.checks.run_checks import RunChecks
@@ -450,6 +451,8 @@ class Trainer:
             UsageError: the run has no such step.
         """
         with self._join() as world:
+            if world.tensor > 1:
+                self.config.parallel.without_mesh("replay", "replay on one rank: --nproc 1")
             task = _given(task) or self.task()
             if self._kept.is_dir():
                 self._set_up(task, world, trained=True)
@@ -782,7 +785,7 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             timeout_s = config.parallel.timeout_s
             watch = functools.partial(watchdog.watch, timeout_s=timeout_s, folder=self.run_dir)
-            world = stack.enter_context(join_world(config.device, timeout_s, watch))
+            world = laid_out(stack.enter_context(join_world(config.device, timeout_s, watch)), config)
             stack.enter_context(exits_are_failures())
             stack.enter_context(_deterministic(compute.deterministic))
             check_supported(config.precision, world.device)

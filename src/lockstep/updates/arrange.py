@@ -14,7 +14,10 @@ def arrange(run: Run) -> None:
     Raises:
         UsageError: the players of the task do not fit its model or the config.
     """
+    has_players = bool(run.task.players) or isinstance(run.task, AlternatingTask)
+    if run.world.tensor > 1 and (has_players or needs_global_batch(run.task)):
+        run.config.parallel.without_mesh("a task with players" if has_players else "Task.embed")
     if needs_global_batch(run.task):
         run.state.first_pass = GlobalLoss(run.task, run.world, run.state.precision)
-    if run.task.players or isinstance(run.task, AlternatingTask):
+    if has_players:
         run.step = turns_of(run.task, run.state, run.config).step

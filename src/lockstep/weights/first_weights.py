@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.errors import UsageError, listed
-from lockstep.core.parallel.sharded_tensor import is_sharded, local_shard
+from lockstep.core.parallel.sharded_tensor import is_sharded, local_shard, own_columns
 from lockstep.weights.run_weights import DTYPES, StoredTensor, in_checkpoint, in_memory
 from lockstep.weights.torch_file import TorchFile, unwrapped
 
@@ -69,7 +69,7 @@ def load_weights(
                 shard = local_shard(own[name])
                 is_part = is_sharded(own[name]) and shard.shape
                 rows = slice(shard.start, shard.start + len(shard.local)) if is_part else None
-                shard.local.copy_(stored[name].read(rows))
+                shard.local.copy_(own_columns(stored[name].read(rows), own[name]))
     filled = {_memory(own[name]) for name in loaded}
     return sorted(name for name in own if _memory(own[name]) not in filled)
 

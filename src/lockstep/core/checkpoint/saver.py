@@ -20,7 +20,7 @@ from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.checkpoint.staging import buffers_like
 from lockstep.core.errors import CheckpointError, TrainingError
 from lockstep.core.parallel.faults import fail_at
-from lockstep.core.parallel.sharded_tensor import LocalShard, local_shard
+from lockstep.core.parallel.sharded_tensor import LocalShard, local_shard, whole_rows
 from lockstep.core.parallel.world import World
 
 
@@ -137,12 +137,14 @@ class Saver:
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, LocalShard]:
         """Copy this rank's share into buffers. The next save uses them again: new memory takes five times as long."""
-        shards = {name: local_shard(tensor, number) for number, (name, tensor) in enumerate(tensors.items())}
+        place = (self.world.rank % self.world.tensor, self.world.tensor)
+        shards = {name: local_shard(tensor, number, place) for number, (name, tensor) in enumerate(tensors.items())}
         replicated = [name for name, shard in shards.items() if shard.writer is None]
         owners = files.owners([shards[name].local.nbytes for name in replicated], self.world.size)
         mine = {name for name, owner in zip(replicated, owners, strict=True) if owner == self.world.rank}
-        mine |= {name for name, shard in shards.items() if shard.writer and (shard.local.numel() or not shard.start)}
-        share = {name: shards[name] for name in tensors if name in mine}
+        mine |= {name for name, shard in shards.items() if shard.writer}
+        share = {name: whole_rows(shards[name], tensors[name]) for name in tensors if name in mine}
+        share = {name: shard for name, shard in share.items() if shard.local.numel() or not shard.start}
         local = {name: shard.local for name, shard in share.items()}
         device, host = devices.of(self.world.device), devices.of(torch.device("cpu"))
         apart = {name: tensor for name, tensor in local.items() if device.holds(tensor)}

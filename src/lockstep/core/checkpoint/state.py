@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.core.checkpoint.form import Form, buffer_places, described, is_extra, kind, load, place_buffer
 from lockstep.core.checkpoint.nested import NotSavedError, Plain, decode, encode
 from lockstep.core.errors import CheckpointError
-from lockstep.core.parallel.sharded_tensor import is_sharded, like, local, local_shard
+from lockstep.core.parallel.sharded_tensor import is_sharded, like, local, local_shard, own_columns
 
 _NOTHING = torch.empty(0)
 
@@ -184,9 +184,10 @@ def restore(
                 _load_tensor(model, targets, rest, tensor)
                 has_model_tensors = True
             elif kind == "ema" and averages is not None:
-                local(averages[rest]).copy_(tensor)
+                local(averages[rest]).copy_(own_columns(tensor, averages[rest]))
             elif kind == "optimizer" and optimizer is not None:
                 parameter, slot = _slot(name, rest, parameters)
+                tensor = own_columns(tensor, parameter)
                 on_host = slot == "step" and id(parameter) not in counts_on_device
                 value = tensor if on_host else _placed(tensor, parameter)
                 sharded = is_sharded(parameter) and tensor.shape == local(parameter).shape and tensor.ndim
@@ -268,7 +269,7 @@ def _load_tensor(model: nn.Module, targets: dict[str, Any], name: str, tensor: T
             raise CheckpointError(f"the model has no {name}", remedy="use the task that the checkpoint was made with")
         targets[name] = placed
     else:
-        local(target).copy_(tensor)
+        local(target).copy_(own_columns(tensor, target))
 
 
 def _slot(name: str, rest: str, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, str]:

@@ -22,6 +22,9 @@ def make_strategy(options: ParallelConfig, world: World, *, trains: bool = True)
         UsageError: `single` on several ranks, which would train as many models; or `fsdp` with unused parameters.
     """
     name = options.strategy
+    if world.strategy is not None:
+        made: Strategy = world.strategy(world, options)
+        return made
     if world.size > 1 and name == "single" and trains:
         raise UsageError(
             f"{world.size} ranks would train {world.size} models",

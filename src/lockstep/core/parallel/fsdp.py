@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,12 +50,12 @@ class FSDP(Single):
             for parameter, gathered in self._gathered():  # else a block gets its value when it is gathered again
                 gathered.requires_grad_(parameter.requires_grad)
             return
-        first, last = ([], []) if self.options.shard_modules else find_ends(forward.model, blocks)
+        first, last = ([], []) if self.options.shard_modules else self._ends(forward.model, blocks)
         frees = self.options.reshard_after_forward
         self._units = [(unit, frees) for unit in (*first, *blocks)]
         self._units += [(unit, False) for unit in last]  # the backward pass begins with it
         _check_parameters(forward, [unit for unit, _ in self._units])
-        mesh = _mesh(self.world, self.options.shard_ranks)
+        mesh = self._mesh()
         self._shard(forward, mesh)
         self.forward = self.unwrapped = forward
         self._modules = [forward, *(unit for unit, _ in self._units)]
@@ -189,15 +189,26 @@ class FSDP(Single):
         used = leaves(losses)
         unused: dict[str, bool] = {}
         for block in (None, *self._modules[1:]):
-            was_sharded = block is not None and any(is_sharded(parameter) for parameter in block.parameters())
+            was_sharded = block is not None and any(map(_is_spread, block.parameters()))
             if was_sharded:
                 block.unshard()
             for name, parameter in self.unwrapped.model.named_parameters():
-                if parameter.requires_grad and not is_sharded(parameter):
+                if parameter.requires_grad and not _is_spread(parameter):
                     unused.setdefault(name, id(parameter) not in used)
             if was_sharded:
                 block.reshard()
         return unused
+
+    def _ends(self, model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The large embeddings and last layers that are sharded separately."""
+        return find_ends(model, blocks)
+
+    def _mesh(self) -> Any:
+        """The device mesh: a dimension `shard`, after a dimension `replicate` where `shard_ranks` is less than the
+        world."""
+        ranks = self.world.size
+        size = shard_size(ranks, self.options.shard_ranks)
+        return make_mesh(self.world, {"shard": size} if size == ranks else {"replicate": ranks // size, "shard": size})
 
     def _shard(self, forward: nn.Module, mesh: Any) -> None:
         """Apply `fully_shard` to each of the units, then to `forward` as the root.
@@ -261,30 +272,36 @@ def _check_parameters(forward: nn.Module, blocks: Sequence[nn.Module]) -> None:
             )
 
 
-def _mesh(world: World, shard_ranks: int | None) -> Any:
-    """The device mesh: one dimension `shard`, after a dimension `replicate` where `shard_ranks` is less than the world.
+def shard_size(ranks: int, wanted: int | None) -> int:
+    """The number of neighbouring ranks over which a model is sharded: `wanted`, or all.
 
     Raises:
-        UsageError: `shard_ranks` does not divide the number of ranks.
+        UsageError: `wanted` does not divide the number of ranks.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    size = shard_ranks or world.size
-    if size > world.size or world.size % size:
-        divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
+    size = wanted or ranks
+    if size > ranks or ranks % size:
+        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
         raise UsageError(
-            f"{world.size} ranks cannot be cut into groups of {size}",
+            f"{ranks} ranks cannot be cut into groups of {size}",
             where="parallel.shard_ranks",
             remedy=f"use one of {', '.join(map(str, divisors))}",
         )
-    shape: tuple[int, ...] = (world.size // size, size)
-    names: tuple[str, ...] = ("replicate", "shard")
-    if size == world.size:
-        shape, names = shape[1:], names[1:]
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-    groups = [mesh.get_group(name) for name in names]
+    return size
+
+
+def make_mesh(world: World, shape: Mapping[str, int]) -> Any:
+    """The device mesh of all ranks, with the sizes of its dimensions by name, the outermost first."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(world.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    groups = [mesh.get_group(name) for name in shape]
     if world.timeout is not None:  # groups of a hybrid mesh would have torch's own timeout
         for group in groups:
             torch_internals.set_timeout(group, world.timeout)
     worlds.retire(groups)
     return mesh
+
+
+def _is_spread(parameter: Any) -> bool:
+    """True while FSDP has not gathered a parameter. A gathered one may still be cut over a tensor group."""
+    return is_sharded(parameter) and "shard" in parameter.device_mesh.mesh_dim_names

@@ -13,14 +13,24 @@ from torch import Tensor, nn
 
 def grad_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     """The 2-norm of all gradients together: a scalar on the device, equal on all ranks. A collective if sharded."""
-    grads = _local_grads(parameters)
-    norm = nn.utils.get_total_norm(grads)
-    mesh: Any = getattr(parameters[0], "device_mesh", None) if grads else None
-    if mesh is None:
-        return norm
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    meshes: list[Any] = [parameter.device_mesh for parameter in parameters if hasattr(parameter, "device_mesh")]
+    if not meshes:
+        return nn.utils.get_total_norm(_local_grads(parameters))
+    mesh = max(meshes, key=lambda mesh: mesh.ndim)  # some parameters of a mesh are not cut over tensor groups
+    cut = "tensor" in mesh.mesh_dim_names
+    counted = [p for p in parameters if not cut or mesh.get_local_rank("tensor") == 0 or is_cut(p)]
+    grads = _local_grads(counted)
+    norm = nn.utils.get_total_norm(grads) if grads else _local_grads(parameters)[0].new_zeros(())
     square = norm.double().square()
-    dist.all_reduce(square, group=mesh.get_group("shard"))
+    for name in ("shard", "tensor") if cut else ("shard",):
+        dist.all_reduce(square, group=mesh.get_group(name))
     return square.sqrt().to(norm.dtype)
+
+
+def is_cut(parameter: Any) -> bool:
+    """True if the ranks of a tensor group hold different elements of a sharded parameter, and no copies."""
+    return parameter.device_mesh.mesh_dim_names[-1] == "tensor" and not parameter.placements[-1].is_replicate()
 
 
 def clip_grads(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import TrainingError
-from lockstep.core.parallel.sharded_tensor import is_sharded, like, local_shard
+from lockstep.core.parallel.sharded_tensor import is_sharded, like, local_shard, own_columns
 from lockstep.core.parallel.world import World
 
 _MESSAGE_BYTES = 1 << 25  # of a parameter, sent at a time
@@ -112,7 +112,7 @@ def _receive(meta: Tensor, full: Tensor | None, world: World, *, device: torch.d
         world.broadcast_tensors([part])
         first, last = max(begin, rows.start), min(end, rows.start + len(mine))
         if first < last:
-            mine[first - rows.start : last - rows.start].copy_(part[first - begin : last - begin])
+            mine[first - rows.start : last - rows.start].copy_(own_columns(part[first - begin : last - begin], meta))
     whole = like(mine, meta) if is_sharded(meta) else mine
     if isinstance(meta, nn.Parameter):
         whole = nn.Parameter(whole.detach(), requires_grad=meta.requires_grad)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from lockstep.core.config.config_section import DETERMINES_TRAINING, Section
+from lockstep.core.errors import UsageError
 
 
 class ParallelConfig(Section):
@@ -28,6 +29,8 @@ class ParallelConfig(Section):
     shard_ranks: PositiveInt | None = None
     """FSDP: shard over groups of this many neighbouring ranks, and replicate across groups. None: shard over all
     ranks."""
+    tensor: PositiveInt = 1
+    """The layers of a model are cut over so many neighbouring ranks, which get the same samples; see docs/mesh.md."""
     reshard_after_forward: bool = True
     """FSDP: free the gathered parameters of a block after its forward pass."""
     forward_prefetch: Annotated[int, Field(ge=0)] = 0
@@ -43,3 +46,9 @@ class ParallelConfig(Section):
     """FSDP: number format in which parameters are gathered. None: the format in which they are stored."""
     reduce_dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, DETERMINES_TRAINING] = None
     """FSDP: number format in which gradients are reduced. None: the format in which they are stored."""
+
+    def without_mesh(self, what: str, remedy: str = "use parallel.tensor=1, with any strategy") -> None:
+        """Raises UsageError, where `tensor` asks for a mesh, for `what`: it knows no models that are cut."""
+        if self.tensor > 1:
+            what = f"{what} does not know models that are cut across ranks"
+            raise UsageError(what, where=f"parallel.tensor={self.tensor}", remedy=remedy)

@@ -1,6 +1,7 @@
 """The part of a sharded tensor that is on this rank, and the whole tensor. All functions take plain tensors too.
 
-A sharded tensor is a DTensor whose rows (its first dimension) are spread over ranks.
+A sharded tensor is a DTensor whose rows (its first dimension) are spread over ranks. On a mesh, a tensor group may have
+cut it before: by rows, each of whose pieces is spread again, or by columns (its second dimension).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.errors import TrainingError
@@ -27,6 +29,8 @@ class LocalShard:
     """Shape of the whole tensor."""
     writer: bool | None = None
     """True if this rank is the one to save these rows. None: every rank holds them."""
+    columns: slice | None = None
+    """The columns that this rank holds of the rows. None: all."""
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -40,29 +44,75 @@ def local(tensor: Any) -> Tensor:
     return plain
 
 
-def local_shard(tensor: Any, number: int = 0) -> LocalShard:
+def local_shard(tensor: Any, number: int = 0, place: tuple[int, int] = (0, 1)) -> LocalShard:
     """The part of `tensor` that is on this rank, and its place in the whole.
 
     Args:
         number: of the tensor among those that are saved. Replicas of the rows take turns to be the writer, by this
             number.
+        place: of this rank in its tensor group, and the size of the group. A tensor that the group does not cut does
+            not know the group, and each of its ranks has a replica.
 
     Raises:
-        TrainingError: the tensor is spread in another way than by rows.
+        TrainingError: the tensor is spread in another way than by rows, and by columns over a tensor group.
     """
     tensor = tensor.detach()
     if not is_sharded(tensor):
         return LocalShard(tensor, 0, tuple(tensor.shape))
-    mesh = tensor.device_mesh
-    placements = [type(placement).__name__ for placement in tensor.placements]
-    if placements[-1] != "Shard" or tensor.placements[-1].dim != 0 or placements[:-1] not in ([], ["Replicate"]):
-        raise TrainingError(
-            f"a tensor of shape {tuple(tensor.shape)} is spread as {placements}; only rows over ranks are known"
-        )
-    position, ranks = mesh.get_local_rank("shard"), mesh.size(mesh.mesh_dim_names.index("shard"))
-    each = -(-tensor.shape[0] // ranks)  # as torch.chunk cuts
-    writer = mesh.ndim == 1 or number % mesh.size(0) == mesh.get_local_rank("replicate")
-    return LocalShard(local(tensor), min(position * each, tensor.shape[0]), tuple(tensor.shape), writer)
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
+    cuts = {name: _cut_of(placement) for name, placement in zip(mesh.mesh_dim_names, tensor.placements, strict=True)}
+    cut = cuts.get("tensor")
+    if cuts["shard"] != 0 or cuts.get("replicate") is not None or cut not in (None, 0, 1):
+        placed = [type(placement).__name__ for placement in tensor.placements]
+        raise TrainingError(f"a tensor of shape {shape} is spread as {placed}; only rows over ranks are known")
+    rows, start, columns = shape[0], 0, None
+    replica, replicas = (0, 1) if "tensor" in cuts else place
+    if cut is not None:
+        number_in_group, parts = _place(mesh, "tensor")
+        width = shape[cut] // parts
+        if cut == 0:
+            rows, start = width, number_in_group * width
+        else:
+            columns = slice(number_in_group * width, (number_in_group + 1) * width)
+    for name in [name for name in cuts if cuts[name] is None]:
+        of_dimension, parts = _place(mesh, name)
+        replica, replicas = replica * parts + of_dimension, replicas * parts
+    of_shard, parts = _place(mesh, "shard")
+    each = -(-rows // parts)  # as torch.chunk cuts
+    return LocalShard(local(tensor), start + min(of_shard * each, rows), shape, number % replicas == replica, columns)
+
+
+def _cut_of(placement: Any) -> int | None:
+    """The dimension that a placement cuts. None: it cuts none. torch has several classes of placements that cut."""
+    dimension: int | None = getattr(placement, "dim", None)
+    return dimension
+
+
+def _place(mesh: Any, name: str) -> tuple[int, int]:
+    """The place of this rank in a dimension of a mesh, and the size of the dimension."""
+    return mesh.get_local_rank(name), mesh.size(mesh.mesh_dim_names.index(name))
+
+
+def whole_rows(shard: LocalShard, tensor: Any) -> LocalShard:
+    """Whole rows of a tensor that is cut by columns: each rank of the tensor group gets some of the group's rows.
+
+    A collective of the tensor group where it is cut so, and else `shard` itself: files hold rows on any mesh.
+    """
+    if shard.columns is None:
+        return shard
+    place, ranks = _place(tensor.device_mesh, "tensor")
+    parts = [torch.empty_like(shard.local) for _ in range(ranks)]
+    dist.all_gather(parts, shard.local.contiguous(), group=tensor.device_mesh.get_group("tensor"))
+    each = -(-len(shard.local) // ranks)
+    begin = min(place * each, len(shard.local))
+    rows = torch.cat([part[begin : begin + each] for part in parts], dim=1)
+    return LocalShard(rows, shard.start + begin, shard.shape, writer=True)
+
+
+def own_columns(rows: Tensor, target: Any) -> Tensor:
+    """Of whole rows, the columns that this rank holds of `target`, the tensor that they are of."""
+    columns = local_shard(target).columns if rows.ndim > 1 and is_sharded(target) else None
+    return rows if columns is None else rows[:, columns]
 
 
 def like(rows: Tensor, model: Any) -> Tensor:

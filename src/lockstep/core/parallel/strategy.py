@@ -65,6 +65,7 @@ class Forward(nn.Module):
         calls_vary: `Task.calls_vary`.
         uses_graphs: the model may run as CUDA graphs. A graph writes its results into the same memory each time, so
             they are copied.
+        tensor_plan: what `Task.tensor_plan` returns.
     """
 
     def __init__(
@@ -74,12 +75,14 @@ class Forward(nn.Module):
         *,
         calls_vary: bool = False,
         uses_graphs: bool = False,
+        tensor_plan: Callable[[], Mapping[str, str] | None] = lambda: None,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.calls_vary = calls_vary
         self.uses_graphs = uses_graphs
+        self.tensor_plan = tensor_plan
         self.kept = KeptOutput()
 
     def forward(self, batch: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Any:

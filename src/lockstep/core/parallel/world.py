@@ -71,6 +71,25 @@ class World:
     """Of the messages by which this thread gathers and broadcasts; see `in_background`."""
     timeout: datetime.timedelta | None = None
     """How long a collective waits for other ranks. None: torch's default."""
+    tensor: int = 1
+    """So many neighbouring ranks, a tensor group, hold the layers of one model together, and get the same samples."""
+    strategy: Callable[[World, Any], Any] | None = None
+    """Makes the strategy from world and options, where ranks form a mesh; see `lockstep.mesh`. None: the options do."""
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's tensor group: it says which samples a rank gets, and seeds its forward passes."""
+        return self.rank // self.tensor
+
+    @property
+    def data_size(self) -> int:
+        """Number of tensor groups, over which samples are divided. Without a mesh, each rank is a group."""
+        return self.size // self.tensor
+
+    @property
+    def speaks(self) -> bool:
+        """True if this rank is the first of its tensor group, which counts what all of the group know alike."""
+        return self.rank % self.tensor == 0
 
     @functools.cached_property
     def nodes(self) -> Nodes:
@@ -92,6 +111,10 @@ class World:
         if self.size == 1:
             return list(values)
         return self._combined(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM, torch.add).tolist()
+
+    def sum_once(self, values: Sequence[float]) -> list[float]:
+        """As `all_sum`, of figures that belong to samples: each tensor group counts once."""
+        return self.all_sum(values if self.speaks else [0.0] * len(values))
 
     def all_max(self, value: int) -> int:
         """The largest of `value` over all ranks."""
@@ -115,6 +138,11 @@ class World:
             return [value]
         found = tree.gathered(_packed(value), self.rank, self.size, self.tag)
         return None if found is None else [pickle.loads(packed.numpy().data) for packed in found]
+
+    def gather_once(self, value: Any) -> list[Any] | None:
+        """As `gather`, of what belongs to samples: the `value` of the first rank of each tensor group."""
+        found = self.gather(value if self.speaks else None)
+        return None if found is None else found[:: self.tensor]
 
     def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks, which have the same shape, in rank order, on every rank."""

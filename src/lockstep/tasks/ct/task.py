@@ -192,6 +192,15 @@ class VolumeRisk(KeptTask):
         normalisation: dict[str, Any] = {"mean": about.mean, "std": about.std}
         return VolumeRiskModel(backbone, aggregator, head, slices_per_chunk=options.slices_per_chunk, **normalisation)
 
+    def tensor_plan(self) -> dict[str, str]:
+        """The plan of a vision transformer of transformers: its attention and feed-forward layers are cut."""
+        return {
+            "backbone.network.*.attention.[qkv]_proj": "colwise",
+            "backbone.network.*.attention.o_proj": "rowwise",
+            "backbone.network.*.mlp.fc1": "colwise",
+            "backbone.network.*.mlp.fc2": "rowwise",
+        }
+
     def _kept_features(self) -> KeptFeatures | None:
         """The kept features of slices."""
         options = self.options

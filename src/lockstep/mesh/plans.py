@@ -1,0 +1,149 @@
+"""Which layers of a model are cut over the ranks of a tensor group, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lockstep.core.errors import UsageError, did_you_mean, listed
+
+_SHOWN = 5
+_CUT = {
+    "colwise": (nn.Linear, "out_features"),
+    "colwise_gather_output": (nn.Linear, "out_features"),
+    "rowwise": (nn.Linear, "in_features"),
+    "rowwise_split_input": (nn.Linear, "in_features"),
+    "embedding_rowwise": (nn.Embedding, "num_embeddings"),
+}
+"""The styles that cut a layer: the class of such layers, and the number that must divide."""
+SUMMED = "replicated_with_grad_allreduce"
+"""The style of a layer that every rank holds whole and applies to its part of the heads: its gradients are summed."""
+_AT_THE_ENDS = ("embedding_rowwise", "colwise_gather_output")  # stay whole where a model's plan cannot cut them
+_HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "n_heads", "n_head", "heads")
+
+
+class Plan(NamedTuple):
+    """The plan of a model."""
+
+    styles: dict[str, str]
+    """By name of a module: its style."""
+    notes: list[str]
+    """Lines for the log."""
+
+
+def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan:
+    """How `model` is cut over `ranks` ranks.
+
+    Args:
+        own: what `Task.tensor_plan` returned. None: the plans of transformers' models in `model` count.
+
+    Raises:
+        UsageError: there is no plan, a pattern or a style is unknown, or heads or rows do not divide; names them.
+    """
+    where = f"parallel.tensor={ranks}" if own is None else "Task.tensor_plan"
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        what = "SyncBatchNorm would count the samples of a tensor group several times"
+        raise UsageError(what, where=f"parallel.tensor={ranks}", remedy="use GroupNorm or LayerNorm")
+    wanted = dict(_of_transformers(model)) if own is None else dict(own)
+    if not wanted:
+        raise UsageError(
+            f"nothing says how {type(model).__name__} could be cut over {ranks} ranks",
+            where=where,
+            remedy="let Task.tensor_plan return a style by pattern over names of modules, such as "
+            "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}; or use parallel.strategy=fsdp with "
+            "parallel.tensor=1, which needs no plan",
+        )
+    names = _matched(model, wanted, where, is_own=own is not None)
+    notes: list[str] = []
+    for name in _tied(model) & names.keys():
+        if own is not None:
+            what, remedy = f"{name} shares its weight with another module", "leave both out of the plan"
+            raise UsageError(what, where=where, remedy=remedy)
+        notes.append(f"  {name} stays whole: it shares its weight with another module")
+        del names[name]
+    _check_types(model, names, where)
+    uneven = _uneven(model, names, ranks)
+    for name in [name for name in uneven if own is None and names.get(name) in _AT_THE_ENDS]:
+        notes.append(f"  {name} stays whole: {uneven.pop(name)} cannot be divided by {ranks}")
+        del names[name]
+    if uneven:
+        shown = listed([f"{name} ({what})" for name, what in uneven.items()], _SHOWN)
+        remedy = "use a parallel.tensor that divides these numbers, or leave the modules out of Task.tensor_plan"
+        raise UsageError(f"{shown} cannot be divided by {ranks}", where=f"parallel.tensor={ranks}", remedy=remedy)
+    return Plan(names, notes)
+
+
+def _of_transformers(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """The plans of the outermost models of transformers. Each has the plans of those inside it."""
+    seen: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(outer) for outer in seen):
+            continue
+        if hasattr(module, "_tp_plan") and hasattr(module, "config"):
+            prefix = f"{name}." if name else ""
+            seen.append(prefix)
+            yield from ((f"{prefix}{pattern}", style) for pattern, style in (module._tp_plan or {}).items())
+
+
+def _matched(model: nn.Module, wanted: Mapping[str, str], where: str, *, is_own: bool) -> dict[str, str]:
+    """The style of each module that a pattern matches; of several patterns, the first."""
+    modules = [name for name, _ in model.named_modules() if name]
+    known = (*_CUT, SUMMED)
+    found: dict[str, str] = {}
+    for pattern, style in wanted.items():
+        matching = [name for name in modules if fnmatchcase(name, pattern)]
+        if not matching and is_own:
+            remedy = f"use patterns over the names of modules, such as: {listed(modules, _SHOWN)}"
+            raise UsageError(f"no module matches {pattern!r}", where=where, remedy=remedy)
+        if matching and style not in known:
+            remedy = f"{did_you_mean(style, known)}there are: {', '.join(known)}"
+            raise UsageError(f"{matching[0]} has the unknown style {style!r}", where=where, remedy=remedy)
+        for name in matching:
+            found.setdefault(name, style)
+    return found
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Names of the modules that have a parameter in common with another module."""
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
+    return {name for sharing in owners.values() if len(sharing) > 1 for name in sharing}
+
+
+def _check_types(model: nn.Module, names: Mapping[str, str], where: str) -> None:
+    for name, style in names.items():
+        module = model.get_submodule(name)
+        if style in _CUT and not isinstance(module, _CUT[style][0]):
+            kind = f"{type(module).__module__}.{type(module).__name__}"
+            what = f"{name} is a {kind}, and {style} cuts a torch.nn.{_CUT[style][0].__name__}"
+            remedy = "name the Linear and Embedding modules inside, or use parallel.tensor=1"
+            raise UsageError(what, where=where, remedy=remedy)
+
+
+def _uneven(model: nn.Module, names: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """What cannot be cut evenly: by name of a module, or of a config, the number that does not divide."""
+    found: dict[str, str] = {}
+    parents = {name.rpartition(".")[0] for name, style in names.items() if style in ("colwise", "rowwise")}
+    for name in sorted(parents):
+        module = model.get_submodule(name)
+        owners: dict[str, Any] = {name: module}
+        if "attention" in type(module).__name__.lower():  # other layers may have the config, too
+            owners[type(getattr(module, "config", None)).__name__] = getattr(module, "config", None)
+        for named, owner in owners.items():
+            bad = [f"{key}={getattr(owner, key)}" for key in _HEADS if _is_uneven(getattr(owner, key, None), ranks)]
+            if bad:
+                found[named] = ", ".join(bad)
+    for name, style in names.items():
+        key = _CUT[style][1] if style in _CUT else ""
+        number = getattr(model.get_submodule(name), key, None) if key else None
+        if _is_uneven(number, ranks):
+            found[name] = f"{key}={number}"
+    return found
+
+
+def _is_uneven(number: Any, ranks: int) -> bool:
+    return isinstance(number, int) and number % ranks != 0

@@ -1,0 +1,141 @@
+"""A mesh (replicate, shard, tensor): neighbours hold the layers of a model together, and FSDP2 spreads what each holds.
+
+`parallelize_module` cuts the layers that the plan names, by columns or rows, over the dimension `tensor`. Then
+`fully_shard` works on the dimensions `replicate` and `shard`, of which one may have size 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.core.parallel.fsdp import FSDP, make_mesh, shard_size
+from lockstep.core.parallel.gradients import is_cut
+from lockstep.core.parallel.options import ParallelConfig
+from lockstep.core.parallel.sharded_tensor import local
+from lockstep.core.parallel.strategy import Forward, Losses, Waits
+from lockstep.core.parallel.world import World
+from lockstep.mesh import plans
+
+_ROWS_SHOWN = 16
+
+
+class MeshFSDP(FSDP):
+    """FSDP2 over tensor groups, whose ranks hold parts of the layers. For the methods, see `Strategy`.
+
+    With `parallel.strategy=ddp`, every tensor group holds the whole model. With `fsdp`, each rank holds some rows of
+    what its place in the group holds.
+    """
+
+    def __init__(self, world: World, options: ParallelConfig) -> None:
+        super().__init__(world, options)
+        shards = 1 if options.strategy == "ddp" else shard_size(world.data_size, options.shard_ranks)
+        self.shape = {"replicate": world.data_size // shards, "shard": shards, "tensor": world.tensor}
+        self._summed: set[str] = set()  # names of parameters of which each rank has the gradient of its heads alone
+        self._uncut: list[str] = []  # names of the parameters that all ranks of a tensor group hold alike
+        self._messages: list[str] = []
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """The mesh of all ranks."""
+        return make_mesh(self.world, self.shape)
+
+    def _ends(self, model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+        # A cut last layer gives a view of its logits, which no unit of FSDP may: it stays with the root.
+        first, last = super()._ends(model, blocks)
+        return first, [layer for layer in last if not any(hasattr(p, "device_mesh") for p in layer.parameters())]
+
+    def _mesh(self) -> Any:
+        return self.mesh["replicate", "shard"]
+
+    def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
+        model, messages = super().build_model(make)
+        self._messages = [*table(self.shape), *messages]
+        return model, self._messages
+
+    def wrap(self, forward: Forward, blocks: Sequence[nn.Module] = ()) -> None:
+        if not self._modules:
+            self._cut(forward)
+        super().wrap(forward, blocks)
+        self._uncut = [name for name, parameter in self.trainable.items() if not is_cut(parameter)]
+
+    def _cut(self, forward: Forward) -> None:
+        """Cut the layers of a model on the meta device, as the plan says. Nothing is sent."""
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        model = forward.model
+        plan = plans.plan_of(model, forward.tensor_plan(), self.world.tensor)
+        attributes = {name: vars(parameter) for name, parameter in model.named_parameters()}
+        styles = _styles()
+        for name, style in plan.styles.items():
+            module = model.get_submodule(name)
+            if style == plans.SUMMED:
+                self._summed |= {f"{name}.{key}" for key, _ in module.named_parameters()}
+            else:
+                parallelize_module(module, self.mesh["tensor"], styles[style](), src_data_rank=None)
+            if isinstance(module, nn.Embedding):
+                module.register_forward_hook(_copied)
+        for name, parameter in model.named_parameters():
+            vars(parameter).update(attributes[name])  # those that a model sets; torch makes new objects
+        count = sum(style != plans.SUMMED for style in plan.styles.values())
+        self._messages += [f"  {count} layers are cut over each tensor group", *plan.notes]
+
+    def backward(self, losses: Losses, factors: Losses, last: bool) -> Waits | None:
+        waits = super().backward(losses, factors, last)
+        if last:
+            self._agree_on_uncut()
+        return waits
+
+    def _agree_on_uncut(self) -> None:
+        """Give the ranks of a tensor group the same gradients of the parameters that they hold alike.
+
+        These are equal, as samples and seeds are, where each kernel gives the same bits each time. Without this mean,
+        other kernels would let the ranks drift apart. The mean over 2, 4 or 8 equal numbers is the number, bit for bit.
+        """
+        grads: dict[torch.dtype, list[tuple[torch.Tensor, bool]]] = {}
+        for name in self._uncut:
+            grad = self.trainable[name].grad
+            if grad is not None:
+                grads.setdefault(grad.dtype, []).append((local(grad), name in self._summed))
+        for of_dtype in grads.values():
+            parts = [grad.reshape(-1) if summed else grad.reshape(-1) / self.world.tensor for grad, summed in of_dtype]
+            flat = torch.cat(parts)
+            dist.all_reduce(flat, group=self.mesh.get_group("tensor"))
+            for (grad, _), values in zip(of_dtype, torch.split(flat, [part.numel() for part in parts]), strict=True):
+                grad.copy_(values.view(grad.shape))
+
+
+def _copied(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """A copy of what a cut embedding gives: it may be a unit of FSDP, which must not give a view."""
+    return output.clone()
+
+
+def _styles() -> dict[str, Callable[[], Any]]:
+    """What torch calls the styles. It is imported late: it takes a second."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    return {
+        "colwise": ColwiseParallel,
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "rowwise": RowwiseParallel,
+        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    }
+
+
+def table(shape: dict[str, int]) -> list[str]:
+    """Lines that say where each rank is in the mesh: a row for each tensor group."""
+    replicas, shards, tensor = shape.values()
+    lines = [f"mesh: {replicas * shards * tensor} ranks = {replicas} replicate x {shards} shard x {tensor} tensor"]
+    for group in range(min(replicas * shards, _ROWS_SHOWN)):
+        ranks = " ".join(f"{rank:>4}" for rank in range(group * tensor, (group + 1) * tensor))
+        lines.append(f"  replicate {group // shards:>3}, shard {group % shards:>3}: ranks {ranks}")
+    if replicas * shards > _ROWS_SHOWN:
+        lines.append(f"  ... and {replicas * shards - _ROWS_SHOWN} more tensor groups")
+    return lines

@@ -1,0 +1,113 @@
+"""What a mesh cannot do is an error that names the key, the layers and the remedy, before anything is computed."""
+
+import os
+
+import pytest
+from torch import nn
+
+from lockstep.core.errors import LockstepError, UsageError
+from lockstep.core.parallel.options import ParallelConfig
+from lockstep.mesh import plans
+from tests import runs
+from tests.mesh import mesh_cases
+from tests.ranks import run_ranks
+
+
+def plan(model, own=None, ranks=2):
+    return plans.plan_of(model, own, ranks)
+
+
+def layers(**named):
+    return nn.ModuleDict(named)
+
+
+REFUSED = [
+    (layers(a=nn.Linear(4, 4)), None, "nothing says how ModuleDict could be cut over 2 ranks"),
+    (layers(a=nn.Linear(4, 4)), {"b": "colwise"}, "no module matches 'b'"),
+    (layers(a=nn.Linear(4, 4)), {"a": "colwize"}, "unknown style 'colwize'"),
+    (layers(a=nn.Linear(4, 3)), {"a": "colwise"}, r"a \(out_features=3\) cannot be divided by 2"),
+    (layers(a=nn.Linear(3, 4)), {"a": "rowwise"}, r"a \(in_features=3\)"),
+    (layers(a=nn.LayerNorm(4)), {"a": "colwise"}, "a is a torch.nn.modules.normalization.LayerNorm"),
+    (layers(a=nn.Linear(4, 4), b=nn.SyncBatchNorm(4)), {"a": "colwise"}, "SyncBatchNorm would count"),
+    (layers(a=nn.Embedding(5, 4)), {"a": "embedding_rowwise"}, r"num_embeddings=5"),
+]
+
+
+@pytest.mark.parametrize(("model", "own", "what"), REFUSED, ids=[what for *_, what in REFUSED])
+def test_a_plan_that_does_not_fit(model, own, what):
+    with pytest.raises(UsageError, match=what):
+        plan(model, own)
+
+
+def test_heads_that_do_not_divide_are_named_though_rows_do():
+    attention = layers(q=nn.Linear(4, 12))
+    attention.num_heads = 3
+    with pytest.raises(UsageError, match=r"a \(num_heads=3\)"):
+        plan(layers(a=attention), {"a.q": "colwise"})
+
+
+def test_tied_layers_are_refused_in_a_plan_of_the_tasks_own():
+    tied = layers(a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    tied["b"].weight = tied["a"].weight
+    with pytest.raises(UsageError, match="shares its weight"):
+        plan(tied, {"b": "colwise"})
+
+
+def test_a_plan_of_transformers_leaves_ends_whole_that_cannot_be_cut():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+    for options in ({"vocab_size": 9}, {"vocab_size": 10, "tie_word_embeddings": True}):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, **options))
+        styles, notes = plan(model)
+        assert len(styles) == 7
+        assert [note.split()[0] for note in sorted(notes)] == ["lm_head", "model.embed_tokens"]
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=10))
+    with pytest.raises(UsageError, match="num_key_value_heads=1"):
+        plan(model)
+
+
+KEYS = {
+    "watch.every": {"watch": {"every": 5}},
+    "compute.compile": {"compute": {"compile": "blocks"}},
+    "precision=fp16": {"precision": "fp16"},
+    "data.on_error=skip": {"data": {"on_error": "skip"}},
+    "find_unused_parameters": {"parallel": {"find_unused_parameters": True}},
+    "cannot be cut into tensor groups of 4": {"parallel": {"tensor": 4}},
+    "nothing says how": {"plan": {}},
+}
+
+
+def refusals():
+    """What each config is refused with, on this rank; and what a group on two nodes is refused with."""
+    found = {}
+    os.environ["LOCKSTEP_NODE"] = "ab"[int(os.environ["RANK"])]
+    try:
+        runs.fit(mesh_cases.Cut(), runs.config(parallel={"tensor": 2}))
+    except LockstepError as error:
+        found["rank 0 (node a, cpu), rank 1 (node b, cpu)"] = str(error)
+    finally:
+        del os.environ["LOCKSTEP_NODE"]
+    for name, sections in KEYS.items():
+        sections = dict(sections)
+        task = mesh_cases.Cut(plan=sections.pop("plan", None))
+        sections["parallel"] = {"tensor": 2} | sections.get("parallel", {})
+        try:
+            runs.fit(task, runs.config(**sections))
+        except LockstepError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_keys_that_do_not_know_a_mesh_are_refused_on_all_ranks():
+    for found in run_ranks(2, refusals):
+        assert len(found) == len(KEYS) + 1
+        for name, text in found.items():
+            assert name in text
+            assert "remedy" in text
+
+
+def test_commands_that_do_not_know_a_mesh_refuse_it():
+    with pytest.raises(UsageError, match=r"parallel.tensor=2: verify does not know"):
+        ParallelConfig(tensor=2).without_mesh("verify")
+    ParallelConfig().without_mesh("verify")
