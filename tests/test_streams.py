@@ -100,6 +100,25 @@ def test_the_watch_recomputes_a_neighbours_part_of_a_stream(plain, tmp_path):
         assert runs.difference(weights, plain) < 1e-10
 
 
+class Broken(Numbers):
+    def __iter__(self):
+        yield from itertools.islice(super().__iter__(), 12)
+        raise ValueError("broken line 12")
+
+
+def test_a_stream_that_fails_is_named_and_never_skipped(tmp_path):
+    for on_error in ("raise", "skip"):
+        with pytest.raises(LockstepError, match=r"test_streams.py:\d+: the stream failed at sample 12.*broken line 12"):
+            trained({"kind": Broken}, settings(3, data={"on_error": on_error}), tmp_path / on_error)
+
+
+def test_another_global_batch_is_allowed_and_the_log_names_the_samples(tmp_path):
+    runs.fit(Streamed(), settings(4), tmp_path)
+    runs.fit(Streamed(), settings(6, batch={"global": 6}), tmp_path, allow_change=["batch.global"])
+    log = (tmp_path / "train.log").read_text()
+    assert "samples 24 to 35 of the stream are trained again" in log
+
+
 def rows(shards):
     for shard in shards:
         for number in range(shard * 8, shard * 8 + 8):

@@ -16,7 +16,7 @@ from lockstep.core.checkpoint import nested
 from lockstep.core.data.fingerprint import digest_of
 from lockstep.core.data.order import derive_seed
 from lockstep.core.data.randomness import seed_all
-from lockstep.core.errors import DataError, UsageError
+from lockstep.core.errors import DataError, LockstepError, TrainingError, UsageError, frame_of_task
 from lockstep.streams.torch_private import outside_workers
 
 WHERE = "the stream of the training data"
@@ -79,6 +79,7 @@ class Reader:
 
         Raises:
             DataError: the stream is not what it was, or what its length says.
+            TrainingError: its code failed.
         """
         if self._process != os.getpid():  # a forked worker shares the open files of its parent
             self._process, self.position = os.getpid(), _NOWHERE
@@ -95,9 +96,17 @@ class Reader:
                 sample = self._next()
                 if self.position > index:
                     return sample
-        except BaseException:
-            self.position = _NOWHERE  # what comes after a failure is not known
-            raise
+        except BaseException as error:
+            at, self.position = self.position, _NOWHERE  # what comes after a failure is not known
+            if isinstance(error, LockstepError) or not isinstance(error, Exception):
+                raise
+            frame = frame_of_task(error)
+            what = f"the stream failed at sample {at:,}: {type(error).__name__}: {error}"
+            remedy = (
+                "correct it, or catch the error there and go on with the next sample: data.on_error=skip leaves out "
+            )
+            remedy += "what Task.prepare cannot use, and no part of a stream"
+            raise TrainingError(what, where=f"{frame.filename}:{frame.lineno}", remedy=remedy) from error
 
     def _keep(self, back: int) -> None:
         """Somebody reads samples again: keep so many from now on."""

@@ -148,16 +148,26 @@ class StreamPlace(Part):
 
     def __init__(self, stream: Stream, first_of: Callable[[int], int]) -> None:
         self.stream, self.first_of = stream, first_of
-        self.mark = stream.newest_mark(0)
+        self.mark, self.next = stream.newest_mark(0), 0
+
+    def start(self, training: Training) -> None:
+        now = self.first_of(training.step)
+        if training.step and now != self.next:
+            what = "are trained again" if now < self.next else "are left out"
+            first, last = sorted((now, self.next))
+            text = f"warning: the global batch has changed, so samples {first:,} to {last - 1:,} of the stream {what}"
+            training.tell(text)
 
     def before_save(self, training: Training) -> None:
-        own = self.stream.newest_mark(self.first_of(training.step))
+        self.next = self.first_of(training.step)
+        own = self.stream.newest_mark(self.next)
         self.mark = max(training.gather(own), key=lambda mark: mark.position)
 
     def state_dict(self) -> Any:
-        return vars(self.mark)
+        return {"next": self.next, **vars(self.mark)}
 
     def load_state_dict(self, state: Any) -> None:
+        self.next = state.pop("next")
         self.mark = Mark(**state)
         self.stream.begin_at(self.mark)
 
