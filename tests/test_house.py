@@ -181,7 +181,7 @@ CODE_LINES = {
     "cli/env.py": 202,
     "tasks/lm": 1_608,
     "tasks/lm/lora": 129,
-    "lora": 120,
+    "lora": 127,
     "tasks/lm/stream.py": 40,
     "trainer/hub.py": 70,
     "tasks/lm/attention.py": 115,

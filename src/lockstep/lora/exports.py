@@ -50,12 +50,25 @@ def write_config(model: Any, folder: Path) -> None:
         config.base_model_name_or_path, config.inference_mode = before
 
 
+def write_config_of_base(model: Any, folder: Path) -> None:
+    """Write the config that transformers reads beside whole weights, where the model without adapters has one."""
+    base = model.get_base_model()
+    for name in ("config", "generation_config"):
+        config: Any = getattr(base, name, None)
+        if hasattr(config, "save_pretrained"):
+            config.save_pretrained(str(folder))
+
+
 def merged(model: Any) -> dict[str, Tensor]:
     """All weights with the adapters in them, under the names of the model without peft.
 
     Args:
         model: whole, with the trained weights. It is changed.
+
+    Raises:
+        UsageError: there are several adapters.
     """
+    _adapter(model)
     if BASE in model._modules:
         delattr(model, BASE)
     whole: nn.Module = model.merge_and_unload()
