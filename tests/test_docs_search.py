@@ -1,5 +1,7 @@
 """The examples of docs/search.md run as they stand: the trials of the sweep on warm ranks."""
 
+import contextlib
+import os
 import re
 import shlex
 from subprocess import CompletedProcess
@@ -20,6 +22,11 @@ SHORT = ["device=cpu", "log.writers=[json_lines]", "log.pictures=0", "log.flops=
 def call(*arguments):
     done = CliRunner().invoke(app, list(arguments))
     return done.exit_code, done.output
+
+
+def call_in(folder, *arguments):
+    with contextlib.chdir(folder):  # a warm rank may have begun in another folder
+        return call(*arguments)
 
 
 def of(*words):
@@ -70,7 +77,7 @@ class OnWarmRank:
     """A training that runs to its end when it is started."""
 
     def __init__(self, arguments, log, environment):
-        ((self.code, output),) = run_ranks(1, call, *arguments, *SHORT)
+        ((self.code, output),) = run_ranks(1, call_in, os.getcwd(), *arguments, *SHORT)
         log.write_text(output)
 
     def poll(self):
