@@ -273,7 +273,7 @@ def _host_waits(recordings: list[Recording], experiments: Experiments) -> tuple[
         by_package = [place for place in by_package if place not in by_scaler]
         notes.append("fp16: the loss scaler waits for the device once per step, to know whether the step overflowed")
     if experiments.config["parallel"]["find_unused_parameters"] and by_package:
-        by_backward = [place for place in by_package if place.startswith("step.py:")][:1]
+        by_backward = [place for place in by_package if place.startswith("single.py:")][:1]
         by_package = [place for place in by_package if place not in by_backward]
         notes.append(
             "find_unused_parameters: DDP waits for the device in each step, to know which parameters were used"
