@@ -351,13 +351,22 @@ class LightningTask(Foreign):
             return given, values | ({} if loss is None else {"": float(loss)})
 
         fixed: dict[str, Any] = {}
-        whole = measured(samples)
-        trial = units.Trial(
-            whole, [(measured(samples[:cut]), measured(samples[cut:])) for cut in units.cuts(len(samples))]
-        )
         kind = max((p.dtype for p in module.parameters() if p.is_floating_point()), key=lambda t: t.itemsize)
-        near = _NEAR * torch.finfo(kind).eps
-        found = {name: units.fitting(trial, name, near=near) for name in whole[1]}
+        near, fits = _NEAR * torch.finfo(kind).eps, units.Fits()
+        for factor in units.SCALES:
+            with units.scaled(module, factor):
+                whole = measured(samples)
+                parts = [(measured(samples[:cut]), measured(samples[cut:])) for cut in units.cuts(len(samples))]
+            trial = units.Trial(whole, parts)
+            fits.add(trial, near=near)
+            if not any(fits.is_open(name, trial) for name in whole[1]):
+                break
+        if purpose == "train" and self.given_weight is None and fits.is_open("", trial):
+            what = f"the losses of {len(samples)} samples do not tell whether the loss is a mean over {fits}"
+            raise refused(
+                what, self._steps[purpose], "give weight=, a function from a batch to the number of its units"
+            )
+        found: dict[str, Any] = {name: fits.unit(name) for name in whole[1]}
         if "" in found and found[""] is None and (purpose == "validate" or self.given_weight is None):
             self._without_unit(trial, purpose, near)
         for name in [name for name, unit in found.items() if unit is None]:

@@ -246,13 +246,21 @@ class TransformersTask(Foreign):
                 return given, {"": float(found)}
 
             count = whole.samples
-            parts = [
-                (measured(units.sliced(whole, 0, cut)), measured(units.sliced(whole, cut, count)))
-                for cut in units.cuts(count)
-            ]
-            trial = units.Trial(measured(whole), parts)
-        near = _NEAR * torch.finfo(torch.float32 if kind.itemsize < 4 else kind).eps
-        unit = units.fitting(trial, "", near=near)
+            near, fits = _NEAR * torch.finfo(torch.float32).eps, units.Fits()
+            for factor in units.SCALES:
+                with units.scaled(model, factor):
+                    parts = [
+                        (measured(units.sliced(whole, 0, cut)), measured(units.sliced(whole, cut, count)))
+                        for cut in units.cuts(count)
+                    ]
+                    trial = units.Trial(measured(whole), parts)
+                fits.add(trial, near=near)
+                if not fits.is_open("", trial):
+                    break
+            else:
+                what = f"the losses of {count} samples do not tell whether the loss is a mean over {fits}"
+                raise refused(what, self._where, "give weight=, a function from a batch to the number of its units")
+        unit = fits.unit("")
         if unit is None:
             raise refused(
                 "the loss of the model is no mean over samples, over labels that are not -100, or over the ones of a "

@@ -6,7 +6,9 @@ n1, n2. A mean over other units is not, unless all samples have equally many.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -147,9 +149,58 @@ class Trial(NamedTuple):
     parts: Sequence[tuple[tuple[Given, Mapping[str, float]], tuple[Given, Mapping[str, float]]]]
 
 
-def fitting(trial: Trial, name: str, *, near: float) -> Unit | None:
-    """The units that the value `name` is a mean over. None: it is a mean over none that is known."""
-    return next((unit for unit in candidates(trial.whole[0].batch) if _fits(trial, name, unit, near)), None)
+SCALES = (1.0, 8.0, 64.0)
+"""Factors of the weights in trials. In a new model all losses are nearly equal, and a mean over anything is the same
+number."""
+
+
+@contextlib.contextmanager
+def scaled(module: torch.nn.Module, factor: float) -> Iterator[None]:
+    """Within, the matrices of a module are `factor` times as large, so that the losses of its samples differ more."""
+    kept = [
+        (p, p.detach().clone()) for p in module.parameters() if factor != 1 and p.ndim > 1 and p.is_floating_point()
+    ]
+    for parameter, _ in kept:
+        parameter.mul_(factor)
+    try:
+        yield
+    finally:
+        for parameter, before in kept:
+            parameter.copy_(before)
+
+
+class Fits:
+    """The units that the values of all trials so far are means over, by name of the value."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, list[Unit]] = {}
+
+    def add(self, trial: Trial, *, near: float) -> None:
+        """Leave out what does not fit a trial. A value that is not finite tells nothing."""
+        for name in trial.whole[1]:
+            if all(math.isfinite(found.get(name, 0.0)) for _, found in _all(trial)):
+                known = self.by_name.get(name, candidates(trial.whole[0].batch))
+                self.by_name[name] = [unit for unit in known if _fits(trial, name, unit, near)]
+
+    def unit(self, name: str) -> Unit | None:
+        """The unit. None: the value is a mean over none that is known."""
+        return next(iter(self.by_name.get(name, ())), None)
+
+    def is_open(self, name: str, trial: Trial) -> bool:
+        """True if several units fit that count differently."""
+        counts = [[float(unit.count(given)) for given, _ in _all(trial)] for unit in self.by_name.get(name, ())]
+        return any(
+            abs(a * other[0] - b * counts[0][0]) > 1e-6
+            for other in counts
+            for a, b in zip(counts[0], other, strict=True)
+        )
+
+    def __str__(self) -> str:
+        return " or ".join(map(str, self.by_name.get("", ())))
+
+
+def _all(trial: Trial) -> list[tuple[Given, Mapping[str, float]]]:
+    return [trial.whole, *(part for parts in trial.parts for part in parts)]
 
 
 def _fits(trial: Trial, name: str, unit: Unit, near: float) -> bool:
