@@ -171,6 +171,11 @@ def by_hand_optimized(self):
     self.automatic_optimization = False
 
 
+def hooked_by_hand(self):
+    cases.Net.__init__(self)
+    self.on_train_epoch_end = lambda: None
+
+
 def world_size(self, batch, batch_idx):
     return cases.Net.training_step(self, batch, batch_idx) / self.trainer.world_size
 
@@ -196,6 +201,7 @@ REFUSED = [
     ({"configure_optimizers": plateau}, {}, "schedule.plateau='{metric: eval/val_loss", plateau, 0),
     ({"configure_optimizers": cycles_momentum}, {}, "cycle_momentum=False", cycles_momentum, 0),
     ({"on_train_epoch_end": at_the_end}, {}, "ignore=['on_train_epoch_end']", at_the_end, 0),
+    ({"__init__": hooked_by_hand}, {}, "Own.on_train_epoch_end would not be called", hooked_by_hand, 2),
     ({"__init__": by_hand_optimized}, {}, "automatic_optimization is False", by_hand_optimized, 2),
     ({}, {"train_dataloader": own_sampler}, "by a Mine", own_sampler, 0),
 ]

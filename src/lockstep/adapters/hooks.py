@@ -47,12 +47,17 @@ def base_of(kind: type, name: str) -> type | None:
 
 
 def overridden(value: Any, base: type) -> Iterable[str]:
-    """The names of hooks of `base` that the class of `value` has overridden, and that are not called here."""
+    """The names of hooks of `base` that `value` or its class has overridden, and that are not called here."""
     names = [name for name in dir(base) if name.startswith("on_") and not name.startswith(_NOT_CALLED)]
     names = [name for name in names if callable(getattr(base, name))]
     for name in [*names, *(name for name in _REMEDIES if not name.startswith("on_")), *_OTHERS]:
-        if getattr(type(value), name, None) is not getattr(base, name, None):
+        if is_own(value, base, name):
             yield name
+
+
+def is_own(value: Any, base: type, name: str) -> bool:
+    """True if a method is not the one of `base`: the class of `value` has overridden it, or it was set on `value`."""
+    return name in vars(value) or getattr(type(value), name, None) is not getattr(base, name, None)
 
 
 def check(values: Sequence[tuple[Any, type]], ignore: Sequence[str]) -> list[str]:
@@ -74,7 +79,7 @@ def check(values: Sequence[tuple[Any, type]], ignore: Sequence[str]) -> list[str
             if name in ignore:
                 left_out.append(name)
                 continue
-            line = line_of(getattr(type(value), name))
+            line = line_of(getattr(value, name))
             remedy = _REMEDIES.get(name, "write a lockstep.Part (docs/parts.md)")
             faults.append(f"{line}: {type(value).__name__}.{name} would not be called: {remedy}")
     if faults:

@@ -71,10 +71,10 @@ class LightningTask(Foreign):
         of_data = hooks.base_of(type(datamodule), "LightningDataModule")
         checked = [(module, base), *([(datamodule, of_data)] if of_data else [])]
         self.notes += hooks.check(checked, ignore)
-        self.validates_by_step = type(module).validation_step is not base.validation_step  # type: ignore[attr-defined]
+        self.validates_by_step = hooks.is_own(module, base, "validation_step")
         self.is_prepared = self._is_set_up = False
         self._plan: dict[str, Any] = {"datamodule": datamodule}
-        self._steps = {"train": line_of(type(module).training_step), "validate": line_of(type(module).validation_step)}
+        self._steps = {"train": line_of(module.training_step), "validate": line_of(module.validation_step)}
         self._made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parts: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
 
@@ -206,7 +206,7 @@ class LightningTask(Foreign):
         owner = self.foreign if self.datamodule is None else self.datamodule
         method, training = getattr(owner, name, None), name.startswith("train")
         base = hooks.base_of(type(owner), "LightningModule") or hooks.base_of(type(owner), "LightningDataModule")
-        if method is None or (base is not None and getattr(type(owner), name) is getattr(base, name, None)):
+        if method is None or (base is not None and not hooks.is_own(owner, base, name)):
             if training:
                 what = f"{type(owner).__name__} has no {name}"
                 raise refused(what, "adapters.lightning", "write it, or give a datamodule that has it")
