@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lockstep.adapters.foreign import DOCS, line_of, line_with
+from torch import nn
+
+from lockstep.adapters.foreign import DOCS, line_of, line_with, refused
 from lockstep.core.errors import UsageError
 
 _PART = "write a lockstep.Part with {}: docs/adapters.md#a-callback-becomes-a-part"
@@ -71,10 +73,11 @@ def check(values: Sequence[tuple[Any, type]], ignore: Sequence[str]) -> list[str
         a line for the log, where hooks are left out.
 
     Raises:
-        UsageError: names all hooks with their lines.
+        UsageError: names all hooks with their lines. Or a parameter's gradient has a hook.
     """
     faults, left_out = [], []
     for value, base in values:
+        check_parameters(value)
         for name in overridden(value, base):
             if name in ignore:
                 left_out.append(name)
@@ -101,3 +104,12 @@ def check_automatic(module: Any) -> None:
         where=line_with(type(module).__init__, "automatic_optimization"),
         remedy="return the loss from training_step; several optimizers in turn are players: docs/players.md",
     )
+
+
+def check_parameters(value: Any) -> None:
+    """Raises UsageError where the gradients of parameters have hooks: a copy of a module has none of them, and they
+    would see sums of micro-batches."""
+    for name, one in value.named_parameters() if isinstance(value, nn.Module) else ():
+        for hook in (one._backward_hooks or one._post_accumulate_grad_hooks or {}).values():
+            remedy = "for a mask, multiply the weight by it in forward; else a lockstep.Part with `before_update`"
+            raise refused(f"the gradient of {name} has a hook, which would not be called", line_of(hook), remedy)
