@@ -208,6 +208,24 @@ def test_the_second_argument_of_a_step_has_any_name(tmp_path):
     assert results["eval/seen"] == pytest.approx(float(cases.data(29, 1)[0].mean()))
 
 
+def test_a_module_may_log_metrics_alone(tmp_path):
+    def validation_step(self, batch, batch_idx):
+        self.accuracy.update(self.net(batch[0]), batch[1])
+        self.log("acc", self.accuracy)
+
+    silent = {
+        "training_step": lambda self, b, i: cross_entropy(self.net(b[0]), b[1]),
+        "forward": pl.LightningModule.forward,
+    }
+    torch.manual_seed(3)
+    task = adapters.lightning(net(validation_step=validation_step, **silent), cases.Data())
+    weights, results = runs.fit(task, settings(train={"steps": 2}), tmp_path / "run")
+    model, (inputs, labels) = cases.Net(), cases.data(29, 1)
+    model.load_state_dict(weights)
+    expected = MulticlassAccuracy(3, average="macro")(model(inputs), labels)
+    assert results["eval/acc"] == pytest.approx(float(expected), rel=1e-6)
+
+
 def test_a_loader_that_is_set_on_the_object_is_used():
     data = cases.Data()
     data.val_dataloader = lambda: torch.utils.data.DataLoader([1.0, 2.0])

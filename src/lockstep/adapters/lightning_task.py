@@ -270,10 +270,10 @@ class LightningTask(Foreign):
             mean = torch.zeros((), device=next(model.parameters()).device)
         unit = found.get("")
         total = mean * 0.0 if unit is None or batch.is_empty else mean * unit.count(batch)
-        return (total, self._output(record, batch, total.device)) if self._names else total
+        return (total, self._output(record, batch, total.device)) if self._names or self._objects else total
 
     def predict(self, model: nn.Module, batch: Given) -> Any:
-        if batch.purpose == "validate" and self._names:
+        if batch.purpose == "validate" and (self._names or self._objects):
             _, record = self._run(model, batch)
             return self._output(record, batch, next(model.parameters()).device)
         with served(self._parts_of(model), self._served("predict")):
