@@ -1,5 +1,7 @@
 """A LightningModule and a DataModule train as in plain torch, on any ranks; and what cannot be kept has its line."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,8 @@ pl = pytest.importorskip("pytorch_lightning")
 from torchmetrics.classification import MulticlassAccuracy  # noqa: E402
 
 from lockstep import LockstepError, Trainer, adapters  # noqa: E402
+from lockstep.adapters.foreign import with_implied  # noqa: E402
+from lockstep.core.config.sections import RunConfig  # noqa: E402
 from lockstep.core.data.order import permute  # noqa: E402
 from lockstep.recipes import config_file  # noqa: E402
 from tests import runs  # noqa: E402
@@ -121,6 +125,113 @@ def test_the_optimizer_also_takes_copies_of_the_parameters():
         task.optimizer(other)
 
 
+# ---- schedulers and frozen parameters
+
+
+def scheduled(function, **options):
+    """A configure_optimizers whose scheduler has the factor `function(module, updates)`."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: function(self, count))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", **options}}
+
+    return configure_optimizers
+
+
+def rates(configure_optimizers, steps, data=None, **trainer):
+    """The factors of the first updates, of a module with 70 samples in batches of 12."""
+    task = adapters.lightning(net(configure_optimizers=configure_optimizers), data or cases.Data(), trainer=trainer)
+    task.configured(with_implied(RunConfig(), task.implied))
+    return [task.schedule(update) for update in range(steps)]
+
+
+def test_a_frequency_by_step_counts_the_batches_of_each_epoch_anew():
+    expected, steps = [], 0
+    for _ in range(3):
+        for batch in range(1, 7):
+            expected.append(0.5**steps)
+            steps += batch % 4 == 0  # Lightning's rule
+    found = rates(scheduled(lambda module, count: 0.5**count, frequency=4), 18, max_epochs=3)
+    assert found == pytest.approx(expected)
+    assert rates(scheduled(lambda module, count: 0.5**count), 18, max_epochs=3)[-1] == 0.5**17
+    with pytest.raises(LockstepError, match=r"test_lightning.py:\d+: the scheduler has frequency=4"):
+        rates(scheduled(lambda module, count: 1.0, frequency=4), 1, accumulate_grad_batches=2)
+
+
+def test_a_function_of_a_scheduler_may_ask_for_the_end_of_the_training():
+    found = rates(scheduled(lambda module, count: 1 - count / module.trainer.max_steps), 7, max_steps=7)
+    assert found == pytest.approx([1 - count / 7 for count in range(7)])
+    with pytest.raises(LockstepError, match=r"test_lightning.py:\d+: trainer.current_epoch has no counterpart"):
+        rates(scheduled(lambda module, count: 0.5**module.current_epoch), 1, max_steps=7)
+
+
+def test_a_scheduler_that_is_too_short_is_an_error_before_the_training():
+    def short(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8, cycle_momentum=False)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    with pytest.raises(LockstepError, match=f":{short.__code__.co_firstlineno}: step 9 of the scheduler: Tried"):
+        rates(short, 1, max_epochs=3)
+
+
+def freezes_the_first_layer(self):
+    self.net[0].requires_grad_(False)
+    return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1)
+
+
+def test_what_configure_optimizers_freezes_stays_as_it_is_and_the_rest_trains(tmp_path):
+    torch.manual_seed(3)
+    module = net(configure_optimizers=freezes_the_first_layer)
+    model = copy.deepcopy(module)
+    data = cases.Data()
+    data.setup("fit")
+    weights, _ = runs.fit(adapters.lightning(module, cases.Data()), settings(train={"steps": 2}), tmp_path / "run")
+    optimizer = model.configure_optimizers()
+    for start in (0, 12):
+        batch = torch.from_numpy(permute(np.arange(start, start + 12), 70, 0, 0))
+        optimizer.zero_grad()
+        cross_entropy(model(data.sets[0][0][batch]), data.sets[0][1][batch]).backward()
+        optimizer.step()
+    assert runs.difference(weights, {name: value.detach() for name, value in model.state_dict().items()}) < 1e-10
+
+
+def test_the_second_argument_of_a_step_has_any_name(tmp_path):
+    members = {
+        "training_step": lambda self, b, i: cross_entropy(self(b[0]), b[1]),
+        "validation_step": lambda self, *args: self.log("seen", args[0][0].mean()),
+    }
+    _, results = runs.fit(
+        adapters.lightning(net(**members), cases.Data()), settings(train={"steps": 2}), tmp_path / "run"
+    )
+    assert results["eval/seen"] == pytest.approx(float(cases.data(29, 1)[0].mean()))
+
+
+def test_a_module_may_log_metrics_alone(tmp_path):
+    def validation_step(self, batch, batch_idx):
+        self.accuracy.update(self.net(batch[0]), batch[1])
+        self.log("acc", self.accuracy)
+
+    silent = {
+        "training_step": lambda self, b, i: cross_entropy(self.net(b[0]), b[1]),
+        "forward": pl.LightningModule.forward,
+    }
+    torch.manual_seed(3)
+    task = adapters.lightning(net(validation_step=validation_step, **silent), cases.Data())
+    weights, results = runs.fit(task, settings(train={"steps": 2}), tmp_path / "run")
+    model, (inputs, labels) = cases.Net(), cases.data(29, 1)
+    model.load_state_dict(weights)
+    expected = MulticlassAccuracy(3, average="macro")(model(inputs), labels)
+    assert results["eval/acc"] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_a_loader_that_is_set_on_the_object_is_used():
+    data = cases.Data()
+    data.val_dataloader = lambda: torch.utils.data.DataLoader([1.0, 2.0])
+    assert len(adapters.lightning(cases.Net(), data).eval_data()) == 2
+
+
 # ---- what cannot be kept
 
 
@@ -171,6 +282,37 @@ def by_hand_optimized(self):
     self.automatic_optimization = False
 
 
+def hooked_by_hand(self):
+    cases.Net.__init__(self)
+    self.on_train_epoch_end = lambda: None
+
+
+def masks_gradients(self):
+    cases.Net.__init__(self)
+    self.net[0].weight.register_hook(lambda gradient: gradient * 2)
+
+
+def prints_gradients(self, stage):
+    self.net[2].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def uses_the_number(self, b, i):
+    return self(b[0]).mean() * (i + 1)
+
+
+def endless(self):
+    class Numbers(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(70))
+
+    return torch.utils.data.DataLoader(Numbers(), batch_size=12)
+
+
+def half(self):
+    data = torch.utils.data.TensorDataset(*self.sets[0])
+    return torch.utils.data.DataLoader(data, sampler=torch.utils.data.SequentialSampler(range(35)))
+
+
 def world_size(self, batch, batch_idx):
     return cases.Net.training_step(self, batch, batch_idx) / self.trainer.world_size
 
@@ -188,6 +330,12 @@ def own_sampler(self):
 
 REFUSED = [
     ({"training_step": uses_batch_idx}, {}, "batch_idx is used", uses_batch_idx, 1),
+    ({"training_step": uses_the_number}, {}, "batch_idx is used", uses_the_number, 1),
+    ({"__init__": masks_gradients}, {}, "the gradient of net.0.weight has a hook", masks_gradients, 2),
+    ({"setup": prints_gradients}, {}, "the gradient of net.2.bias has a hook", prints_gradients, 1),
+    ({}, {"train_dataloader": endless}, "docs/streams.md", endless, 0),
+    ({}, {"val_dataloader": endless}, "docs/streams.md", endless, 0),
+    ({}, {"train_dataloader": half}, "by a SequentialSampler", half, 0),
     ({"training_step": gathers}, {}, "self.all_gather communicates", gathers, 1),
     ({"training_step": sums}, {}, "is a sum over samples", sums, 0),
     ({"training_step": normalises_by_batch}, {}, "is no mean over samples", normalises_by_batch, 0),
@@ -196,6 +344,7 @@ REFUSED = [
     ({"configure_optimizers": plateau}, {}, "schedule.plateau='{metric: eval/val_loss", plateau, 0),
     ({"configure_optimizers": cycles_momentum}, {}, "cycle_momentum=False", cycles_momentum, 0),
     ({"on_train_epoch_end": at_the_end}, {}, "ignore=['on_train_epoch_end']", at_the_end, 0),
+    ({"__init__": hooked_by_hand}, {}, "Own.on_train_epoch_end would not be called", hooked_by_hand, 2),
     ({"__init__": by_hand_optimized}, {}, "automatic_optimization is False", by_hand_optimized, 2),
     ({}, {"train_dataloader": own_sampler}, "by a Mine", own_sampler, 0),
 ]

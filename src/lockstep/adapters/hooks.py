@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lockstep.adapters.foreign import DOCS, line_of, line_with
+from torch import nn
+
+from lockstep.adapters.foreign import DOCS, line_of, line_with, refused
 from lockstep.core.errors import UsageError
 
 _PART = "write a lockstep.Part with {}: docs/adapters.md#a-callback-becomes-a-part"
@@ -47,12 +49,17 @@ def base_of(kind: type, name: str) -> type | None:
 
 
 def overridden(value: Any, base: type) -> Iterable[str]:
-    """The names of hooks of `base` that the class of `value` has overridden, and that are not called here."""
+    """The names of hooks of `base` that `value` or its class has overridden, and that are not called here."""
     names = [name for name in dir(base) if name.startswith("on_") and not name.startswith(_NOT_CALLED)]
     names = [name for name in names if callable(getattr(base, name))]
     for name in [*names, *(name for name in _REMEDIES if not name.startswith("on_")), *_OTHERS]:
-        if getattr(type(value), name, None) is not getattr(base, name, None):
+        if is_own(value, base, name):
             yield name
+
+
+def is_own(value: Any, base: type, name: str) -> bool:
+    """True if a method is not the one of `base`: the class of `value` has overridden it, or it was set on `value`."""
+    return name in vars(value) or getattr(type(value), name, None) is not getattr(base, name, None)
 
 
 def check(values: Sequence[tuple[Any, type]], ignore: Sequence[str]) -> list[str]:
@@ -66,15 +73,16 @@ def check(values: Sequence[tuple[Any, type]], ignore: Sequence[str]) -> list[str
         a line for the log, where hooks are left out.
 
     Raises:
-        UsageError: names all hooks with their lines.
+        UsageError: names all hooks with their lines. Or a parameter's gradient has a hook.
     """
     faults, left_out = [], []
     for value, base in values:
+        check_parameters(value)
         for name in overridden(value, base):
             if name in ignore:
                 left_out.append(name)
                 continue
-            line = line_of(getattr(type(value), name))
+            line = line_of(getattr(value, name))
             remedy = _REMEDIES.get(name, "write a lockstep.Part (docs/parts.md)")
             faults.append(f"{line}: {type(value).__name__}.{name} would not be called: {remedy}")
     if faults:
@@ -96,3 +104,12 @@ def check_automatic(module: Any) -> None:
         where=line_with(type(module).__init__, "automatic_optimization"),
         remedy="return the loss from training_step; several optimizers in turn are players: docs/players.md",
     )
+
+
+def check_parameters(value: Any) -> None:
+    """Raises UsageError where the gradients of parameters have hooks: a copy of a module has none of them, and they
+    would see sums of micro-batches."""
+    for name, one in value.named_parameters() if isinstance(value, nn.Module) else ():
+        for hook in (one._backward_hooks or one._post_accumulate_grad_hooks or {}).values():
+            remedy = "for a mask, multiply the weight by it in forward; else a lockstep.Part with `before_update`"
+            raise refused(f"the gradient of {name} has a hook, which would not be called", line_of(hook), remedy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import random
 import types
 import weakref
@@ -19,7 +18,7 @@ from torch.utils.data import default_collate
 from lockstep.adapters import hooks, loaders, optimizers, trainer_arguments, units
 from lockstep.adapters.foreign import Foreign, Keys, line_of, refused
 from lockstep.adapters.logged import Record, metrics_of
-from lockstep.adapters.serving import NoNumber, Parts, ServedTrainer, served
+from lockstep.adapters.serving import Parts, ServedTrainer, arguments_after_batch, served
 from lockstep.adapters.units import Given
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.randomness import restored_generators
@@ -29,6 +28,7 @@ from lockstep.core.task import Metrics, Task
 
 _CPU = torch.device("cpu")
 _NEAR = 64  # rounding errors of a mean
+_TRIED = 100_000  # steps of a scheduler that are tried before the training: seconds
 
 
 class LoggedValues(Presenter):
@@ -71,15 +71,16 @@ class LightningTask(Foreign):
         of_data = hooks.base_of(type(datamodule), "LightningDataModule")
         checked = [(module, base), *([(datamodule, of_data)] if of_data else [])]
         self.notes += hooks.check(checked, ignore)
-        self.validates_by_step = type(module).validation_step is not base.validation_step  # type: ignore[attr-defined]
+        self._base, self._ignored = base, ignore
+        self.validates_by_step = hooks.is_own(module, base, "validation_step")
         self.is_prepared = self._is_set_up = False
         self._plan: dict[str, Any] = {"datamodule": datamodule}
-        self._steps = {"train": line_of(type(module).training_step), "validate": line_of(type(module).validation_step)}
+        self._steps = {"train": line_of(module.training_step), "validate": line_of(module.validation_step)}
         self._made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parts: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_made", "_parts", "schedule")
+        left_out = ("_made", "_parts", "schedule", *(["_rates"] if vars(self).get("_rates") else []))  # found anew
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -128,9 +129,10 @@ class LightningTask(Foreign):
         with served(Parts(module), self._served()):
             if hasattr(module, "configure_model"):
                 module.configure_model()
+        hooks.check([(self.foreign, self._base), (module, self._base)], self._ignored)  # `setup` may have set hooks
         self._made.add(module)
-        for name in self._left_out:
-            module.get_parameter(name).requires_grad_(False)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in self._trained)
         self._units  # noqa: B018 - found before workers and a meta device are there
         return module  # type: ignore[no-any-return]
 
@@ -149,8 +151,14 @@ class LightningTask(Foreign):
             return
         module = self._pristine()
         optimizer, config = self._configured_optimizer(module)
-        where = line_of(type(self.foreign).configure_optimizers)
-        self._rates = optimizers.Rates(optimizer, config, where) if config is not None else None
+        where = line_of(self.foreign.configure_optimizers)
+        self._rates = None if config is None else optimizers.Rates(optimizer, config, where, module)
+        if self._rates is not None:
+            self._rates.check_frequency(self.trainer.get("accumulate_grad_batches", 1))
+            trainer = self._served("train")
+            del trainer.global_step, trainer.current_epoch  # factors are computed ahead
+            self._rates.serve = functools.partial(served, Parts(module), trainer)
+            self._rates.at(min(self._plan.get("steps", 1), _TRIED) - 1, self.clock.steps_per_epoch)
         if self._rates is None:
             self._no_schedule()
 
@@ -160,16 +168,17 @@ class LightningTask(Foreign):
     def _configured_optimizer(self, module: Any) -> tuple[torch.optim.Optimizer, dict[str, Any] | None]:
         with served(Parts(module), self._served("train")):
             returned = module.configure_optimizers()
-        return optimizers.parse(returned, line_of(type(module).configure_optimizers))
+        return optimizers.parse(returned, line_of(module.configure_optimizers))
 
     @functools.cached_property
-    def _left_out(self) -> list[str]:
-        """The names of parameters that the optimizer does not have."""
+    def _trained(self) -> set[str]:
+        """The names of parameters that train: the optimizer has them, and configure_optimizers has not frozen them."""
         module = self._pristine()
-        names = optimizers.freeze_left_out(module, self._configured_optimizer(module)[0])
-        if names:
-            self.notes.append(f"not in the optimizer, so they stay as they are: {optimizers.names_of(names)}")
-        return names
+        before = [name for name, one in module.named_parameters() if one.requires_grad]
+        trained = optimizers.trained(module, self._configured_optimizer(module)[0])
+        if names := [name for name in before if name not in trained]:
+            self.notes.append(f"not in the optimizer, or frozen: these do not train: {optimizers.names_of(names)}")
+        return trained
 
     def _pristine(self) -> Any:
         """A module on the CPU that nothing trains."""
@@ -206,7 +215,7 @@ class LightningTask(Foreign):
         owner = self.foreign if self.datamodule is None else self.datamodule
         method, training = getattr(owner, name, None), name.startswith("train")
         base = hooks.base_of(type(owner), "LightningModule") or hooks.base_of(type(owner), "LightningDataModule")
-        if method is None or (base is not None and getattr(type(owner), name) is getattr(base, name, None)):
+        if method is None or (base is not None and not hooks.is_own(owner, base, name)):
             if training:
                 what = f"{type(owner).__name__} has no {name}"
                 raise refused(what, "adapters.lightning", "write it, or give a datamodule that has it")
@@ -261,14 +270,15 @@ class LightningTask(Foreign):
             mean = torch.zeros((), device=next(model.parameters()).device)
         unit = found.get("")
         total = mean * 0.0 if unit is None or batch.is_empty else mean * unit.count(batch)
-        return (total, self._output(record, batch, total.device)) if self._names else total
+        return (total, self._output(record, batch, total.device)) if self._names or self._objects else total
 
     def predict(self, model: nn.Module, batch: Given) -> Any:
-        if batch.purpose == "validate" and self._names:
+        if batch.purpose == "validate" and (self._names or self._objects):
             _, record = self._run(model, batch)
             return self._output(record, batch, next(model.parameters()).device)
         with served(self._parts_of(model), self._served("predict")):
-            return model.predict_step(batch.batch, NoNumber())  # type: ignore[operator]
+            step: Any = model.predict_step
+            return step(batch.batch, *arguments_after_batch(step))
 
     def metrics(self) -> Metrics | None:
         self._units  # noqa: B018 - the trial finds what is logged
@@ -287,11 +297,9 @@ class LightningTask(Foreign):
         """The loss that the step for this batch returned, if any, and what it logged."""
         training = batch.purpose != "validate" or not self.validates_by_step
         step, record = model.training_step if training else model.validation_step, Record()
-        arguments = {"batch_idx": NoNumber(), "dataloader_idx": 0}
-        takes = [name for name in inspect.signature(step).parameters if name in arguments]
         content = self._of(batch)[""].filled(batch) if batch.is_empty else batch.batch
         with served(self._parts_of(model), self._served(batch.purpose), record):
-            returned = step(content, **{name: arguments[name] for name in takes})
+            returned = step(content, *arguments_after_batch(step))
         if isinstance(returned, Mapping):
             returned = returned.get("loss")
         if returned is None and training:

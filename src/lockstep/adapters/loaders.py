@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from lockstep.adapters.foreign import Keys, refused
@@ -76,6 +77,10 @@ def single(found: Any, where: str) -> DataLoader[Any]:
         kind = f"{len(found)} loaders" if isinstance(found, list | tuple | dict) else f"a {type(found).__name__}"
         remedy = "return one torch.utils.data.DataLoader; several data sets are one with ConcatDataset"
         raise refused(f"it returns {kind}", where, remedy)
+    if isinstance(found.dataset, torch.utils.data.IterableDataset):
+        what = f"the loader reads a {type(found.dataset).__name__}, which is an IterableDataset"
+        remedy = "write a Task that returns lockstep.Stream(data), docs/streams.md; or shards, docs/shards.md"
+        raise refused(what, where, remedy)
     return found
 
 
@@ -97,7 +102,7 @@ def read(loader: DataLoader[Any], where: str) -> Loaded:
     kind = type(sampler)
     if kind is RandomSampler and not sampler.replacement and len(sampler) == length:
         pass
-    elif kind is SequentialSampler:
+    elif kind is SequentialSampler and len(sampler) == length:
         loaded.data = Marked(data, order=InOrder(length))
         loaded.notes.append(f"{where}: shuffle=False: every epoch has the samples in the order of the data set")
     elif kind is WeightedRandomSampler and sampler.replacement:

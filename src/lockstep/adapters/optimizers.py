@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 import warnings
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.adapters.foreign import refused
+from lockstep.adapters.foreign import Keys, refused
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr", "name", "base_lr", "params")
 
@@ -65,35 +66,52 @@ class Rates:
     The scheduler is copied, and steps beside the training, for groups without parameters: so nothing of it is saved.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], where: str) -> None:
+    serve: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """Inside of what it returns, functions of the scheduler may ask the module for its trainer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: Keys, where: str, module: Any = None) -> None:
         """
         Args:
             optimizer: as `configure_optimizers` returned it, with its scheduler made and not stepped.
             config: of `parse`.
+            module: the one that functions of the scheduler may ask.
         """
         self.where, self.interval, self.frequency = where, str(config["interval"]), int(config["frequency"])
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         stand_in: Any = types.SimpleNamespace(param_groups=copy.deepcopy(groups), step=_Step(), _opt_called=True)
         stand_in.defaults, stand_in.state = dict(optimizer.defaults), {}
-        memo: dict[int, Any] = {id(optimizer): stand_in}
+        memo: dict[int, Any] = {id(optimizer): stand_in, id(module): module}
         self.scheduler, self.groups = copy.deepcopy(config["scheduler"], memo), stand_in.param_groups
         self.first = [float(group.get("initial_lr", group["lr"])) for group in self.groups]
         self.other = self._others()
         self.factors = [self._factor()]
 
+    def check_frequency(self, accumulated: int) -> None:
+        """Raises UsageError where Lightning would count batches that are no updates."""
+        if self.interval == "step" and self.frequency > 1 and accumulated > 1:
+            what = f"the scheduler has frequency={self.frequency} by step, with accumulate_grad_batches={accumulated}"
+            raise refused(what, self.where, "leave out frequency, and let the scheduler count the updates")
+
     def after(self, steps: int) -> float:
         """The factor after so many steps of the scheduler."""
         while len(self.factors) <= steps:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), self.serve():
                 warnings.simplefilter("ignore")
-                self.scheduler.step()
+                try:
+                    self.scheduler.step()
+                except (ValueError, ArithmeticError, LookupError) as error:
+                    remedy = "let it last for the training: self.trainer.estimated_stepping_batches"
+                    raise refused(f"step {len(self.factors)} of the scheduler: {error}", self.where, remedy) from error
             self.factors.append(self._factor())
         return self.factors[steps]
 
     def at(self, update: int, steps_per_epoch: int) -> float:
         """The factor of an update, counted from 0."""
-        done = update if self.interval == "step" else update // max(1, steps_per_epoch)
-        return self.after(done // self.frequency)
+        epochs, within = divmod(update, max(1, steps_per_epoch))
+        if self.interval != "step":
+            return self.after(epochs // self.frequency)
+        # Lightning counts the batches of each epoch anew.
+        return self.after(epochs * (steps_per_epoch // self.frequency) + within // self.frequency)
 
     def _factor(self) -> float:
         if self._others() != self.other:
@@ -159,10 +177,10 @@ def holder(made: Iterable[nn.Module], groups: Sequence[Mapping[str, Any]], new: 
     return module
 
 
-def freeze_left_out(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of the trainable parameters that an optimizer leaves out; they stay as they are."""
+def trained(module: nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    """The names of the trainable parameters that an optimizer has."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [name for name, one in module.named_parameters() if one.requires_grad and id(one) not in held]
+    return {name for name, one in module.named_parameters() if one.requires_grad and id(one) in held}
 
 
 def names_of(value: Sequence[str], most: int = 3) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, NoReturn
 
 from torch import nn
@@ -41,6 +42,16 @@ class NoNumber:
 
     def __repr__(self) -> str:
         return "batch_idx"
+
+
+def arguments_after_batch(step: Callable[..., Any]) -> list[Any]:
+    """What a step takes after the batch, by position as in Lightning: the number of the batch, and of the loader where
+    it must be given."""
+    parameters = inspect.signature(step).parameters.values()
+    placed = [one for one in parameters if one.kind <= one.VAR_POSITIONAL]
+    takes = len(placed) > 1 or any(one.kind is one.VAR_POSITIONAL for one in placed)
+    needed = sum(one.default is one.empty and one.kind < one.VAR_POSITIONAL for one in placed)
+    return [NoNumber(), 0][: max(takes, needed - 1)]
 
 
 class ServedTrainer:
