@@ -24,10 +24,11 @@ METHODS = {
     "metrics",
     "optimizer",
     "schedule",
+    "tensor_plan",
 }
 
 
-def test_a_task_has_thirteen_methods_and_five_attributes():
+def test_a_task_has_fourteen_methods_and_five_attributes():
     names = {name for name in vars(Task) if not name.startswith("_")}
     assert {name for name in names if callable(vars(Task)[name]) and name != "presenter"} == METHODS
     assert names - METHODS == {"calls_vary", "coefficients", "frozen_epochs", "players", "presenter"}

@@ -349,10 +349,10 @@ def test_restart_that_does_something_else_is_known_to_all_ranks(monkeypatch, tmp
 
 
 def timeouts_of_a_hybrid_mesh():
-    from lockstep.core.parallel.fsdp import _mesh
+    from lockstep.core.parallel.fsdp import make_mesh
 
     with join_world("cpu", timeout_s=77) as here:
-        mesh = _mesh(here, 1)
+        mesh = make_mesh(here, {"replicate": 2, "shard": 1})
         return [torch_internals.timeouts(mesh.get_group(name)) for name in ("replicate", "shard")]
 
 

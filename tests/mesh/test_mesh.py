@@ -42,7 +42,7 @@ def expected():
 @pytest.mark.parametrize(
     ("name", "accumulate", "clip_norm"),
     mainly(
-        [("1x1x2", 3, 0.5), ("1x2x2", 2, 0.5)],
+        [("1x2x2", 2, 0.5)],
         [(name, accumulate, clip) for name in MESHES for accumulate in (1, 2, 3) for clip in (None, 0.5)],
     ),
 )
@@ -57,7 +57,8 @@ def test_weights_and_norms_after_20_steps_are_those_of_plain_torch(expected, nam
     assert all(torch.equal(found[key], answers[0][0][key]) for found, _ in answers for key in found)
 
 
-@pytest.mark.parametrize("name", mainly(["1x2x2"], ["1x1x2", "1x2x2", "2x1x2", "1x1x4", "2x2x2"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["1x1x2", "1x2x2", "2x1x2", "1x1x4", "2x2x2"])
 def test_logs_averages_and_evaluations_are_those_of_one_process(name):
     """24 samples, of which a group with an odd number of micro-batches has a filler; 25 in the evaluation."""
     train = {"steps": 6, "eval_every_steps": 3, "ema_decay": 0.7}
@@ -105,7 +106,7 @@ def saved_by(name, folder, steps, **more):
 
 
 @pytest.mark.parametrize(
-    ("first", "then"), mainly(WAYS, [(a, b) for a in EVERY for b in EVERY if a in MESHES or b in MESHES])
+    ("first", "then"), mainly(WAYS[:1], [(a, b) for a in EVERY for b in EVERY if a in MESHES or b in MESHES])
 )
 def test_a_checkpoint_goes_on_anywhere(first, then, tmp_path):
     undisturbed, _ = runs.by_hand(mesh_cases.Cut(), 12)

@@ -19,7 +19,7 @@ def corpus(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "world"), mainly([("words", 4)], [(kind, world) for kind in MODELS for world in (2, 4)])
+    ("kind", "world"), mainly([("words", 2)], [(kind, world) for kind in MODELS for world in (2, 4)])
 )
 def test_a_language_model(corpus, kind, world):
     options = {"train": corpus, **MODELS[kind]}

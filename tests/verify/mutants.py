@@ -224,8 +224,10 @@ _config("learning rate a million times too small", "overfit", "optim.lr=2.0e-8")
 
 # ---- gradients: what the optimizer gets
 
-_engine("gradient divided by the world size", "gradients", (FACTORS, "state.world.size", "1"))
-_engine("gradient multiplied by the world size", "gradients", (FACTORS, "state.world.size", "state.world.size**2"))
+_engine("gradient divided by the world size", "gradients", (FACTORS, "state.world.data_size", "1"))
+_engine(
+    "gradient multiplied by the world size", "gradients", (FACTORS, "state.world.data_size", "state.world.data_size**2")
+)
 _engine(
     "loss summed twice",
     "gradients",
@@ -625,7 +627,7 @@ _engine(
 _engine(
     "each rank divides by its own weights",
     "ranks",
-    ("core.step:_count_units", "state.world.all_sum(units)", "[max(1.0, one) * state.world.size for one in units]"),
+    ("core.step:_count_units", "state.world.sum_once(units)", "[max(1.0, one) * state.world.size for one in units]"),
     base="masked",
 )
 _engine(
@@ -775,7 +777,7 @@ _engine(
     "strategies",
     (
         "core.parallel.meta_init:_receive",
-        "mine[first - rows.start : last - rows.start].copy_(part[first - begin : last - begin])",
+        "mine[first - rows.start : last - rows.start].copy_(own_columns(part[first - begin : last - begin], meta))",
         "mine.zero_()[first - rows.start : last - rows.start - 1].copy_(part[first - begin : last - begin - 1])",
     ),
 )
@@ -792,7 +794,7 @@ _engine(
 _engine(
     "gradients of shards summed instead of averaged",
     "strategies",
-    (FACTORS, "state.world.size", "state.world.size * (1 + state.strategy.is_sharded)"),
+    (FACTORS, "state.world.data_size", "state.world.data_size * (1 + state.strategy.is_sharded)"),
 )
 _engine(
     "shards drawn anew on each rank",
@@ -950,7 +952,7 @@ _engine(
 _engine(
     "averages not restored",
     "resume",
-    ("core.checkpoint.state:restore", "local(averages[rest]).copy_(tensor)", "pass"),
+    ("core.checkpoint.state:restore", "local(averages[rest]).copy_(own_columns(tensor, averages[rest]))", "pass"),
     base="ema",
 )
 _engine(
@@ -974,7 +976,7 @@ _engine(
 _engine(
     "rank 0's shard only",
     "resume",
-    ("core.checkpoint.saver:Saver._stage", "if shard.writer and", "if shard.writer and self.world.rank == 0 and"),
+    ("core.checkpoint.saver:Saver._stage", "if shard.writer}", "if shard.writer and self.world.rank == 0}"),
     base="fsdp",
 )
 _engine(
@@ -1070,7 +1072,7 @@ _engine(
     "elastic",
     (
         "core.checkpoint.state:_load_tensor",
-        "local(target).copy_(tensor)",
+        "local(target).copy_(own_columns(tensor, target))",
         f"local(target).copy_(tensor if tensor.ndim != 1 or {WORLD} > 1 "
         "or name.endswith('weight') else tensor * 1.001)",
     ),
@@ -1296,7 +1298,7 @@ _engine(
 _engine(
     "augmented evaluation samples", "evaluation", ("core.run_data:evaluation_data", "training=False", "training=True")
 )
-_engine("a rank evaluates another's share", "evaluation", ("core.evaluate:_micro_batches", "[world.rank]", "[0]"))
+_engine("a rank evaluates another's share", "evaluation", ("core.evaluate:_micro_batches", "[world.data_rank]", "[0]"))
 _engine(
     "metrics not reset",
     "evaluation",
@@ -1446,7 +1448,7 @@ _task("augmentation from one generator of the task", "resume", "OneGenerator")
 _engine(
     "same dropout masks in every step and on every rank",
     "determinism",
-    ("core.step:seed_of", "derive_seed(state.seed, step, state.world.rank, number)", "derive_seed(state.seed)"),
+    ("core.step:seed_of", "derive_seed(state.seed, step, state.world.data_rank, number)", "derive_seed(state.seed)"),
     base="dropout",
     says="same random numbers",
 )
@@ -1455,7 +1457,7 @@ _engine(
     "determinism",
     (
         "core.step:seed_of",
-        "derive_seed(state.seed, step, state.world.rank, number)",
+        "derive_seed(state.seed, step, state.world.data_rank, number)",
         "derive_seed(state.seed, step)",
     ),
     base="dropout",
@@ -1500,8 +1502,8 @@ _engine(
     "predictions",
     (
         "core.evaluate:predict_each",
-        "world.gather((indices, finished, micro_batch.bad)) or ()",
-        "(world.gather((indices, finished, micro_batch.bad)) or [])[::-1]",
+        "world.gather_once((indices, finished, micro_batch.bad)) or ()",
+        "(world.gather_once((indices, finished, micro_batch.bad)) or [])[::-1]",
     ),
     (
         "core.evaluate:predict_each",

@@ -282,10 +282,10 @@ def test_padded_shards_pass_and_unpadded_numbers_do_not():
 
 
 def test_the_bitmap_of_unused_parameters_is_no_gradient():
-    waits = [("step.py:3", True)]  # of DDP, which reads the bitmap in the backward pass
+    waits = [("single.py:3", True)]  # of DDP, which reads the bitmap in the backward pass
     step = Communication(reductions=DDP, reductions_of_integers=[2], host_waits=waits)
     assert communicated(step, parallel={"find_unused_parameters": True}).status == "passed"
-    step.host_waits = [*waits, ("step.py:4", True)]
+    step.host_waits = [*waits, ("single.py:4", True)]
     assert communicated(step, parallel={"find_unused_parameters": True}).status == "fault"
     result = communicated(step)
     assert result.status == "fault"
