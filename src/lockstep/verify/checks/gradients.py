@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from lockstep.core.parallel import single
 from lockstep.updates.players import Player
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.compare import SAFETY, is_too_large
@@ -16,6 +18,7 @@ from lockstep.verify.reference.gradient import GradientComparison
 from lockstep.verify.result import CheckResult, counted, fault, not_shown, passed
 
 _ROUNDINGS = 1000.0
+_BACKWARD = f"{Path(single.__file__).name}:"  # the file whose line makes the backward pass
 _EPSILON_64, _EPSILON_32 = 2.0**-52, 2.0**-23
 _EXPECTED_COLLECTIVES = {  # of buffers, and of sharded parameters
     "broadcast",
@@ -273,7 +276,7 @@ def _host_waits(recordings: list[Recording], experiments: Experiments) -> tuple[
         by_package = [place for place in by_package if place not in by_scaler]
         notes.append("fp16: the loss scaler waits for the device once per step, to know whether the step overflowed")
     if experiments.config["parallel"]["find_unused_parameters"] and by_package:
-        by_backward = [place for place in by_package if place.startswith("single.py:")][:1]
+        by_backward = [place for place in by_package if place.startswith(_BACKWARD)][:1]
         by_package = [place for place in by_package if place not in by_backward]
         notes.append(
             "find_unused_parameters: DDP waits for the device in each step, to know which parameters were used"
