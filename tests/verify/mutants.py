@@ -646,6 +646,7 @@ _engine(
     "ranks",
     ("core.parallel.strategy:by_head", "for head in sorted(heads)}", "for head in heads}"),
     ("core.heads:agree_on_losses", 'agree(None, tuple(losses), method="Task.loss", world=world)', "tuple(losses)"),
+    ("core.log_window:_losses", "for head in result.totals.keys() - {SAMPLES}:", "for head in ():"),
     ("core.log_window:_losses", "for head in sorted(sums)}", "for head in sums}"),
     base="heads-by-rank",
 )
