@@ -5,12 +5,13 @@ import os
 import threading
 
 import datasets
+import numpy as np
 import pytest
 import torch
 
 import lockstep
 from lockstep import LockstepError
-from tests import runs
+from tests import own_tasks, runs
 from tests.ranks import run_ranks
 from tests.selection import mainly
 from tests.stream_cases import (
@@ -110,6 +111,43 @@ def test_a_stream_that_fails_is_named_and_never_skipped(tmp_path):
     for on_error in ("raise", "skip"):
         with pytest.raises(LockstepError, match=r"test_streams.py:\d+: the stream failed at sample 12.*broken line 12"):
             trained({"kind": Broken}, settings(3, data={"on_error": on_error}), tmp_path / on_error)
+
+
+class Changing(Streamed):
+    """It changes samples in place, and draws from NumPy, so that the first micro-batch is read twice."""
+
+    def prepare(self, sample, epoch, training):
+        sample["inputs"] += float(np.random.rand() < 2)
+        return sample["inputs"] + 0.1 * torch.randn(4, dtype=torch.float64), sample["target"]
+
+
+class Mappings(Numbers):
+    def __iter__(self):
+        for inputs, target in super().__iter__():
+            yield {"inputs": inputs - 1, "target": target}
+
+
+def changing(config, folder):
+    return runs.fit(Changing(kind=Mappings), config, folder)[0]
+
+
+def test_samples_may_be_changed_in_place_also_where_they_are_read_again(plain, tmp_path):
+    config = settings(STEPS, watch={"every": 2}, checkpoint={"every_steps": 3})
+    for weights in run_ranks(2, changing, config, tmp_path):
+        assert runs.difference(weights, plain) < 1e-10
+
+
+def test_attributes_of_other_data_sets_mean_nothing(tmp_path):
+    class Ahead(own_tasks.Plain):
+        def train_data(self):
+            data = super().train_data()
+            data.read_ahead, data.take_places, data.compared = 8, 1, 0.5
+            return data
+
+        def prepare(self, sample, epoch, training):
+            return sample
+
+    runs.fit(Ahead(), runs.config(train={"steps": 2}), tmp_path)
 
 
 def test_another_global_batch_is_allowed_and_the_log_names_the_samples(tmp_path):

@@ -172,7 +172,7 @@ def data(found: Any, where: str) -> Dataset[Any]:
             "once, with `lockstep shards FILE.py:FUNCTION OUT`: lockstep.Shards('OUT') reads by index (docs/shards.md)"
         )
         raise UsageError(f"{_describe(found)}, which is an IterableDataset", where=where, remedy=remedy)
-    if getattr(found, "reads_forward", False) and where != "Task.train_data":
+    if getattr(found, "reads_forward", None) is True and where != "Task.train_data":
         remedy = "return a list of its samples: list(itertools.islice(samples, 1000)); or shards: docs/shards.md"
         raise UsageError(f"{_describe(found)}, which has no samples by index", where=where, remedy=remedy)
     if isinstance(found, Mapping):

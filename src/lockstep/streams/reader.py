@@ -84,8 +84,8 @@ class Reader:
         if self._process != os.getpid():  # a forked worker shares the open files of its parent
             self._process, self.position = os.getpid(), _NOWHERE
         back = self.position - index
-        if self.position != _NOWHERE and 0 < back <= len(self._recent):
-            return self._recent[-back]
+        if self._keeps and self.position != _NOWHERE and 0 < back <= len(self._recent):
+            return copy.deepcopy(self._recent[-back])
         nearest = max((mark for mark in self.marks if mark.position <= index), key=lambda mark: mark.position)
         if back > 0 or (nearest.position > self.position and nearest.state is not None):
             if back > 0 and self.position != _NOWHERE:
@@ -94,8 +94,8 @@ class Reader:
         try:
             while True:
                 sample = self._next()
-                if self.position > index:
-                    return sample
+                if self.position > index:  # who gets a sample may change it in place
+                    return copy.deepcopy(sample) if self._keeps else sample
         except BaseException as error:
             at, self.position = self.position, _NOWHERE  # what comes after a failure is not known
             if isinstance(error, LockstepError) or not isinstance(error, Exception):
@@ -107,6 +107,11 @@ class Reader:
             )
             remedy += "what Task.prepare cannot use, and no part of a stream"
             raise TrainingError(what, where=f"{frame.filename}:{frame.lineno}", remedy=remedy) from error
+
+    @property
+    def _keeps(self) -> bool:
+        """True if samples are kept for those who read them again. Everybody then gets copies."""
+        return (self._recent.maxlen or 0) > 1
 
     def _keep(self, back: int) -> None:
         """Somebody reads samples again: keep so many from now on."""
@@ -147,7 +152,7 @@ class Reader:
                 self._end_pass()
                 continue
             if isinstance(sample, torch.Tensor) and self._recent and sample is self._recent[-1]:
-                what = f"sample {self.position:,} is the same object as the sample before it, with other values"
+                what = f"sample {self.position:,} is the same object as the sample before it, which then has its values"
                 raise DataError(what, where=WHERE, remedy="yield a new tensor for each sample, such as tensor.clone()")
             if self.within == self.length:
                 raise self._wrong_length(f"more than {self.length:,}")

@@ -90,7 +90,7 @@ class Stream(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if index in self._ahead:
-            return self._ahead[index]
+            return self._ahead.pop(index)  # once: `prepare` may change a sample in place
         with restored_generators(_CPU):  # reading has seeds of its own; `prepare` draws as if nothing had been read
             return self.reader.read(index)
 
@@ -148,11 +148,13 @@ class StreamPlace(Part):
 
     def __init__(self, stream: Stream, first_of: Callable[[int], int]) -> None:
         self.stream, self.first_of = stream, first_of
-        self.mark, self.next = stream.newest_mark(0), 0
+        self.mark = stream.newest_mark(0)
+        self.next: int | None = None
+        """The position of the next sample when the state was saved. None: nothing was saved."""
 
     def start(self, training: Training) -> None:
         now = self.first_of(training.step)
-        if training.step and now != self.next:
+        if self.next is not None and now != self.next:
             what = "are trained again" if now < self.next else "are left out"
             first, last = sorted((now, self.next))
             text = f"warning: the global batch has changed, so samples {first:,} to {last - 1:,} of the stream {what}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,7 @@ class FirstSamples(Dataset[Any]):
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
+        return copy.deepcopy(self.samples[index])  # `Task.prepare` may change a sample in place
 
 
 def task_of(trainer: Trainer) -> Task:
@@ -42,4 +43,4 @@ def task_of(trainer: Trainer) -> Task:
 
 def _by_index(train_data: Callable[[], Any]) -> Any:
     data = train_data()
-    return FirstSamples(data) if getattr(data, "reads_forward", False) else data
+    return FirstSamples(data) if getattr(data, "reads_forward", None) is True else data

@@ -29,9 +29,10 @@ def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
 
 
 def looked_at(data: Any) -> list[int]:
-    """The indices of the first, the middle and the last sample, or those that the data set has as `compared`."""
-    length = len(data)
-    return list(getattr(data, "compared", None) or (sorted({0, (length - 1) // 2, length - 1}) if length else []))
+    """The indices of the first, the middle and the last sample; of a stream, the first ones."""
+    if getattr(data, "reads_forward", None) is True:
+        return list(data.compared)
+    return sorted({0, (len(data) - 1) // 2, len(data) - 1}) if len(data) else []
 
 
 def of_digests(length: int, digests: Sequence[str]) -> dict[str, Any]:

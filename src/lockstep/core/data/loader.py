@@ -134,15 +134,15 @@ class MicroBatches(Dataset[MicroBatch]):
         self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
         self.read_many = None if self.prepares else getattr(data, "__getitems__", None)
         self.seeding = SampleSeeding(lazily=self.read_many is not None)
-        self.take_places, self.read_ahead = getattr(data, "take_places", tuple), getattr(data, "read_ahead", None)
+        self.stream: Any = data if getattr(data, "reads_forward", None) is True else None  # see `streams.Stream`
 
     def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch:
         if self.at_once:  # the same as reading each sample and collating them
             indices = torch.tensor(plan.indices)
             batch = [tensor[indices] for tensor in self.data.tensors]  # type: ignore[attr-defined]
             return self._micro_batch(plan, batch, plan.filler, _NONE_BAD)
-        if self.read_ahead:
-            self.read_ahead(plan.indices)
+        if self.stream is not None:
+            self.stream.read_ahead(plan.indices)
         while True:
             self.seeding.begin(derive_seed(self.seed, plan.epoch))
             samples, read, bad = self._read(plan)
@@ -169,7 +169,7 @@ class MicroBatches(Dataset[MicroBatch]):
                 remedy="return a batch: tensors, or dicts, lists or tuples of them",
             )
         weights = _as_floats(self.task.weight(batch), filler)
-        places: Sequence[Any] = self.take_places()
+        places = () if self.stream is None else self.stream.take_places()
         return MicroBatch(batch, read.indices, read.epoch, weights, filler, bad, words=read.words, places=places)
 
     def _read(self, plan: MicroBatchPlan) -> tuple[list[Any], MicroBatchPlan, Bad]:
@@ -291,7 +291,7 @@ class Loader:
         for micro_batch in self._by_workers(plans) if self.workers else self._read_here(plans):
             micro_batch.copy = None if self.copies.changes_nothing else self.copies.begin
             if micro_batch.places:
-                self.micro_batches.data.passed(micro_batch.places)  # type: ignore[attr-defined]
+                self.micro_batches.stream.passed(micro_batch.places)
             yield micro_batch
             micro_batch.let_go()
 
