@@ -329,7 +329,7 @@ def test_light_imports_do_not_load_torch():
     assert done.returncode == 0, done.stderr
 
 
-COMMANDS = 16
+COMMANDS = 17
 """`make test` runs so many commands in the background. Each imports torch anew, so most tests use warm ranks."""
 
 
