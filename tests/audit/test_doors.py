@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 
 
 def main(rank):
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": FREE}
     exec(SCRIPT)
 
 
@@ -152,7 +152,7 @@ def write(folder, text):
     "launcher",
     [
         ["torch.distributed.run", "--nproc-per-node", "2", "-m", "lockstep.audit"],
-        ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "lockstep.audit"],
+        ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "-m", "lockstep.audit"],
     ],
     ids=["torchrun", "accelerate launch"],
 )
@@ -165,7 +165,7 @@ def test_under_a_launcher_of_others_the_first_rank_reports(launcher, end, tmp_pa
 def test_processes_of_spawn_are_observed(tmp_path):
     from tests.audit.page_ranks import free_port
 
-    text = SPAWNED.replace("SCRIPT", repr(WRONG + END)).replace("PORT", repr(str(free_port())))
+    text = SPAWNED.replace("SCRIPT", repr(WRONG + END)).replace("FREE", repr(str(free_port())))
     code, output = told([sys.executable, "-m", "lockstep.audit", write(tmp_path, text)], tmp_path)
     assert (code, "error[LS101]" in output) == (1, True), output
 

@@ -15,7 +15,7 @@ BY_ID = {rule.id: rule for rule in ALL}
 EXPLAINED = {
     "LS105": ("LS103", "LS110"),
     "LS106": ("LS103",),
-    "LS108": ("LS103",),
+    "LS108": ("LS103", "LS105"),
     "LS111": ("LS101",),
     "LS201": ("LS202", "LS203", "LS204", "LS205", "LS206", "LS301", "LS302", "LS303", "LS305", "LS207", "LS209"),
     "LS204": ("LS202",),
