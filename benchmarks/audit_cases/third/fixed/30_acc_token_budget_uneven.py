@@ -29,9 +29,8 @@ class TokenBudgetBatches:
                 batch, longest = [], len(self.samples[i])
             batch.append(i)
         out.append(batch)
-        shortest = torch.tensor(len(out))
-        dist.all_reduce(shortest, op=dist.ReduceOp.MIN)
-        return out[: int(shortest)]
+        world = dist.get_world_size()
+        return out[dist.get_rank() : len(out) // world * world : world]
 
     def iterate(self, epoch):
         for batch in self.batches(epoch):
@@ -52,9 +51,7 @@ def main():
     accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=20))])
     set_seed(5)
     samples = corpus()
-    per_rank = len(samples) // accelerator.num_processes
-    begin = accelerator.process_index * per_rank
-    batches = TokenBudgetBatches(samples[begin : begin + per_rank], max_tokens=96)
+    batches = TokenBudgetBatches(samples, max_tokens=96)
     model = Tagger()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -33,7 +33,8 @@ def accuracy(p):
 def main():
     set_seed(2)
     config = BertConfig(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-                        max_position_embeddings=16, num_labels=2)
+                        max_position_embeddings=16, num_labels=2,
+                        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     model = BertForSequenceClassification(config)
     model.accepts_loss_kwargs = False  # the mean loss is divided by the Trainer
     args = TrainingArguments("out", num_train_epochs=3, per_device_train_batch_size=4, per_device_eval_batch_size=8,

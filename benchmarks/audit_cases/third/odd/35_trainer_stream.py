@@ -29,7 +29,8 @@ class Stream(IterableDataset):
 
 def main():
     set_seed(0)
-    config = GPT2Config(vocab_size=30, n_positions=10, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(vocab_size=30, n_positions=10, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0,
+                        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     args = TrainingArguments("out", max_steps=16, per_device_train_batch_size=4, learning_rate=5e-3, use_cpu=True,
                              save_strategy="no", logging_steps=8, report_to=[], disable_tqdm=True,
                              accelerator_config={"dispatch_batches": False})
