@@ -32,7 +32,8 @@ def main():
                         max_position_embeddings=32, num_labels=2, hidden_dropout_prob=0.0,
                         attention_probs_dropout_prob=0.0)
     args = TrainingArguments("out", num_train_epochs=2, per_device_train_batch_size=4, learning_rate=1e-3, use_cpu=True,
-                             save_strategy="no", logging_steps=4, report_to=[], disable_tqdm=True, seed=3)
+                             save_strategy="no", logging_steps=4, report_to=[], disable_tqdm=True, seed=3,
+                             average_tokens_across_devices=False)
     trainer = BalancedTrainer(model=BertForSequenceClassification(config), args=args, train_dataset=Intents())
     trainer.train()
 

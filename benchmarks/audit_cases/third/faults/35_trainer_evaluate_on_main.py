@@ -42,7 +42,8 @@ def main():
                         max_position_embeddings=16, num_labels=2, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
     args = TrainingArguments("out", num_train_epochs=cli.epochs, per_device_train_batch_size=4, learning_rate=1e-3,
                              per_device_eval_batch_size=8, use_cpu=True, save_strategy="no", logging_strategy="no",
-                             report_to=[], disable_tqdm=True, ddp_timeout=20)
+                             report_to=[], disable_tqdm=True, ddp_timeout=20,
+                             average_tokens_across_devices=False)
     callback = EvaluateEveryEpoch()
     trainer = Trainer(model=BertForSequenceClassification(config), args=args, train_dataset=Toy(32, 0),
                       eval_dataset=Toy(32, 1), compute_metrics=accuracy, callbacks=[callback])
