@@ -1,7 +1,9 @@
 import argparse
+import datetime
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -37,6 +39,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=2)
     cli = parser.parse_args()
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
     set_seed(0)
     config = BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
                         max_position_embeddings=16, num_labels=2, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
@@ -49,6 +52,7 @@ def main():
                       eval_dataset=Toy(32, 1), compute_metrics=accuracy, callbacks=[callback])
     callback.trainer = trainer
     trainer.train()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
