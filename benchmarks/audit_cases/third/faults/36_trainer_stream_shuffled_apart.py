@@ -35,7 +35,9 @@ class DocumentStream(IterableDataset):
 
 def make_documents(n=64):
     rng = random.Random(7)
-    return [[(start + k) % 40 for k in range(12)] for start in (rng.randrange(40) for _ in range(n))]
+    documents = [[(i + (1 + i // 40) * k) % 40 for k in range(12)] for i in range(n)]
+    rng.shuffle(documents)
+    return documents
 
 
 def main():

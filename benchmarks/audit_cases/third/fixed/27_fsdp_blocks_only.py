@@ -43,7 +43,7 @@ class Counting(Dataset):
         return 64
 
     def __getitem__(self, i):
-        return (torch.arange(13) * (1 + i % 3) + i) % 24
+        return (torch.arange(13) * (1 + i // 24) + i) % 24
 
 
 def parallelize(model):
