@@ -7,6 +7,7 @@ tasks. This module imports no torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -49,6 +50,14 @@ class Preset:
         """The values for the config's kind of task, by dotted path."""
         return {**self.keys, **self.tasks.get(str(config.task.get("kind")), {})}
 
+    def keys_beside(self, config: RunConfig, overrides: Sequence[str]) -> list[str]:
+        """`key=value` for each key of this preset that `overrides`, which are such texts, leave alone."""
+        return [f"{path}={json.dumps(value)}" for path, value in self._beside(config, overrides).items()]
+
+    def _beside(self, config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:
+        given, keys = [f"{override.partition('=')[0]}." for override in overrides], self.keys_for(config)
+        return {path: keys[path] for path in keys if not any(_overlap(f"{path}.", key) for key in given)}
+
     def apply(self, config: RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
         """`config` with the values of this preset.
 
@@ -62,10 +71,7 @@ class Preset:
             UsageError: a value has the wrong type, or does not fit the other values. Names the file and the key.
         """
         values = config.model_dump(by_alias=True)
-        given = [f"{override.partition('=')[0]}." for override in overrides]
-        for path, value in self.keys_for(config).items():
-            if any(f"{path}.".startswith(key) or key.startswith(f"{path}.") for key in given):
-                continue
+        for path, value in self._beside(config, overrides).items():
             if path == "batch.micro":
                 if config.batch.per_rank:
                     continue
@@ -115,6 +121,10 @@ class Preset:
             where=f"--preset {self.name}",
             remedy=_remedy(gpus),
         )
+
+
+def _overlap(one: str, other: str) -> bool:
+    return one.startswith(other) or other.startswith(one)
 
 
 def presets() -> dict[str, str]:

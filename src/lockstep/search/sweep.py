@@ -13,6 +13,7 @@ from typing import Protocol
 
 from lockstep import locks
 from lockstep.core import atomic
+from lockstep.core.checkpoint import manifest
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import LockstepError, Preempted, TrainingError, UsageError, did_you_mean, listed
 from lockstep.core.parallel import signals
@@ -49,6 +50,8 @@ class Order:
     trials: int
     parallel: int = 1
     ranks: int = 1
+    preset: str | None = None
+    """How this machine runs each trial: see `cli.config_preset`. `config` has its keys."""
 
     def folder_of(self, number: int) -> Path:
         """The run directory of a trial."""
@@ -180,18 +183,20 @@ class Sweep:
 
     def _begin(self, opened: study.Open) -> None:
         slot = next(slot for slot in range(self.order.parallel) if slot not in {one.slot for one in self.running})
-        self.tell(f"trial {opened.number:04} begins: {' '.join(overrides_of(opened.values))}")
         results = Results(self.order.folder_of(opened.number), self.order.grid.metric)
         self.running.append(_Trial(opened, slot, self._started(opened, slot), results))
 
     def _started(self, opened: study.Open, slot: int) -> Training:
         order = self.order
-        self._wait_for_end_before(order.folder_of(opened.number))
-        keys = [*order.overrides, *overrides_of(opened.values)]
-        options = ["--nproc", str(order.ranks), "--run-dir", str(order.folder_of(opened.number))]
-        return self.start(
-            ["train", order.target, *keys, *options], order.log_of(opened.number), self.environments[slot]
-        )
+        folder, values = order.folder_of(opened.number), overrides_of(opened.values)
+        self._wait_for_end_before(folder)
+        kept = manifest.listed(folder / "checkpoints")
+        how = f"goes on from step {kept[0].step}" if kept else "begins"
+        self.tell(f"trial {opened.number:04} {how}: {' '.join(values)}")
+        options = ["--nproc", str(order.ranks), "--run-dir", str(folder)]
+        options += [] if order.preset is None else ["--preset", order.preset]
+        arguments = ["train", order.target, *order.overrides, *values, *options]
+        return self.start(arguments, order.log_of(opened.number), self.environments[slot])
 
     def _wait_for_end_before(self, folder: Path) -> None:
         """Wait until the ranks of a training or of a sweep that was killed have saved, and left the run directory."""
@@ -238,7 +243,7 @@ class Sweep:
             if not self.stopped_by:
                 self._stop_all(f"another program stopped {label}")
         elif code < 0 and trial.kills < _MOST_KILLS and not self.stopped_by:
-            self.tell(f"{label} was killed by signal {-code} at {where}: it goes on from its newest checkpoint")
+            self.tell(f"{label} was killed by signal {-code} at {where}")
             again = _Trial(opened, trial.slot, self._started(opened, trial.slot), trial.results, trial.begun)
             again.kills = trial.kills + 1
             self.running.append(again)

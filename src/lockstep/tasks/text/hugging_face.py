@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import UsageError
 from lockstep.tasks import hugging_face
+from lockstep.tasks.lora import adapters
 from lockstep.tasks.readers.cache import cached, digest_of
 from lockstep.tasks.text.options import EMBEDDING_BAG, TextOptions
 
@@ -149,10 +150,19 @@ def check_labels(config: Any, labels: Sequence[str], *, name: str, new_head: boo
     return hugging_face.check_labels(config, labels, head=head, name=name, new_head=new_head)
 
 
-def make_model(config: Any, name: str | None, *, new_head: bool) -> tuple[nn.Module, list[str]]:
-    """A classifier of texts and the names of its new weights, as `tasks.hugging_face.make_model` gives them."""
-    auto = _transformers().AutoModelForSequenceClassification
-    return hugging_face.make_model(auto, config, name, what=_WHAT, new_head=new_head)
+def make_model(options: TextOptions, config: Any, *, trained: bool) -> tuple[nn.Module, list[str]]:
+    """A classifier of texts and the names of its new weights, as `tasks.hugging_face.make_model` gives them.
+
+    Args:
+        trained: a checkpoint provides what trains.
+    """
+    auto, lora = _transformers().AutoModelForSequenceClassification, options.lora
+    name = options.model if lora or not trained else None
+    dtype = adapters.DTYPES[lora.base_dtype if lora else "fp32"]
+    made = hugging_face.make_model(auto, config, name, what=_WHAT, new_head=options.new_head, dtype=dtype)
+    if lora is None:
+        return made
+    return adapters.classifier(*made, str(name), lora), [] if trained else made[1]
 
 
 def save(config: Any, tokenizer: Any, max_length: int, folder: Path) -> None:

@@ -99,6 +99,7 @@ class TextPresenter(Presenter):
             new=task.new_weights,
             texts=len(training),
         )
+        lines += [] if task.options.lora is None else [str(task.options.lora)]
         known: dict[str, Any] = {"labels": task.labels, "max_length": length}
         lines += log_header.of_data("training", training, notes=training.texts.notes, **known)
         if task.why_nothing_is_held_back:

@@ -168,8 +168,7 @@ class Text(Task):
         return config
 
     def model(self) -> nn.Module:
-        pretrained = None if self._trained else self.options.model
-        model, self.new_weights = hugging_face.make_model(self.config, pretrained, new_head=self.options.new_head)
+        model, self.new_weights = hugging_face.make_model(self.options, self.config, trained=self._trained)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         return model
 
