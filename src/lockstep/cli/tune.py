@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -98,7 +99,8 @@ def batch(
         keys = overrides or []
         config = config_file.load(target, keys)
         if preset is not None:
-            keys = [*config_preset.read(preset).keys_beside(config, keys), *keys]
+            chosen = config_preset.read(preset).keys_beside(config, keys)
+            keys = [*(f"{key}={json.dumps(value)}" for key, value in chosen.items()), *keys]
         config, nproc = ranks.on_machine(config, preset, nproc, overrides or [])
         limit = sizes.bytes_of(memory, "--memory") if memory is not None else None
         count = local_ranks.ranks_of(nproc)

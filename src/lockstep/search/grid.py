@@ -126,7 +126,9 @@ def read(path: Path, target: str, overrides: Sequence[str], config: RunConfig) -
 
 def _sampler(keys: dict[str, list[Any] | Range]) -> str:
     """The sampler where none is given: all combinations where they are few, which others would draw again and again."""
-    counts = [len(values if isinstance(values, list) else values.values() or range(_FEW + 1)) for values in keys.values()]
+    counts = [
+        len(values if isinstance(values, list) else values.values() or range(_FEW + 1)) for values in keys.values()
+    ]
     return "grid" if math.prod(counts) <= _FEW else "tpe"
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.tasks.lm import card
-from lockstep.tasks.lora import adapters
 from lockstep.tasks.lm.presenter import LmPresenter
+from lockstep.tasks.lora import adapters
 
 _USE = """```python
 from peft import PeftModel

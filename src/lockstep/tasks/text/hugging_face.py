@@ -125,14 +125,14 @@ def new_config(options: TextOptions, tokenizer: Any) -> Any:
         always = ("pad", "bos", "eos", "decoder_start")
         named = {role: other for role, other in roles.items() if role in always or f"{role}_token_id" in names}
         values |= {f"{role}_token_id": getattr(tokenizer, f"{other}_token_id") for role, other in named.items()}
-        if options.scratch.architecture == EMBEDDING_BAG:
+        if is_bag:
             from lockstep.tasks.text import embedding_bag
 
             values["auto_map"] = dict(embedding_bag.AUTO_MAP)
         return values
 
-    hint = "; for another model, set task.scratch.architecture, such as bert"
-    hint = hint if options.scratch.architecture == EMBEDDING_BAG else ""
+    is_bag = options.scratch.architecture == EMBEDDING_BAG
+    hint = "; for another model, set task.scratch.architecture, such as bert" if is_bag else ""
     known = [EMBEDDING_BAG, *sorted(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)]
     return hugging_face.new_config(options.scratch, known, what=_WHAT, defaults=defaults, hint=hint)
 
@@ -146,8 +146,7 @@ def set_labels(config: Any, labels: Sequence[str], *, multi_label: bool, pad_tok
 
 def check_labels(config: Any, labels: Sequence[str], *, name: str, new_head: bool) -> list[str]:
     """The labels in the order that the model has, as `tasks.hugging_face.check_labels` gives them."""
-    head = "ForSequenceClassification"
-    return hugging_face.check_labels(config, labels, head=head, name=name, new_head=new_head)
+    return hugging_face.check_labels(config, labels, head="ForSequenceClassification", name=name, new_head=new_head)
 
 
 def make_model(options: TextOptions, config: Any, *, trained: bool) -> tuple[nn.Module, list[str]]:

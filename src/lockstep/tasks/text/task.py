@@ -72,14 +72,11 @@ class Text(Task):
 
     @cached_property
     def _train_texts(self) -> Texts:
-        return self._read(self.source)
+        return read_texts(self.source, self.options)
 
     @cached_property
     def _eval_texts(self) -> Texts | None:
-        return self._read(self.eval_source) if self.eval_source else None
-
-    def _read(self, source: Source) -> Texts:
-        return read_texts(source, self.options)
+        return read_texts(self.eval_source, self.options) if self.eval_source else None
 
     @cached_property
     def _split(self) -> tuple[Any, Any]:
