@@ -115,6 +115,7 @@ def batch(
         attempt = batch_size.attempt_of(target, keys, ranks=count, given=given, memory=limit)
         print(f"{'samples':>8}  micro-batches of {largest} at most, {count} rank{'s' * (count > 1)}", flush=True)
         tried = batch_size.search(attempt, largest, lambda one: print(batch_size.row(one), flush=True))
-        print(batch_size.text(tried, largest, given=given, ranks=count, memory=limit))
+        by_rank = config.batch.per_rank is not None
+        print(batch_size.text(tried, largest, given=given, ranks=count, memory=limit, by_rank=by_rank))
         if not any(one.fits for one in tried):
             raise typer.Exit(3)

@@ -193,8 +193,8 @@ class Sweep:
         kept = manifest.listed(folder / "checkpoints")
         how = f"goes on from step {kept[0].step}" if kept else "begins"
         self.tell(f"trial {opened.number:04} {how}: {' '.join(values)}")
-        options = ["--nproc", str(order.ranks), "--run-dir", str(folder)]
-        options += [] if order.preset is None else ["--preset", order.preset]
+        preset = [] if order.preset is None else ["--preset", order.preset]
+        options = ["--nproc", str(order.ranks), *preset, "--run-dir", str(folder)]
         arguments = ["train", order.target, *order.overrides, *values, *options]
         return self.start(arguments, order.log_of(opened.number), self.environments[slot])
 
