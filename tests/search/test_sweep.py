@@ -199,6 +199,25 @@ def test_a_failure_is_noted_and_three_alike_end_the_sweep(tmp_path):
     assert run.go(trials=6)[5].state == study.DONE  # the same command goes on
 
 
+def test_a_full_disk_ends_the_sweep_and_its_trial_is_made_again(tmp_path, monkeypatch):
+    codes = [1]
+    run = Run(tmp_path, ends=lambda keys, count: codes.pop() if count == 1 and codes else None)
+    run.order().folder.mkdir()
+    run.order().log_of(0).write_text("error: checkpoints: step 4: [Errno 28] No space left on device\n")
+    (run.folder / sweep.SPEC).write_text(json.dumps(run.order().spec()))
+    with pytest.raises(TrainingError, match=r"trial 0000 failed on a full disk(.|\n)*free disk space"):
+        run.go(trials=2)
+    assert [one.state for one in run.records()] == [study.OPEN]
+    assert [one.state for one in run.go(trials=2)] == [study.DONE, study.DONE]
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(study.Open, "report", full)
+    with pytest.raises(TrainingError, match="cannot be written: No space left on device"):
+        run.go(trials=3)
+
+
 def test_a_training_that_was_killed_goes_on_with_the_same_values(tmp_path):
     codes = [-9, -9]
     run = Run(tmp_path, ends=lambda keys, count: codes.pop() if count == 2 and codes else None)

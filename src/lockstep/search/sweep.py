@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +29,9 @@ SPEC = "sweep.json"
 _LOOK_EVERY_S = 0.3
 _SAME_FAILURES = 3  # in a row end a sweep
 _MOST_KILLS = 3  # of a trial
+_LEAST_ROOM = 2**20  # bytes: with less, a trial may have failed without a word
+_FULL = os.strerror(errno.ENOSPC)
+_ROOM = "free disk space, or repair permissions; the same command then goes on, with this trial, too"
 
 
 class Training(Protocol):
@@ -111,7 +117,10 @@ def claimed(order: Order) -> Iterator[None]:
             lines = [f"{name}: {before.get(name)!r} there, {spec.get(name)!r} here" for name in differs]
             what = "\n    ".join(["the folder is that of another sweep:", *lines])
             raise UsageError(what, where=str(folder), remedy="give the same, or another folder with --run-dir")
-        yield
+        try:
+            yield
+        except OSError as error:
+            raise TrainingError(f"cannot be written: {error.strerror}", where=str(folder), remedy=_ROOM) from error
 
 
 class Sweep:
@@ -250,6 +259,12 @@ class Sweep:
         elif self.error is None:
             error = f"killed by signal {-code}" if code < 0 else processes.error_in(order.log_of(opened.number))
             error = f"it has no {order.grid.metric}, or none that is a number" if code == 0 else error
+            if code and (_FULL in error or shutil.disk_usage(order.folder).free < _LEAST_ROOM):
+                self.error = TrainingError(
+                    f"{label} failed on a full disk:\n{error}", where=str(order.folder), remedy=_ROOM
+                )
+                self._stop_all("a full disk")
+                return
             opened.finish(study.FAILED, error=error)
             self.tell(f"{label} failed, {where}:\n  " + error.replace("\n", "\n  "))
             self._count_failure(error)
