@@ -180,7 +180,7 @@ CODE_LINES = {
     "cli/audit.py": 60,
     "cli/env.py": 202,
     "tasks/lm": 1_608,
-    "tasks/lora": 153,
+    "tasks/lora": 154,
     "lora": 129,
     "tasks/lm/stream.py": 40,
     "trainer/hub.py": 70,
@@ -199,7 +199,7 @@ CODE_LINES = {
     "shards/write.py": 173,
     "shards/encode.py": 130,
     "cli/shards.py": 120,
-    "search": 1_166,
+    "search": 1_171,
     "cli/tune.py": 104,
     "cli/sweep.py": 67,
 }

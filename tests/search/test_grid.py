@@ -45,6 +45,7 @@ def test_a_grid_has_all_combinations(tmp_path):
         ("{optim.lr: [0.1, 0.01], seed: [0, 1]}", "grid"),
         ("{seed: {low: 1, high: 20}}", "grid"),
         ("{seed: {low: 1, high: 21}}", "tpe"),
+        ("{seed: {low: 0, high: 4000000000}}", "tpe"),
         ("{optim.lr: {low: 0.1, high: 0.2}}", "tpe"),
     ],
 )
@@ -84,6 +85,7 @@ def test_values_reach_a_training_as_they_are(value):
         (f"keys: {{optim.lr: 0.1}}\n{AIM}", ["neither a list nor a range"]),
         (f"keys: {{optim.lr: []}}\n{AIM}", ["the list is empty"]),
         (f"keys: {{optim.lr: [0.1, 0.2, 0.1]}}\n{AIM}", ["0.1 is there twice"]),
+        (f"keys: {{name: [2020-01-01]}}\n{AIM}", ["a date is no value: write it in quotes"]),
         (f"keys: {{optim: [{{lr: 0.1}}], optim.lr: [0.1]}}\n{AIM}", ["optim.lr: is a part of optim"]),
         (f"keys: {{batch.global: {{low: 16, high: 64, step: 0.5}}}}\n{AIM}", ["batch.global: 16.5"]),
         (

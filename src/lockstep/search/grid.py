@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import math
@@ -23,7 +24,7 @@ DIRECTIONS = ("max", "min")
 _SETTINGS = {"sampler": SAMPLERS, "pruner": PRUNERS, "direction": DIRECTIONS}
 _KNOWN = ("keys", "metric", *_SETTINGS)
 _OF_RANGE = ("low", "high", "log", "step")
-_FEW = 20
+_FEW, _LISTED = 20, 100_000  # values
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Range:
     def values(self) -> list[Any] | None:
         """All values. None: there are too many to list."""
         step = self.step or (1 if self.is_whole and not self.log else None)
-        if step is None:
+        if step is None or (self.high - self.low) / step > _LISTED:
             return None
         count = math.floor((self.high - self.low) / step + 1e-9) + 1
         return [self.low + number * step for number in range(count)]
@@ -136,6 +137,8 @@ def _values(value: Any) -> list[Any] | Range | str:
     """The values of a key; or a text that says what is wrong."""
     if isinstance(value, list):
         texts = [json.dumps(one, sort_keys=True, default=str) for one in value]
+        if any(isinstance(one, datetime.date) for one in value):
+            return "a date is no value: write it in quotes"
         twice = [text for number, text in enumerate(texts) if text in texts[:number]]
         return f"{twice[0]} is there twice" if twice else value or "the list is empty"
     if not isinstance(value, dict):
@@ -155,7 +158,8 @@ def _values(value: Any) -> list[Any] | Range | str:
         return "with log: true, low must be above 0, and there is no step"
     if found.step is not None and found.step <= 0:
         return "step must be above 0"
-    return found if found.step is None else replace(found, high=(found.values() or [found.high])[-1])
+    count = 0 if found.step is None else math.floor((found.high - found.low) / found.step + 1e-9)
+    return found if found.step is None else replace(found, high=found.low + count * found.step)
 
 
 def _aim(path: Path, raw: dict[str, Any], config: RunConfig) -> tuple[str, str]:
@@ -191,7 +195,8 @@ def _check_values(grid: Grid, target: str, overrides: Sequence[str]) -> None:
 def _each(grid: Grid) -> Iterator[tuple[str, Any]]:
     """Each value of a list, and the ends of each range with the first step, with its key."""
     for key, values in grid.keys.items():
-        for value in values if isinstance(values, list) else [values.low, *(values.values() or ())[1:2], values.high]:
+        ends = [] if isinstance(values, list) else [values.low, values.low + (values.step or 0), values.high]
+        for value in values if isinstance(values, list) else dict.fromkeys(ends):
             yield key, value
 
 

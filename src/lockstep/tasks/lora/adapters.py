@@ -71,8 +71,9 @@ def classifier(model: Any, missing: list[str], name: str, lora: LoraOptions) -> 
     _refuse([weight for weight in missing if weight.partition(".")[0] not in head], name)
     for part in head:  # in float32, behind a body of base_dtype
         parts[part].register_forward_pre_hook(_in_format_of_weights)
-    made = trained_only(_inject(model, lora, [part for part in head if part not in _HEADS]), name)
-    made.frozen_base.where = "task.model"
+    made: nn.Module = trained_only(_inject(model, lora, [part for part in head if part not in _HEADS]), name)
+    base: Any = made.frozen_base
+    base.where = "task.model"
     return made.train()
 
 
