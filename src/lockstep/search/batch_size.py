@@ -148,9 +148,8 @@ def text(
     largest = fitting[-1]
     best, lines = largest.size, [f"the largest micro-batch that fits: {largest.size}"]
     if largest.size >= most:
-        lines[0] += (
-            ", all samples that a rank has of a global batch" if largest.size * ranks <= given else ", of --most"
-        )
+        is_share = largest.size == -(-given // ranks)
+        lines[0] += ", all samples that a rank has of a global batch" if is_share else ", of --most"
     elif memory is None:
         best = max(1, int(largest.size * _MARGIN))
         lines.append(f"with a margin, because other batches may have larger samples: {best}")
