@@ -96,6 +96,8 @@ def test_a_run_goes_on_and_its_exports_are_loaded(base, tmp_path):
     names: dict = {}
     exec(next_step(tmp_path / "adapters"), names)
     assert isinstance(names["model"], peft.PeftModel)
+    (tmp_path / "adapters" / "config.json").unlink()  # as of a task of one's own, which makes its base itself
+    assert "PeftModel.from_pretrained(MODEL," in next_step(tmp_path / "adapters")
 
 
 def test_a_body_of_16_bits_has_adapters_and_a_head_of_32(base):
