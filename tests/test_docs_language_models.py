@@ -5,7 +5,7 @@ import re
 import yaml
 
 from lockstep.recipes import config_file
-from lockstep.tasks.lm.lora.options import LoraOptions
+from lockstep.tasks.lora.options import LoraOptions
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs" / "language_models.md").read_text()

@@ -180,8 +180,8 @@ CODE_LINES = {
     "cli/audit.py": 60,
     "cli/env.py": 202,
     "tasks/lm": 1_608,
-    "tasks/lm/lora": 129,
-    "lora": 127,
+    "tasks/lora": 154,
+    "lora": 129,
     "tasks/lm/stream.py": 40,
     "trainer/hub.py": 70,
     "tasks/lm/attention.py": 115,
@@ -199,9 +199,9 @@ CODE_LINES = {
     "shards/write.py": 173,
     "shards/encode.py": 130,
     "cli/shards.py": 120,
-    "search": 1_130,
-    "cli/tune.py": 95,
-    "cli/sweep.py": 65,
+    "search": 1_171,
+    "cli/tune.py": 104,
+    "cli/sweep.py": 67,
 }
 """At most so many lines of code in a folder, and in all: without blank lines, comments and docstrings.
 
@@ -228,7 +228,7 @@ OF_THEIR_OWN = (
     "cli/env.py",
     "tasks/lm",
     "tasks/lm/attention.py",
-    "tasks/lm/lora",
+    "tasks/lora",
     "lora",
     "tasks/lm/stream.py",
     "trainer/hub.py",

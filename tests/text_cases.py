@@ -43,8 +43,11 @@ def difference(one, other):
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def by_hand(options, steps, global_batch, weights=None):
+def by_hand(options, steps, global_batch, weights=None, make=None):
     """Train with Hugging Face's tokenizer and model in float64: the global batch at once, by torch's weighted mean.
+
+    Args:
+        make: a function that makes the model. None: it is new.
 
     Returns:
         weights by name, and the loss of each step.
@@ -56,7 +59,7 @@ def by_hand(options, steps, global_batch, weights=None):
     tokenizer, names = task.tokenizer, task.labels
     samples = [(data[index].text, data[index].label) for index in range(len(data))]
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(task.config).double()
+    model = (make or (lambda: AutoModelForSequenceClassification.from_config(task.config)))().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=EPS)
     per_epoch = -(-len(samples) // global_batch)
     losses = []

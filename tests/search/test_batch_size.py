@@ -1,10 +1,13 @@
 """The search for the largest micro-batch, with attempts that need no process; and a whole search."""
 
 import json
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+from typer.testing import CliRunner
 
+from lockstep.cli.application import app
 from lockstep.core.errors import TrainingError, UsageError
 from lockstep.recipes import config_file
 from lockstep.search import batch_size
@@ -39,10 +42,39 @@ def test_the_text_names_keys_a_margin_and_sizes_that_are_no_faster():
     whole = told(32, 32)
     assert "keys: batch.micro=32" in whole
     assert "all samples that a rank has" in whole
+    assert "fits: 4, of --most" in told(4, 4)
     larger = told(128, 128)
     assert "keys: batch.global=256 batch.micro=128" in larger
     assert "is another training" in larger
     assert "larger is not faster: 8 has 8 samples/s" in told(32, 32, per_s=lambda size: float(min(size, 8)))
+
+
+def test_the_keys_suit_a_config_that_gives_samples_by_rank():
+    tried = batch_size.search(up_to(32), 32)
+    told = batch_size.text(tried, 32, given=64, ranks=2, memory=None, by_rank=True)
+    keys = told.rpartition("keys: ")[2].split()
+    config = config_file.load("digits", ["batch.global=null", "batch.per_rank=16", "batch.accumulate=2", *keys])
+    assert (config.batch.global_, config.batch.micro, config.batch.per_rank) == (64, 32, None)
+
+
+def test_each_size_has_the_keys_of_a_preset_but_those_of_the_command(tmp_path, monkeypatch):
+    commands = []
+
+    def measured(command, **_):
+        commands.append(command)
+        file = command[command.index("--json") + 1]
+        Path(file).write_text(json.dumps({"measured": {"peak_bytes": 1, "step_seconds": 1.0}}))
+        return CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(batch_size.subprocess, "run", measured)
+    (tmp_path / "mine.yaml").write_text("nproc: 2\nprecision: bf16\ndata: {workers: 3}\n")
+    words = ["tune", "batch", "digits", "device=cpu", "precision=fp32", "--memory", "1GB", "--most", "2"]
+    done = CliRunner().invoke(app, [*words, "--preset", str(tmp_path / "mine.yaml")])
+    assert done.exit_code == 0, done.output
+    (command,) = commands
+    assert "data.workers=3" in command
+    assert [one for one in command if one.startswith("precision")] == ["precision=fp32"]
+    assert command[command.index("--nproc") + 1] == "2"
 
 
 def test_an_attempt_is_judged_by_its_end_and_its_peak(tmp_path):

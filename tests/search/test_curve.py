@@ -46,6 +46,7 @@ def test_the_steepest_descent_is_found_with_noise(steepest):
         ([2.3] * 100, ""),
         ([2.3 + 0.1 * (-1) ** step - 0.001 * step for step in range(100)], "flat"),
         ([2.3, 2.2], "only 2 steps"),
+        ([], "nothing was learned yet"),
     ],
 )
 def test_without_a_fall_there_is_no_suggestion(losses, why):

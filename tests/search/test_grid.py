@@ -39,6 +39,25 @@ def test_a_grid_has_all_combinations(tmp_path):
     assert [tuple(one.values()) for one in found.combinations()] == [(0.1, 16), (0.1, 32), (0.01, 16), (0.01, 32)]
 
 
+@pytest.mark.parametrize(
+    ("keys", "sampler"),
+    [
+        ("{optim.lr: [0.1, 0.01], seed: [0, 1]}", "grid"),
+        ("{seed: {low: 1, high: 20}}", "grid"),
+        ("{seed: {low: 1, high: 21}}", "tpe"),
+        ("{seed: {low: 0, high: 4000000000}}", "tpe"),
+        ("{optim.lr: {low: 0.1, high: 0.2}}", "tpe"),
+    ],
+)
+def test_few_combinations_are_all_made(tmp_path, keys, sampler):
+    assert read(tmp_path, f"keys: {keys}\n{AIM}").sampler == sampler
+
+
+def test_a_range_ends_at_its_last_step(tmp_path):
+    found = read(tmp_path, f"keys: {{optim.lr: {{low: 0.1, high: 1.0, step: 0.4}}}}\n{AIM}").keys["optim.lr"]
+    assert found.high == found.values()[-1] == pytest.approx(0.9)
+
+
 def test_the_aim_is_that_of_the_best_checkpoint(tmp_path):
     found = read(tmp_path, "keys: {optim.lr: [0.1]}", ["checkpoint.keep_best=min eval/loss"])
     assert (found.metric, found.direction) == ("eval/loss", "min")
@@ -65,6 +84,10 @@ def test_values_reach_a_training_as_they_are(value):
         (f"keys: {{optim.lr: {{low: a, high: 2}}}}\n{AIM}", ["must be numbers"]),
         (f"keys: {{optim.lr: 0.1}}\n{AIM}", ["neither a list nor a range"]),
         (f"keys: {{optim.lr: []}}\n{AIM}", ["the list is empty"]),
+        (f"keys: {{optim.lr: [0.1, 0.2, 0.1]}}\n{AIM}", ["0.1 is there twice"]),
+        (f"keys: {{name: [2020-01-01]}}\n{AIM}", ["a date is no value: write it in quotes"]),
+        (f"keys: {{optim: [{{lr: 0.1}}], optim.lr: [0.1]}}\n{AIM}", ["optim.lr: is a part of optim"]),
+        (f"keys: {{batch.global: {{low: 16, high: 64, step: 0.5}}}}\n{AIM}", ["batch.global: 16.5"]),
         (
             f"sampler: grid\nkeys: {{optim.lr: {{low: 0.1, high: 0.2}}}}\n{AIM}",
             ["needs a list, or a range with a step"],
@@ -72,6 +95,7 @@ def test_values_reach_a_training_as_they_are(value):
         (f"sampler: tpr\nkey: {{optim.lr: [1]}}\n{AIM}", ["'tpr' is none of grid", "did you mean keys?"]),
         ("keys: {optim.lr: [0.1]}\nmetric: eval/accuracy", ["nothing says whether more eval/accuracy is better"]),
         ("keys: {optim.lr: [0.1]}", ["metric: is missing"]),
+        ("keys: {optim.lr: [0.1]}\nmetric: [eval/accuracy]", ["metric: ['eval/accuracy'] is no name"]),
         (f"keys: {{seed: [0, 1], train.epochs: [3]}}\n{AIM}", ["train.epochs: the command line sets it"]),
         (f"keys: {{train.eval_every_epochs: [1, 0]}}\n{AIM}", ["nothing is evaluated"]),
         (f"keys: {{log.writers: [[text_log]]}}\n{AIM}", ["no metrics.jsonl"]),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import locks
+from lockstep.core.checkpoint import manifest
 from lockstep.core.errors import Preempted, TrainingError, UsageError
 from lockstep.recipes import config_file
 from lockstep.search import grid, processes, study, sweep, sweep_page
@@ -28,6 +29,7 @@ class FakeTraining:
     """Writes an evaluation at each look, as a training would, and goes on where the file ends."""
 
     def __init__(self, arguments, log, environment, result, ends=lambda keys, count: None):
+        self.arguments = arguments
         self.keys = dict(one.split("=", 1) for one in arguments if "=" in one)
         self.folder, self.log, self.environment = Path(arguments[-1]), log, environment
         self.result, self.ends, self.asked = result, ends, False
@@ -68,10 +70,12 @@ class Run:
         self.config = config_file.load("digits", overrides)
         self.grid = grid.read(path, "digits", overrides, self.config)
         self.folder, self.overrides, self.result, self.ends = folder / "sweep", overrides, result, ends
-        self.begun, self.lines, self.most = [], [], 0
+        self.begun, self.lines, self.most, self.preset = [], [], 0, None
 
     def order(self, trials=12, parallel=1):
-        return sweep.Order("digits", self.overrides, self.config, self.grid, self.folder, trials, parallel)
+        return sweep.Order(
+            "digits", self.overrides, self.config, self.grid, self.folder, trials, parallel, preset=self.preset
+        )
 
     def go(self, pause=lambda: None, **options):
         """Run the sweep, and return its records."""
@@ -195,6 +199,25 @@ def test_a_failure_is_noted_and_three_alike_end_the_sweep(tmp_path):
     assert run.go(trials=6)[5].state == study.DONE  # the same command goes on
 
 
+def test_a_full_disk_ends_the_sweep_and_its_trial_is_made_again(tmp_path, monkeypatch):
+    codes = [1]
+    run = Run(tmp_path, ends=lambda keys, count: codes.pop() if count == 1 and codes else None)
+    run.order().folder.mkdir()
+    run.order().log_of(0).write_text("error: checkpoints: step 4: [Errno 28] No space left on device\n")
+    (run.folder / sweep.SPEC).write_text(json.dumps(run.order().spec()))
+    with pytest.raises(TrainingError, match=r"trial 0000 failed on a full disk(.|\n)*free disk space"):
+        run.go(trials=2)
+    assert [one.state for one in run.records()] == [study.OPEN]
+    assert [one.state for one in run.go(trials=2)] == [study.DONE, study.DONE]
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(study.Open, "report", full)
+    with pytest.raises(TrainingError, match="cannot be written: No space left on device"):
+        run.go(trials=3)
+
+
 def test_a_training_that_was_killed_goes_on_with_the_same_values(tmp_path):
     codes = [-9, -9]
     run = Run(tmp_path, ends=lambda keys, count: codes.pop() if count == 2 and codes else None)
@@ -205,6 +228,48 @@ def test_a_training_that_was_killed_goes_on_with_the_same_values(tmp_path):
     often = Run(tmp_path / "often", ends=lambda keys, count: -9 if count == 2 else None)
     assert often.go(trials=1)[0].error == "killed by signal 9"
     assert len(often.begun) == 4
+
+
+def test_a_trial_that_has_a_checkpoint_goes_on_from_its_step(tmp_path):
+    run = Run(tmp_path)
+    with pytest.raises(Killed):
+        run.go(trials=1, pause=after(1, die))
+    newest = run.folder / "trial-0000" / "checkpoints" / "step-00000020"
+    newest.mkdir(parents=True)
+    (newest / manifest.MANIFEST).write_text(manifest.signed({"step": 20, "files": {}, "metrics": {}}))
+    run.go(trials=1)
+    first, again, done = run.lines
+    assert again == first.replace("begins", "goes on from step 20")
+    assert "done" in done
+
+
+def test_results_that_are_no_numbers_prune_without_a_warning(tmp_path):
+    def diverges(keys, count):
+        return {"eval/loss": None if keys["optim.lr"] == "0.09" else 1 / count}
+
+    rates = [0.011, 0.012, 0.009, 0.0105, 0.01, 0.09]
+    text = f"sampler: grid\nkeys: {{optim.lr: {rates}}}\nmetric: eval/loss\ndirection: min"
+    records = Run(tmp_path, text, result=diverges).go(trials=6)
+    assert [one.state for one in records] == [study.DONE] * 5 + [study.PRUNED]
+
+
+def test_of_a_traceback_the_error_is_told_first(tmp_path):
+    frames = [f'  File "a.py", line {number}' for number in range(40)]
+    log = tmp_path / "log"
+    log.write_text("\n".join(["step 1", "error: Traceback (frames are left out):", *frames, "KeyError: 'a'", "", "x"]))
+    lines = processes.error_in(log).splitlines()
+    assert (lines[0], lines[-1]) == ("KeyError: 'a'", frames[-1])
+    assert processes.kind_of("\n".join(lines)) == "KeyError: 'a'"
+
+
+def test_a_preset_is_that_of_each_trial_and_of_the_best(tmp_path):
+    run = Run(tmp_path)
+    run.preset = "local"
+    run.go(trials=1)
+    assert run.begun[0].arguments[-4:-2] == ["--preset", "local"]
+    results = sweep_page.ranked(run.order(), study.Study(run.folder, run.grid, 0))
+    told = sweep_page.command(results).split()
+    assert told[3:-2] == [*QUICK, *grid.overrides_of(results.best.values), "--preset", "local"]
 
 
 def test_a_signal_stops_all_trials_and_the_same_command_goes_on(tmp_path):

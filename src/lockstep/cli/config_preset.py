@@ -49,6 +49,14 @@ class Preset:
         """The values for the config's kind of task, by dotted path."""
         return {**self.keys, **self.tasks.get(str(config.task.get("kind")), {})}
 
+    def keys_beside(self, config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:
+        """The values for the config's kind of task, but for keys that `overrides`, `key=value` texts, set."""
+        given, keys = [f"{override.partition('=')[0]}." for override in overrides], self.keys_for(config)
+        free = (
+            path for path in keys if not any(f"{path}.".startswith(one) or one.startswith(f"{path}.") for one in given)
+        )
+        return {path: keys[path] for path in free}
+
     def apply(self, config: RunConfig, overrides: Sequence[str] = ()) -> RunConfig:
         """`config` with the values of this preset.
 
@@ -62,10 +70,7 @@ class Preset:
             UsageError: a value has the wrong type, or does not fit the other values. Names the file and the key.
         """
         values = config.model_dump(by_alias=True)
-        given = [f"{override.partition('=')[0]}." for override in overrides]
-        for path, value in self.keys_for(config).items():
-            if any(f"{path}.".startswith(key) or key.startswith(f"{path}.") for key in given):
-                continue
+        for path, value in self.keys_beside(config, overrides).items():
             if path == "batch.micro":
                 if config.batch.per_rank:
                     continue
@@ -85,16 +90,12 @@ class Preset:
         for key, (old, new) in zip(_EXCEPTIONS, both, strict=True):
             old = old or "null"
             if new not in (None, old):
-                lines.append(
-                    f"preset {self.name}: {key}={new} instead of {old}. It changes how numbers are rounded, so a run "
-                    f"goes on only with its own value; {key}={old} on the command line takes precedence"
-                )
+                line = f"{key}={new} instead of {old}. It changes how numbers are rounded, so a run goes on only with "
+                lines.append(f"{line}its own value; {key}={old} on the command line takes precedence")
         if before.batch.per_rank and self.nproc not in (None, "1"):
-            lines.append(
-                f"preset {self.name}: with batch.per_rank, the global batch of a new run depends on the number "
-                "of ranks; batch.global fixes it"
-            )
-        return lines
+            line = "with batch.per_rank, the global batch of a new run depends on the number of ranks; batch.global "
+            lines.append(f"{line}fixes it")
+        return [f"preset {self.name}: {line}" for line in lines]
 
     def check_fits(self, config: RunConfig, ranks: int | None, gpus: int) -> None:
         """Check that this machine has a GPU for each rank, where the config asks for GPUs.
@@ -110,11 +111,8 @@ class Preset:
         if config.device != "cuda" or (gpus and (ranks or 1) <= gpus):
             return
         wanted = "a GPU for each rank" if ranks is None else f"{ranks} GPUs" if ranks > 1 else "a GPU"
-        raise UsageError(
-            f"it needs {wanted}, and this machine has {gpus or 'none'}",
-            where=f"--preset {self.name}",
-            remedy=_remedy(gpus),
-        )
+        what = f"it needs {wanted}, and this machine has {gpus or 'none'}"
+        raise UsageError(what, where=f"--preset {self.name}", remedy=_remedy(gpus))
 
 
 def presets() -> dict[str, str]:
@@ -135,12 +133,8 @@ def read(target: str) -> Preset:
         return _checked(target, config_layers.read_yaml(path), target)
     known = _shipped()
     if target not in known:
-        hint = did_you_mean(target, known)
-        raise UsageError(
-            f"there is no preset {target!r}",
-            where="--preset",
-            remedy=f"{hint}There are: {', '.join(known)}; or give FILE.yaml",
-        )
+        remedy = f"{did_you_mean(target, known)}There are: {', '.join(known)}; or give FILE.yaml"
+        raise UsageError(f"there is no preset {target!r}", where="--preset", remedy=remedy)
     where = f"preset {target}"
     return _checked(target, config_layers.parse_yaml(known[target].read_text(encoding="utf-8"), where), where)
 
@@ -165,12 +159,9 @@ def _checked(name: str, values: dict[str, Any], where: str) -> Preset:
         else:
             keys[path] = value
     if problems:
-        raise UsageError(
-            "\n  ".join(["the preset has errors:", *problems]),
-            where=where,
-            remedy=f"move keys of the training to the recipe, or to the command line. "
-            f"A preset may set {_NPROC}, {', '.join(allowed)}",
-        )
+        remedy = "move keys of the training to the recipe, or to the command line. "
+        remedy += f"A preset may set {_NPROC}, {', '.join(allowed)}"
+        raise UsageError("\n  ".join(["the preset has errors:", *problems]), where=where, remedy=remedy)
     nproc = values.get(_NPROC)
     of_tasks = {kind: _checked(name, dict(own), f"{where}, tasks.{kind}").keys for kind, own in tasks.items()}
     return Preset(name, where, None if nproc is None else str(nproc), keys, of_tasks)

@@ -10,6 +10,7 @@ import typer
 
 from lockstep.cli.options import Checkpoint, Debug, RunDir
 from lockstep.cli.reporting import reporting, tell_first
+from lockstep.tasks.lora import exported
 
 
 def export(
@@ -69,10 +70,11 @@ def next_step(folder: Path) -> str:
     if "generation_config.json" in has:  # the model card says how prompts look, and what adapters need
         code = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
         return "; ".join(line.replace('"FOLDER"', repr(place)) for line in code.splitlines() if line)
+    if "adapter_config.json" in has:
+        return exported.loading(folder)
     if "tokenizer_config.json" in has:
-        options = ", trust_remote_code=True" if "embedding_bag.py" in has else ""
-        pipeline = f"pipeline('text-classification', model={place!r}{options})"
-        return f"from transformers import pipeline; print({pipeline}('a text'))"
+        given = f"'text-classification', model={place!r}{', trust_remote_code=True' * ('embedding_bag.py' in has)}"
+        return f"from transformers import pipeline; print(pipeline({given})('a text'))"
     if "model.pt2" in has:
         loading = f"torch.export.load({str(folder / 'model.pt2')!r}).module()"
         return f"import torch; program = {loading}  # program(batch=...): see model.json"

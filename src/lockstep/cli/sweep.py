@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.options import Debug, Nproc, Overrides, Target
+from lockstep.cli import ranks
+from lockstep.cli.options import Debug, Nproc, Overrides, Preset, Target
 from lockstep.cli.reporting import reporting
 from lockstep.core.errors import UsageError
 
@@ -29,6 +30,7 @@ def sweep(
     trials: _Trials = None,
     parallel: _Parallel = 1,
     nproc: Nproc = None,
+    preset: Preset = None,
     run_dir: _RunDir = None,
     debug: Debug = False,
 ) -> None:
@@ -46,6 +48,7 @@ def sweep(
 
         study.module()
         config = config_file.load(target, overrides or [])
+        config, nproc = ranks.on_machine(config, preset, nproc, overrides or [])
         found = grids.read(grid, target, overrides or [], config)
         from lockstep.search import sweep as sweeps
         from lockstep.search import sweep_page
@@ -60,7 +63,8 @@ def sweep(
             folder=run_dir or Path("runs", f"{config.name}-sweep"),
             trials=min(trials or most or _TRIALS, most or trials or _TRIALS),
             parallel=parallel,
-            ranks=local_ranks.ranks_of(nproc or "1"),
+            ranks=local_ranks.ranks_of(nproc),
+            preset=preset,
         )
         tell = functools.partial(print, flush=True)
         with sweeps.claimed(order):
@@ -72,5 +76,6 @@ def sweep(
                 if results.records:
                     files = sweep_page.write(results)
                     tell(f"\n{sweep_page.table(results)}\n\nwritten: {', '.join(map(str, files))}")
-            if results.best is not None:
-                tell(f"train the best: {sweep_page.command(results)}")
+            if results.best is None:
+                raise typer.Exit(1)
+            tell(f"train the best: {sweep_page.command(results)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -82,6 +83,7 @@ def batch(
     target: Target,
     overrides: Overrides = None,
     nproc: Nproc = None,
+    preset: Preset = None,
     memory: _Memory = None,
     most: _Most = None,
     debug: Debug = False,
@@ -89,13 +91,19 @@ def batch(
     """Find the largest micro-batch that fits into memory, and say how fast each size is. Trains a few steps of each."""
     with reporting(debug):
         from lockstep import sizes
+        from lockstep.cli import config_preset
         from lockstep.recipes import config_file
         from lockstep.search import batch_size
         from lockstep.trainer import local_ranks
 
-        config = config_file.load(target, overrides or [])
+        keys = overrides or []
+        config = config_file.load(target, keys)
+        if preset is not None:
+            chosen = config_preset.read(preset).keys_beside(config, keys)
+            keys = [*(f"{key}={json.dumps(value)}" for key, value in chosen.items()), *keys]
+        config, nproc = ranks.on_machine(config, preset, nproc, overrides or [])
         limit = sizes.bytes_of(memory, "--memory") if memory is not None else None
-        count = local_ranks.ranks_of(nproc or "1")
+        count = local_ranks.ranks_of(nproc)
         on_gpu = config.device == "cuda"
         if config.device == "auto":
             from lockstep.core import devices
@@ -104,9 +112,10 @@ def batch(
         batch_size.check(config, limit, on_gpu=on_gpu)
         given = config.batch.resolve(count).global_ or 1
         largest = most or -(-given // count)
-        attempt = batch_size.attempt_of(target, overrides or [], ranks=count, given=given, memory=limit)
+        attempt = batch_size.attempt_of(target, keys, ranks=count, given=given, memory=limit)
         print(f"{'samples':>8}  micro-batches of {largest} at most, {count} rank{'s' * (count > 1)}", flush=True)
         tried = batch_size.search(attempt, largest, lambda one: print(batch_size.row(one), flush=True))
-        print(batch_size.text(tried, largest, given=given, ranks=count, memory=limit))
+        by_rank = config.batch.per_rank is not None
+        print(batch_size.text(tried, largest, given=given, ranks=count, memory=limit, by_rank=by_rank))
         if not any(one.fits for one in tried):
             raise typer.Exit(3)

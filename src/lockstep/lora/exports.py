@@ -53,6 +53,8 @@ def write_config(model: Any, folder: Path) -> None:
 def write_config_of_base(model: Any, folder: Path) -> None:
     """Write the config that transformers reads beside whole weights, where the model without adapters has one."""
     base = model.get_base_model()
+    if hasattr(base, "config"):
+        base.config.architectures = [type(base).__name__]  # as transformers writes it: the body alone may be pretrained
     for name in ("config", "generation_config"):
         config: Any = getattr(base, name, None)
         if hasattr(config, "save_pretrained"):

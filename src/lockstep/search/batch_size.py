@@ -132,11 +132,14 @@ def _judged(size: int, samples: int, done: subprocess.CompletedProcess[str], fil
     )
 
 
-def text(tried: Sequence[Tried], most: int, *, given: int, ranks: int, memory: int | None) -> str:
+def text(
+    tried: Sequence[Tried], most: int, *, given: int, ranks: int, memory: int | None, by_rank: bool = False
+) -> str:
     """The largest size with the keys to set, and whether a smaller size is as fast.
 
     Args:
         given: the global batch of the config, in samples.
+        by_rank: the config gives `batch.per_rank`, beside which there is no `batch.micro`.
     """
     fitting = [one for one in tried if one.fits]
     if not fitting:
@@ -145,9 +148,8 @@ def text(tried: Sequence[Tried], most: int, *, given: int, ranks: int, memory: i
     largest = fitting[-1]
     best, lines = largest.size, [f"the largest micro-batch that fits: {largest.size}"]
     if largest.size >= most:
-        lines[0] += (
-            ", all samples that a rank has of a global batch" if largest.size * ranks <= given else ", of --most"
-        )
+        is_share = largest.size == -(-given // ranks)
+        lines[0] += ", all samples that a rank has of a global batch" if is_share else ", of --most"
     elif memory is None:
         best = max(1, int(largest.size * _MARGIN))
         lines.append(f"with a margin, because other batches may have larger samples: {best}")
@@ -158,9 +160,8 @@ def text(tried: Sequence[Tried], most: int, *, given: int, ranks: int, memory: i
             f"larger is not faster: {least.size} has {least.samples_per_s:,.0f} samples/s, "
             f"{largest.size} has {largest.samples_per_s:,.0f}"
         )
-    keys = [f"batch.micro={best}"]
+    keys = keys_of(best, max(given, best * ranks))[0 if by_rank else 2 if best * ranks > given else 3 :]
     if best * ranks > given:
-        keys = [f"batch.global={best * ranks}", *keys]
         lines.append(
             f"a global batch of {best * ranks} in the place of {given} is another training: its learning rate differs, "
             "lockstep tune lr finds it"

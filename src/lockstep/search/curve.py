@@ -78,6 +78,8 @@ def suggest(rates: Sequence[float], losses: Sequence[float], keep: float) -> Sug
         losses: of the steps, before their updates. They end before the first that is not finite.
     """
     skipped = max(2, round(_SKIPPED * len(losses)))
+    if not losses:
+        return Suggestion(None, None, "no rate is the reason, for nothing was learned yet: look at data and model")
     if len(losses) < skipped + 3:
         return Suggestion(
             None, None, f"only {len(losses)} steps have a loss: begin at a lower rate, or make more steps"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ DIRECTIONS = ("max", "min")
 _SETTINGS = {"sampler": SAMPLERS, "pruner": PRUNERS, "direction": DIRECTIONS}
 _KNOWN = ("keys", "metric", *_SETTINGS)
 _OF_RANGE = ("low", "high", "log", "step")
+_FEW, _LISTED = 20, 100_000  # values
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Range:
     def values(self) -> list[Any] | None:
         """All values. None: there are too many to list."""
         step = self.step or (1 if self.is_whole and not self.log else None)
-        if step is None:
+        if step is None or (self.high - self.low) / step > _LISTED:
             return None
         count = math.floor((self.high - self.low) / step + 1e-9) + 1
         return [self.low + number * step for number in range(count)]
@@ -106,26 +108,39 @@ def read(path: Path, target: str, overrides: Sequence[str], config: RunConfig) -
             "keys: must be a mapping from keys of the config to lists or ranges, such as optim.lr: [0.1, 0.01]"
         )
         given = {}
-    sampler, keys = raw.get("sampler", "tpe"), dict[str, list[Any] | Range]()
+    keys = dict[str, list[Any] | Range]()
     for key, value in given.items():
         found = _values(value)
         if isinstance(found, str):
             faults.append(f"keys: {key}: {found}")
             continue
         keys[str(key)] = found
-        if sampler == "grid" and isinstance(found, Range) and found.values() is None:
+        if raw.get("sampler") == "grid" and isinstance(found, Range) and found.values() is None:
             faults.append(f"keys: {key}: the sampler grid needs a list, or a range with a step")
+        faults += [f"keys: {key}: is a part of {other}" for other in given if str(key).startswith(f"{other}.")]
     _raise(path, faults)
     metric, direction = _aim(path, raw, config)
-    grid = Grid(path, keys, sampler, raw.get("pruner", "median"), metric, direction)
+    grid = Grid(path, keys, raw.get("sampler") or _sampler(keys), raw.get("pruner", "median"), metric, direction)
     _check_values(grid, target, overrides)
     return grid
+
+
+def _sampler(keys: dict[str, list[Any] | Range]) -> str:
+    """The sampler where none is given: all combinations where they are few, which others would draw again and again."""
+    counts = [
+        len(values if isinstance(values, list) else values.values() or range(_FEW + 1)) for values in keys.values()
+    ]
+    return "grid" if math.prod(counts) <= _FEW else "tpe"
 
 
 def _values(value: Any) -> list[Any] | Range | str:
     """The values of a key; or a text that says what is wrong."""
     if isinstance(value, list):
-        return value or "the list is empty"
+        texts = [json.dumps(one, sort_keys=True, default=str) for one in value]
+        if any(isinstance(one, datetime.date) for one in value):
+            return "a date is no value: write it in quotes"
+        twice = [text for number, text in enumerate(texts) if text in texts[:number]]
+        return f"{twice[0]} is there twice" if twice else value or "the list is empty"
     if not isinstance(value, dict):
         return f"{value!r} is neither a list nor a range {{low: ..., high: ...}}"
     unknown = [name for name in value if name not in _OF_RANGE]
@@ -141,7 +156,10 @@ def _values(value: Any) -> list[Any] | Range | str:
         return f"low ({found.low:g}) must be below high ({found.high:g})"
     if found.log and (found.low <= 0 or found.step is not None):
         return "with log: true, low must be above 0, and there is no step"
-    return "step must be above 0" if found.step is not None and found.step <= 0 else found
+    if found.step is not None and found.step <= 0:
+        return "step must be above 0"
+    count = 0 if found.step is None else math.floor((found.high - found.low) / found.step + 1e-9)
+    return found if found.step is None else replace(found, high=found.low + count * found.step)
 
 
 def _aim(path: Path, raw: dict[str, Any], config: RunConfig) -> tuple[str, str]:
@@ -150,7 +168,8 @@ def _aim(path: Path, raw: dict[str, Any], config: RunConfig) -> tuple[str, str]:
     metric = raw.get("metric", kept[1] if kept else None)
     if not isinstance(metric, str):
         remedy = "add a line such as metric: eval/accuracy, or set checkpoint.keep_best"
-        raise UsageError("metric: is missing, and the config keeps no best checkpoint", where=str(path), remedy=remedy)
+        what = "is missing, and the config keeps no best checkpoint" if metric is None else f"{metric!r} is no name"
+        raise UsageError(f"metric: {what}", where=str(path), remedy=remedy)
     direction = raw.get("direction", kept[0] if kept and kept[1] == metric else None)
     if direction is None:
         remedy = "add the line direction: max, or direction: min"
@@ -174,9 +193,10 @@ def _check_values(grid: Grid, target: str, overrides: Sequence[str]) -> None:
 
 
 def _each(grid: Grid) -> Iterator[tuple[str, Any]]:
-    """Each value of a list, and the ends of each range, with its key."""
+    """Each value of a list, and the ends of each range with the first step, with its key."""
     for key, values in grid.keys.items():
-        for value in values if isinstance(values, list) else [values.low, values.high]:
+        ends = [] if isinstance(values, list) else [values.low, values.low + (values.step or 0), values.high]
+        for value in values if isinstance(values, list) else dict.fromkeys(ends):
             yield key, value
 
 

@@ -86,12 +86,17 @@ class Results:
 
 
 def error_in(log: Path) -> str:
-    """What a training that failed wrote last: the lines from its last `error:` on, at most 12, without long lists."""
+    """What a training that failed wrote last: the lines from its last `error:` on, at most 12, without long lists. Of a
+    traceback the error comes first, and then its last frames."""
     text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
     text = re.sub(r"\[(\d[^\]\n]{30})[^\]\n]*\]", r"[\1...]", text)  # samples
     lines = [shortened(line.rstrip(), _LONG) for line in text.splitlines() if line.strip()]
     begun = max((place for place, line in enumerate(lines) if _ERROR.search(line)), default=len(lines) - 3)
-    found = lines[max(0, begun) :][:12]
+    found = lines[max(0, begun) :]
+    if found and "Traceback (" in found[0]:  # the error itself stands behind its frames
+        place = next((number for number, line in enumerate(found) if number and line[0] != " "), len(found) - 1)
+        found = [found[place], *found[1:place][-9:]]
+    found = found[:12]
     return _ERROR.sub("", "\n".join(found), count=1) or "it wrote nothing"
 
 

@@ -55,11 +55,13 @@ class Open:
         """Add the result of the next evaluation. True: the trial should be pruned."""
         self._trial.report(value, self.reported + 1)  # evaluations are counted: steps differ with the batch
         self.reported += 1
-        return self._trial.should_prune()
+        return self.should_be_pruned()
 
     def should_be_pruned(self) -> bool:
         """True if the last result says so."""
-        return self.reported > 0 and self._trial.should_prune()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of results that are no numbers
+            return self.reported > 0 and self._trial.should_prune()
 
     def finish(self, state: str, value: float | None = None, error: str = "") -> None:
         """End the trial."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +16,7 @@ from typing import Protocol
 
 from lockstep import locks
 from lockstep.core import atomic
+from lockstep.core.checkpoint import manifest
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import LockstepError, Preempted, TrainingError, UsageError, did_you_mean, listed
 from lockstep.core.parallel import signals
@@ -25,6 +29,9 @@ SPEC = "sweep.json"
 _LOOK_EVERY_S = 0.3
 _SAME_FAILURES = 3  # in a row end a sweep
 _MOST_KILLS = 3  # of a trial
+_LEAST_ROOM = 2**20  # bytes: with less, a trial may have failed without a word
+_FULL = os.strerror(errno.ENOSPC)
+_ROOM = "free disk space, or repair permissions; the same command then goes on, with this trial, too"
 
 
 class Training(Protocol):
@@ -49,6 +56,8 @@ class Order:
     trials: int
     parallel: int = 1
     ranks: int = 1
+    preset: str | None = None
+    """How this machine runs each trial: see `cli.config_preset`. `config` has its keys."""
 
     def folder_of(self, number: int) -> Path:
         """The run directory of a trial."""
@@ -108,7 +117,10 @@ def claimed(order: Order) -> Iterator[None]:
             lines = [f"{name}: {before.get(name)!r} there, {spec.get(name)!r} here" for name in differs]
             what = "\n    ".join(["the folder is that of another sweep:", *lines])
             raise UsageError(what, where=str(folder), remedy="give the same, or another folder with --run-dir")
-        yield
+        try:
+            yield
+        except OSError as error:
+            raise TrainingError(f"cannot be written: {error.strerror}", where=str(folder), remedy=_ROOM) from error
 
 
 class Sweep:
@@ -180,18 +192,20 @@ class Sweep:
 
     def _begin(self, opened: study.Open) -> None:
         slot = next(slot for slot in range(self.order.parallel) if slot not in {one.slot for one in self.running})
-        self.tell(f"trial {opened.number:04} begins: {' '.join(overrides_of(opened.values))}")
         results = Results(self.order.folder_of(opened.number), self.order.grid.metric)
         self.running.append(_Trial(opened, slot, self._started(opened, slot), results))
 
     def _started(self, opened: study.Open, slot: int) -> Training:
         order = self.order
-        self._wait_for_end_before(order.folder_of(opened.number))
-        keys = [*order.overrides, *overrides_of(opened.values)]
-        options = ["--nproc", str(order.ranks), "--run-dir", str(order.folder_of(opened.number))]
-        return self.start(
-            ["train", order.target, *keys, *options], order.log_of(opened.number), self.environments[slot]
-        )
+        folder, values = order.folder_of(opened.number), overrides_of(opened.values)
+        self._wait_for_end_before(folder)
+        kept = manifest.listed(folder / "checkpoints")
+        how = f"goes on from step {kept[0].step}" if kept else "begins"
+        self.tell(f"trial {opened.number:04} {how}: {' '.join(values)}")
+        preset = [] if order.preset is None else ["--preset", order.preset]
+        options = ["--nproc", str(order.ranks), *preset, "--run-dir", str(folder)]
+        arguments = ["train", order.target, *order.overrides, *values, *options]
+        return self.start(arguments, order.log_of(opened.number), self.environments[slot])
 
     def _wait_for_end_before(self, folder: Path) -> None:
         """Wait until the ranks of a training or of a sweep that was killed have saved, and left the run directory."""
@@ -238,13 +252,19 @@ class Sweep:
             if not self.stopped_by:
                 self._stop_all(f"another program stopped {label}")
         elif code < 0 and trial.kills < _MOST_KILLS and not self.stopped_by:
-            self.tell(f"{label} was killed by signal {-code} at {where}: it goes on from its newest checkpoint")
+            self.tell(f"{label} was killed by signal {-code} at {where}")
             again = _Trial(opened, trial.slot, self._started(opened, trial.slot), trial.results, trial.begun)
             again.kills = trial.kills + 1
             self.running.append(again)
         elif self.error is None:
             error = f"killed by signal {-code}" if code < 0 else processes.error_in(order.log_of(opened.number))
             error = f"it has no {order.grid.metric}, or none that is a number" if code == 0 else error
+            if code and (_FULL in error or shutil.disk_usage(order.folder).free < _LEAST_ROOM):
+                self.error = TrainingError(
+                    f"{label} failed on a full disk:\n{error}", where=str(order.folder), remedy=_ROOM
+                )
+                self._stop_all("a full disk")
+                return
             opened.finish(study.FAILED, error=error)
             self.tell(f"{label} failed, {where}:\n  " + error.replace("\n", "\n  "))
             self._count_failure(error)

@@ -80,9 +80,11 @@ def table(results: Ranked) -> str:
 
 
 def command(results: Ranked) -> str:
-    """The command that trains the best."""
-    folder = results.order.folder
-    return shlex.join(["lockstep", "train", str(folder / BEST), "--run-dir", f"{folder}-best"])
+    """The command that trains the best. A preset takes precedence over a file, and not over keys of the command."""
+    order, words = results.order, list[str]()
+    if order.preset is not None and results.best is not None:
+        words = [*order.overrides, *overrides_of(results.best.values), "--preset", order.preset]
+    return shlex.join(["lockstep", "train", str(order.folder / BEST), *words, "--run-dir", f"{order.folder}-best"])
 
 
 def write(results: Ranked) -> list[Path]:

@@ -223,5 +223,5 @@ def save_for_image_pipeline(model: Any, processor: Mapping[str, Any], folder: Pa
 def config_for_pipeline(model: Any) -> Any:
     """The config of `model` with the name of its class, which `transformers.pipeline` needs."""
     config: Any = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+    config.architectures = [type(getattr(model, "get_base_model", lambda: model)()).__name__]  # of peft's model
     return config

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from lockstep.core.errors import UsageError, did_you_mean
 from lockstep.tasks import hugging_face
 from lockstep.tasks.lm.attention import document_mask, finds_documents
-from lockstep.tasks.lm.lora import adapters
 from lockstep.tasks.lm.model import SmallModel
 from lockstep.tasks.lm.options import LmOptions, SmallOptions
+from lockstep.tasks.lora import adapters
 from lockstep.tasks.text import hugging_face as text_models
 
 PLAIN_HEADS = ("gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3")

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from lockstep.core.config.config_section import Section
 from lockstep.recipes.task_options import TableOptions
-from lockstep.tasks.lm.lora.options import LoraOptions
+from lockstep.tasks.lora.options import LoraOptions
 
 TRAINED_TOKENIZERS = ("bpe", "characters")
 """Tokenizers that are trained on the training texts, by the value of `task.tokenizer`."""

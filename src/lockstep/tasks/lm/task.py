@@ -17,11 +17,11 @@ from lockstep.tasks.lm import attention, losses, models, tokens, writing
 from lockstep.tasks.lm.answers import is_match, number_in
 from lockstep.tasks.lm.data import NOT_LEARNED, PaddedRows, Prompt, Row, Rows
 from lockstep.tasks.lm.documents import Corpus
-from lockstep.tasks.lm.lora.presenter import LoraPresenter
 from lockstep.tasks.lm.options import LmOptions
 from lockstep.tasks.lm.presenter import LmPresenter
 from lockstep.tasks.lm.stream import Stream
 from lockstep.tasks.lm.tokens import Tokens
+from lockstep.tasks.lora.presenter import LoraPresenter
 from lockstep.tasks.readers.cache import digest_of
 from lockstep.tasks.text import hugging_face
 

@@ -206,9 +206,8 @@ def tokenise(texts: Texts, tokenizer: Tokenizer, *, digest: str, max_length: int
                 types += [np.array(segments, dtype=np.uint8) for segments in encoded["token_type_ids"]]
             full = [number for number, tokens in enumerate(encoded["input_ids"]) if len(tokens) >= max_length]
             if full:
-                whole = tokenizer(
-                    [first[number] for number in full], pairs and [pairs[number] for number in full], **options
-                )["input_ids"]
+                second = pairs and [pairs[number] for number in full]
+                whole = tokenizer([first[number] for number in full], second, **options)["input_ids"]
                 extra = [len(tokens) - max_length for tokens in whole]
                 cut, dropped = cut + sum(count > 0 for count in extra), dropped + sum(extra)
         np.save(folder / "ids.npy", np.concatenate(ids))

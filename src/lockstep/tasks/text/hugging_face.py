@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import UsageError
 from lockstep.tasks import hugging_face
+from lockstep.tasks.lora import adapters
 from lockstep.tasks.readers.cache import cached, digest_of
 from lockstep.tasks.text.options import EMBEDDING_BAG, TextOptions
 
@@ -124,14 +125,14 @@ def new_config(options: TextOptions, tokenizer: Any) -> Any:
         always = ("pad", "bos", "eos", "decoder_start")
         named = {role: other for role, other in roles.items() if role in always or f"{role}_token_id" in names}
         values |= {f"{role}_token_id": getattr(tokenizer, f"{other}_token_id") for role, other in named.items()}
-        if options.scratch.architecture == EMBEDDING_BAG:
+        if is_bag:
             from lockstep.tasks.text import embedding_bag
 
             values["auto_map"] = dict(embedding_bag.AUTO_MAP)
         return values
 
-    hint = "; for another model, set task.scratch.architecture, such as bert"
-    hint = hint if options.scratch.architecture == EMBEDDING_BAG else ""
+    is_bag = options.scratch.architecture == EMBEDDING_BAG
+    hint = "; for another model, set task.scratch.architecture, such as bert" if is_bag else ""
     known = [EMBEDDING_BAG, *sorted(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)]
     return hugging_face.new_config(options.scratch, known, what=_WHAT, defaults=defaults, hint=hint)
 
@@ -145,14 +146,22 @@ def set_labels(config: Any, labels: Sequence[str], *, multi_label: bool, pad_tok
 
 def check_labels(config: Any, labels: Sequence[str], *, name: str, new_head: bool) -> list[str]:
     """The labels in the order that the model has, as `tasks.hugging_face.check_labels` gives them."""
-    head = "ForSequenceClassification"
-    return hugging_face.check_labels(config, labels, head=head, name=name, new_head=new_head)
+    return hugging_face.check_labels(config, labels, head="ForSequenceClassification", name=name, new_head=new_head)
 
 
-def make_model(config: Any, name: str | None, *, new_head: bool) -> tuple[nn.Module, list[str]]:
-    """A classifier of texts and the names of its new weights, as `tasks.hugging_face.make_model` gives them."""
-    auto = _transformers().AutoModelForSequenceClassification
-    return hugging_face.make_model(auto, config, name, what=_WHAT, new_head=new_head)
+def make_model(options: TextOptions, config: Any, *, trained: bool) -> tuple[nn.Module, list[str]]:
+    """A classifier of texts and the names of its new weights, as `tasks.hugging_face.make_model` gives them.
+
+    Args:
+        trained: a checkpoint provides what trains.
+    """
+    auto, lora = _transformers().AutoModelForSequenceClassification, options.lora
+    name = options.model if lora or not trained else None
+    dtype = adapters.DTYPES[lora.base_dtype if lora else "fp32"]
+    made = hugging_face.make_model(auto, config, name, what=_WHAT, new_head=options.new_head, dtype=dtype)
+    if lora is None:
+        return made
+    return adapters.classifier(*made, str(name), lora), [] if trained else made[1]
 
 
 def save(config: Any, tokenizer: Any, max_length: int, folder: Path) -> None:

@@ -82,13 +82,11 @@ def of_doubles(training: TextData, evaluation: TextData | None, labels: Sequence
     """Lines about texts that are there twice, and about labels that differ only in case or spaces."""
 
     def rows(data: TextData) -> doubles.TextRows:
-        def row(index: int) -> int:
-            return index if data.rows is None else int(data.rows[index])
-
+        places = range(len(data)) if data.rows is None else data.rows
         return doubles.TextRows(
             len(data),
-            content=lambda index: data.texts.encoded(row(index)),
-            label=lambda index: data.labels[row(index)].tobytes(),
+            content=lambda index: data.texts.encoded(int(places[index])),
+            label=lambda index: data.labels[places[index]].tobytes(),
             where=data.where,
         )
 

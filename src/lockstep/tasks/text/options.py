@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 
 from lockstep.core.config.config_section import Section
 from lockstep.recipes.task_options import TableOptions
+from lockstep.tasks.lora.options import LoraOptions
 
 EMBEDDING_BAG = "embedding_bag"
 
@@ -44,6 +45,8 @@ class TextOptions(TableOptions):
 
     model: str | None = None
     """Name on the Hugging Face hub, or a local folder. None: a new model, described by `scratch`."""
+    lora: LoraOptions | None = None
+    """Train low-rank adapters and the head, and freeze the weights of `model`. None: all weights train."""
     scratch: ScratchOptions = ScratchOptions()
     max_length: Annotated[int, Field(ge=4)] = 128
     """Longest text in tokens. Longer texts are cut, counted and reported."""
@@ -64,13 +67,22 @@ class TextOptions(TableOptions):
     subset: str | None = None
     """Configuration of a data set on the hub."""
 
+    @model_validator(mode="after")
+    def _adapters_have_a_base(self) -> Self:
+        if self.lora is not None and self.model is None:
+            raise ValueError("lora needs a pretrained model: set model; of a run: lockstep export RUN FOLDER")
+        return self
+
     def suggestions(self) -> dict[str, dict[str, Any]]:
         """Learning rate, length and schedule.
 
         They were measured on four data sets of 160 to 4,000 texts: docs/text.md.
         """
         optim: dict[str, Any] = {"name": "AdamW", "weight_decay": 0.01, "clip_norm": 1.0}
-        if self.model:
+        if self.lora:
+            optim["lr"] = 1e-3
+            train: dict[str, Any] = {"epochs": 3, "min_steps": 300}
+        elif self.model:
             optim |= {"lr": 2e-4, "layer_decay": 0.9}
             train = {"epochs": 3, "min_steps": 300}
         elif self.scratch.architecture == EMBEDDING_BAG:

@@ -72,11 +72,9 @@ class TextPresenter(Presenter):
         """Precision, recall and F1 by class, the confusion matrix (of many classes: the most frequent confusions),
         samples."""
         counts, labels = values["confusion"], self.task.labels
-        parts = [confusion.by_class(counts, labels)]
-        if not self.task.options.multi_label:
-            parts.append(confusion.confusions(counts, labels))
-        parts.append("\n".join(self._line(sample, output) for sample, output in samples))
-        return "\n".join(parts)
+        matrix = [] if self.task.options.multi_label else [confusion.confusions(counts, labels)]
+        shown = "\n".join(self._line(sample, output) for sample, output in samples)
+        return "\n".join([confusion.by_class(counts, labels), *matrix, shown])
 
     def _line(self, sample: TextSample, output: Tensor) -> str:
         described, truth = self.describe(output), self.truth(sample)
@@ -99,6 +97,7 @@ class TextPresenter(Presenter):
             new=task.new_weights,
             texts=len(training),
         )
+        lines += [] if task.options.lora is None else [str(task.options.lora)]
         known: dict[str, Any] = {"labels": task.labels, "max_length": length}
         lines += log_header.of_data("training", training, notes=training.texts.notes, **known)
         if task.why_nothing_is_held_back:

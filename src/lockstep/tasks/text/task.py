@@ -72,14 +72,11 @@ class Text(Task):
 
     @cached_property
     def _train_texts(self) -> Texts:
-        return self._read(self.source)
+        return read_texts(self.source, self.options)
 
     @cached_property
     def _eval_texts(self) -> Texts | None:
-        return self._read(self.eval_source) if self.eval_source else None
-
-    def _read(self, source: Source) -> Texts:
-        return read_texts(source, self.options)
+        return read_texts(self.eval_source, self.options) if self.eval_source else None
 
     @cached_property
     def _split(self) -> tuple[Any, Any]:
@@ -168,8 +165,7 @@ class Text(Task):
         return config
 
     def model(self) -> nn.Module:
-        pretrained = None if self._trained else self.options.model
-        model, self.new_weights = hugging_face.make_model(self.config, pretrained, new_head=self.options.new_head)
+        model, self.new_weights = hugging_face.make_model(self.options, self.config, trained=self._trained)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         return model
 

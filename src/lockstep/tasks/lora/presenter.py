@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.tasks.lm import card
-from lockstep.tasks.lm.lora import adapters
 from lockstep.tasks.lm.presenter import LmPresenter
+from lockstep.tasks.lora import adapters
 
 _USE = """```python
 from peft import PeftModel
@@ -28,15 +28,8 @@ class LoraPresenter(LmPresenter):
 
     def log_header(self) -> list[str]:
         """The lines of the model without adapters, and one on the adapters."""
-        lora = self.task.options.lora
-        assert lora is not None
-        options = ", ".join(f"{key} {value}" for key, value in lora.model_dump(exclude_none=True).items())
-        lines = super().log_header()
-        return [
-            lines[0],
-            f"  adapters of peft train, and the {lora.base_dtype} weights are frozen: {options}",
-            *lines[1:],
-        ]
+        first, *lines = super().log_header()
+        return [first, f"  {self.task.options.lora}", *lines]
 
     def export(self, model: nn.Module, folder: Path) -> list[str]:
         """Write what `AutoModelForCausalLM` reads, or without `merged` the config that `PeftModel` reads."""

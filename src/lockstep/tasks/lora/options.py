@@ -28,3 +28,7 @@ class LoraOptions(Section):
     """Train the norms of the weights by themselves (DoRA, Liu et al. 2024, arXiv:2402.09353)."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732)."""
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{key} {value}" for key, value in self.model_dump(exclude_none=True).items())
+        return f"adapters of peft train, and the {self.base_dtype} weights are frozen: {options}"

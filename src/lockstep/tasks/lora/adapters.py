@@ -1,4 +1,4 @@
-"""Adapters of peft in a language model, whose own weights are frozen and stay out of checkpoints."""
+"""Adapters of peft in models of transformers, whose own weights are frozen and stay out of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import UsageError, listed
-from lockstep.lora.frozen import FrozenBase, digest_of, leave_out
+from lockstep.lora.frozen import FrozenBase, digest_of, leave_out, trained_only
 from lockstep.tasks.faults import first_line, optional
-from lockstep.tasks.lm.lora.options import LoraOptions
+from lockstep.tasks.lora.options import LoraOptions
 
 if TYPE_CHECKING:
     from lockstep.tasks.lm.options import LmOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ADAPTER = "default"  # peft's name of an adapter, where nobody gives another
+_HEADS = ("classifier", "score")  # of which peft knows that they train
 _SHOWN = 8
 
 
@@ -46,19 +47,46 @@ def adapt(model: nn.Module, missing: list[str], options: LmOptions, lora: LoraOp
     if has_values and options.model is None:
         remedy = "set task.model to a name or a folder; of a run of Lockstep: lockstep export RUN FOLDER"
         raise UsageError("adapters need a pretrained model, and task.config has none", where="task.lora", remedy=remedy)
-    if missing:
-        what = f"{options.model} lacks weights, which adapters cannot replace: {listed(missing, _SHOWN)}"
-        raise UsageError(
-            what, where="task.model", remedy="train without task.lora, and use what lockstep export writes"
-        )
+    _refuse(missing, options.model)
     digest = digest_of(model.state_dict()) if has_values else torch.empty(16, dtype=torch.uint8)
     base = FrozenBase(str(options.model), digest, where="task.model")
     _inject(model, lora)
-    for parameter in model.parameters():
-        if parameter.requires_grad:  # peft makes it in the number format of its layer
-            parameter.data = parameter.data.float()
     kept = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return leave_out(model, kept, base)
+
+
+def classifier(model: Any, missing: list[str], name: str, lora: LoraOptions) -> nn.Module:
+    """The model of peft of a classifier: adapters train, and all that lies behind the pretrained body, its head.
+
+    Args:
+        model: changed in place, of transformers. Its tensors may be on the meta device.
+        missing: names of weights that the pretrained model lacks.
+        name: of the pretrained model.
+
+    Raises:
+        UsageError: the model lacks weights of its body, or has no such layers, or peft refuses the options.
+    """
+    parts = {part: module for part, module in model.named_children() if part != model.base_model_prefix}
+    head = [part for part, module in parts.items() if any(True for _ in module.parameters())]
+    _refuse([weight for weight in missing if weight.partition(".")[0] not in head], name)
+    for part in head:  # in float32, behind a body of base_dtype
+        parts[part].register_forward_pre_hook(_in_format_of_weights)
+    made: nn.Module = trained_only(_inject(model, lora, [part for part in head if part not in _HEADS]), name)
+    base: Any = made.frozen_base
+    base.where = "task.model"
+    return made.train()
+
+
+def _in_format_of_weights(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    dtype = next(module.parameters()).dtype
+    return tuple(one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one for one in inputs)
+
+
+def _refuse(missing: list[str], name: str | None) -> None:
+    if missing:
+        what = f"{name} lacks weights, which adapters cannot replace: {listed(missing, _SHOWN)}"
+        remedy = "train without task.lora, and use what lockstep export writes"
+        raise UsageError(what, where="task.model", remedy=remedy)
 
 
 def merge(model: nn.Module) -> dict[str, Tensor]:
@@ -83,7 +111,12 @@ def merge(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
 
 
-def _inject(model: nn.Module, lora: LoraOptions) -> None:
+def _inject(model: nn.Module, lora: LoraOptions, head: list[str] | None = None) -> Any:
+    """The model with adapters; of a classifier peft's own model. What trains is in float32.
+
+    Args:
+        head: parts of a classifier's head that peft does not know. None: a language model.
+    """
     peft = import_peft()
     config = peft.LoraConfig(
         r=lora.rank,
@@ -92,15 +125,22 @@ def _inject(model: nn.Module, lora: LoraOptions) -> None:
         target_modules=lora.targets,
         use_dora=lora.dora,
         use_rslora=lora.rslora,
-        task_type="CAUSAL_LM",
+        task_type="CAUSAL_LM" if head is None else "SEQ_CLS",
+        modules_to_save=head,
     )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # peft then sets what suits the layer
-            peft.inject_adapter_in_model(config, model, ADAPTER)
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft asks for it
+            is_lm = head is None
+            made = peft.inject_adapter_in_model(config, model, ADAPTER) if is_lm else peft.get_peft_model(model, config)
     except (ValueError, KeyError, TypeError, NotImplementedError) as error:
         layers = {name.split(".")[-2] for name, weight in model.named_parameters() if weight.ndim > 1}
         remedy = f"layers have names such as {listed(sorted(layers), _SHOWN)}; or use all-linear"
         raise UsageError(
             f"peft refuses the model: {first_line(error)}", where="task.lora.targets", remedy=remedy
         ) from error
+    for parameter in made.parameters():
+        if parameter.requires_grad:  # peft makes it in the number format of its layer
+            parameter.data = parameter.data.float()
+    return made
