@@ -17,7 +17,9 @@ from lockstep.parts.checks.dry_run import without_trace
 from lockstep.parts.digest import Digest, digests
 
 StateDigests = dict[str, tuple[int, int, Digest]]
-"""By tensor: its first row on this rank, the number of its rows here, and the digest of these rows."""
+"""By tensor: its first row on this rank, the number of its rows here, and the digest of these rows.
+
+Where a rank holds only some columns, their numbers follow the name: `model.a[:, 0:4]`."""
 RankLosses = dict[str, str]
 """The losses of a batch on one rank by head, as exact hexadecimal numbers."""
 
@@ -39,7 +41,10 @@ def tensors_of_state(state: TrainState) -> dict[str, Tensor]:
 
 def digests_of(tensors: Mapping[str, Tensor]) -> StateDigests:
     """The digests of tensors, of sharded tensors those of this rank's rows."""
-    shards = {name: sharded_tensor.local_shard(value) for name, value in tensors.items()}
+    shards = {}
+    for name, value in tensors.items():
+        shard = sharded_tensor.local_shard(value)
+        shards[name + (f"[:, {shard.columns.start}:{shard.columns.stop}]" if shard.columns else "")] = shard
     found = digests({name: shard.local for name, shard in shards.items()})
     return {
         name: (shard.start, len(shard.local) if shard.local.ndim else 1, found[name]) for name, shard in shards.items()

@@ -106,6 +106,8 @@ class Recording:
     """Size of all buffers."""
     sharded: bool = False
     """True if ranks hold parts of the parameters."""
+    speaks: bool = True
+    """True for the first rank of a tensor group, all of whose ranks have the same samples."""
     moved: float = 0.0
     """2-norm of what training changed in the parameters on this rank."""
     stop: int = 0
@@ -203,7 +205,7 @@ class TrainingRecorder(Recorder):
         state, model, recording = run.state, run.model, self.recording
         recording.stop, recording.length = run.stop, run.plan.length
         recording.steps_per_epoch = run.plan.steps_per_epoch
-        recording.sharded = state.strategy.is_sharded
+        recording.sharded, recording.speaks = state.strategy.is_sharded, state.world.speaks
         recording.buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
         held = model.state_dict()
         recording.parameters = [name for name, p in model.named_parameters() if p.requires_grad or name in held]

@@ -62,7 +62,7 @@ def gradients(experiments: Experiments) -> CheckResult:
             f"the gradient is not plain torch's: {worst.difference:.2g} off, {worst.ratio:.6g} times as long, "
             f"most in {worst.worst}"
         )
-        complaints.append(f"{text}. {probe.diagnosis()}".rstrip(". "))
+        complaints.append(f"{text}. {experiments.cut() or probe.diagnosis()}".rstrip(". "))
     if complaints:
         return fault("; ".join(complaints), **more)
     if obstacle is not None:
@@ -193,6 +193,8 @@ def collectives(experiments: Experiments) -> CheckResult:
     elements, reduced = _elements(first, nproc, experiments.probe().players), sum(quietest[0].reductions)
     micro_batches = -(-experiments.global_batch // (experiments.small_micro_batch * nproc))
     waits, notes = _host_waits(recordings, experiments)
+    if experiments.groups < nproc:
+        notes.append("made with parallel.tensor=1: a mesh also exchanges activations, which are not counted")
     text = (
         f"{counted(len(quietest[0].reductions), 'reduction')} of {reduced:,} elements "
         f"in a step of {micro_batches} micro-batches, "
@@ -239,7 +241,10 @@ def collectives(experiments: Experiments) -> CheckResult:
 def _record_communication(experiments: Experiments) -> list[Recording]:
     """Train on all ranks with several micro-batches each. Nothing is logged, so that steps make only what they need."""
     config = experiments.short_config(
-        batch__micro=experiments.small_micro_batch, log__every_steps=experiments.steps, train__unfreeze=[]
+        batch__micro=experiments.small_micro_batch,
+        log__every_steps=experiments.steps,
+        train__unfreeze=[],
+        parallel__tensor=1,
     )
     return experiments.train(
         "communication",

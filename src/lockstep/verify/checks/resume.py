@@ -8,8 +8,8 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.parts.digest import digest
-from lockstep.verify import compare, worker_functions
+from lockstep.parts.digest import Digest, digest
+from lockstep.verify import compare, on_mesh, worker_functions
 from lockstep.verify.checks.replicas import ONE_RANK, compare_with_one_process
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.experiments import ExperimentFailed, Experiments
@@ -168,12 +168,16 @@ def _compare_resumed(
 def _wrong_checkpoint(recordings: list[Recording], folder: Path) -> str:
     """A complaint if a checkpoint on the disk is not the state that the ranks had after its step; else empty."""
     for state in map(SavedState, complete(folder)):
-        shares = [recording.digests.get(state.step, {}) for recording in recordings]
-        names = state.names & {name for share in shares for name in share}
+        shares: dict[str, list[tuple[slice, int, int, Digest]]] = {}  # by tensor: columns, first row, rows, digest
+        for recording in recordings:
+            for key, share in recording.digests.get(state.step, {}).items():
+                name, columns = on_mesh.name_and_columns(key)
+                shares.setdefault(name, []).append((columns, *share))
         wrong = []
-        for name, tensor in state.read(names):
-            for start, rows, of_rank in (share[name] for share in shares if name in share):
-                if digest(tensor[start : start + rows] if tensor.ndim else tensor) != of_rank:
+        for name, tensor in state.read(state.names & shares.keys()):
+            for columns, start, rows, of_rank in shares[name]:
+                held = tensor[start : start + rows] if tensor.ndim else tensor
+                if digest(held[:, columns] if tensor.ndim > 1 else held) != of_rank:
                     wrong.append(name)
                     break
         if wrong:
@@ -198,8 +202,9 @@ def _wrong_log(undisturbed: list[Recording], resumed: list[Recording], start: in
         head = key.removeprefix("train/loss").removeprefix("/")
         total = units = largest = 0.0
         for step, of_step in by_step.items():
-            counts = [units_of(recording.units.get(step, {}), head) for recording in undisturbed]
-            counts = counts if any(counts) or head else [sum(one.units.get(step, {}).values()) for one in undisturbed]
+            speaking = [recording for recording in undisturbed if recording.speaks]
+            counts = [units_of(recording.units.get(step, {}), head) for recording in speaking]
+            counts = counts if any(counts) or head else [sum(one.units.get(step, {}).values()) for one in speaking]
             if key in of_step and math.isfinite(of_step[key]):
                 total, units = total + of_step[key] * sum(counts), units + sum(counts)
                 largest = max(largest, abs(of_step[key]))
@@ -212,29 +217,46 @@ def _wrong_log(undisturbed: list[Recording], resumed: list[Recording], start: in
 
 
 def elastic(experiments: Experiments) -> CheckResult:
-    """Stopped and resumed on another number of ranks: the same samples, and weights as close as rounding explains."""
+    """Stopped and resumed on another number of ranks: the same samples, and weights as close as rounding explains.
+
+    From a mesh, the training goes on without one, and then on the mesh again.
+    """
     first, half = experiments.nproc, experiments.steps // 2
     second = first - 1 if first > 1 else 2
     if second > experiments.most_ranks:
         return not_shown(ONE_RANK)
+    is_mesh = experiments.groups < first
+    back = half + max(1, half // 2) if is_mesh else experiments.steps  # the step after which it is on a mesh again
 
     def train() -> list[Recording]:
         config, changes = experiments.exact_config(batch__micro=None), experiments.exact_changes()
+        other = experiments.exact_config(batch__micro=None, parallel__tensor=1)
         started = experiments.train("elastic", first, config, changes=changes, stop_at=half)
-        resumed = experiments.train("elastic-resumed", second, config, changes=changes, resume="elastic")
+        more = {"changes": changes, "resume": "elastic"}
+        resumed = experiments.train("elastic-resumed", second, other, stop_at=back if is_mesh else None, **more)
+        last = experiments.train("elastic-back", first, config, **more) if is_mesh else resumed
         for step in range(experiments.steps):
-            samples = _samples_of_step(started if step < half else resumed, step)
+            samples = _samples_of_step(started if step < half else resumed if step < back else last, step)
             if samples != _samples_of_step(experiments.one_process(), step):
                 raise ExperimentFailed(
                     "elastic",
                     f"after {first} ranks until step {half}, {second} ranks go on with other samples than one process",
                 )
-        return [replace(started[0], entries=started[0].entries[:half] + resumed[0].entries)]
+        entries = started[0].entries[:half] + resumed[0].entries[: back - half]
+        return [replace(started[0], entries=entries + (last[0].entries if is_mesh else []))]
 
-    return compare_with_one_process(experiments, "elastic", train, words=f"{first} ranks, then {second}")
+    tensor = experiments.config["parallel"]["tensor"]
+    words = f"{first} ranks with parallel.tensor={tensor}, then {second} without, then {first} with it"
+    words = words if is_mesh else f"{first} ranks, then {second}"
+    return compare_with_one_process(experiments, "elastic", train, words=words)
 
 
 def _samples_of_step(recordings: list[Recording], step: int) -> list[int]:
     return sorted(
-        index for recording in recordings for at, _, indices in recording.samples if at == step for index in indices
+        index
+        for recording in recordings
+        if recording.speaks
+        for at, _, indices in recording.samples
+        if at == step
+        for index in indices
     )
