@@ -51,8 +51,9 @@ def verify(
         settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [], default="2")
         count = local_ranks.ranks_of(nproc)
         settings = _settled(settings)
-        groups = max(1, count // settings.parallel.tensor)  # of ranks that get the same samples
-        settings = settings.model_copy(update={"batch": settings.batch.resolve(groups)})
+        settings = settings.model_copy(
+            update={"batch": settings.batch.resolve(max(1, count // settings.parallel.tensor))}
+        )
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ranks and their files are cleaned up
         if not cold:
             from lockstep.launch import warm_process

@@ -17,9 +17,7 @@ from lockstep.parts.checks.dry_run import without_trace
 from lockstep.parts.digest import Digest, digests
 
 StateDigests = dict[str, tuple[int, int, Digest]]
-"""By tensor: its first row on this rank, the number of its rows here, and the digest of these rows.
-
-Where a rank holds only some columns, their numbers follow the name: `model.a[:, 0:4]`."""
+"""By tensor: its first row on this rank, the number of its rows here, and the digest of these rows."""
 RankLosses = dict[str, str]
 """The losses of a batch on one rank by head, as exact hexadecimal numbers."""
 
@@ -40,11 +38,12 @@ def tensors_of_state(state: TrainState) -> dict[str, Tensor]:
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> StateDigests:
-    """The digests of tensors, of sharded tensors those of this rank's rows."""
-    shards = {}
-    for name, value in tensors.items():
-        shard = sharded_tensor.local_shard(value)
-        shards[name + (f"[:, {shard.columns.start}:{shard.columns.stop}]" if shard.columns else "")] = shard
+    """The digests of tensors, of sharded tensors those of this rank's rows.
+
+    Where a rank holds some columns alone, their numbers follow the name: `model.a[:, 0:4]`.
+    """
+    shards = {name: sharded_tensor.local_shard(value) for name, value in tensors.items()}
+    shards = {f"{n}[:, {s.columns.start}:{s.columns.stop}]" if s.columns else n: s for n, s in shards.items()}
     found = digests({name: shard.local for name, shard in shards.items()})
     return {
         name: (shard.start, len(shard.local) if shard.local.ndim else 1, found[name]) for name, shard in shards.items()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from lockstep.core import devices
 from lockstep.core.data import same_samples
-from lockstep.verify import compare, on_mesh, worker_functions
+from lockstep.verify import compare, cut_model, worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.compare import Difference
 from lockstep.verify.constant_baseline import ConstantBaseline, constant_baseline
@@ -280,12 +280,8 @@ class Experiments:
 
     @_once
     def cut(self) -> str:
-        """What differs in the model that a mesh cuts; see `on_mesh.first_difference`. Empty: nothing, or no mesh."""
-        if self.groups == self.nproc:
-            return ""
-        config = self.short_config(parallel__param_dtype=None, parallel__reduce_dtype=None)
-        more = (config, self.exact_changes(), self.probe().epsilon)
-        return next(filter(None, self.run("cut-model", self.nproc, on_mesh.first_difference, *more)), "")
+        """What differs in the model that a mesh cuts; see `cut_model`. Empty: nothing, or there is no mesh."""
+        return cut_model.examined(self)
 
     @_once
     def data_sizes(self) -> tuple[int, int]:

@@ -63,7 +63,7 @@ class Recording:
     entries: list[dict[str, float]] = field(default_factory=list)
     """The entries of the log."""
     samples: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
-    """(step counted from 0, epoch, indices that count) of each step."""
+    """(step counted from 0, epoch, indices that count) of each step. Of a tensor group, the first rank has them."""
     batches: dict[int, list[int]] = field(default_factory=dict)
     """Digests of the micro-batches, by step counted from 0."""
     units: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -106,8 +106,6 @@ class Recording:
     """Size of all buffers."""
     sharded: bool = False
     """True if ranks hold parts of the parameters."""
-    speaks: bool = True
-    """True for the first rank of a tensor group, all of whose ranks have the same samples."""
     moved: float = 0.0
     """2-norm of what training changed in the parameters on this rank."""
     stop: int = 0
@@ -205,7 +203,7 @@ class TrainingRecorder(Recorder):
         state, model, recording = run.state, run.model, self.recording
         recording.stop, recording.length = run.stop, run.plan.length
         recording.steps_per_epoch = run.plan.steps_per_epoch
-        recording.sharded, recording.speaks = state.strategy.is_sharded, state.world.speaks
+        recording.sharded = state.strategy.is_sharded
         recording.buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
         held = model.state_dict()
         recording.parameters = [name for name, p in model.named_parameters() if p.requires_grad or name in held]
@@ -222,9 +220,10 @@ class TrainingRecorder(Recorder):
     def _before_step(self, run: Run, micro_batches: list[MicroBatch]) -> None:
         state, step = run.state, run.state.step
         indices = tuple(index for micro in micro_batches if not micro.filler for index in micro.indices)
-        self.recording.samples.append((step, micro_batches[0].epoch, indices))
+        if state.world.speaks:  # all ranks of a tensor group have the same samples, which count once
+            self.recording.samples.append((step, micro_batches[0].epoch, indices))
         units = self.recording.units[step] = {}
-        for micro in micro_batches:
+        for micro in micro_batches if state.world.speaks else ():
             for head, count in ({EVERY_HEAD: micro.samples} if micro.weights is None else micro.weights).items():
                 units[head] = units.get(head, 0.0) + count
         if self.options.digest_batches:

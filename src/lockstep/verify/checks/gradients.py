@@ -193,11 +193,10 @@ def collectives(experiments: Experiments) -> CheckResult:
     elements, reduced = _elements(first, nproc, experiments.probe().players), sum(quietest[0].reductions)
     micro_batches = -(-experiments.global_batch // (experiments.small_micro_batch * nproc))
     waits, notes = _host_waits(recordings, experiments)
-    if experiments.groups < nproc:
-        notes.append("made with parallel.tensor=1: a mesh also exchanges activations, which are not counted")
+    without = " with parallel.tensor=1" if experiments.groups < nproc else ""  # a mesh exchanges activations, too
     text = (
         f"{counted(len(quietest[0].reductions), 'reduction')} of {reduced:,} elements "
-        f"in a step of {micro_batches} micro-batches, "
+        f"in a step of {micro_batches} micro-batches{without}, "
         f"for {elements:,} parameters"
     )
     more: dict[str, Any] = {
@@ -241,11 +240,9 @@ def collectives(experiments: Experiments) -> CheckResult:
 def _record_communication(experiments: Experiments) -> list[Recording]:
     """Train on all ranks with several micro-batches each. Nothing is logged, so that steps make only what they need."""
     config = experiments.short_config(
-        batch__micro=experiments.small_micro_batch,
-        log__every_steps=experiments.steps,
-        train__unfreeze=[],
-        parallel__tensor=1,
+        batch__micro=experiments.small_micro_batch, log__every_steps=experiments.steps, train__unfreeze=[]
     )
+    config["parallel"]["tensor"] = 1
     return experiments.train(
         "communication",
         experiments.nproc,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.parts.replicas import Difference, differing, other_losses
-from lockstep.verify import compare, on_mesh
+from lockstep.verify import compare
 from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.recorder import Recording
 from lockstep.verify.result import CheckResult, fault, not_shown, passed
@@ -124,7 +124,7 @@ def _incomplete(recordings: list[Recording], step: int) -> str | None:
     for name in dict.fromkeys(name for recording in recordings for name in recording.digests.get(step, {})):
         shape = shapes[name.partition("[")[0]]
         parts = [recording.digests.get(step, {}).get(name) for recording in recordings]
-        if None in parts and "[" not in name:
+        if None in parts and "[" not in name:  # no rank holds all columns
             return name
         covered = 0
         for start, rows, _ in sorted(part for part in parts if part is not None):
@@ -153,28 +153,18 @@ def accumulation(experiments: Experiments) -> CheckResult:
 
 
 def strategies(experiments: Experiments) -> CheckResult:
-    """The same with DDP where the config says FSDP, and with FSDP where it says DDP; of a mesh, with all of them."""
-    nproc, tensor = experiments.nproc, int(experiments.config["parallel"]["tensor"])
+    """The same with DDP where the config says FSDP, and with FSDP where it says DDP."""
+    nproc = experiments.nproc
     if nproc == 1:
         return not_shown("one rank shards nothing; give --nproc 2 or more")
-    ways = on_mesh.arrangements(experiments.strategy, tensor, experiments.groups)
-    found = [_with_strategy(experiments, *way) for way in ways]
-    worst = max(found, key=lambda one: (one.status == "fault", one.status == "not shown", one.value or 0.0))
-    if worst.status == "passed" and len(ways) > 1:
-        named = ", ".join(on_mesh.named(*way) for way in ways)
-        worst.reason = f"{nproc} ranks and one process train the same model: {named}{experiments.probe().precision()}"
-    worst.curves = {name: curve for one in found for name, curve in one.curves.items()}
-    return worst
-
-
-def _with_strategy(experiments: Experiments, strategy: str, tensor: int) -> CheckResult:
-    name, nproc = on_mesh.named(strategy, tensor), experiments.nproc
-    config = experiments.exact_config(batch__micro=None, parallel__strategy=strategy, parallel__tensor=tensor)
+    other = "fsdp" if experiments.strategy == "ddp" else "ddp"
+    config = experiments.exact_config(batch__micro=None)
+    config["parallel"]["strategy"] = other
 
     def train() -> list[Recording]:
-        return experiments.train(name, nproc, config, changes=experiments.exact_changes())
+        return experiments.train(other, nproc, config, changes=experiments.exact_changes())
 
-    return compare_with_one_process(experiments, name, train, words=f"{nproc} ranks with {name}")
+    return compare_with_one_process(experiments, other, train, words=f"{nproc} ranks with {other}")
 
 
 def compare_with_one_process(

@@ -8,8 +8,8 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.parts.digest import Digest, digest
-from lockstep.verify import compare, on_mesh, worker_functions
+from lockstep.parts.digest import digest
+from lockstep.verify import compare, cut_model, worker_functions
 from lockstep.verify.checks.replicas import ONE_RANK, compare_with_one_process
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.experiments import ExperimentFailed, Experiments
@@ -168,18 +168,12 @@ def _compare_resumed(
 def _wrong_checkpoint(recordings: list[Recording], folder: Path) -> str:
     """A complaint if a checkpoint on the disk is not the state that the ranks had after its step; else empty."""
     for state in map(SavedState, complete(folder)):
-        shares: dict[str, list[tuple[slice, int, int, Digest]]] = {}  # by tensor: columns, first row, rows, digest
-        for recording in recordings:
-            for key, share in recording.digests.get(state.step, {}).items():
-                name, columns = on_mesh.name_and_columns(key)
-                shares.setdefault(name, []).append((columns, *share))
+        shares = [recording.digests.get(state.step, {}) for recording in recordings]
+        names = state.names & {name.partition("[")[0] for share in shares for name in share}
         wrong = []
-        for name, tensor in state.read(state.names & shares.keys()):
-            for columns, start, rows, of_rank in shares[name]:
-                held = tensor[start : start + rows] if tensor.ndim else tensor
-                if digest(held[:, columns] if tensor.ndim > 1 else held) != of_rank:
-                    wrong.append(name)
-                    break
+        for name, tensor in state.read(names):
+            if any(digest(part) != of_rank for part, of_rank in cut_model.parts(name, tensor, shares)):
+                wrong.append(name)
         if wrong:
             return (
                 f"the checkpoint of step {state.step} is not what training had after that step: {wrong[0]} and "
@@ -202,9 +196,8 @@ def _wrong_log(undisturbed: list[Recording], resumed: list[Recording], start: in
         head = key.removeprefix("train/loss").removeprefix("/")
         total = units = largest = 0.0
         for step, of_step in by_step.items():
-            speaking = [recording for recording in undisturbed if recording.speaks]
-            counts = [units_of(recording.units.get(step, {}), head) for recording in speaking]
-            counts = counts if any(counts) or head else [sum(one.units.get(step, {}).values()) for one in speaking]
+            counts = [units_of(recording.units.get(step, {}), head) for recording in undisturbed]
+            counts = counts if any(counts) or head else [sum(one.units.get(step, {}).values()) for one in undisturbed]
             if key in of_step and math.isfinite(of_step[key]):
                 total, units = total + of_step[key] * sum(counts), units + sum(counts)
                 largest = max(largest, abs(of_step[key]))
@@ -221,42 +214,30 @@ def elastic(experiments: Experiments) -> CheckResult:
 
     From a mesh, the training goes on without one, and then on the mesh again.
     """
-    first, half = experiments.nproc, experiments.steps // 2
+    first, steps, tensor = experiments.nproc, experiments.steps, experiments.config["parallel"]["tensor"]
     second = first - 1 if first > 1 else 2
     if second > experiments.most_ranks:
         return not_shown(ONE_RANK)
-    is_mesh = experiments.groups < first
-    back = half + max(1, half // 2) if is_mesh else experiments.steps  # the step after which it is on a mesh again
+    words = f"{first} ranks, then {second}"
+    parts = [("elastic", first, tensor, steps // 2), ("elastic-resumed", second, tensor, None)]
+    if experiments.groups < first:
+        words = f"{first} ranks with parallel.tensor={tensor}, then {second} without, then {first} with it"
+        parts[1:] = [("elastic-resumed", second, 1, 3 * steps // 4), ("elastic-back", first, tensor, None)]
 
     def train() -> list[Recording]:
-        config, changes = experiments.exact_config(batch__micro=None), experiments.exact_changes()
-        other = experiments.exact_config(batch__micro=None, parallel__tensor=1)
-        started = experiments.train("elastic", first, config, changes=changes, stop_at=half)
-        more = {"changes": changes, "resume": "elastic"}
-        resumed = experiments.train("elastic-resumed", second, other, stop_at=back if is_mesh else None, **more)
-        last = experiments.train("elastic-back", first, config, **more) if is_mesh else resumed
-        for step in range(experiments.steps):
-            samples = _samples_of_step(started if step < half else resumed if step < back else last, step)
-            if samples != _samples_of_step(experiments.one_process(), step):
-                raise ExperimentFailed(
-                    "elastic",
-                    f"after {first} ranks until step {half}, {second} ranks go on with other samples than one process",
-                )
-        entries = started[0].entries[:half] + resumed[0].entries[: back - half]
-        return [replace(started[0], entries=entries + (last[0].entries if is_mesh else []))]
+        changes, made, entries = experiments.exact_changes(), list[Recording](), list[dict[str, float]]()
+        for name, world, parallel, until in parts:
+            config = experiments.exact_config(batch__micro=None, parallel__tensor=parallel)
+            made += (part := experiments.train(name, world, config, changes=changes, resume="elastic", stop_at=until))
+            entries += part[0].entries[: None if until is None else until - len(entries)]
+        if any(_samples_of_step(made, n) != _samples_of_step(experiments.one_process(), n) for n in range(steps)):
+            raise ExperimentFailed("elastic", f"{words}: they go on with other samples than one process")
+        return [replace(made[0], entries=entries)]
 
-    tensor = experiments.config["parallel"]["tensor"]
-    words = f"{first} ranks with parallel.tensor={tensor}, then {second} without, then {first} with it"
-    words = words if is_mesh else f"{first} ranks, then {second}"
     return compare_with_one_process(experiments, "elastic", train, words=words)
 
 
 def _samples_of_step(recordings: list[Recording], step: int) -> list[int]:
     return sorted(
-        index
-        for recording in recordings
-        if recording.speaks
-        for at, _, indices in recording.samples
-        if at == step
-        for index in indices
+        index for recording in recordings for at, _, indices in recording.samples if at == step for index in indices
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.verify import on_mesh, worker_functions
+from lockstep.verify import worker_functions
 from lockstep.verify.draws import complaint as complaint_of_draws
 from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.recorder import Recording
@@ -26,8 +26,6 @@ def samples(experiments: Experiments) -> CheckResult:
         if failed.has_different_data:
             return fault(failed.error)
         raise
-    if complaint := on_mesh.other_samples(recordings):
-        return fault(complaint)
     length, config, batch = experiments.train_samples, experiments.config, experiments.global_batch
     length = min(length, experiments.data_sizes()[0])
     draws = experiments.planned_draws(length)
@@ -102,8 +100,8 @@ def samples(experiments: Experiments) -> CheckResult:
 
 
 def _samples_of_step(recordings: list[Recording], step: int) -> list[tuple[int, ...]]:
-    """The indices that each tensor group used in `step`; ranks without the step are left out."""
-    return [one for recording in recordings if recording.speaks for at, _, one in recording.samples if at == step]
+    """The indices that each rank used in `step`; ranks without the step are left out."""
+    return [indices for recording in recordings for at, _, indices in recording.samples if at == step]
 
 
 def _wrong_plan(experiments: Experiments, total: int) -> str:

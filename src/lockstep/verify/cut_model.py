@@ -16,6 +16,8 @@ from lockstep.core.parallel.world import World, join_world
 from lockstep.core.run_model import build_model, seed_everything
 from lockstep.core.task import needs_global_batch
 from lockstep.mesh.layout import laid_out
+from lockstep.parts.digest import Digest
+from lockstep.parts.replicas import StateDigests
 from lockstep.trainer.trainer import Trainer
 from lockstep.verify.by_index import task_of
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges, sum_of_heads
@@ -25,39 +27,35 @@ from lockstep.verify.reference import data
 _ROUNDINGS = 1000.0
 _SAMPLES = 8
 Outputs = dict[tuple[str, int], list[Tensor]]
-"""By the name of a module and the number of its call: the tensors that it gave. In the order in which they were ready."""
+"""By the name of a module and the number of its call: the tensors that it gave, in the order of their ends."""
 
 
-def arrangements(strategy: str, tensor: int, groups: int) -> list[tuple[str, int]]:
-    """Strategies and values of `parallel.tensor` that are compared with one process.
-
-    Args:
-        strategy, tensor: of the config.
-        groups: number of tensor groups.
-    """
-    other = "fsdp" if strategy == "ddp" else "ddp"
-    if tensor == 1:
-        return [(other, 1)]
-    return [("ddp", 1), ("fsdp", 1), (strategy, tensor), *([(other, tensor)] if groups > 1 else [])]
+def examined(experiments: Any) -> str:
+    """What `first_difference` says of the config of `experiments`. Empty: nothing, or its ranks form no mesh."""
+    if experiments.groups == experiments.nproc:
+        return ""
+    config = experiments.short_config(parallel__param_dtype=None, parallel__reduce_dtype=None)
+    more = config, experiments.exact_changes(), experiments.probe().epsilon
+    return next(filter(None, experiments.run("cut-model", experiments.nproc, first_difference, *more)), "")
 
 
-def named(strategy: str, tensor: int) -> str:
-    """The name of an arrangement, for people."""
-    return strategy if tensor == 1 else f"{strategy} and parallel.tensor={tensor}"
-
-
-def other_samples(recordings: Sequence[Recording]) -> str:
-    """A complaint if the ranks of a tensor group have other samples; else empty."""
+def other_batches(experiments: Any, recordings: Sequence[Recording]) -> str:
+    """A complaint if the ranks of a tensor group get other batches; else empty."""
+    tensor = experiments.nproc // experiments.groups
     for rank, recording in enumerate(recordings):
-        if not recording.speaks and recording.samples != recordings[rank - 1].samples:
-            return f"ranks {rank - 1} and {rank} are of one tensor group, and use other samples"
+        if recording.batches != recordings[rank - rank % tensor].batches:
+            return f"ranks {rank - rank % tensor} and {rank} are of one tensor group, and get other batches"
     return ""
 
 
-def name_and_columns(key: str) -> tuple[str, slice]:
-    """The name of a tensor and the columns that a rank holds of it, from a key of `StateDigests`."""
-    name, _, columns = key.partition("[:, ")
-    return name, slice(*map(int, columns.rstrip("]").split(":"))) if columns else slice(None)
+def parts(name: str, tensor: Tensor, shares: Sequence[StateDigests]) -> Iterator[tuple[Tensor, Digest]]:
+    """The parts of a whole tensor that ranks held, and the digests of what they held."""
+    for share in shares:
+        for key in [key for key in share if key.partition("[")[0] == name]:
+            start, rows, digest = share[key]
+            columns = slice(*map(int, key[len(name) + 4 : -1].split(":"))) if key != name else slice(None)
+            held = tensor[start : start + rows] if tensor.ndim else tensor
+            yield (held[:, columns].contiguous() if key != name else held), digest
 
 
 def first_difference(config: Mapping[str, Any], changes: TaskChanges, epsilon: float) -> str:
@@ -143,11 +141,11 @@ def _in_outputs(expected: Outputs, found: Outputs, world: World, epsilon: float)
                 continue
             off = float((part - cut).double().norm() / part.double().norm().clamp(min=1e-300))
             if not off <= _ROUNDINGS * epsilon:
-                after = f", and that of {before}, which comes before it, does not" if before else ""
+                right = f", and {before} before it is right" if before else ""
                 return (
-                    f"The plan does not fit the model: the first module whose output differs from the whole model's "
-                    f"is {name} ({off:.2g} off){after}. A softmax or a norm may work across cut outputs there, or "
-                    "the plan may cut only some of the layers that belong together"
+                    f"The plan does not fit the model: the first module that differs is {name} ({off:.2g} off){right}. "
+                    "A softmax or a norm may work across cut outputs there, or the plan may lack layers that belong "
+                    "together"
                 )
         before = name
     return ""
