@@ -68,13 +68,13 @@ def first_difference(config: Mapping[str, Any], changes: TaskChanges, epsilon: f
         UsageError: the config or the plan does not fit a mesh, or a module fails in the model that is cut; names it.
     """
     trainer = Trainer(config, quiet=True)
-    task = ComparableTask(task_of(trainer), changes)
+    task, other = (ComparableTask(task_of(trainer), changes) for _ in range(2))  # a task may keep its model
     if task.players or needs_global_batch(task):
         trainer.config.parallel.without_mesh("a task with players or Task.embed")
     with join_world(trainer.config.device) as ranks:
         world = laid_out(ranks, trainer.config)
         strategy = build_model(trainer.config, task, world, steps_per_epoch=1).strategy
-        cut, whole = strategy.unwrapped.model, task.model().to(world.device).train()
+        cut, whole = strategy.unwrapped.model, other.model().to(world.device).train()
         _take_values(whole, cut)
         of_task: Any = task.train_data()
         chosen = range(min(_SAMPLES, len(of_task)))
@@ -82,7 +82,7 @@ def first_difference(config: Mapping[str, Any], changes: TaskChanges, epsilon: f
         batch = data.to_device(task.collate(samples), world.device)
         seed_everything(trainer.config)
         with _outputs(whole) as (expected, _):
-            loss = sum_of_heads(data.losses(task, whole, batch))
+            loss = sum_of_heads(data.losses(other, whole, batch))
         loss.backward()  # type: ignore[no-untyped-call]
         strategy.forward.train()
         seed_everything(trainer.config)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lockstep.verify import compare
-from lockstep.verify.checks import replicas
+from lockstep.verify.checks import on_mesh, replicas
 from lockstep.verify.checks.replicas import _differing, _incomplete
 from lockstep.verify.compare import Difference
 from lockstep.verify.experiments import Experiments
@@ -44,7 +44,7 @@ def test_the_last_bit_of_one_head_on_one_rank_is_a_fault():
 
 
 def test_one_rank_has_none_to_be_compared_with():
-    for check in (replicas.probe, replicas.replicas, replicas.ranks, replicas.strategies):
+    for check in (replicas.probe, replicas.replicas, replicas.ranks, on_mesh.strategies):
         assert check(experiments(nproc=1)).status == "not shown"
 
 

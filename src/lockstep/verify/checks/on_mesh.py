@@ -1,4 +1,4 @@
-"""The checks that make other trainings where ranks form a mesh: models that are cut over tensor groups."""
+"""The checks that look further where ranks form a mesh: models that are cut over tensor groups."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from lockstep.verify.checks import replicas
 from lockstep.verify.checks import samples as of_samples
 from lockstep.verify.experiments import Experiments
 from lockstep.verify.recorder import Recording
-from lockstep.verify.result import CheckResult, fault
+from lockstep.verify.result import CheckResult, fault, not_shown
 
 
 def strategies(experiments: Experiments) -> CheckResult:
-    """The same with another strategy. Of a mesh, with DDP and FSDP, each on a mesh and on none."""
+    """The same with FSDP instead of DDP, or DDP instead of FSDP. Of a mesh: with both, each on a mesh and on none."""
     groups, nproc, tensor = experiments.groups, experiments.nproc, int(experiments.config["parallel"]["tensor"])
-    if groups == nproc:
-        return replicas.strategies(experiments)
-    ways = {name: (name, 1) for name in ("ddp", "fsdp")}
-    for strategy in ("ddp", "fsdp") if groups > 1 else (experiments.strategy,):
+    if nproc == 1:
+        return not_shown("one rank shards nothing; give --nproc 2 or more")
+    ways = {name: (name, 1) for name in ("ddp", "fsdp") if groups < nproc or name != experiments.strategy}
+    for strategy in () if groups == nproc else ("ddp", "fsdp") if groups > 1 else (experiments.strategy,):
         ways[f"{strategy} and parallel.tensor={tensor}"] = strategy, tensor
 
     def compared(name: str, strategy: str, tensor: int) -> CheckResult:

@@ -152,21 +152,6 @@ def accumulation(experiments: Experiments) -> CheckResult:
     return compare_with_one_process(experiments, "accumulated", experiments.accumulated, words=words)
 
 
-def strategies(experiments: Experiments) -> CheckResult:
-    """The same with DDP where the config says FSDP, and with FSDP where it says DDP."""
-    nproc = experiments.nproc
-    if nproc == 1:
-        return not_shown("one rank shards nothing; give --nproc 2 or more")
-    other = "fsdp" if experiments.strategy == "ddp" else "ddp"
-    config = experiments.exact_config(batch__micro=None)
-    config["parallel"]["strategy"] = other
-
-    def train() -> list[Recording]:
-        return experiments.train(other, nproc, config, changes=experiments.exact_changes())
-
-    return compare_with_one_process(experiments, other, train, words=f"{nproc} ranks with {other}")
-
-
 def compare_with_one_process(
     experiments: Experiments, name: str, train: Callable[[], list[Recording]], *, words: str
 ) -> CheckResult:
