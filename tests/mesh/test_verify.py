@@ -19,7 +19,7 @@ ON_TWO = {"tensor": 2}
 WORDS = {
     "Right": "",
     "Across": "the first module that differs is blocks.0.down (",
-    "Unsummed": "outputs, but the gradient of blocks.",
+    "Unsummed": "of_head.",
     "OneLayer": "Task.tensor_plan: blocks.0.down fails in the model that is cut",
     "Misspelled": "Task.tensor_plan: no module matches 'block.*.up'",
 }

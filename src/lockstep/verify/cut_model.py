@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -94,7 +95,8 @@ def first_difference(config: Mapping[str, Any], changes: TaskChanges, epsilon: f
             except Exception as error:
                 what = f"{entered[-1]} fails in the model that is cut: {type(error).__name__}: {str(error).strip()}"
                 raise UsageError(what, where="Task.tensor_plan", remedy="see docs/mesh.md, The plan") from error
-        strategy.backward(losses, {head: torch.ones_like(value) for head, value in losses.items()}, True)
+        factors = {head: torch.ones_like(value) for head, value in losses.items() if value.requires_grad}
+        strategy.backward(losses, factors, True)
         grads = {name: gather(p.grad) for name, p in cut.named_parameters() if p.grad is not None}
         return _in_outputs(expected, found, world, epsilon) or _in_gradients(whole, grads, epsilon)
 
@@ -114,11 +116,11 @@ def _outputs(model: nn.Module) -> Iterator[tuple[Outputs, list[str]]]:
     """Inside, what each module gives, and the names of the modules in whose calls a pass is."""
     found: Outputs = {}
     entered: list[str] = []
+    calls = Counter[str]()
 
     def leave(name: str, _: nn.Module, __: Any, output: Any) -> None:
-        entered.pop()
-        call = sum(key[0] == name for key in found)
-        found[name, call] = [local(tensor.detach()).clone() for tensor in data.tensors(output)]
+        calls[entered.pop()] += 1
+        found[name, calls[name]] = [local(tensor.detach()).clone() for tensor in data.tensors(output)]
 
     handles = []
     for name, module in model.named_modules():
@@ -147,7 +149,7 @@ def _in_outputs(expected: Outputs, found: Outputs, world: World, epsilon: float)
                     "A softmax or a norm may work across cut outputs there, or the plan may lack layers that belong "
                     "together"
                 )
-        before = name
+            before = name
     return ""
 
 
@@ -169,7 +171,7 @@ def _part_of(whole: Tensor, shape: torch.Size, world: World) -> Tensor | None:
 def _in_gradients(whole: nn.Module, grads: Mapping[str, Tensor], epsilon: float) -> str:
     expected = {name: p.grad.double() for name, p in whole.named_parameters() if p.grad is not None}
     apart = {name: float((grad - grads[name]).norm()) for name, grad in expected.items() if name in grads}
-    length = sum(float(grad.square().sum()) for grad in expected.values()) ** 0.5
+    length = sum(float(grad.square().sum()) for grad in expected.values()) ** 0.5 or 1.0
     worst = max(apart, key=lambda name: apart[name], default="")
     if not worst or apart[worst] <= _ROUNDINGS * epsilon * length:
         return ""
