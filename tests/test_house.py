@@ -174,7 +174,7 @@ CODE_LINES = {
     "sampling": 233,
     "streams": 304,
     "verify/by_index.py": 30,
-    "verify/cut_model.py": 138,
+    "verify/cut_model.py": 139,
     "verify/checks/on_mesh.py": 32,
     "verify/draws.py": 70,
     "verify/reference/sampling.py": 50,

@@ -20,7 +20,7 @@ WORDS = {
     "Right": "",
     "Across": "the first module that differs is blocks.0.down (",
     "Unsummed": "of_head.",
-    "OneLayer": "Task.tensor_plan: blocks.0.down fails in the model that is cut",
+    "OneLayer": "parallel.tensor=2: blocks.0.down fails where the model is cut: mat1 and mat2",
     "Misspelled": "Task.tensor_plan: no module matches 'block.*.up'",
 }
 

@@ -90,13 +90,14 @@ def first_difference(config: Mapping[str, Any], changes: TaskChanges, epsilon: f
         with _outputs(cut) as (found, entered), strategy.gradient_sync(True):
             try:
                 losses = strategy.forward(batch)
+                factors = {head: torch.ones_like(value) for head, value in losses.items() if value.requires_grad}
+                strategy.backward(losses, factors, True)
             except LockstepError:
                 raise
             except Exception as error:
-                what = f"{entered[-1]} fails in the model that is cut: {type(error).__name__}: {str(error).strip()}"
-                raise UsageError(what, where="Task.tensor_plan", remedy="see docs/mesh.md, The plan") from error
-        factors = {head: torch.ones_like(value) for head, value in losses.items() if value.requires_grad}
-        strategy.backward(losses, factors, True)
+                what = f"{entered[-1] if entered else 'Task.loss'} fails where the model is cut: {error}"
+                where = f"parallel.tensor={world.tensor}"
+                raise UsageError(what.splitlines()[0], where=where, remedy="see docs/mesh.md, The plan") from error
         grads = {name: gather(p.grad) for name, p in cut.named_parameters() if p.grad is not None}
         return _in_outputs(expected, found, world, epsilon) or _in_gradients(whole, grads, epsilon)
 
