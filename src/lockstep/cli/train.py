@@ -187,6 +187,5 @@ def _invite_to_verify(trainer: Trainer, target: str, overrides: Sequence[str], o
     count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     nproc = ["--nproc", str(count)] if count > 2 else []  # 2 is the default
     device = ["device=cpu"] if trainer.config.device == "mps" else []  # which verify does not take
-    device += ["parallel.tensor=1"] if trainer.config.parallel.tensor > 1 else []
     command = ["lockstep", "verify", target, *overrides, *device, *nproc, *options]
     print(f"Check this training: {shlex.join(command)}", flush=True)

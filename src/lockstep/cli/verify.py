@@ -51,7 +51,8 @@ def verify(
         settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [], default="2")
         count = local_ranks.ranks_of(nproc)
         settings = _settled(settings)
-        settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
+        groups = max(1, count // settings.parallel.tensor)  # of ranks that have the same samples
+        settings = settings.model_copy(update={"batch": settings.batch.resolve(groups)})
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ranks and their files are cleaned up
         if not cold:
             from lockstep.launch import warm_process

@@ -84,6 +84,8 @@ class MeshFSDP(FSDP):
             vars(parameter).update(attributes[name])  # those that a model sets; torch makes new objects
         count = sum(style != plans.SUMMED for style in plan.styles.values())
         self._messages += [f"  {count} layers are cut over each tensor group", *plan.notes]
+        if forward.tensor_plan() is not None:
+            self._messages.append("  lockstep verify --checks strategies shows whether Task.tensor_plan fits the model")
 
     def backward(self, losses: Losses, factors: Losses, last: bool) -> Waits | None:
         waits = super().backward(losses, factors, last)

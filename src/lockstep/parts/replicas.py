@@ -38,8 +38,12 @@ def tensors_of_state(state: TrainState) -> dict[str, Tensor]:
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> StateDigests:
-    """The digests of tensors, of sharded tensors those of this rank's rows."""
+    """The digests of tensors, of sharded tensors those of this rank's rows.
+
+    Where a rank holds some columns alone, their numbers follow the name: `model.a[:, 0:4]`.
+    """
     shards = {name: sharded_tensor.local_shard(value) for name, value in tensors.items()}
+    shards = {f"{n}[:, {s.columns.start}:{s.columns.stop}]" if s.columns else n: s for n, s in shards.items()}
     found = digests({name: shard.local for name, shard in shards.items()})
     return {
         name: (shard.start, len(shard.local) if shard.local.ndim else 1, found[name]) for name, shard in shards.items()

@@ -451,8 +451,6 @@ class Trainer:
             UsageError: the run has no such step.
         """
         with self._join() as world:
-            if world.tensor > 1:
-                self.config.parallel.without_mesh("replay", "replay on one rank: --nproc 1")
             task = _given(task) or self.task()
             if self._kept.is_dir():
                 self._set_up(task, world, trained=True)

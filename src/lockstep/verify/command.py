@@ -17,7 +17,6 @@ import torch
 import lockstep
 from lockstep.core import atomic, devices
 from lockstep.core.errors import LockstepError, UsageError, did_you_mean
-from lockstep.core.parallel.options import ParallelConfig
 from lockstep.verify import html_report, report, worker_functions
 from lockstep.verify.checks import CHECKS
 from lockstep.verify.experiments import ExperimentFailed, Experiments
@@ -66,7 +65,6 @@ def verify(
             where="device=mps",
             remedy="use device=cpu: the checks are about the training, and not about the device",
         )
-    ParallelConfig.model_validate(config["parallel"]).without_mesh("verify")
     config = _with_one_evaluation_set(_on_device_for(config, nproc, tell), tell)
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     result = VerifyResult(str(config["name"]), nproc, "cpu", quick, dict(config), versions)
@@ -135,6 +133,7 @@ def _check_that_task_runs(experiments: Experiments, run_dir: Path) -> None:
     """Run the task and its model once, so that errors in them are reported before any check."""
     try:
         experiments.probe()
+        experiments.cut()
     except ExperimentFailed as failed:
         if failed.refused:
             raise UsageError(failed.error) from None

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from lockstep.core import devices
 from lockstep.core.data import same_samples
-from lockstep.verify import compare, worker_functions
+from lockstep.verify import compare, cut_model, worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.compare import Difference
 from lockstep.verify.constant_baseline import ConstantBaseline, constant_baseline
@@ -109,6 +109,11 @@ class Experiments:
         return 4 * self.global_batch + max(1, self.global_batch // 3)
 
     @property
+    def groups(self) -> int:
+        """Number of tensor groups, over which samples are divided. Without a mesh, each rank is a group."""
+        return max(1, self.nproc // int(self.config["parallel"]["tensor"]))
+
+    @property
     def hybrid_sharding(self) -> bool:
         """True if parameters are sharded within groups of ranks, and replicated between the groups."""
         groups = self.config["parallel"]["shard_ranks"]
@@ -128,8 +133,8 @@ class Experiments:
 
     @property
     def small_micro_batch(self) -> int:
-        """The size of a micro-batch of which each rank has about three per step, not all of the same size."""
-        return max(1, -(-self.global_batch // (3 * self.nproc)) - 1)
+        """The size of a micro-batch of which each group has about three per step, not all of the same size."""
+        return max(1, -(-self.global_batch // (3 * self.groups)) - 1)
 
     def short_config(self, **changes: Any) -> dict[str, Any]:
         """The config as it is, but for a short training.
@@ -192,9 +197,9 @@ class Experiments:
     def exact_changes(self, reverse: bool = False) -> TaskChanges:
         """The changes in the task where different numbers of ranks are compared.
 
-        An epoch ends with fewer samples than ranks, so that some ranks get a filler.
+        An epoch ends with fewer samples than groups, so that some ranks get a filler.
         """
-        probe, remainder = self.probe(), min(self.nproc - 1, self.global_batch - 1)
+        probe, remainder = self.probe(), min(self.groups - 1, self.global_batch - 1)
         return TaskChanges(
             exact=True,
             float64=probe.float64,
@@ -272,6 +277,11 @@ class Experiments:
         (probe,) = self.run("task-probe", 1, probe_task, self.short_config(), self.train_samples)
         self._loss_communicates = bool(probe.collectives)
         return probe  # type: ignore[no-any-return]
+
+    @_once
+    def cut(self) -> str:
+        """What differs in the model that a mesh cuts; see `cut_model`. Empty: nothing, or there is no mesh."""
+        return cut_model.examined(self)
 
     @_once
     def data_sizes(self) -> tuple[int, int]:

@@ -63,7 +63,7 @@ class Recording:
     entries: list[dict[str, float]] = field(default_factory=list)
     """The entries of the log."""
     samples: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
-    """(step counted from 0, epoch, indices that count) of each step."""
+    """(step counted from 0, epoch, indices that count) of each step. Of a tensor group, the first rank has them."""
     batches: dict[int, list[int]] = field(default_factory=dict)
     """Digests of the micro-batches, by step counted from 0."""
     units: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -220,9 +220,10 @@ class TrainingRecorder(Recorder):
     def _before_step(self, run: Run, micro_batches: list[MicroBatch]) -> None:
         state, step = run.state, run.state.step
         indices = tuple(index for micro in micro_batches if not micro.filler for index in micro.indices)
-        self.recording.samples.append((step, micro_batches[0].epoch, indices))
+        if state.world.speaks:  # all ranks of a tensor group have the same samples, which count once
+            self.recording.samples.append((step, micro_batches[0].epoch, indices))
         units = self.recording.units[step] = {}
-        for micro in micro_batches:
+        for micro in micro_batches if state.world.speaks else ():
             for head, count in ({EVERY_HEAD: micro.samples} if micro.weights is None else micro.weights).items():
                 units[head] = units.get(head, 0.0) + count
         if self.options.digest_batches:

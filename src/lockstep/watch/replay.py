@@ -66,7 +66,7 @@ def steps(
                 sum(float(losses[head]) for losses, counts in zip(result.losses, result.counted, strict=True) if counts)
                 for head in heads
             ]
-            sums = state.world.all_sum(own)
+            sums = state.world.sum_once(own)
             units = {head: result.totals.get(head, result.totals.get("", 0.0)) for head in heads}
             loss = {head: total / units[head] if units[head] else 0.0 for head, total in zip(heads, sums, strict=True)}
             norm = None if result.grad_norm is None else float(result.grad_norm)

@@ -87,6 +87,8 @@ def make(run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, 
     if wants.rank is not None and wants.rank >= ranks_then:
         remedy = "ranks are counted from 0; --ranks is the number that trained, by default as many as now"
         raise UsageError(f"{ranks_then} ranks have no rank {wants.rank}", where=f"--rank {wants.rank}", remedy=remedy)
+    if run.world.tensor > 1 and (wants.samples or wants.rank is not None):
+        run.config.parallel.without_mesh("replay --samples or --rank", "replay on one rank: --nproc 1")
     report = Report(str(run.folder), run.world.size, run.state.step, rank=wants.rank)
     where = f"checkpoint {run.state.step}" if run.state.step else "the beginning"
     count = step - run.state.step

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lockstep.verify import compare
-from lockstep.verify.checks import replicas
+from lockstep.verify.checks import on_mesh, replicas
 from lockstep.verify.checks.replicas import _differing, _incomplete
 from lockstep.verify.compare import Difference
 from lockstep.verify.experiments import Experiments
@@ -44,7 +44,7 @@ def test_the_last_bit_of_one_head_on_one_rank_is_a_fault():
 
 
 def test_one_rank_has_none_to_be_compared_with():
-    for check in (replicas.probe, replicas.replicas, replicas.ranks, replicas.strategies):
+    for check in (replicas.probe, replicas.replicas, replicas.ranks, on_mesh.strategies):
         assert check(experiments(nproc=1)).status == "not shown"
 
 
@@ -195,7 +195,7 @@ def compared(
 
 
 def test_the_same_model_passes(monkeypatch):
-    for check in (replicas.ranks, replicas.accumulation, replicas.strategies):
+    for check in (replicas.ranks, replicas.accumulation, on_mesh.strategies):
         result = compared(monkeypatch, weights=1e-10, check=check)
         assert (result.status, result.value, result.bound) == ("passed", 1e-10, 1e-9)
         assert result.curves["one process"] == LOSSES
@@ -262,7 +262,7 @@ def test_causes_in_the_task_are_named_before_others(monkeypatch, found, said):
 
 def test_random_numbers_and_refused_configs_show_nothing(monkeypatch):
     assert "rand" in compared(monkeypatch, probe=TaskProbe(random=["rand"], random_without_dropout=["rand"])).reason
-    refused = compared(monkeypatch, check=replicas.strategies, fsdp=Answer(error="fsdp cannot", refused=True))
+    refused = compared(monkeypatch, check=on_mesh.strategies, fsdp=Answer(error="fsdp cannot", refused=True))
     assert refused.status == "not shown"
     assert refused.reason.endswith("fsdp cannot")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.verify.checks import evaluation, gradients, learning, replicas, resume, samples
+from lockstep.verify.checks import evaluation, gradients, learning, on_mesh, replicas, resume
 from lockstep.verify.experiments import Experiments
 from lockstep.verify.result import CheckResult
 
@@ -18,10 +18,10 @@ CHECKS: dict[str, Callable[[Experiments], CheckResult]] = {
     "replicas": replicas.replicas,
     "ranks": replicas.ranks,
     "accumulation": replicas.accumulation,
-    "strategies": replicas.strategies,
+    "strategies": on_mesh.strategies,
     "resume": resume.resume,
     "elastic": resume.elastic,
-    "samples": samples.samples,
+    "samples": on_mesh.samples,
     "evaluation": evaluation.evaluation,
     "collectives": gradients.collectives,
     "determinism": resume.determinism,

@@ -62,7 +62,7 @@ def gradients(experiments: Experiments) -> CheckResult:
             f"the gradient is not plain torch's: {worst.difference:.2g} off, {worst.ratio:.6g} times as long, "
             f"most in {worst.worst}"
         )
-        complaints.append(f"{text}. {probe.diagnosis()}".rstrip(". "))
+        complaints.append(f"{text}. {experiments.cut() or probe.diagnosis()}".rstrip(". "))
     if complaints:
         return fault("; ".join(complaints), **more)
     if obstacle is not None:
@@ -193,9 +193,10 @@ def collectives(experiments: Experiments) -> CheckResult:
     elements, reduced = _elements(first, nproc, experiments.probe().players), sum(quietest[0].reductions)
     micro_batches = -(-experiments.global_batch // (experiments.small_micro_batch * nproc))
     waits, notes = _host_waits(recordings, experiments)
+    without = " with parallel.tensor=1" if experiments.groups < nproc else ""  # a mesh exchanges activations, too
     text = (
         f"{counted(len(quietest[0].reductions), 'reduction')} of {reduced:,} elements "
-        f"in a step of {micro_batches} micro-batches, "
+        f"in a step of {micro_batches} micro-batches{without}, "
         f"for {elements:,} parameters"
     )
     more: dict[str, Any] = {
@@ -241,6 +242,7 @@ def _record_communication(experiments: Experiments) -> list[Recording]:
     config = experiments.short_config(
         batch__micro=experiments.small_micro_batch, log__every_steps=experiments.steps, train__unfreeze=[]
     )
+    config["parallel"]["tensor"] = 1
     return experiments.train(
         "communication",
         experiments.nproc,

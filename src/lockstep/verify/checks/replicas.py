@@ -122,9 +122,9 @@ def _incomplete(recordings: list[Recording], step: int) -> str | None:
     shapes = {name: shape for recording in recordings for name, shape in recording.shapes.items()}
     # State may appear in a later step, so only tensors of this step count.
     for name in dict.fromkeys(name for recording in recordings for name in recording.digests.get(step, {})):
-        shape = shapes[name]
+        shape = shapes[name.partition("[")[0]]
         parts = [recording.digests.get(step, {}).get(name) for recording in recordings]
-        if None in parts:
+        if None in parts and "[" not in name:  # no rank holds all columns
             return name
         covered = 0
         for start, rows, _ in sorted(part for part in parts if part is not None):
@@ -147,24 +147,9 @@ def ranks(experiments: Experiments) -> CheckResult:
 def accumulation(experiments: Experiments) -> CheckResult:
     """The same where each rank cuts its samples into several uneven micro-batches."""
     nproc, micro_batch = experiments.nproc, experiments.small_micro_batch
-    count = -(-experiments.global_batch // (micro_batch * nproc))
+    count = -(-experiments.global_batch // (micro_batch * experiments.groups))
     words = f"{nproc} ranks, {count} micro-batches of up to {micro_batch}"
     return compare_with_one_process(experiments, "accumulated", experiments.accumulated, words=words)
-
-
-def strategies(experiments: Experiments) -> CheckResult:
-    """The same with DDP where the config says FSDP, and with FSDP where it says DDP."""
-    nproc = experiments.nproc
-    if nproc == 1:
-        return not_shown("one rank shards nothing; give --nproc 2 or more")
-    other = "fsdp" if experiments.strategy == "ddp" else "ddp"
-    config = experiments.exact_config(batch__micro=None)
-    config["parallel"]["strategy"] = other
-
-    def train() -> list[Recording]:
-        return experiments.train(other, nproc, config, changes=experiments.exact_changes())
-
-    return compare_with_one_process(experiments, other, train, words=f"{nproc} ranks with {other}")
 
 
 def compare_with_one_process(
@@ -215,7 +200,7 @@ def compare_with_one_process(
             f"{words} train another model than one process: weights {difference.weights:.2g} apart "
             f"(most in {difference.worst}), losses {difference.losses:.2g}{since}"
         )
-        return fault(f"{text}. {probe.diagnosis()}".rstrip(". "), **more)
+        return fault(f"{text}. {experiments.cut() or probe.diagnosis()}".rstrip(". "), **more)
     return passed(f"{words} and one process train the same model{probe.precision()}", **more)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.parts.digest import digest
-from lockstep.verify import compare, worker_functions
+from lockstep.verify import compare, cut_model, worker_functions
 from lockstep.verify.checks.replicas import ONE_RANK, compare_with_one_process
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.experiments import ExperimentFailed, Experiments
@@ -169,13 +169,11 @@ def _wrong_checkpoint(recordings: list[Recording], folder: Path) -> str:
     """A complaint if a checkpoint on the disk is not the state that the ranks had after its step; else empty."""
     for state in map(SavedState, complete(folder)):
         shares = [recording.digests.get(state.step, {}) for recording in recordings]
-        names = state.names & {name for share in shares for name in share}
+        names = state.names & {name.partition("[")[0] for share in shares for name in share}
         wrong = []
         for name, tensor in state.read(names):
-            for start, rows, of_rank in (share[name] for share in shares if name in share):
-                if digest(tensor[start : start + rows] if tensor.ndim else tensor) != of_rank:
-                    wrong.append(name)
-                    break
+            if any(digest(part) != of_rank for part, of_rank in cut_model.parts(name, tensor, shares)):
+                wrong.append(name)
         if wrong:
             return (
                 f"the checkpoint of step {state.step} is not what training had after that step: {wrong[0]} and "
@@ -212,26 +210,31 @@ def _wrong_log(undisturbed: list[Recording], resumed: list[Recording], start: in
 
 
 def elastic(experiments: Experiments) -> CheckResult:
-    """Stopped and resumed on another number of ranks: the same samples, and weights as close as rounding explains."""
-    first, half = experiments.nproc, experiments.steps // 2
+    """Stopped and resumed on another number of ranks: the same samples, and weights as close as rounding explains.
+
+    From a mesh, the training goes on without one, and then on the mesh again.
+    """
+    first, steps, tensor = experiments.nproc, experiments.steps, experiments.config["parallel"]["tensor"]
     second = first - 1 if first > 1 else 2
     if second > experiments.most_ranks:
         return not_shown(ONE_RANK)
+    words = f"{first} ranks, then {second}"
+    parts = [("elastic", first, tensor, steps // 2), ("elastic-resumed", second, tensor, None)]
+    if experiments.groups < first:
+        words = f"{first} ranks with parallel.tensor={tensor}, then {second} without, then {first} with it"
+        parts[1:] = [("elastic-resumed", second, 1, 3 * steps // 4), ("elastic-back", first, tensor, None)]
 
     def train() -> list[Recording]:
-        config, changes = experiments.exact_config(batch__micro=None), experiments.exact_changes()
-        started = experiments.train("elastic", first, config, changes=changes, stop_at=half)
-        resumed = experiments.train("elastic-resumed", second, config, changes=changes, resume="elastic")
-        for step in range(experiments.steps):
-            samples = _samples_of_step(started if step < half else resumed, step)
-            if samples != _samples_of_step(experiments.one_process(), step):
-                raise ExperimentFailed(
-                    "elastic",
-                    f"after {first} ranks until step {half}, {second} ranks go on with other samples than one process",
-                )
-        return [replace(started[0], entries=started[0].entries[:half] + resumed[0].entries)]
+        changes, made, entries = experiments.exact_changes(), list[Recording](), list[dict[str, float]]()
+        for name, world, parallel, until in parts:
+            config = experiments.exact_config(batch__micro=None, parallel__tensor=parallel)
+            made += (part := experiments.train(name, world, config, changes=changes, resume="elastic", stop_at=until))
+            entries += part[0].entries[: None if until is None else until - len(entries)]
+        if any(_samples_of_step(made, n) != _samples_of_step(experiments.one_process(), n) for n in range(steps)):
+            raise ExperimentFailed("elastic", f"{words}: they go on with other samples than one process")
+        return [replace(made[0], entries=entries)]
 
-    return compare_with_one_process(experiments, "elastic", train, words=f"{first} ranks, then {second}")
+    return compare_with_one_process(experiments, "elastic", train, words=words)
 
 
 def _samples_of_step(recordings: list[Recording], step: int) -> list[int]:

@@ -114,7 +114,7 @@ def _wrong_plan(experiments: Experiments, total: int) -> str:
     lengths = experiments.train_lengths(None)
     if lengths is not None:
         plan |= {"group_by_length": experiments.config["data"]["group_by_length"], "lengths": np.array(lengths)}
-    world = {"micro_batch": experiments.small_micro_batch, "world": experiments.nproc}
+    world = {"micro_batch": experiments.small_micro_batch, "world": experiments.groups}
     (epochs,) = experiments.run("plan", 1, worker_functions.planned_epochs, 2, plan | world)
     expected = min(total, order.steps_per_epoch(total, batch, drop_last=drop_last) * batch)
     for epoch, indices in enumerate(epochs):

@@ -1,0 +1,85 @@
+"""Tasks whose plans are right or wrong, as files of users have them."""
+
+from pathlib import Path
+
+from torch.nn import functional
+
+from lockstep import Trainer
+from lockstep.verify import cut_model
+from lockstep.verify.comparable_task import TaskChanges
+from lockstep.watch import replay_report
+from tests import runs
+from tests.mesh.mesh_cases import PLAN, Block, Cut, Model
+
+
+class Dropping(Block):
+    """Dropout within the cut part draws other masks on a mesh, which is no fault."""
+
+    @staticmethod
+    def between(inner):
+        return functional.dropout(inner, 0.3)
+
+
+class Normal(Block):
+    """Each rank sees its part of the outputs alone."""
+
+    @staticmethod
+    def between(inner):
+        return functional.normalize(inner, dim=-1)
+
+
+class Other(Cut):
+    block = Block
+
+    def model(self):
+        return Model(0.0, 20, self.block).to(self.dtype)
+
+
+class Right(Other):
+    block = Dropping
+
+
+class Across(Other):
+    """The plan cuts across a norm."""
+
+    block = Normal
+
+
+class Unsummed(Other):
+    """The norms within heads get the gradient of their rank's heads alone."""
+
+    def tensor_plan(self):
+        return {name: style for name, style in PLAN.items() if "of_head" not in name}
+
+
+class OneLayer(Other):
+    """`up` gives its part, and `down` wants the whole."""
+
+    def tensor_plan(self):
+        return {"blocks.*.up": "colwise"}
+
+
+class Misspelled(Other):
+    def tensor_plan(self):
+        return PLAN | {"block.*.up": "colwise"}
+
+
+def settings(name, **sections):
+    return runs.config(task={"kind": f"{Path(__file__)}:{name}"}, **sections)
+
+
+def first_differences(names, parallel):
+    """What the comparison of a model that is cut with the whole one says of each task."""
+    found = {}
+    for name in names:
+        try:
+            changes = TaskChanges(exact=True, float64=True)
+            found[name] = cut_model.first_difference(settings(name, parallel=parallel), changes, 2.0**-52)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def replayed(folder, sections, step, wants):
+    with Trainer(runs.config(**sections), run_dir=folder, quiet=True).replaying(step, Cut()) as (run, after):
+        return replay_report.make(run, step, wants, after, tell=lambda text: None)
