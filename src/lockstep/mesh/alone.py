@@ -1,6 +1,6 @@
 """The part of a model that one rank of a tensor group holds, in one process: for a plan of a training.
 
-What other ranks would send has the right size, and stands for itself: the results of the model mean nothing.
+What other ranks would send has the right size, and nothing else: the results of the model mean nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,20 @@ from torch import Tensor, nn
 
 from lockstep.mesh import plans
 
-_DIMENSIONS = {"colwise": 0, "colwise_gather_output": 0, "rowwise": 1, "rowwise_split_input": 1, "embedding_rowwise": 0}
-"""The dimension of a weight that is cut, by style. Biases are cut where the weight is cut by rows."""
+_Note = Callable[[str, int], None]
+_KEPT, _COPIED, _SUMMED = ("same", "same"), ("same", "added"), ("added", "same")
+_WAYS = {
+    "colwise": (0, _COPIED, _KEPT),
+    "colwise_gather_output": (0, _COPIED, ("joined", "part")),
+    "rowwise": (1, _KEPT, _SUMMED),
+    "rowwise_split_input": (1, ("part", "joined"), _SUMMED),
+    "embedding_rowwise": (0, _KEPT, _SUMMED),
+}
+"""By style: the dimension of the weight that is cut, and what is exchanged of the input and of the output of a layer:
+of the activation in the forward pass, and of its gradient in the backward pass."""
 
 
-def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: Callable[[str, int], None]) -> list[str]:
+def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: _Note) -> list[str]:
     """Give the layers of `model` the parameters that one rank of a tensor group holds. They have `cut_over`: `ranks`.
 
     Args:
@@ -31,62 +40,47 @@ def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: C
     Raises:
         UsageError: as `plans.plan_of`.
     """
-
-    def same(tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    def added(tensor: Tensor) -> Tensor:
-        note("all_reduce", tensor.nbytes)
-        return tensor.clone()
-
-    def joined(tensor: Tensor) -> Tensor:
-        note("all_gather", tensor.nbytes * ranks)
-        return torch.cat([tensor] * ranks, dim=-1)
-
-    def own_part(tensor: Tensor) -> Tensor:
-        return tensor.chunk(ranks, dim=-1)[0].contiguous()
-
-    exchanged: Any = _Exchanged.apply
-
-    def exchange(module: nn.Module, inputs: Any, there: Any, back: Any) -> Any:
-        if isinstance(module, nn.Embedding):
-            return (inputs[0] % module.weight.shape[0], *inputs[1:])
-        return (exchanged(inputs[0], there, back), *inputs[1:])
-
-    before = {
-        "colwise": (same, added),
-        "colwise_gather_output": (same, added),
-        "rowwise_split_input": (own_part, joined),
-        "embedding_rowwise": (same, same),  # see `exchange`
-    }
-    after = dict.fromkeys(("rowwise", "rowwise_split_input", "embedding_rowwise"), (added, same))
-    after["colwise_gather_output"] = (joined, own_part)
-    plan = plans.plan_of(model, own, ranks)
+    plan, exchanged = plans.plan_of(model, own, ranks), _Exchanged.apply  # type: ignore[no-untyped-call]
     for name, style in plan.styles.items():
         if style == plans.SUMMED:
             continue
-        module = model.get_submodule(name)
+        module, (dimension, before, after) = model.get_submodule(name), _WAYS[style]
         for key, parameter in list(module.named_parameters(recurse=False)):
-            if key == "weight" or _DIMENSIONS[style] == 0:
-                part = parameter.detach().chunk(ranks, dim=_DIMENSIONS[style])[0].clone()
-                setattr(module, key, nn.Parameter(part, parameter.requires_grad))
-                vars(getattr(module, key)).update(vars(parameter) | {"cut_over": ranks})
-        if style in before:
-            module.register_forward_pre_hook(lambda each, given, how=before[style]: exchange(each, given, *how))
-        if style in after:
-            module.register_forward_hook(lambda _, __, output, how=after[style]: exchanged(output, *how))
+            if key == "weight" or dimension == 0:  # the bias of a `rowwise` layer is whole
+                part = nn.Parameter(parameter.detach().chunk(ranks, dimension)[0].clone(), parameter.requires_grad)
+                vars(part).update(vars(parameter) | {"cut_over": ranks})
+                setattr(module, key, part)
+
+        def enter(each: Any, given: Any, ways: Any = before) -> Any:
+            if isinstance(each, nn.Embedding):  # words of other ranks stand for words of this one
+                return (given[0] % len(each.weight), *given[1:])
+            return (exchanged(given[0], ways, ranks, note), *given[1:])
+
+        def leave(_: Any, __: Any, output: Tensor, ways: Any = after) -> Any:
+            return exchanged(output, ways, ranks, note)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
     return plan.notes
 
 
-class _Exchanged(torch.autograd.Function):
-    """What a rank has of an activation after the forward pass of an exchange, and of its gradient after the backward
-    pass."""
+def _after(way: str, tensor: Tensor, ranks: int, note: _Note) -> Tensor:
+    """What a rank has after an exchange."""
+    if way == "added":
+        note("all_reduce", tensor.nbytes)
+        return tensor.clone()
+    if way == "joined":
+        note("all_gather", tensor.nbytes * ranks)
+        return torch.cat([tensor] * ranks, dim=-1)
+    return tensor.view_as(tensor) if way == "same" else tensor.chunk(ranks, dim=-1)[0].contiguous()
 
+
+class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, there: Any, back: Any) -> Any:
-        ctx.back = back
-        return there(tensor)
+    def forward(ctx: Any, tensor: Tensor, ways: tuple[str, str], *others: Any) -> Any:
+        ctx.way, ctx.others = ways[1], others
+        return _after(ways[0], tensor, *others)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.back(grad), None, None
+        return _after(ctx.way, grad, *ctx.others), None, None, None

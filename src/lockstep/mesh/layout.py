@@ -27,7 +27,7 @@ def laid_out(world: World, config: RunConfig) -> World:
 
 
 def check(config: RunConfig, ranks: int) -> None:
-    """Raises UsageError where `parallel.tensor` does not fit the number of ranks, or other keys."""
+    """Raises UsageError where `parallel.tensor` does not fit other keys, or the ranks: of all nodes, or of one."""
     tensor = config.parallel.tensor
     where = f"parallel.tensor={tensor}"
     if ranks % tensor:

@@ -61,11 +61,8 @@ def plan_of(
         DataError, UsageError: the task's data or model cannot be made, or an option is wrong.
     """
     if (failures_per_gpu_year is None) != (save_seconds is None):
-        raise UsageError(
-            "a failure rate and the cost of saving belong together",
-            where="--failures-per-gpu-year, --save-seconds",
-            remedy="give both, or neither",
-        )
+        what, where = "a failure rate and the cost of saving belong together", "--failures-per-gpu-year, --save-seconds"
+        raise UsageError(what, where=where, remedy="give both, or neither")
     interval = None
     if failures_per_gpu_year is not None and save_seconds is not None:
         interval = save_interval(save_seconds, failures_per_gpu_year, world.gpus)
@@ -76,7 +73,7 @@ def plan_of(
     def planned(config: RunConfig) -> Plan:
         tensor = config.parallel.tensor
         facts = facts_with_or_without_data(config, precisions=chosen, made_up=made_up)
-        facts = replace(facts, notes=[*_notes_on_the_batch(facts, world.gpus // tensor, tensor), *facts.notes])
+        facts.notes[:0] = _notes_on_the_batch(facts, world, tensor)
         return search(facts, world, precisions=chosen, reserve=reserve, details=details | {"tensor": tensor})
 
     resolved = with_tensor(config, config.parallel.tensor if world.gpus > 1 else 1, world.gpus, world.gpus_per_node)
@@ -96,48 +93,38 @@ def with_tensor(config: RunConfig, tensor: int, gpus: int, gpus_per_node: int | 
         UsageError: the number does not fit the GPUs or other keys.
     """
     parallel = config.parallel.model_copy(update={"tensor": tensor})
-    config = config.model_copy(update={"parallel": parallel, "batch": config.batch.resolve(gpus // tensor)})
     if tensor > 1:
-        layout.check(config, gpus)
-        if (gpus_per_node or gpus) % tensor:
-            what, remedy = f"a tensor group would lie on several machines of {gpus_per_node} GPUs", "lower it"
-            raise UsageError(what, where=f"parallel.tensor={tensor}", remedy=f"{remedy}, or give --gpus-per-node")
-    return config
+        layout.check(config.model_copy(update={"parallel": parallel}), gpus_per_node or gpus)
+    return config.model_copy(update={"parallel": parallel, "batch": config.batch.resolve(gpus // tensor)})
 
 
 def _or_cut(found: Plan, config: RunConfig, planned: Callable[[RunConfig], Plan]) -> Plan:
     """The plan, or where nothing fits without offloading, one with the least `parallel.tensor` with which it fits."""
-    options, world = [option for option in found.options if option.estimate is not None], found.world
-    if world.gpus == 1 or any(o.fits is not False and o.estimate and not o.estimate.setting.offload for o in options):
+    world = found.world
+    if any(o.fits is not False and o.estimate and not o.estimate.setting.offload for o in found.options):
         return found
-    tried = [n for n in _TENSOR if world.gpus % n == 0 and world.gpus_per_node % n == 0]
-    for tensor in tried:
+    for tensor in [n for n in _TENSOR if world.gpus % n == 0 and world.gpus_per_node % n == 0]:
         try:
             cut = planned(with_tensor(config, tensor, world.gpus, world.gpus_per_node))
         except UsageError as error:
             found.facts.notes.append(f"parallel.tensor={tensor} was not tried: {error}")
             return found
         if cut.recommended is not None and cut.recommended.fits:
-            both = [*found.options, *(option for option in cut.options if option.estimate is not None)]
+            options = [*found.options, *(option for option in cut.options if option.estimate is not None)]
             reason = f"{cut.reason}; with parallel.tensor=1 nothing fits on the GPUs (docs/mesh.md)"
-            return replace(cut, facts=found.facts, options=both, reason=reason)
-    if tried:
-        found.facts.notes.append(f"parallel.tensor={', '.join(map(str, tried))} would not make it fit, either")
+            return replace(cut, facts=found.facts, options=options, reason=reason)
+        found.facts.notes.append(f"parallel.tensor={tensor} does not make it fit")
     return found
 
 
-def _notes_on_the_batch(facts: ModelFacts, ranks: int, tensor: int) -> list[str]:
-    """Notes on a global batch that does not suit the GPUs or the samples of an epoch.
-
-    Args:
-        ranks: GPUs, or tensor groups, that have other samples.
-    """
-    notes, batch = [], facts.global_batch
+def _notes_on_the_batch(facts: ModelFacts, world: World, tensor: int = 1) -> list[str]:
+    """Notes on a global batch that does not suit the GPUs or the samples of an epoch."""
+    notes, batch, ranks = [], facts.global_batch, world.gpus // tensor
     if batch < ranks:
-        name = "GPUs" if tensor == 1 else "tensor groups"
         notes.append(
-            f"batch.global={batch} is less than the {ranks} {name}: {ranks - batch} of them have no sample in "
-            f"any step, and are paid for; use at most {batch * tensor} GPUs, or raise batch.global"
+            f"batch.global={batch} is less than the {ranks} {'GPUs' if tensor == 1 else 'tensor groups'}: "
+            f"{ranks - batch} of them have no sample in any step, and are paid for; use at most {batch * tensor} GPUs, "
+            "or raise batch.global"
         )
     if facts.samples is not None and batch > facts.samples:
         notes.append(

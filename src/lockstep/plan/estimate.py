@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lockstep.core.errors import UsageError
 from lockstep.core.schedule import scaled_lr
@@ -47,8 +48,7 @@ class Memory:
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.averages_bytes
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Collectives of one kind in a step, of one of the groups that a GPU is in."""
 
     group: str
@@ -71,9 +71,8 @@ class Traffic:
         """Bytes that a GPU sends in rings of NCCL: (n-1)/n of the data to gather or to scatter, and twice that to add
         up (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
         """
-        if self.collective == "broadcast":
-            return self.bytes
-        return (1 + (self.collective == "all_reduce")) * (self.ranks - 1) / self.ranks * self.bytes
+        share = (self.ranks - 1) / self.ranks
+        return self.bytes * {"broadcast": 1, "all_reduce": 2 * share}.get(self.collective, share)
 
 
 @dataclass(frozen=True)
@@ -180,11 +179,8 @@ def estimate(facts: ModelFacts, setting: Setting) -> Estimate:
 
 def _check(facts: ModelFacts, setting: Setting) -> None:
     if setting.is_sharded and facts.optimizer.needs_whole_matrices:
-        raise UsageError(
-            f"{facts.optimizer.name} cannot train sharded parameters",
-            where=f"strategy {setting.strategy}",
-            remedy="use AdamW or SGD, or ddp",
-        )
+        what, where = f"{facts.optimizer.name} cannot train sharded parameters", f"strategy {setting.strategy}"
+        raise UsageError(what, where=where, remedy="use AdamW or SGD, or ddp")
     if setting.recompute and not facts.blocks:
         remedy = "name them in parallel.shard_modules"
         raise UsageError("the model has no repeated blocks", where="recompute", remedy=remedy)
@@ -230,9 +226,6 @@ def memory_of(facts: ModelFacts, setting: Setting) -> Memory:
         sizes = _sizes(facts, setting)
         found = [(s.phase, _sharded_moment(facts, setting, s, gradients, sizes)) for s in segments]
         found.append(("backward", _last_reduction(facts, setting, gradients, sizes)))
-        if setting.tensor > 1:  # a copy of each gradient that is not cut, and all of them in one tensor
-            copies = 2 * _uncut_bytes(facts, setting)
-            found.append(("backward", {"gradients": gradients, "activations": 0, "communication": copies}))
     else:
         found = [(s.phase, _whole_moment(setting, s, gradients)) for s in segments]
     moments = [(phase, {**on_gpu, **parts, "batch": batch}) for phase, parts in found]
@@ -368,7 +361,8 @@ def _sharded_moment(
 def _last_reduction(facts: ModelFacts, setting: Setting, gradients: int, sizes: _Sizes) -> dict[str, int]:
     """fsdp, hybrid: at the end of the backward pass, the gradients of the root and of embeddings are reduced."""
     units = [sizes.reduced.get(unit, 0) for unit in (None, *range(facts.ends[0]))]
-    communication = sum(units) + max(units)
+    # Then on a mesh: a copy of each gradient that is not cut, and all of them in one tensor.
+    communication = max(sum(units) + max(units), 2 * _uncut_bytes(facts, setting) if setting.tensor > 1 else 0)
     return {"gradients": 0 if setting.offload else gradients, "activations": 0, "communication": communication}
 
 
@@ -401,30 +395,27 @@ def _traffic(facts: ModelFacts, setting: Setting) -> Iterator[Traffic]:
         yield Traffic("all", "all_reduce", None, trainable, gpus, gpus, on_node)
         return
     sizes, units = _sizes(facts, setting), facts.stay_from if setting.reshard_after_forward else 0
+    reduced = sum(sizes.reduced.values())
     if shards > 1:
         group = (shards, shards * tensor, min(shards, on_node))
+        passes, times = setting.accumulate, setting.accumulate if setting.reduce_each_micro_batch else 1
         # Blocks are gathered before they run in either pass. The root and the last layers stay.
         gathered = [size for unit, size in sizes.gathered.items() for _ in range(1 + (unit in range(units)))]
-        count = setting.accumulate * len(gathered)
-        yield Traffic("shard", "all_gather", count, setting.accumulate * sum(gathered), *group)
-        times = setting.accumulate if setting.reduce_each_micro_batch else 1
-        count, reduced = times * len(sizes.reduced), times * sum(sizes.reduced.values())
-        yield Traffic("shard", "reduce_scatter", count, reduced, *group)
+        yield Traffic("shard", "all_gather", passes * len(gathered), passes * sum(gathered), *group)
+        yield Traffic("shard", "reduce_scatter", times * len(sizes.reduced), times * reduced, *group)
     if (replicas := setting.replicas) > 1:
-        rows = sum(sizes.reduced.values()) / shards
         group = (replicas, gpus, max(1, on_node // shards))
-        yield Traffic("replicate", "all_reduce", len(sizes.reduced), rows, *group)
+        yield Traffic("replicate", "all_reduce", len(sizes.reduced), reduced / shards, *group)
     if tensor > 1:
-        passes = pass_of(facts, setting)
-        for kind, (count, size) in passes.exchanged.items() if passes else ():
-            moved = setting.accumulate * size.at(setting.micro_batch)
-            yield Traffic("tensor", kind, setting.accumulate * count, moved, tensor, tensor, tensor)
+        traced, times = pass_of(facts, setting), setting.accumulate
+        for kind, (count, size) in traced.exchanged.items() if traced else ():
+            yield Traffic("tensor", kind, times * count, times * size.at(setting.micro_batch), tensor, tensor, tensor)
         yield Traffic("tensor", "all_reduce", 1, _uncut_bytes(facts, setting), tensor, tensor, tensor)
 
 
 def _uncut_bytes(facts: ModelFacts, setting: Setting) -> int:
     """Gradients of one rank that a tensor group averages: of parameters that are not cut."""
-    uncut = [p for p in facts.parameters if p.trainable and p.cut_over == 1]
+    uncut = (p for p in facts.parameters if p.trainable and p.cut_over == 1)
     return sum(p.elements_per_rank(setting.shards) * p.element_bytes for p in uncut)
 
 

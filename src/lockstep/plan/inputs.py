@@ -194,19 +194,17 @@ class World:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus_per_node < 1:
-            raise UsageError(
-                "must be at least 1", where="--gpus, --gpus-per-node", remedy="give how many GPUs there are"
-            )
+            where, remedy = "--gpus, --gpus-per-node", "give how many GPUs there are"
+            raise UsageError("must be at least 1", where=where, remedy=remedy)
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
-            raise UsageError(
+            what, remedy = (
                 f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node}",
-                where="--gpus-per-node",
-                remedy="give a number that divides --gpus",
+                "give a number that divides --gpus",
             )
+            raise UsageError(what, where="--gpus-per-node", remedy=remedy)
         if not 0 < self.utilisation <= 1:
-            raise UsageError(
-                f"{self.utilisation} is no share", where="--utilisation", remedy="give a number such as 0.4"
-            )
+            what, remedy = f"{self.utilisation} is no share", "give a number such as 0.4"
+            raise UsageError(what, where="--utilisation", remedy=remedy)
 
     @property
     def nodes(self) -> int:
@@ -267,25 +265,17 @@ class Setting:
             what = "cannot offload, or train in fp16"
             raise UsageError(what, where=f"parallel.tensor={self.tensor}", remedy="use bf16 or fp32, without offload")
         if self.strategy == "single" and self.world.gpus > 1:
-            raise UsageError(
-                f"{self.world.gpus} GPUs would train {self.world.gpus} models",
-                where="strategy single",
-                remedy="use ddp or fsdp, or one GPU",
-            )
+            what, remedy = f"{self.world.gpus} GPUs would train {self.world.gpus} models", "use ddp or fsdp, or one GPU"
+            raise UsageError(what, where="strategy single", remedy=remedy)
         if self.strategy in ("fsdp", "hybrid") and self.data_ranks == 1:
             what, remedy = ("one GPU", "use single") if self.tensor == 1 else ("one tensor group", "use ddp")
             raise UsageError(f"{what} has nothing to shard", where=f"strategy {self.strategy}", remedy=remedy)
         if self.strategy == "hybrid" and self.data_ranks <= self.shards:
-            raise UsageError(
-                "there is one group of ranks, such as one node, and hybrid repeats the shards on several",
-                where="strategy hybrid",
-                remedy="use fsdp, or give --gpus-per-node",
-            )
+            what = "there is one group of ranks, such as one node, and hybrid repeats the shards on several"
+            raise UsageError(what, where="strategy hybrid", remedy="use fsdp, or give --gpus-per-node")
         if self.data_ranks % self.shards:
-            remedy = "use a number that divides the number of GPUs"
-            raise UsageError(
-                f"{self.data_ranks} GPUs cannot be cut into groups of {self.shards}", where="shard_ranks", remedy=remedy
-            )
+            what = f"{self.data_ranks} GPUs cannot be cut into groups of {self.shards}"
+            raise UsageError(what, where="shard_ranks", remedy="use a number that divides the number of GPUs")
         if self.offload and not self.is_sharded:
             remedy = "use fsdp or hybrid"
             raise UsageError("only sharded training can offload", where=f"strategy {self.strategy}", remedy=remedy)
@@ -411,10 +401,9 @@ def world(
         fp32 = (sheet.tf32 if fp32_as_tf32 else None) or sheet.fp32
         by_precision = {"fp32": fp32, "bf16": sheet.bf16, "fp16": sheet.fp16}
         flops = {name: peak * 1e12 for name, peak in by_precision.items() if peak is not None}
-    per_node = gpus_per_node or (8 if gpus > 8 else gpus)
     return World(
         gpus=gpus,
-        gpus_per_node=per_node,
+        gpus_per_node=gpus_per_node or min(8, gpus),
         memory_bytes=memory,
         peak_flops=flops,
         link_bytes_per_second=link,

@@ -330,8 +330,7 @@ def compare(config: RunConfig, measured: Measured, utilisation: float) -> tuple[
 def setting_of(config: RunConfig, measured: Measured, utilisation: float) -> Setting:
     """The setting in which the training was measured. One machine has all ranks."""
     parallel, sheet, flops = config.parallel, None, None
-    tensor = parallel.tensor
-    groups = measured.world // tensor
+    groups = measured.world // parallel.tensor
     if measured.on_gpu and (sheet := peaks.find(measured.device)) is not None:
         is_tf32 = measured.precision == "fp32" and config.compute.matmul_precision in ("high", "medium")
         flops = peaks.flops(measured.device, "tf32" if is_tf32 else measured.precision)
@@ -344,10 +343,10 @@ def setting_of(config: RunConfig, measured: Measured, utilisation: float) -> Set
     )
     sharded: dict[str, Any] = {}
     strategy = measured.strategy
-    if strategy == "fsdp" or tensor > 1:
-        if strategy == "fsdp":
-            strategy = "hybrid" if parallel.shard_ranks and parallel.shard_ranks < groups else "fsdp"
-            strategy = strategy if groups > 1 else "ddp"  # of one tensor group
+    if strategy == "fsdp":
+        strategy = "hybrid" if parallel.shard_ranks and parallel.shard_ranks < groups else "fsdp"
+        strategy = strategy if groups > 1 else "ddp"  # of one tensor group
+    if strategy != "single" and (strategy != "ddp" or parallel.tensor > 1):
         names = ("shard_ranks", "param_dtype", "reduce_dtype", "reshard_after_forward", "reduce_each_micro_batch")
         sharded = {name: getattr(parallel, name) for name in names}
         sharded["offload"] = parallel.cpu_offload and measured.on_gpu  # the memory of a CPU is that of the host
@@ -359,7 +358,7 @@ def setting_of(config: RunConfig, measured: Measured, utilisation: float) -> Set
         measured.accumulate,
         recompute=measured.recompute,
         gradient_as_bucket_view=parallel.gradient_as_bucket_view,
-        tensor=tensor,
+        tensor=parallel.tensor,
         **sharded,
     )
 

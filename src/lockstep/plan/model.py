@@ -136,12 +136,12 @@ def _wrapped(task: Task, config: RunConfig, model: nn.Module, fake: FakeTensorMo
         with fake or contextlib.nullcontext():
             built = run_model.build_model(small, task, alone(), steps_per_epoch=1, step=_LAST)
             whole = built.strategy.unwrapped.model
-            found = [whole.get_submodule(name) for name in built.blocks]
-            ends = ([], []) if config.parallel.shard_modules else find_ends(whole, found)
+            blocks = {name: whole.get_submodule(name) for name in built.blocks}
+            ends = ([], []) if config.parallel.shard_modules else find_ends(whole, list(blocks.values()))
             if (ranks := config.parallel.tensor) > 1:
                 notes += mesh.part_of(whole, task.tensor_plan(), ranks, lambda *each: exchanged.append(each))
                 ends = ends[0], [end for end in ends[1] if not hasattr(end.weight, "cut_over")]
-            make = partial(run_model.make_optimizer, small, task, built.strategy.unwrapped.model, built.blocks)
+            make = partial(run_model.make_optimizer, small, task, whole, built.blocks)
             optimizer, of_fp16 = make(fuses_adam=gpu), make(fuses_adam=False)
     finally:
         del vars(task)["model"], vars(model)["to"]
@@ -155,9 +155,7 @@ def _wrapped(task: Task, config: RunConfig, model: nn.Module, fake: FakeTensorMo
         notes.append("compute.compile is not modelled: compiled code needs other temporary tensors, mostly fewer")
     if config.compute.channels_last:
         notes.append("compute.channels_last is not modelled: the bytes stay the same, but some kernels copy")
-    model = built.strategy.unwrapped.model
-    blocks = {name: model.get_submodule(name) for name in built.blocks}
-    return Built(built.strategy.forward, model, blocks, ends, optimizer, of_fp16, notes, exchanged)
+    return Built(built.strategy.forward, whole, blocks, ends, optimizer, of_fp16, notes, exchanged)
 
 
 @contextlib.contextmanager

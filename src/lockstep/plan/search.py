@@ -213,8 +213,7 @@ def gigabytes(count: float) -> str:
 
 
 def _simplicity(setting: Setting) -> int:
-    order = {"single": 0, "ddp": 0, "fsdp": 2, "hybrid": 3}[setting.strategy]
-    return order + setting.recompute + 8 * setting.offload
+    return {"single": 0, "ddp": 0, "fsdp": 2, "hybrid": 3}[setting.strategy] + setting.recompute + 8 * setting.offload
 
 
 def _cost(option: Option) -> tuple[float, ...]:
@@ -257,8 +256,7 @@ def keys_of(option: Option) -> list[str]:
     assert found is not None
     setting = found.setting
     keys = [f"parallel.strategy={'fsdp' if setting.strategy == 'hybrid' else setting.strategy}"]
-    if setting.tensor > 1:
-        keys.append(f"parallel.tensor={setting.tensor}")
+    keys += [f"parallel.tensor={setting.tensor}"] if setting.tensor > 1 else []
     if setting.strategy == "hybrid":
         keys.append(f"parallel.shard_ranks={setting.shards}")
     if setting.offload:

@@ -68,15 +68,13 @@ def text(plan: Plan, rates: Rates = NO_RATES, width: int = 125) -> str:
 def _header(plan: Plan) -> list[str]:
     facts, world = plan.facts, plan.world
     memory = "unknown memory" if world.memory_bytes is None else gigabytes(world.memory_bytes)
-    where = _count(world.gpus)
-    where += f" on {world.nodes} nodes" if world.nodes > 1 else ""
-    of_rank = " on each GPU of a tensor group" if any(p.cut_over > 1 for p in facts.parameters) else ""
+    where = _count(world.gpus) + (f" on {world.nodes} nodes" if world.nodes > 1 else "")
     flops = "unknown" if facts.flops_per_sample is None else f"{facts.flops_per_sample:.4g}"
+    part = " on each GPU of a tensor group" if any(p.cut_over > 1 for p in facts.parameters) else ""
     samples = "" if facts.samples is None else f", {facts.samples} samples in an epoch"
     return [
         f"{facts.name}: {facts.elements:,} parameters in {len(facts.blocks)} blocks and a root, {facts.optimizer.name}",
-        f"batch of {facts.global_batch}{samples}; {flops} floating-point operations for a sample{of_rank}; "
-        f"{facts.data}",
+        f"batch of {facts.global_batch}{samples}; {flops} floating-point operations for a sample{part}; {facts.data}",
         f"{where} of {memory}{f' ({world.gpu_name})' if world.gpu_name else ''}, of which {plan.reserve:.0%} stay free",
     ]
 
@@ -170,9 +168,9 @@ def _details(plan: Plan, option: Option) -> list[str]:
     sent = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.communication.sent_bytes.items())
     lines.append(f"each GPU sends in a step: {sent or 'nothing'}")
     for each in found.communication.traffic if setting.tensor > 1 else ():
-        where = "inside a machine" if each.span <= plan.world.gpus_per_node else "between machines"
-        size = gigabytes(each.sent_bytes)
-        lines.append(f"  {each.group:<9} {each.collective:<14} {size:>9} in {each.count or '?'} collectives, {where}")
+        where = "in a machine" if each.span <= plan.world.gpus_per_node else "between machines"
+        many = f"{each.count or '?'} collectives {where}"
+        lines.append(f"  {each.group:<9}  {each.collective:<14}  {gigabytes(each.sent_bytes):>9} in {many}")
     if found.memory.host_bytes:
         lines.append(f"host memory: {gigabytes(found.memory.host_bytes * plan.world.gpus_per_node)} on each node")
     lines.append(f"checkpoint: {gigabytes(found.checkpoint_bytes)}")
