@@ -15,7 +15,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import OrderedDict
 
 import torch
 import torch.distributed as dist
@@ -54,8 +53,8 @@ def layers(width=16, depth=4, **options):
 def samples(count, length, draw):
     """Words and labels. Very different numbers of labels count: -100 marks those that do not."""
     words = torch.randint(0, WORDS, (count, length), generator=draw)
-    share = torch.linspace(0, 1, count)[:, None] ** 2
-    return words, words.roll(1, 1).where(torch.rand(count, length, generator=draw) < share, -100)
+    counts = torch.rand(count, length, generator=draw) < torch.linspace(0, 1, count)[:, None] ** 2
+    return words, words.roll(1, 1).where(counts, -100)
 
 
 def loss_of(output, labels):
@@ -66,7 +65,7 @@ def cut(model, stage, stages):
     """The layers of a stage, under their names in the whole model."""
     ends = torch.linspace(1, len(model) - 1, stages + 1).int().tolist()
     ends[0], ends[-1] = 0, len(model)
-    return nn.Sequential(OrderedDict((str(n), model[n]) for n in range(ends[stage], ends[stage + 1])))
+    return model[ends[stage] : ends[stage + 1]]
 
 
 def seeded(model, by_layer, first):
@@ -99,14 +98,14 @@ def gradients(rank, stages, schedule, case):
     """The largest relative difference of a gradient over all stages, or of what the case names."""
     tied, batches = case.startswith("tied"), batches_of(case)
     options = {"dropout": 0.1} if "dropout" in case else {"batch_norm": "batch norm" in case}
-    whole, model = layers(**options).double(), layers(**options).double()
+    whole, model = (layers(**options).double() for _ in range(2))
     units = sum(int((labels != -100).sum()) for _, labels in batches)
     if tied:
         whole[-1].weight = whole[0].weight
         model[-1].weight.data.copy_(model[0].weight.data)
     part = cut(model, rank, stages)
-    for each, first in ((whole, 0), (part, -1)):
-        seeded(each, "layer" in case, first)
+    seeded(whole, "layer" in case, first=0)
+    seeded(part, "layer" in case, first=-1)
     for words, labels in batches:
         (loss_of(whole(words), labels) / units).backward()
 
@@ -125,16 +124,14 @@ def gradients(rank, stages, schedule, case):
     known = dict(whole.named_parameters()) | ({f"{len(model) - 1}.weight": whole[0].weight} if tied else {})
     worst = max(float((p.grad - known[n].grad).norm() / known[n].grad.norm()) for n, p in part.named_parameters())
     if case.startswith("norm"):
-        expected = nn.utils.get_total_norm([p.grad for p in whole.parameters()])
         square = nn.utils.get_total_norm([p.grad for p in part.parameters()]).square()
         if "added" in case:
             dist.all_reduce(square)
-        worst = float((square.sqrt() / expected - 1).abs())
+        worst = float((square.sqrt() / nn.utils.get_total_norm([p.grad for p in whole.parameters()]) - 1).abs())
     if case == STATISTICS:
         known = dict(whole.named_buffers())
         worst = max([float((b - known[n]).abs().max()) for n, b in part.named_buffers() if b.ndim], default=0.0)
-    found = torch.tensor(worst, dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    dist.all_reduce(found := torch.tensor(worst, dtype=torch.float64), op=dist.ReduceOp.MAX)
     return f"{float(found):.1e}"
 
 
@@ -162,8 +159,8 @@ def timed(rank, stages, micro_batches, rounds=9, width=256, count=32):
 
 def _rank(rank, world, store, answers, function, *arguments):
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=WAIT_S / 3)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    options = {"rank": rank, "world_size": world, "timeout": datetime.timedelta(seconds=WAIT_S / 3)}
+    dist.init_process_group("gloo", f"file://{store}", **options)
     try:
         answers.put((rank, function(rank, world, *arguments)))
     except Exception as error:
@@ -180,32 +177,24 @@ def on_ranks(world, function, *arguments, wait_s=WAIT_S):
     with tempfile.TemporaryDirectory() as folder:
         common = (world, f"{folder}/store", answers, function, *arguments)
         ranks = [context.Process(target=_rank, args=(rank, *common)) for rank in range(world)]
-        for each in ranks:
-            each.start()
+        [each.start() for each in ranks]
         try:
             while len(found) < world:
                 found |= dict([answers.get(timeout=wait_s)])
         except queue.Empty:
             found |= {rank: "no answer" for rank in range(world) if rank not in found}
-        for each in ranks:
-            each.kill()
+        [each.kill() for each in ranks]
     return found
 
 
 if __name__ == "__main__":
-    print(
-        "| micro-batches | ms, pipeline | ms, DDP | ratio | (m+p-1)/m |"
-        if "--time" in sys.argv
-        else "| case | stages | GPipe | 1F1B |"
-    )
-    for number in (2, 4, 8) if "--time" in sys.argv else ():
-        pipeline, ddp = on_ranks(2, timed, number, wait_s=600)[0]
+    is_timed = "--time" in sys.argv
+    print("| micro-batches | pipeline, ms | DDP, ms |" if is_timed else "| case | stages | GPipe | 1F1B |")
+    for number in (2, 4, 8) if is_timed else ():
         print(
-            f"| {number} | {pipeline:.0f} | {ddp:.0f} | {pipeline / ddp:.2f} | {(number + 1) / number:.2f} |",
-            flush=True,
+            f"| {number} | {' | '.join(f'{ms:.0f}' for ms in on_ranks(2, timed, number, wait_s=600)[0])} |", flush=True
         )
-    for case in () if "--time" in sys.argv else CASES:
-        for stages in (2, 4):
-            both = [on_ranks(stages, gradients, schedule, case) for schedule in (ScheduleGPipe, Schedule1F1B)]
-            cells = ["; ".join(dict.fromkeys(found[rank] for rank in sorted(found, reverse=True))) for found in both]
-            print(f"| {case} | {stages} | {' | '.join(cells)} |", flush=True)
+    for case, stages in [(case, stages) for case in CASES if not is_timed for stages in (2, 4)]:
+        both = [on_ranks(stages, gradients, schedule, case) for schedule in (ScheduleGPipe, Schedule1F1B)]
+        cells = ["; ".join(dict.fromkeys(found[rank] for rank in sorted(found, reverse=True))) for found in both]
+        print(f"| {case} | {stages} | {' | '.join(cells)} |", flush=True)

@@ -40,7 +40,8 @@ def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: _
     Raises:
         UsageError: as `plans.plan_of`.
     """
-    plan, exchanged = plans.plan_of(model, own, ranks), _Exchanged.apply  # type: ignore[no-untyped-call]
+    plan = plans.plan_of(model, own, ranks)
+    exchanged: Any = _Exchanged.apply
     for name, style in plan.styles.items():
         if style == plans.SUMMED:
             continue

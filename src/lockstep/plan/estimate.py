@@ -55,8 +55,8 @@ class Traffic(NamedTuple):
     """`tensor`, `shard`, `replicate`; `all` for all GPUs of a training without shards, and for buffers."""
     collective: str
     """`all_reduce`, `all_gather`, `reduce_scatter` or `broadcast`."""
-    count: int | None
-    """None: torch decides how many there are."""
+    times: int | None
+    """How many there are. None: torch decides it."""
     bytes: float
     """Of the whole tensors that are added up, gathered, scattered or sent, in all of these collectives."""
     ranks: int
