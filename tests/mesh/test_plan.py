@@ -143,9 +143,9 @@ def test_layers_are_cut_and_activations_have_the_sizes_of_a_rank():
 GIVEN = {"batch": {"global": 4}, "train": {"steps": 1}}
 
 
-def plan(bytes_of_a_gpu, gpus=4, per_node=4, **given):
+def plan(bytes_of_a_gpu, gpus=4, per_node=4, precision="fp32", **given):
     world = World(gpus, per_node, memory_bytes=bytes_of_a_gpu)
-    return command.plan_of(parsed(**GIVEN | given), world, precisions=["fp32"], reserve=0.0)
+    return command.plan_of(parsed(**GIVEN | given), world, precisions=[precision], reserve=0.0)
 
 
 def test_a_cut_is_proposed_where_nothing_else_fits():
@@ -184,7 +184,10 @@ def test_a_model_without_a_plan_and_groups_on_two_machines_are_named(tmp_path):
     assert "parallel.tensor=2 was not tried: " in found.facts.notes[-1]
     assert "nothing says how Model could be cut" in found.facts.notes[-1]
     assert plan(1).facts.notes[-1] == "parallel.tensor=4 does not make it fit"
-    with pytest.raises(UsageError, match="2 ranks cannot be cut into tensor groups of 4"):
+    with pytest.raises(UsageError, match="2 ranks of a machine cannot be cut into tensor groups of 4"):
         plan(10**9, gpus=4, per_node=2, parallel={"tensor": 4})
     with pytest.raises(UsageError, match=r"compute\.compile"):
         plan(10**9, parallel={"tensor": 2}, compute={"compile": "model"})
+    in_fp16 = plan(10**9, precision="fp16", parallel={"tensor": 2})
+    assert in_fp16.recommended is None
+    assert "models that are cut are not trained in fp16" in in_fp16.reason

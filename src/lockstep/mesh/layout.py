@@ -26,12 +26,12 @@ def laid_out(world: World, config: RunConfig) -> World:
     return dataclasses.replace(world, tensor=tensor, strategy=MeshFSDP)
 
 
-def check(config: RunConfig, ranks: int) -> None:
+def check(config: RunConfig, ranks: int, of: str = "") -> None:
     """Raises UsageError where `parallel.tensor` does not fit other keys, or the ranks: of all nodes, or of one."""
     tensor = config.parallel.tensor
     where = f"parallel.tensor={tensor}"
     if ranks % tensor:
-        what = f"{ranks} ranks cannot be cut into tensor groups of {tensor}"
+        what = f"{ranks} ranks{of} cannot be cut into tensor groups of {tensor}"
         divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
         remedy = f"start a multiple of {tensor} ranks, or use one of {', '.join(map(str, divisors))}"
         raise UsageError(what, where=where, remedy=remedy)

@@ -94,7 +94,7 @@ def with_tensor(config: RunConfig, tensor: int, gpus: int, gpus_per_node: int | 
     """
     parallel = config.parallel.model_copy(update={"tensor": tensor})
     if tensor > 1:
-        layout.check(config.model_copy(update={"parallel": parallel}), gpus_per_node or gpus)
+        layout.check(config.model_copy(update={"parallel": parallel}), gpus_per_node or gpus, " of a machine")
     return config.model_copy(update={"parallel": parallel, "batch": config.batch.resolve(gpus // tensor)})
 
 

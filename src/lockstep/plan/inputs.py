@@ -262,7 +262,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.tensor > 1 and (self.offload or self.precision == "fp16"):
-            what = "cannot offload, or train in fp16"
+            what = "models that are cut are not trained in fp16, and not offloaded"
             raise UsageError(what, where=f"parallel.tensor={self.tensor}", remedy="use bf16 or fp32, without offload")
         if self.strategy == "single" and self.world.gpus > 1:
             what, remedy = f"{self.world.gpus} GPUs would train {self.world.gpus} models", "use ddp or fsdp, or one GPU"

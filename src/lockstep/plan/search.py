@@ -75,7 +75,7 @@ def search(
         reserve: share of the memory that stays free, for the driver, the libraries' own buffers and fragments.
     """
     options = [_option(facts, setting, reserve) for setting in _settings(facts, world, precisions, details or {})]
-    options += list(_not_applicable(facts, world, (details or {}).get("tensor", 1)))
+    options += list(_not_applicable(facts, world, (details or {}).get("tensor", 1), precisions[0]))
     fitting = [option for option in options if option.fits]
     unknown = [option for option in options if option.fits is None and option.estimate is not None]
     if fitting:
@@ -134,11 +134,11 @@ def _settings(
                 yield setting
 
 
-def _not_applicable(facts: ModelFacts, world: World, tensor: int) -> Iterator[Option]:
+def _not_applicable(facts: ModelFacts, world: World, tensor: int, precision: PrecisionName) -> Iterator[Option]:
     """The strategies that cannot apply, each with the reason."""
     for strategy, _ in _STRATEGIES[1:4] if world.gpus > 1 else ():
         try:
-            estimate(facts, Setting(world, strategy, "fp32", 1, tensor=tensor))
+            estimate(facts, Setting(world, strategy, precision, 1, tensor=tensor))
         except UsageError as error:
             yield Option(strategy, None, False, None, reason=error.what)
     if not facts.blocks:

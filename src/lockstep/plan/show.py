@@ -169,7 +169,7 @@ def _details(plan: Plan, option: Option) -> list[str]:
     lines.append(f"each GPU sends in a step: {sent or 'nothing'}")
     for each in found.communication.traffic if setting.tensor > 1 else ():
         where = "in a machine" if each.span <= plan.world.gpus_per_node else "between machines"
-        many = f"{each.times or '?'} collectives {where}"
+        many = f"{each.times or '?'} collective{'s' * (each.times != 1)} {where}"
         lines.append(f"  {each.group:<9}  {each.collective:<14}  {gigabytes(each.sent_bytes):>9} in {many}")
     if found.memory.host_bytes:
         lines.append(f"host memory: {gigabytes(found.memory.host_bytes * plan.world.gpus_per_node)} on each node")
