@@ -9,6 +9,7 @@ import pytest
 
 gc.disable()  # until all tests are imported: collecting garbage takes a fifth of that time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # ranks record their collectives
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:  # under nohup, or in the background of a script
         signal.signal(number, handler)

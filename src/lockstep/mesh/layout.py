@@ -21,15 +21,21 @@ def laid_out(world: World, config: RunConfig) -> World:
     tensor = config.parallel.tensor
     if tensor == 1 or world.size == 1:
         return world
+    check(config, world.size)
+    _check_nodes(world, tensor, f"parallel.tensor={tensor}")
+    return dataclasses.replace(world, tensor=tensor, strategy=MeshFSDP)
+
+
+def check(config: RunConfig, ranks: int, of: str = "") -> None:
+    """Raises UsageError where `parallel.tensor` does not fit other keys, or the ranks: of all nodes, or of one."""
+    tensor = config.parallel.tensor
     where = f"parallel.tensor={tensor}"
-    if world.size % tensor:
-        what = f"{world.size} ranks cannot be cut into tensor groups of {tensor}"
-        divisors = [n for n in range(1, world.size + 1) if world.size % n == 0]
+    if ranks % tensor:
+        what = f"{ranks} ranks{of} cannot be cut into tensor groups of {tensor}"
+        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
         remedy = f"start a multiple of {tensor} ranks, or use one of {', '.join(map(str, divisors))}"
         raise UsageError(what, where=where, remedy=remedy)
     _check_keys(config, where)
-    _check_nodes(world, tensor, where)
-    return dataclasses.replace(world, tensor=tensor, strategy=MeshFSDP)
 
 
 def _check_nodes(world: World, tensor: int, where: str) -> None:

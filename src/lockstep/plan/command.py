@@ -14,6 +14,7 @@ import numpy as np
 
 from lockstep.core import shortages
 from lockstep.core.errors import DataError, UsageError
+from lockstep.mesh import layout
 from lockstep.plan.facts import facts_of
 from lockstep.plan.inputs import ModelFacts, PrecisionName, World
 from lockstep.plan.search import Plan, save_interval, search
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.core.task import Task
 
 _SAMPLES = 8  # made up
+_TENSOR = (2, 4, 8)  # `parallel.tensor` that a plan may propose
 
 
 @dataclass(frozen=True)
@@ -59,35 +61,70 @@ def plan_of(
         DataError, UsageError: the task's data or model cannot be made, or an option is wrong.
     """
     if (failures_per_gpu_year is None) != (save_seconds is None):
-        raise UsageError(
-            "a failure rate and the cost of saving belong together",
-            where="--failures-per-gpu-year, --save-seconds",
-            remedy="give both, or neither",
-        )
+        what, where = "a failure rate and the cost of saving belong together", "--failures-per-gpu-year, --save-seconds"
+        raise UsageError(what, where=where, remedy="give both, or neither")
     interval = None
     if failures_per_gpu_year is not None and save_seconds is not None:
         interval = save_interval(save_seconds, failures_per_gpu_year, world.gpus)
-    config.parallel.without_mesh("plan", "plan with parallel.tensor=1; docs/mesh.md says what a mesh holds and sends")
-    resolved = config.model_copy(update={"batch": config.batch.resolve(world.gpus)})
     chosen = tuple(precisions or _precisions(world))
-    facts = facts_with_or_without_data(resolved, precisions=chosen, made_up=made_up)
-    facts = replace(facts, notes=[*_notes_on_the_batch(facts, world), *facts.notes])
     names = ("param_dtype", "reduce_dtype", "reshard_after_forward", "shard_ranks", "gradient_as_bucket_view")
     details = {name: getattr(config.parallel, name) for name in (*names, "reduce_each_micro_batch")}
-    found = search(facts, world, precisions=chosen, reserve=reserve, details=details)
+
+    def planned(config: RunConfig) -> Plan:
+        tensor = config.parallel.tensor
+        facts = facts_with_or_without_data(config, precisions=chosen, made_up=made_up)
+        facts.notes[:0] = _notes_on_the_batch(facts, world, tensor)
+        return search(facts, world, precisions=chosen, reserve=reserve, details=details | {"tensor": tensor})
+
+    resolved = with_tensor(config, config.parallel.tensor if world.gpus > 1 else 1, world.gpus, world.gpus_per_node)
+    found = planned(resolved)
+    if resolved.parallel.tensor == 1 and world.memory_bytes:
+        found = _or_cut(found, resolved, planned)
     mode = config.compute.activation_checkpointing or True
     found.keys[:] = [key.replace("checkpointing=true", f"checkpointing={mode}".lower()) for key in found.keys]
-    keys = [*found.keys, *_switched_off(config, found.keys, facts.global_batch)]
+    keys = [*found.keys, *_switched_off(config, found.keys, found.facts.global_batch)]
     return replace(found, keys=keys, save_every_seconds=interval)
 
 
-def _notes_on_the_batch(facts: ModelFacts, world: World) -> list[str]:
+def with_tensor(config: RunConfig, tensor: int, gpus: int, gpus_per_node: int | None = None) -> RunConfig:
+    """The config with this `parallel.tensor`, and with a global batch as a number.
+
+    Raises:
+        UsageError: the number does not fit the GPUs or other keys.
+    """
+    parallel = config.parallel.model_copy(update={"tensor": tensor})
+    if tensor > 1:
+        layout.check(config.model_copy(update={"parallel": parallel}), gpus_per_node or gpus, " of a machine")
+    return config.model_copy(update={"parallel": parallel, "batch": config.batch.resolve(gpus // tensor)})
+
+
+def _or_cut(found: Plan, config: RunConfig, planned: Callable[[RunConfig], Plan]) -> Plan:
+    """The plan, or where nothing fits without offloading, one with the least `parallel.tensor` with which it fits."""
+    world = found.world
+    if any(o.fits is not False and o.estimate and not o.estimate.setting.offload for o in found.options):
+        return found
+    for tensor in [n for n in _TENSOR if world.gpus % n == 0 and world.gpus_per_node % n == 0]:
+        try:
+            cut = planned(with_tensor(config, tensor, world.gpus, world.gpus_per_node))
+        except UsageError as error:
+            found.facts.notes.append(f"parallel.tensor={tensor} was not tried: {error}")
+            return found
+        if cut.recommended is not None and cut.recommended.fits:
+            options = [*found.options, *(option for option in cut.options if option.estimate is not None)]
+            reason = f"{cut.reason}; with parallel.tensor=1 nothing fits on the GPUs (docs/mesh.md)"
+            return replace(cut, facts=found.facts, options=options, reason=reason)
+        found.facts.notes.append(f"parallel.tensor={tensor} does not make it fit")
+    return found
+
+
+def _notes_on_the_batch(facts: ModelFacts, world: World, tensor: int = 1) -> list[str]:
     """Notes on a global batch that does not suit the GPUs or the samples of an epoch."""
-    notes, batch = [], facts.global_batch
-    if batch < world.gpus:
+    notes, batch, ranks = [], facts.global_batch, world.gpus // tensor
+    if batch < ranks:
         notes.append(
-            f"batch.global={batch} is less than the {world.gpus} GPUs: {world.gpus - batch} of them have no sample in "
-            f"any step, and are paid for; use at most {batch} GPUs, or raise batch.global"
+            f"batch.global={batch} is less than the {ranks} {'GPUs' if tensor == 1 else 'tensor groups'}: "
+            f"{ranks - batch} of them have no sample in any step, and are paid for; use at most {batch * tensor} GPUs, "
+            "or raise batch.global"
         )
     if facts.samples is not None and batch > facts.samples:
         notes.append(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lockstep.core.errors import UsageError
 from lockstep.core.schedule import scaled_lr
@@ -46,14 +48,46 @@ class Memory:
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.averages_bytes
 
 
+class Traffic(NamedTuple):
+    """Collectives of one kind in a step, of one of the groups that a GPU is in."""
+
+    group: str
+    """`tensor`, `shard`, `replicate`; `all` for all GPUs of a training without shards, and for buffers."""
+    collective: str
+    """`all_reduce`, `all_gather`, `reduce_scatter` or `broadcast`."""
+    times: int | None
+    """How many there are. None: torch decides it."""
+    bytes: float
+    """Of the whole tensors that are added up, gathered, scattered or sent, in all of these collectives."""
+    ranks: int
+    """Ranks of the group."""
+    span: int
+    """GPUs from the first rank of the group to its last, if nodes are filled in the order of ranks."""
+    on_node: int
+    """Ranks of the group that share a node."""
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a GPU sends in rings of NCCL: (n-1)/n of the data to gather or to scatter, and twice that to add
+        up (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+        """
+        share = (self.ranks - 1) / self.ranks
+        return self.bytes * {"broadcast": 1, "all_reduce": 2 * share}.get(self.collective, share)
+
+
 @dataclass(frozen=True)
 class Communication:
     """The bytes that one GPU sends in a step."""
 
-    sent_bytes: dict[str, int]
-    """By collective: `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`."""
+    traffic: list[Traffic]
     seconds: float | None
     """Time at the bandwidths of the setting. None: they are not known."""
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """By collective."""
+        kinds = dict.fromkeys(each.collective for each in self.traffic)
+        return {kind: round(sum(t.sent_bytes for t in self.traffic if t.collective == kind)) for kind in kinds}
 
     @property
     def total_bytes(self) -> int:
@@ -105,7 +139,7 @@ def estimate(facts: ModelFacts, setting: Setting) -> Estimate:
     memory = memory_of(facts, setting)
     communication = _communication(facts, setting)
     flops = facts.flops_per_sample
-    per_step = None if flops is None else flops * setting.effective_batch
+    per_step = None if flops is None else flops * setting.effective_batch * setting.tensor
     compute = _compute_seconds(facts, setting)
     step = None
     if compute is not None and communication.seconds is not None:
@@ -116,9 +150,10 @@ def estimate(facts: ModelFacts, setting: Setting) -> Estimate:
     total_steps = facts.steps
     if steps and facts.epochs:
         total_steps = max(math.ceil(steps * facts.epochs), facts.min_steps)
-    states = sum(p.elements * p.state_element_bytes + p.state_other_bytes for p in facts.parameters if p.trainable)
-    parameters = sum(p.saved * p.elements * p.element_bytes for p in facts.parameters) + facts.buffers_bytes
-    averages = sum(_average_bytes(p) for p in facts.parameters) if facts.averages else 0
+    whole = [(p, p.elements * p.cut_over) for p in facts.parameters]
+    states = sum(size * p.state_element_bytes + p.state_other_bytes for p, size in whole if p.trainable)
+    parameters = sum(p.saved * size * p.element_bytes for p, size in whole) + facts.buffers_bytes
+    averages = sum(_average_bytes(p) * p.cut_over for p in facts.parameters) if facts.averages else 0
     return Estimate(
         setting=setting,
         memory=memory,
@@ -144,11 +179,8 @@ def estimate(facts: ModelFacts, setting: Setting) -> Estimate:
 
 def _check(facts: ModelFacts, setting: Setting) -> None:
     if setting.is_sharded and facts.optimizer.needs_whole_matrices:
-        raise UsageError(
-            f"{facts.optimizer.name} cannot train sharded parameters",
-            where=f"strategy {setting.strategy}",
-            remedy="use AdamW or SGD, or ddp",
-        )
+        what, where = f"{facts.optimizer.name} cannot train sharded parameters", f"strategy {setting.strategy}"
+        raise UsageError(what, where=where, remedy="use AdamW or SGD, or ddp")
     if setting.recompute and not facts.blocks:
         remedy = "name them in parallel.shard_modules"
         raise UsageError("the model has no repeated blocks", where="recompute", remedy=remedy)
@@ -203,7 +235,8 @@ def memory_of(facts: ModelFacts, setting: Setting) -> Memory:
     temporary = update_facts.temporary_element_bytes * elements + update_facts.temporary_largest_bytes * largest
     kept = 0 if setting.offload else gradients
     update = {"gradients": kept, "activations": 0 if setting.offload else round(temporary), "communication": 0}
-    if setting.strategy == "ddp" and setting.world.gpus > 1 and not setting.gradient_as_bucket_view:
+    is_ddp = setting.strategy == "ddp" and setting.world.gpus > 1 and not setting.is_sharded
+    if is_ddp and not setting.gradient_as_bucket_view:
         update["communication"] = gradients
     moments.append(("update", {**on_gpu, **update, "batch": batch}))
     phase, at_peak = max(moments, key=lambda moment: sum(moment[1].values()))
@@ -298,14 +331,14 @@ def _sharded_moment(
         stay_from = facts.stay_from if setting.reshard_after_forward else 0
         if current is not None and current >= stay_from:
             around = sum(gathered.get(other, 0) for other in range(stay_from, current + 1))
-        around += gathered.get(current, 0)
+        around += gathered.get(current, 0) if setting.shards > 1 else 0  # a copy, and no buffer
     else:
         current = block if block is not None else segment.before
         following = last if current is None else current - 1
         around = gathered.get(block, 0) if block is not None else 0
         if not setting.reshard_after_forward:
             around = sum(gathered.get(other, 0) for other in range(following + 1)) + around
-        elif following >= 0:
+        elif following >= 0 and setting.shards > 1:  # copies are not made ahead
             around += gathered.get(following, 0)
         done = last + 1 if current is None else current if block is None else current + 1
         waiting = sizes.reduced.get(done, 0)
@@ -328,7 +361,8 @@ def _sharded_moment(
 def _last_reduction(facts: ModelFacts, setting: Setting, gradients: int, sizes: _Sizes) -> dict[str, int]:
     """fsdp, hybrid: at the end of the backward pass, the gradients of the root and of embeddings are reduced."""
     units = [sizes.reduced.get(unit, 0) for unit in (None, *range(facts.ends[0]))]
-    communication = sum(units) + max(units)
+    # Then on a mesh: a copy of each gradient that is not cut, and all of them in one tensor.
+    communication = max(sum(units) + max(units), 2 * _uncut_bytes(facts, setting) if setting.tensor > 1 else 0)
     return {"gradients": 0 if setting.offload else gradients, "activations": 0, "communication": communication}
 
 
@@ -340,36 +374,49 @@ def _average_bytes(parameter: ParameterFacts) -> int:
 
 
 def _communication(facts: ModelFacts, setting: Setting) -> Communication:
-    """The bytes that a GPU sends in a step, in rings of NCCL: (n-1)/n of the data to gather or to scatter, and twice
-    that to add up (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
-    """
-    world, gpus, shards = setting.world, setting.world.gpus, setting.shards
+    """The collectives of a step, and their time. The units of the loss and the norm (8 bytes each) are left out."""
+    traffic = list(_traffic(facts, setting))
+    seconds: float | None = 0.0 if setting.tensor == 1 or pass_of(facts, setting) else None
+    for each in traffic:
+        bandwidth = setting.world.bandwidth(each.span, each.on_node)
+        seconds = None if bandwidth is None or seconds is None else seconds + each.sent_bytes / bandwidth
+    return Communication(traffic, seconds)
+
+
+def _traffic(facts: ModelFacts, setting: Setting) -> Iterator[Traffic]:
+    world, gpus, shards, tensor = setting.world, setting.world.gpus, setting.shards, setting.tensor
     if gpus == 1:
-        return Communication({}, 0.0)
-    sent: dict[str, tuple[float, int, int]] = {}
-    """Bytes; ranks of the collective, and how many of them share a node."""
-    everyone = (gpus, min(gpus, world.gpus_per_node))
+        return
+    on_node = min(gpus, world.gpus_per_node) // tensor  # tensor groups, or GPUs
     if facts.buffers_bytes:
-        sent["broadcast"] = (facts.buffers_bytes, *everyone)
+        yield Traffic("all", "broadcast", None, facts.buffers_bytes, gpus, gpus, on_node * tensor)
     if not setting.is_sharded:
         trainable = sum(p.elements * p.element_bytes for p in facts.parameters if p.trainable)
-        sent["all_reduce"] = (2 * (gpus - 1) / gpus * trainable, *everyone)
-    else:
-        sizes, share = _sizes(facts, setting), (shards - 1) / shards
-        group, reduced = (shards, min(shards, world.gpus_per_node)), sum(sizes.reduced.values())
-        twice = range(facts.stay_from if setting.reshard_after_forward else 0)  # before and after they are let go of
-        per_micro_batch = sum(size * (1 + (block in twice)) for block, size in sizes.gathered.items())
-        sent["all_gather"] = (setting.accumulate * share * per_micro_batch, *group)
-        reductions = setting.accumulate if setting.reduce_each_micro_batch else 1
-        sent["reduce_scatter"] = (reductions * share * reduced, *group)
-        if (replicas := setting.replicas) > 1:
-            of_shard = 2 * (replicas - 1) / replicas * reduced / shards
-            sent["all_reduce"] = (of_shard, gpus, max(1, everyone[1] // shards))
-    seconds: float | None = 0.0
-    for size, *over in sent.values():
-        bandwidth = world.bandwidth(*over)
-        seconds = None if bandwidth is None or seconds is None else seconds + size / bandwidth
-    return Communication({name: round(size) for name, (size, *_) in sent.items()}, seconds)
+        yield Traffic("all", "all_reduce", None, trainable, gpus, gpus, on_node)
+        return
+    sizes, units = _sizes(facts, setting), facts.stay_from if setting.reshard_after_forward else 0
+    reduced = sum(sizes.reduced.values())
+    if shards > 1:
+        group = (shards, shards * tensor, min(shards, on_node))
+        passes, times = setting.accumulate, setting.accumulate if setting.reduce_each_micro_batch else 1
+        # Blocks are gathered before they run in either pass. The root and the last layers stay.
+        gathered = [size for unit, size in sizes.gathered.items() for _ in range(1 + (unit in range(units)))]
+        yield Traffic("shard", "all_gather", passes * len(gathered), passes * sum(gathered), *group)
+        yield Traffic("shard", "reduce_scatter", times * len(sizes.reduced), times * reduced, *group)
+    if (replicas := setting.replicas) > 1:
+        group = (replicas, gpus, max(1, on_node // shards))
+        yield Traffic("replicate", "all_reduce", len(sizes.reduced), reduced / shards, *group)
+    if tensor > 1:
+        traced, times = pass_of(facts, setting), setting.accumulate
+        for kind, (count, size) in traced.exchanged.items() if traced else ():
+            yield Traffic("tensor", kind, times * count, times * size.at(setting.micro_batch), tensor, tensor, tensor)
+        yield Traffic("tensor", "all_reduce", 1, _uncut_bytes(facts, setting), tensor, tensor, tensor)
+
+
+def _uncut_bytes(facts: ModelFacts, setting: Setting) -> int:
+    """Gradients of one rank that a tensor group averages: of parameters that are not cut."""
+    uncut = (p for p in facts.parameters if p.trainable and p.cut_over == 1)
+    return sum(p.elements_per_rank(setting.shards) * p.element_bytes for p in uncut)
 
 
 def _compute_seconds(facts: ModelFacts, setting: Setting) -> float | None:

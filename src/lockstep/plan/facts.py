@@ -179,6 +179,7 @@ def _trace_all(
     """
     found, notes, blocks = Passes(), list[str](), list(built.blocks.values())
     first_traced: dict[bool, TracedPass] = {}
+    common: dict[str, Any] = {"blocks": built.units, "exchanged": built.exchanged}
     gathered_in = config.parallel.param_dtype
     traced: dict[PrecisionName, PrecisionName] = {"bf16" if p == "fp16" else p: p for p in reversed(precisions)}
 
@@ -186,7 +187,7 @@ def _trace_all(
         with inside or contextlib.nullcontext():
             autocast: Callable[[], Any] = Precision(precision, _CPU).autocast
             first, second = (
-                trace_pass(built.forward, batch, n, blocks=built.units, autocast=autocast, as_on_gpu=gpu)
+                trace_pass(built.forward, batch, n, **common, autocast=autocast, as_on_gpu=gpu)
                 for n, batch in batches.items()
             )
         return _pass_facts(first, second), second
@@ -219,7 +220,11 @@ def _pass_facts(first: TracedPass, second: TracedPass) -> PassFacts:
     segments = [segment for a, b in _pairs(first.segments, second.segments) for segment in _segments(a, b, sizes)]
     names = {"batch": "batch_bytes", "kept": "kept_bytes", "kept_casts": "kept_casts_bytes"}
     parts = {name: _affine(getattr(first, of), getattr(second, of), sizes) for name, of in names.items()}
-    return PassFacts(tuple(segments), **parts)
+    exchanged = {}
+    for kind in dict(first.exchanged):
+        a, b = ([size for name, size in each.exchanged if name == kind] for each in (first, second))
+        exchanged[kind] = len(a), _affine(sum(a), sum(b), sizes)
+    return PassFacts(tuple(segments), **parts, exchanged=exchanged)
 
 
 def _pairs(
@@ -288,6 +293,7 @@ def _parameter_facts(built: Built, of_unit: dict[int, int]) -> Iterator[Paramete
             state_element_bytes=states[0],
             state_other_bytes=states[1],
             saved=name in held,
+            cut_over=getattr(parameter, "cut_over", 1),
         )
 
 

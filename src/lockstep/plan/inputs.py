@@ -49,6 +49,8 @@ class ParameterFacts:
     """Bytes of optimizer state of other shapes, such as a counter of steps."""
     saved: bool = True
     """Whether checkpoints and averages have it. A model may leave out what is frozen."""
+    cut_over: int = 1
+    """Ranks of a tensor group that hold other parts of it. `shape` is that of a part."""
 
     @property
     def elements(self) -> int:
@@ -92,6 +94,8 @@ class PassFacts:
     """Activations and casts that live at the end of the forward pass: what the backward pass needs."""
     kept_casts: Affine = Affine()
     """Of `kept`, the copies of parameters in another number format."""
+    exchanged: dict[str, tuple[int, Affine]] = field(default_factory=dict)
+    """By name: collectives of the tensor group, and the bytes of the whole tensors that they give."""
 
 
 Passes = dict[tuple[PrecisionName, bool, PrecisionName | None], PassFacts]
@@ -163,7 +167,7 @@ class ModelFacts:
     @property
     def elements(self) -> int:
         """Number of parameters."""
-        return sum(parameter.elements for parameter in self.parameters)
+        return sum(parameter.elements * parameter.cut_over for parameter in self.parameters)
 
 
 # ---- where and how it would run
@@ -190,19 +194,17 @@ class World:
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus_per_node < 1:
-            raise UsageError(
-                "must be at least 1", where="--gpus, --gpus-per-node", remedy="give how many GPUs there are"
-            )
+            where, remedy = "--gpus, --gpus-per-node", "give how many GPUs there are"
+            raise UsageError("must be at least 1", where=where, remedy=remedy)
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
-            raise UsageError(
+            what, remedy = (
                 f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node}",
-                where="--gpus-per-node",
-                remedy="give a number that divides --gpus",
+                "give a number that divides --gpus",
             )
+            raise UsageError(what, where="--gpus-per-node", remedy=remedy)
         if not 0 < self.utilisation <= 1:
-            raise UsageError(
-                f"{self.utilisation} is no share", where="--utilisation", remedy="give a number such as 0.4"
-            )
+            what, remedy = f"{self.utilisation} is no share", "give a number such as 0.4"
+            raise UsageError(what, where="--utilisation", remedy=remedy)
 
     @property
     def nodes(self) -> int:
@@ -254,27 +256,26 @@ class Setting:
     gradient_as_bucket_view: bool = True
     global_batch: int | None = None
     """Samples of an update over all GPUs. None: every micro-batch is full."""
+    tensor: int = 1
+    """Ranks of a tensor group, which together hold the layers of one model. With more than one, `ddp` repeats groups
+    and `fsdp` spreads what each rank of a group holds."""
 
     def __post_init__(self) -> None:
+        if self.tensor > 1 and (self.offload or self.precision == "fp16"):
+            what = "models that are cut are not trained in fp16, and not offloaded"
+            raise UsageError(what, where=f"parallel.tensor={self.tensor}", remedy="use bf16 or fp32, without offload")
         if self.strategy == "single" and self.world.gpus > 1:
-            raise UsageError(
-                f"{self.world.gpus} GPUs would train {self.world.gpus} models",
-                where="strategy single",
-                remedy="use ddp or fsdp, or one GPU",
-            )
-        if self.is_sharded and self.world.gpus == 1:
-            raise UsageError("one GPU has nothing to shard", where=f"strategy {self.strategy}", remedy="use single")
-        if self.strategy == "hybrid" and self.world.gpus <= self.shards:
-            raise UsageError(
-                "there is one group of ranks, such as one node, and hybrid repeats the shards on several",
-                where="strategy hybrid",
-                remedy="use fsdp, or give --gpus-per-node",
-            )
-        if self.world.gpus % self.shards:
-            remedy = "use a number that divides the number of GPUs"
-            raise UsageError(
-                f"{self.world.gpus} GPUs cannot be cut into groups of {self.shards}", where="shard_ranks", remedy=remedy
-            )
+            what, remedy = f"{self.world.gpus} GPUs would train {self.world.gpus} models", "use ddp or fsdp, or one GPU"
+            raise UsageError(what, where="strategy single", remedy=remedy)
+        if self.strategy in ("fsdp", "hybrid") and self.data_ranks == 1:
+            what, remedy = ("one GPU", "use single") if self.tensor == 1 else ("one tensor group", "use ddp")
+            raise UsageError(f"{what} has nothing to shard", where=f"strategy {self.strategy}", remedy=remedy)
+        if self.strategy == "hybrid" and self.data_ranks <= self.shards:
+            what = "there is one group of ranks, such as one node, and hybrid repeats the shards on several"
+            raise UsageError(what, where="strategy hybrid", remedy="use fsdp, or give --gpus-per-node")
+        if self.data_ranks % self.shards:
+            what = f"{self.data_ranks} GPUs cannot be cut into groups of {self.shards}"
+            raise UsageError(what, where="shard_ranks", remedy="use a number that divides the number of GPUs")
         if self.offload and not self.is_sharded:
             remedy = "use fsdp or hybrid"
             raise UsageError("only sharded training can offload", where=f"strategy {self.strategy}", remedy=remedy)
@@ -283,32 +284,38 @@ class Setting:
 
     @property
     def is_sharded(self) -> bool:
-        """True if each GPU holds only rows of the parameters."""
-        return self.strategy in ("fsdp", "hybrid")
+        """True if FSDP holds the parameters. On a mesh it does so with ddp, too, with one shard."""
+        return self.strategy in ("fsdp", "hybrid") or self.tensor > 1
+
+    @property
+    def data_ranks(self) -> int:
+        """Groups of GPUs that have other samples: all GPUs, or tensor groups."""
+        return self.world.gpus // self.tensor
 
     @property
     def shards(self) -> int:
-        """Ranks that together hold one copy of the parameters."""
-        if not self.is_sharded:
+        """Ranks that together hold one copy of the parameters; on a mesh, of what a place in a tensor group holds."""
+        if self.strategy in ("single", "ddp"):
             return 1
         if self.strategy == "fsdp":
-            return self.world.gpus
-        return self.shard_ranks or self.world.gpus_per_node
+            return self.data_ranks
+        return self.shard_ranks or self.world.gpus_per_node // self.tensor
 
     @property
     def replicas(self) -> int:
         """Groups of ranks that each hold one copy."""
-        return self.world.gpus // self.shards
+        return self.data_ranks // self.shards
 
     @property
     def effective_batch(self) -> int:
         """Samples of an update over all GPUs."""
-        return self.global_batch or self.micro_batch * self.accumulate * self.world.gpus
+        return self.global_batch or self.micro_batch * self.accumulate * self.data_ranks
 
     @property
     def name(self) -> str:
         """Such as `fsdp + offload + recompute, bf16`."""
-        extras = [word for word, on in (("offload", self.offload), ("recompute", self.recompute)) if on]
+        words = ((f"tensor {self.tensor}", self.tensor > 1), ("offload", self.offload), ("recompute", self.recompute))
+        extras = [word for word, on in words if on]
         return " + ".join([self.strategy, *extras]) + f", {self.precision}"
 
 
@@ -394,10 +401,9 @@ def world(
         fp32 = (sheet.tf32 if fp32_as_tf32 else None) or sheet.fp32
         by_precision = {"fp32": fp32, "bf16": sheet.bf16, "fp16": sheet.fp16}
         flops = {name: peak * 1e12 for name, peak in by_precision.items() if peak is not None}
-    per_node = gpus_per_node or (8 if gpus > 8 else gpus)
     return World(
         gpus=gpus,
-        gpus_per_node=per_node,
+        gpus_per_node=gpus_per_node or min(8, gpus),
         memory_bytes=memory,
         peak_flops=flops,
         link_bytes_per_second=link,

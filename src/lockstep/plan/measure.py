@@ -28,7 +28,7 @@ from lockstep.core.step import TrainState, train_step
 from lockstep.parts import peaks
 from lockstep.parts.flops import FlopCount
 from lockstep.plan.chart import gb
-from lockstep.plan.command import facts_with_or_without_data
+from lockstep.plan.command import facts_with_or_without_data, with_tensor
 from lockstep.plan.estimate import Estimate, estimate, gathered_bytes, pass_of
 from lockstep.plan.inputs import ModelFacts, PrecisionName, Setting, StrategyName, World
 from lockstep.plan.trace import tensors_of
@@ -90,7 +90,7 @@ def measure(config: RunConfig) -> Measured | None:
     with shortages.temporary_folder("lockstep-measure-") as folder:
         trainer = Trainer(_short(config), run_dir=folder / "run", quiet=True)
         with trainer._join() as ranks:
-            trainer.config = trainer.config.model_copy(update={"batch": trainer.config.batch.resolve(ranks.size)})
+            trainer.config = trainer.config.model_copy(update={"batch": trainer.config.batch.resolve(ranks.data_size)})
             run = trainer._prepare(trainer.task(), ranks)
             everywhere = ranks.gather(_measure(trainer.config, run, ranks))
             return None if everywhere is None else max(everywhere, key=lambda measured: measured.peak_bytes)
@@ -316,7 +316,7 @@ class Difference(NamedTuple):
 
 def compare(config: RunConfig, measured: Measured, utilisation: float) -> tuple[Setting, list[Difference]]:
     """The setting that was measured, and its estimate beside the measurement."""
-    config = config.model_copy(update={"batch": config.batch.resolve(measured.world)})
+    config = with_tensor(config, config.parallel.tensor if measured.world > 1 else 1, measured.world)
     setting = setting_of(config, measured, utilisation)
     facts = facts_with_or_without_data(
         config,
@@ -330,6 +330,7 @@ def compare(config: RunConfig, measured: Measured, utilisation: float) -> tuple[
 def setting_of(config: RunConfig, measured: Measured, utilisation: float) -> Setting:
     """The setting in which the training was measured. One machine has all ranks."""
     parallel, sheet, flops = config.parallel, None, None
+    groups = measured.world // parallel.tensor
     if measured.on_gpu and (sheet := peaks.find(measured.device)) is not None:
         is_tf32 = measured.precision == "fp32" and config.compute.matmul_precision in ("high", "medium")
         flops = peaks.flops(measured.device, "tf32" if is_tf32 else measured.precision)
@@ -343,7 +344,9 @@ def setting_of(config: RunConfig, measured: Measured, utilisation: float) -> Set
     sharded: dict[str, Any] = {}
     strategy = measured.strategy
     if strategy == "fsdp":
-        strategy = "hybrid" if parallel.shard_ranks and parallel.shard_ranks < measured.world else "fsdp"
+        strategy = "hybrid" if parallel.shard_ranks and parallel.shard_ranks < groups else "fsdp"
+        strategy = strategy if groups > 1 else "ddp"  # of one tensor group
+    if strategy != "single" and (strategy != "ddp" or parallel.tensor > 1):
         names = ("shard_ranks", "param_dtype", "reduce_dtype", "reshard_after_forward", "reduce_each_micro_batch")
         sharded = {name: getattr(parallel, name) for name in names}
         sharded["offload"] = parallel.cpu_offload and measured.on_gpu  # the memory of a CPU is that of the host
@@ -355,6 +358,7 @@ def setting_of(config: RunConfig, measured: Measured, utilisation: float) -> Set
         measured.accumulate,
         recompute=measured.recompute,
         gradient_as_bucket_view=parallel.gradient_as_bucket_view,
+        tensor=parallel.tensor,
         **sharded,
     )
 

@@ -18,6 +18,7 @@ from lockstep.core.blocks import find_ends
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.meta_init import take_values
 from lockstep.core.parallel.world import World as Ranks
+from lockstep.mesh import alone as mesh
 
 if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
@@ -40,6 +41,8 @@ class Built(NamedTuple):
     optimizer_of_fp16: torch.optim.Optimizer
     """The same, as a training in fp16 makes it: without torch's fused kernels."""
     notes: list[str]
+    exchanged: list[tuple[str, int]]
+    """Collectives of the tensor group in passes since it was last emptied: the name, and the bytes of the tensor."""
 
     @property
     def units(self) -> list[nn.Module]:
@@ -126,30 +129,33 @@ def with_values(task: Task, config: RunConfig, *, gpu: bool) -> Built:
 def _wrapped(task: Task, config: RunConfig, model: nn.Module, fake: FakeTensorMode | None, *, gpu: bool) -> Built:
     """The model as a training wraps it, by the functions of a training."""
     small = on_one_rank(config)
+    notes, exchanged = list[str](), list[tuple[str, int]]()
     vars(task)["model"] = lambda: model
     vars(model)["to"] = lambda *_, **__: model  # it is there already, and torch cannot move tensors without values
     try:
         with fake or contextlib.nullcontext():
             built = run_model.build_model(small, task, alone(), steps_per_epoch=1, step=_LAST)
-            make = partial(run_model.make_optimizer, small, task, built.strategy.unwrapped.model, built.blocks)
+            whole = built.strategy.unwrapped.model
+            blocks = {name: whole.get_submodule(name) for name in built.blocks}
+            ends = ([], []) if config.parallel.shard_modules else find_ends(whole, list(blocks.values()))
+            if (ranks := config.parallel.tensor) > 1:
+                notes += mesh.part_of(whole, task.tensor_plan(), ranks, lambda *each: exchanged.append(each))
+                ends = ends[0], [end for end in ends[1] if not hasattr(end.weight, "cut_over")]
+            make = partial(run_model.make_optimizer, small, task, whole, built.blocks)
             optimizer, of_fp16 = make(fuses_adam=gpu), make(fuses_adam=False)
     finally:
         del vars(task)["model"], vars(model)["to"]
     if gpu:  # torch chooses these kernels on a GPU where nothing else is asked for
         for group in (*optimizer.param_groups, *of_fp16.param_groups):
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                group["foreach"] = True
-    notes = []
+                group["foreach"] = config.parallel.tensor == 1
     if config.train.unfreeze:
         notes.append("train.unfreeze: this is the last phase, in which all its parameters train")
     if config.compute.compile:
         notes.append("compute.compile is not modelled: compiled code needs other temporary tensors, mostly fewer")
     if config.compute.channels_last:
         notes.append("compute.channels_last is not modelled: the bytes stay the same, but some kernels copy")
-    model = built.strategy.unwrapped.model
-    blocks = {name: model.get_submodule(name) for name in built.blocks}
-    ends = ([], []) if config.parallel.shard_modules else find_ends(model, list(blocks.values()))
-    return Built(built.strategy.forward, model, blocks, ends, optimizer, of_fp16, notes)
+    return Built(built.strategy.forward, whole, blocks, ends, optimizer, of_fp16, notes, exchanged)
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ def search(
         reserve: share of the memory that stays free, for the driver, the libraries' own buffers and fragments.
     """
     options = [_option(facts, setting, reserve) for setting in _settings(facts, world, precisions, details or {})]
-    options += list(_not_applicable(facts, world))
+    options += list(_not_applicable(facts, world, (details or {}).get("tensor", 1), precisions[0]))
     fitting = [option for option in options if option.fits]
     unknown = [option for option in options if option.fits is None and option.estimate is not None]
     if fitting:
@@ -134,11 +134,11 @@ def _settings(
                 yield setting
 
 
-def _not_applicable(facts: ModelFacts, world: World) -> Iterator[Option]:
+def _not_applicable(facts: ModelFacts, world: World, tensor: int, precision: PrecisionName) -> Iterator[Option]:
     """The strategies that cannot apply, each with the reason."""
     for strategy, _ in _STRATEGIES[1:4] if world.gpus > 1 else ():
         try:
-            estimate(facts, Setting(world, strategy, "fp32", 1))
+            estimate(facts, Setting(world, strategy, precision, 1, tensor=tensor))
         except UsageError as error:
             yield Option(strategy, None, False, None, reason=error.what)
     if not facts.blocks:
@@ -147,7 +147,7 @@ def _not_applicable(facts: ModelFacts, world: World) -> Iterator[Option]:
 
 def at_micro_batch(facts: ModelFacts, setting: Setting, micro_batch: int) -> Setting:
     """`setting` with this micro-batch at most, and the accumulation that the global batch needs."""
-    per_gpu = -(-facts.global_batch // setting.world.gpus)
+    per_gpu = -(-facts.global_batch // setting.data_ranks)
     accumulate = -(-per_gpu // min(micro_batch, per_gpu))
     return replace(
         setting,
@@ -158,7 +158,7 @@ def at_micro_batch(facts: ModelFacts, setting: Setting, micro_batch: int) -> Set
 
 
 def _option(facts: ModelFacts, setting: Setting, reserve: float) -> Option:
-    per_gpu = -(-facts.global_batch // setting.world.gpus)
+    per_gpu = -(-facts.global_batch // setting.data_ranks)
 
     def fits(tried: Setting) -> bool | None:
         return estimate(facts, tried).fits(reserve)
@@ -177,7 +177,7 @@ def _option(facts: ModelFacts, setting: Setting, reserve: float) -> Option:
     reason = _shortage(found, reserve)
     if largest:
         reason += f"; without accumulation, {largest} samples for each GPU fit: a global batch of "
-        reason += f"{largest * setting.world.gpus}"
+        reason += f"{largest * setting.data_ranks}"
     return Option(setting.name, found, False, largest or None, reason)
 
 
@@ -213,8 +213,7 @@ def gigabytes(count: float) -> str:
 
 
 def _simplicity(setting: Setting) -> int:
-    order = {"single": 0, "ddp": 0, "fsdp": 2, "hybrid": 3}[setting.strategy]
-    return order + setting.recompute + 8 * setting.offload
+    return {"single": 0, "ddp": 0, "fsdp": 2, "hybrid": 3}[setting.strategy] + setting.recompute + 8 * setting.offload
 
 
 def _cost(option: Option) -> tuple[float, ...]:
@@ -257,6 +256,7 @@ def keys_of(option: Option) -> list[str]:
     assert found is not None
     setting = found.setting
     keys = [f"parallel.strategy={'fsdp' if setting.strategy == 'hybrid' else setting.strategy}"]
+    keys += [f"parallel.tensor={setting.tensor}"] if setting.tensor > 1 else []
     if setting.strategy == "hybrid":
         keys.append(f"parallel.shard_ranks={setting.shards}")
     if setting.offload:
@@ -286,7 +286,7 @@ def _what_first(facts: ModelFacts, options: list[Option], world: World, reserve:
     accumulating = [o for o in possible if o.largest_micro_batch and o.estimate and o.estimate.setting.is_sharded]
     if accumulating:
         option = max(accumulating, key=lambda o: o.largest_micro_batch or 0)
-        size = (option.largest_micro_batch or 1) * world.gpus
+        size = (option.largest_micro_batch or 1) * least.estimate.setting.data_ranks
         return text + f"Change batch.global first: {option.name} fits with {size}, which needs no accumulation{more}"
     return text + f"Use a smaller model, or GPUs with more memory{more}"
 
@@ -301,7 +301,7 @@ def _gpus_needed(facts: ModelFacts, setting: Setting, reserve: float) -> int | N
         if gpus % larger.gpus_per_node:
             larger = replace(larger, gpus_per_node=1)
         tried = replace(setting, world=larger, strategy="fsdp", offload=False, shard_ranks=None)
-        per_gpu = -(-facts.global_batch // gpus)
+        per_gpu = -(-facts.global_batch // tried.data_ranks)
         try:
             # Accumulation needs smaller micro-batches, but keeps whole gradients.
             if any(estimate(facts, at_micro_batch(facts, tried, size)).fits(reserve) for size in (1, per_gpu)):

@@ -68,13 +68,13 @@ def text(plan: Plan, rates: Rates = NO_RATES, width: int = 125) -> str:
 def _header(plan: Plan) -> list[str]:
     facts, world = plan.facts, plan.world
     memory = "unknown memory" if world.memory_bytes is None else gigabytes(world.memory_bytes)
-    where = _count(world.gpus)
-    where += f" on {world.nodes} nodes" if world.nodes > 1 else ""
+    where = _count(world.gpus) + (f" on {world.nodes} nodes" if world.nodes > 1 else "")
     flops = "unknown" if facts.flops_per_sample is None else f"{facts.flops_per_sample:.4g}"
+    part = " on each GPU of a tensor group" if any(p.cut_over > 1 for p in facts.parameters) else ""
     samples = "" if facts.samples is None else f", {facts.samples} samples in an epoch"
     return [
         f"{facts.name}: {facts.elements:,} parameters in {len(facts.blocks)} blocks and a root, {facts.optimizer.name}",
-        f"batch of {facts.global_batch}{samples}; {flops} floating-point operations for a sample; {facts.data}",
+        f"batch of {facts.global_batch}{samples}; {flops} floating-point operations for a sample{part}; {facts.data}",
         f"{where} of {memory}{f' ({world.gpu_name})' if world.gpu_name else ''}, of which {plan.reserve:.0%} stay free",
     ]
 
@@ -141,10 +141,11 @@ def _details(plan: Plan, option: Option) -> list[str]:
     found: Estimate | None = option.estimate
     assert found is not None
     setting = found.setting
-    full = setting.micro_batch * setting.accumulate * plan.world.gpus == found.effective_batch
+    full = setting.micro_batch * setting.accumulate * setting.data_ranks == found.effective_batch
+    ranks = _count(plan.world.gpus) if setting.tensor == 1 else f"{setting.data_ranks} tensor groups"
     lines = [
         f"batch: {found.effective_batch} samples = micro-batches of {'' if full else 'up to '}{setting.micro_batch} x "
-        f"{setting.accumulate} on {_count(plan.world.gpus)}; learning rate {found.learning_rate:.4g} "
+        f"{setting.accumulate} on {ranks}; learning rate {found.learning_rate:.4g} "
         f"(lr_scaling {plan.facts.lr_scaling})"
     ]
     if found.steps_per_epoch is not None:
@@ -166,6 +167,10 @@ def _details(plan: Plan, option: Option) -> list[str]:
             )
     sent = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.communication.sent_bytes.items())
     lines.append(f"each GPU sends in a step: {sent or 'nothing'}")
+    for each in found.communication.traffic if setting.tensor > 1 else ():
+        where = "in a machine" if each.span <= plan.world.gpus_per_node else "between machines"
+        many = f"{each.times or '?'} collective{'s' * (each.times != 1)} {where}"
+        lines.append(f"  {each.group:<9}  {each.collective:<14}  {gigabytes(each.sent_bytes):>9} in {many}")
     if found.memory.host_bytes:
         lines.append(f"host memory: {gigabytes(found.memory.host_bytes * plan.world.gpus_per_node)} on each node")
     lines.append(f"checkpoint: {gigabytes(found.checkpoint_bytes)}")
@@ -227,7 +232,7 @@ def as_json(plan: Plan, rates: Rates = NO_RATES) -> dict[str, Any]:
     of_plan = ("reserve", "reason", "keys", "save_every_seconds")
     summary = {name: getattr(facts, name) for name in model} | {
         "parameters": facts.elements,
-        "trainable_parameters": sum(p.elements for p in facts.parameters if p.trainable),
+        "trainable_parameters": sum(p.elements * p.cut_over for p in facts.parameters if p.trainable),
         "blocks": list(facts.blocks),
         "optimizer": facts.optimizer.name,
         "samples_per_epoch": facts.samples,
@@ -252,5 +257,6 @@ def _option(option: Option, rates: Rates) -> dict[str, Any]:
         del setting["world"]
         estimate["memory"]["states_bytes"] = found.memory.states_bytes
         estimate["communication"]["total_bytes"] = found.communication.total_bytes
+        estimate["communication"]["sent_bytes"] = found.communication.sent_bytes
         values |= {"setting": {**setting, "shards": found.setting.shards}, "estimate": estimate}
     return values | ({"cost": found and _costs(found, rates)} if any(rates) else {})

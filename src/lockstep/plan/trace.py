@@ -65,6 +65,8 @@ class TracedPass:
     flops: int
     """Forward and backward pass, without recomputation."""
     recomputed_flops: int
+    exchanged: list[tuple[str, int]]
+    """Collectives of the tensor group, each with the bytes of the tensor that it gives."""
 
     @property
     def forward_flops(self) -> int:
@@ -217,6 +219,7 @@ def trace_pass(
     blocks: Sequence[nn.Module],
     autocast: Callable[[], contextlib.AbstractContextManager[object]],
     as_on_gpu: bool,
+    exchanged: list[tuple[str, int]],
 ) -> TracedPass:
     """Run a forward and a backward pass as a training step does, and count.
 
@@ -226,6 +229,7 @@ def trace_pass(
         blocks: the repeated blocks.
         autocast: the context of the forward pass.
         as_on_gpu: choose operators as a GPU would.
+        exchanged: to which the model adds the collectives of its tensor group.
 
     Raises:
         Untraceable: an operation needs values, and tensors have none; or the pass failed.
@@ -233,6 +237,7 @@ def trace_pass(
     parameters = list(forward.parameters())
     place = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
     tensors = tensors_of(batch)
+    exchanged.clear()
     counted, stack = Operations(), _Modules(forward)
     live = LiveBytes(parameters, [*forward.buffers(), *tensors], counted)
 
@@ -265,9 +270,8 @@ def trace_pass(
         except Exception as error:
             raise Untraceable(stack.innermost, error) from error
     batch_bytes = sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
-    return TracedPass(
-        samples, live.segments, batch_bytes, kept_bytes, kept_casts_bytes, counted.total, counted.recomputed
-    )
+    kept = batch_bytes, kept_bytes, kept_casts_bytes
+    return TracedPass(samples, live.segments, *kept, counted.total, counted.recomputed, exchanged[:])
 
 
 def tensors_of(value: Any) -> list[Tensor]:
