@@ -61,7 +61,7 @@ class Preset:
         Raises:
             UsageError: a value has the wrong type, or does not fit the other values. Names the file and the key.
         """
-        values = config.model_dump(by_alias=True)
+        values = config.model_dump(by_alias=True, exclude_unset=True)  # code of the task may imply the others
         given = [f"{override.partition('=')[0]}." for override in overrides]
         for path, value in self.keys_for(config).items():
             if any(f"{path}.".startswith(key) or key.startswith(f"{path}.") for key in given):
@@ -71,7 +71,7 @@ class Preset:
                     continue
                 value = _at_most(value, config.batch.resolve(1).global_ or 1)
             section, _, key = path.rpartition(".")
-            (values[section] if section else values)[key] = value
+            (values.setdefault(section, {}) if section else values)[key] = value
         return config_file.parse(values, self.where, needs_task=False)
 
     def notes(self, before: RunConfig, after: RunConfig) -> list[str]:

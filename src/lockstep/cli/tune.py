@@ -51,11 +51,11 @@ def learning_rate(
 ) -> None:
     """Train some steps while the learning rate rises, and suggest a rate. Writes a chart, and nothing else."""
     with reporting(debug):
-        from lockstep.recipes import config_file
         from lockstep.search import chart, curve
+        from lockstep.trainer import foreign
 
         curve.check(low, high, steps)
-        config = config_file.load(target, overrides or [])
+        config = foreign.load(target, overrides or [])
         config, nproc = ranks.on_machine(config, preset, nproc, overrides or [])
         path = out or Path(f"{config.name}-lr.svg")
         if path.suffix not in (".svg", ".png"):
@@ -89,11 +89,10 @@ def batch(
     """Find the largest micro-batch that fits into memory, and say how fast each size is. Trains a few steps of each."""
     with reporting(debug):
         from lockstep import sizes
-        from lockstep.recipes import config_file
         from lockstep.search import batch_size
-        from lockstep.trainer import local_ranks
+        from lockstep.trainer import foreign, local_ranks
 
-        config = config_file.load(target, overrides or [])
+        config = foreign.load(target, overrides or [])
         limit = sizes.bytes_of(memory, "--memory") if memory is not None else None
         count = local_ranks.ranks_of(nproc or "1")
         on_gpu = config.device == "cuda"
