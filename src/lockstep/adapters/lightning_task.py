@@ -309,6 +309,8 @@ class LightningTask(Foreign):
         """The loss that the step for this batch returned, if any, and what it logged."""
         training = batch.purpose != "validate" or not self.validates_by_step
         step, record = model.training_step if training else model.validation_step, Record()
+        if training and model not in self._optimizers:  # in the trial, and in experiments of verify
+            self._optimizers[model] = self._configured_optimizer(model)[0]
         content = self._of(batch)[""].filled(batch) if batch.is_empty else batch.batch
         with served(self._parts_of(model), self._served(batch.purpose, self._optimizers.get(model)), record):
             returned = step(content, *arguments_after_batch(step))
@@ -342,25 +344,23 @@ class LightningTask(Foreign):
         own = units.SAMPLES if self.given_weight == "samples" else units.OwnUnit(self.given_weight)
         module, found = self._pristine(), {"train": Tried(), "validate": Tried()}
         with torch.no_grad(), torch.device("cpu"), restored_generators(_CPU):
-            self._optimizers[module] = self._configured_optimizer(module)[0]
             module.eval()
             if any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters()):
                 module.float()
             for purpose, data in (("train", self.train_data()), ("validate", self.eval_data())):
-                if data is None:
-                    continue
-                training = purpose == "train"
-                seed_all(0)
-                found[purpose] = tried(
-                    module,
-                    [self.prepare(data[index], 0, training) for index in units.spread(len(data))],
-                    self.collate,
-                    self._run,
-                    own=own if training and self.given_weight is not None else None,
-                    training=training,
-                    where=self._steps[purpose],
-                )
-                self.notes += found[purpose].notes
+                if data is not None:
+                    training = purpose == "train"
+                    seed_all(0)
+                    found[purpose] = tried(
+                        module,
+                        [self.prepare(data[index], 0, training) for index in units.spread(len(data))],
+                        self.collate,
+                        self._run,
+                        own=own if training and self.given_weight is not None else None,
+                        training=training,
+                        where=self._steps[purpose],
+                    )
+                    self.notes += found[purpose].notes
         return found
 
     @property
