@@ -19,6 +19,7 @@ from lockstep.recipes import config_file  # noqa: E402
 from tests import runs  # noqa: E402
 from tests.adapters import lightning_cases as cases  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
+from tests.selection import mainly  # noqa: E402
 
 STEPS = 18
 TRAINER = {"max_epochs": 3, "gradient_clip_val": 0.5, "devices": 1, "logger": False}
@@ -30,15 +31,16 @@ def settings(**sections):
     return base | {"batch": {"micro": 5}}
 
 
-def fit(folder, steps, missing=True):
+def fit(folder, steps, missing=True, strategy="ddp"):
     torch.manual_seed(3)
     task = adapters.lightning(cases.Net(), cases.Data(missing), trainer=TRAINER)
-    return runs.fit(task, settings(train={"steps": steps, "eval_every_steps": 6}), folder)
+    train, parallel = {"steps": steps, "eval_every_steps": 6}, {"strategy": strategy}
+    return runs.fit(task, settings(train=train, parallel=parallel), folder)
 
 
-def fit_in_shared_folder(steps):
+def fit_in_shared_folder(steps, strategy):
     with runs.shared_folder() as folder:
-        return fit(folder, steps)
+        return fit(folder, steps, strategy=strategy)
 
 
 def by_hand(missing=True):
@@ -65,9 +67,15 @@ def by_hand(missing=True):
     return {name: value.detach() for name, value in model.state_dict().items()}, results
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_it_trains_as_plain_torch(world, tmp_path):
-    weights, results = fit(tmp_path / "run", STEPS) if world == 1 else run_ranks(world, fit_in_shared_folder, STEPS)[0]
+RANKS = mainly([(1, "single"), (2, "ddp")], [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp")])
+
+
+@pytest.mark.parametrize(("world", "strategy"), RANKS)
+def test_it_trains_as_plain_torch(world, strategy, tmp_path):
+    if world == 1:
+        weights, results = fit(tmp_path / "run", STEPS, strategy=strategy)
+    else:
+        weights, results = run_ranks(world, fit_in_shared_folder, STEPS, strategy)[0]
     expected, evaluated = by_hand()
     assert runs.difference(weights, expected) < 1e-10
     assert results["eval/val_loss"] == pytest.approx(evaluated[-1][0], rel=1e-10)
@@ -94,12 +102,13 @@ def test_a_label_that_is_missing_in_no_sample_that_was_tried_is_an_error(tmp_pat
 
 
 def resumed(folder):
-    return fit(folder, STEPS)[0]
+    return fit(folder, STEPS, strategy="fsdp")[0]
 
 
-def test_it_goes_on_on_other_ranks(tmp_path):
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_it_goes_on_on_other_ranks_that_share_the_model(world, tmp_path):
     fit(tmp_path / "run", 8)
-    weights = run_ranks(2, resumed, tmp_path / "run")[0]
+    weights = run_ranks(world, resumed, tmp_path / "run")[0]
     assert runs.difference(weights, by_hand()[0]) < 1e-10
 
 

@@ -11,6 +11,7 @@ from lockstep import LockstepError, Trainer, adapters  # noqa: E402
 from lockstep.core.data.order import permute  # noqa: E402
 from tests import runs  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
+from tests.selection import mainly  # noqa: E402
 
 STEPS, BATCH = 12, 12
 ARGUMENTS = {
@@ -70,17 +71,16 @@ def accuracy(prediction):
     return {"accuracy": (found == prediction.label_ids)[valid].mean(), "sentences": len(found)}
 
 
-def fit(folder, steps=STEPS, **more):
+def fit(folder, steps=STEPS, net=None, **sections):
     task = adapters.transformers(
-        model(),
+        net or model(),
         ARGUMENTS,
         train_dataset=samples(50, 0),
         eval_dataset=samples(21, 1),
         data_collator=pad,
         compute_metrics=accuracy,
-        **more,
     )
-    settings = runs.config(train={"steps": steps})
+    settings = runs.config(train={"steps": steps}, **sections)
     del settings["optim"], settings["batch"]
     return runs.fit(task, settings | {"schedule": {"total_steps": STEPS}}, folder)
 
@@ -91,9 +91,14 @@ def difference(one, other):
     return runs.difference(one, other)
 
 
-def fit_in_shared_folder():
+def fit_in_shared_folder(strategy, precision="fp32"):
     with runs.shared_folder() as folder:
-        return fit(folder)
+        return fit_as(folder, strategy, precision)
+
+
+def fit_as(folder, strategy, precision):
+    net = model() if precision == "fp32" else model().float()
+    return fit(folder, net=net, parallel={"strategy": strategy}, precision=precision)
 
 
 def by_hand():
@@ -125,9 +130,12 @@ def by_hand():
     return weights, float(outputs.loss), float(right)
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_it_trains_as_plain_torch(world, tmp_path):
-    weights, results = fit(tmp_path / "run") if world == 1 else run_ranks(world, fit_in_shared_folder)[0]
+RANKS = mainly([(1, "single"), (2, "ddp")], [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp")])
+
+
+@pytest.mark.parametrize(("world", "strategy"), RANKS)
+def test_it_trains_as_plain_torch(world, strategy, tmp_path):
+    weights, results = fit(tmp_path / "run") if world == 1 else run_ranks(world, fit_in_shared_folder, strategy)[0]
     expected, loss, right = by_hand()
     assert difference(weights, expected) < 1e-10
     assert results["eval/loss"] == pytest.approx(loss, rel=1e-10)
@@ -135,14 +143,24 @@ def test_it_trains_as_plain_torch(world, tmp_path):
     assert results["eval/sentences"] == 21
 
 
-def test_it_goes_on_on_other_ranks(tmp_path):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_lower_precision_is_the_same_on_two_ranks_to_its_rounding(strategy, tmp_path):
+    alone, _ = fit_as(tmp_path / "run", "single", "bf16")
+    weights, results = run_ranks(2, fit_in_shared_folder, strategy, "bf16")[0]
+    assert difference(weights, alone) < 0.02
+    assert results["eval/sentences"] == 21
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_it_goes_on_on_other_ranks_that_share_the_model(world, tmp_path):
     fit(tmp_path / "run", 7)
-    weights = run_ranks(2, resumed, tmp_path / "run")[0]
+    weights = run_ranks(world, resumed, tmp_path / "run")[0]
     assert difference(weights, by_hand()[0]) < 1e-10
 
 
 def resumed(folder):
-    return fit(folder)[0]
+    return fit(folder, parallel={"strategy": "fsdp"})[0]
 
 
 def test_arguments_are_an_object_a_mapping_or_a_file(tmp_path):
@@ -157,6 +175,11 @@ def test_arguments_are_an_object_a_mapping_or_a_file(tmp_path):
     expected = {"optim.lr": 3e-4, "train.steps": 11, "precision": "bf16", "checkpoint.keep_last": 2}  # 1.5 * 7 steps
     expected |= {"log.every_steps": 7, "batch.global": 8, "optim.clip_norm": 1.0, "seed": 42}
     assert expected.items() <= found[0].items()
+
+
+def test_the_log_says_what_to_do_for_the_largest_batch():
+    task = adapters.transformers(model(), {"auto_find_batch_size": True}, train_dataset=samples(5, 0))
+    assert "halves the micro-batch anyway; `lockstep tune batch`" in task.notes[0]
 
 
 def test_arguments_without_a_counterpart_are_named_all_at_once():

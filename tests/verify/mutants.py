@@ -255,7 +255,7 @@ _engine(
     "clipped before unscaling",
     "gradients",
     (STEP, "scaler.unscale_(optimizer)", "pass"),
-    (STEP, "set_lr(optimizer, state", "scaler.unscale_(optimizer); set_lr(optimizer, state"),
+    (STEP, "result.applied =", "scaler.unscale_(optimizer); result.applied ="),
     base="fp16",
 )
 _engine(
@@ -610,7 +610,7 @@ _engine(
 _engine(
     "clipped before the reduction, per rank",
     "replicas",
-    (STEP, "set_lr(optimizer, state", f"state.parameters[-1].grad.mul_(1 + 1e-6 * {RANK}); set_lr(optimizer, state"),
+    (STEP, "result.applied =", f"state.parameters[-1].grad.mul_(1 + 1e-6 * {RANK}); result.applied ="),
 )
 _engine(
     "weight decay by hand on rank 0",

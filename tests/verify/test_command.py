@@ -146,7 +146,7 @@ def test_a_file_of_somebody_else_stays_and_is_named_before_any_check(call, tmp_p
     monkeypatch.setattr(command, "verify", lambda *_, **__: pytest.fail("it verifies"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("mine")
-    done = call("Base")
+    done = call("Small")
     assert done.exit_code == 2
     assert f"{name}: exists, is none of this command's files" in done.stderr
     assert (tmp_path / "out" / name).read_text() == "mine"

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-import random
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from lockstep.adapters import hooks, loaders, optimizers, trainer_arguments, units
 from lockstep.adapters.foreign import Foreign, Keys, line_of, refused
+from lockstep.adapters.lightning_trial import Tried, tried
 from lockstep.adapters.logged import Record, metrics_of
 from lockstep.adapters.serving import Parts, ServedTrainer, arguments_after_batch, served
 from lockstep.adapters.units import Given
 from lockstep.core.config.sections import RunConfig
-from lockstep.core.data.randomness import restored_generators
+from lockstep.core.data.randomness import restored_generators, seed_all
 from lockstep.core.errors import UsageError
 from lockstep.core.presenter import Presenter
 from lockstep.core.task import Metrics, Task
 
 _CPU = torch.device("cpu")
-_NEAR = 64  # rounding errors of a mean
 _TRIED = 100_000  # steps of a scheduler that are tried before the training: seconds
 
 
@@ -76,17 +75,23 @@ class LightningTask(Foreign):
         self.is_prepared = self._is_set_up = False
         self._plan: dict[str, Any] = {"datamodule": datamodule}
         self._steps = {"train": line_of(module.training_step), "validate": line_of(module.validation_step)}
-        self._made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._parts: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
+        self._know_no_module()
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_made", "_parts", "schedule", *(["_rates"] if vars(self).get("_rates") else []))  # found anew
+        left_out = {"_made", "_parts", "_optimizers", "schedule"}  # found anew
+        left_out |= {"_rates"} if vars(self).get("_rates") else set()
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _made=weakref.WeakSet(), _parts=weakref.WeakKeyDictionary())
+        vars(self).update(state)
+        self._know_no_module()
         if "_rates" in state and self._rates is None:
             self._no_schedule()
+
+    def _know_no_module(self) -> None:
+        self._made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._parts: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakKeyDictionary[nn.Module, torch.optim.Optimizer] = weakref.WeakKeyDictionary()
 
     # ---- before a training
 
@@ -94,7 +99,7 @@ class LightningTask(Foreign):
         self.is_prepared = True
         for one in (self.foreign, self.datamodule):
             if hasattr(one, "prepare_data"):
-                with served(Parts(self.foreign), self._served()):
+                with self._serving_data():
                     one.prepare_data()
 
     def configured(self, config: RunConfig) -> None:
@@ -133,13 +138,14 @@ class LightningTask(Foreign):
         self._made.add(module)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in self._trained)
-        self._units  # noqa: B018 - found before workers and a meta device are there
+        self._found  # noqa: B018 - found before workers and a meta device are there
         return module  # type: ignore[no-any-return]
 
     def optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
         module = optimizers.holder(self._made, groups, self._pristine)
         optimizer, _ = self._configured_optimizer(module)
-        return optimizers.with_all(optimizer, module)
+        self._optimizers[module] = optimizers.with_all(optimizer, module)
+        return self._optimizers[module]
 
     def schedule(self, update: int) -> float:
         self._find_rates()
@@ -197,9 +203,15 @@ class LightningTask(Foreign):
         if not self.is_prepared:
             self.prepare_data()
         self._is_set_up = True
-        if hasattr(self.datamodule, "setup"):
-            self.datamodule.setup("fit")
+        with self._serving_data():
+            if hasattr(self.datamodule, "setup"):
+                self.datamodule.setup("fit")
         self._set_up_module(self.foreign)
+
+    def _serving_data(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the DataModule and the module see a trainer that is the same on all ranks."""
+        trainer = self._served().of_data(*trainer_arguments.devices_of(self.trainer))
+        return served(Parts(self.foreign), trainer, data=self.datamodule)
 
     def _set_up_module(self, module: Any) -> None:
         with served(Parts(module), self._served()):
@@ -221,7 +233,7 @@ class LightningTask(Foreign):
                 raise refused(what, "adapters.lightning", "write it, or give a datamodule that has it")
             return None
         where = line_of(method)
-        with served(Parts(self.foreign), self._served()):
+        with self._serving_data():
             found = method()
         if not training and (found is None or (isinstance(found, list) and not found)):
             return None
@@ -249,9 +261,9 @@ class LightningTask(Foreign):
         source = loaded["train" if purpose == "train" else "validate"] or loaded["train"]
         collate = source.collate if source is not None else default_collate
         given = Given(collate([sample for _, sample in samples]), len(samples), purpose)
-        unit = vars(self).get("_units", {}).get(purpose, {}).get("")  # not known yet in the trial
-        is_empty = unit not in (None, units.SAMPLES) and not float(unit.count(given))
-        return given._replace(is_empty=is_empty)
+        found = vars(self).get("_found", {}).get(purpose)  # not yet in the trial
+        unit = None if found is None else found.units.get("")
+        return given._replace(is_empty=unit not in (None, units.SAMPLES) and not float(unit.count(given)))
 
     # ---- steps
 
@@ -260,7 +272,8 @@ class LightningTask(Foreign):
         if unit is None:  # validation_step returns no loss
             return 0.0
         if self.given_weight is None and unit == units.SAMPLES:
-            units.check_no_ignored(batch, unit, self._steps["validate" if batch.purpose == "validate" else "train"])
+            purpose = "validate" if batch.purpose == "validate" else "train"
+            units.check_no_ignored(batch, unit, self._found[purpose].with_ignored, self._steps[purpose])
         return None if unit == units.SAMPLES else unit.count(batch)
 
     def loss(self, model: nn.Module, batch: Given) -> Any:
@@ -281,24 +294,25 @@ class LightningTask(Foreign):
             return step(batch.batch, *arguments_after_batch(step))
 
     def metrics(self) -> Metrics | None:
-        self._units  # noqa: B018 - the trial finds what is logged
         return metrics_of(self._names, self._objects, self._steps["train"])
 
     def _of(self, batch: Given) -> dict[str, Any]:
         """The units of the values of a batch: of validation_step, or of training_step."""
-        return self._units["validate" if batch.purpose == "validate" else "train"]
+        return self._found["validate" if batch.purpose == "validate" else "train"].units
 
     def _output(self, record: Record, batch: Given, device: torch.device) -> dict[str, Any]:
         found = self._of(batch)
         counts = {name: found[name].count(batch) for name in record.values if found.get(name) is not None}
-        return record.output(batch.samples, counts, device)
+        return record.output(batch.samples, counts, batch.purpose, device)
 
     def _run(self, model: Any, batch: Given) -> tuple[Tensor | None, Record]:
         """The loss that the step for this batch returned, if any, and what it logged."""
         training = batch.purpose != "validate" or not self.validates_by_step
         step, record = model.training_step if training else model.validation_step, Record()
+        if training and model not in self._optimizers:  # in the trial, and in experiments of verify
+            self._optimizers[model] = self._configured_optimizer(model)[0]
         content = self._of(batch)[""].filled(batch) if batch.is_empty else batch.batch
-        with served(self._parts_of(model), self._served(batch.purpose), record):
+        with served(self._parts_of(model), self._served(batch.purpose, self._optimizers.get(model)), record):
             returned = step(content, *arguments_after_batch(step))
         if isinstance(returned, Mapping):
             returned = returned.get("loss")
@@ -319,92 +333,42 @@ class LightningTask(Foreign):
             self._parts[model] = Parts(model)
         return self._parts[model]
 
-    def _served(self, stage: str = "") -> ServedTrainer:
-        return ServedTrainer(self.clock, self._plan, stage)
+    def _served(self, stage: str = "", optimizer: torch.optim.Optimizer | None = None) -> ServedTrainer:
+        return ServedTrainer(self.clock, self._plan, stage, optimizer)
 
     # ---- the trial
 
     @functools.cached_property
-    def _units(self) -> dict[str, dict[str, Any]]:
-        """By purpose and name of a value (empty: the loss), the units that it is a mean over."""
-        self._objects: dict[str, Any] = {}
-        found: dict[str, dict[str, Any]] = {"train": {}, "validate": {}}
-        if self.given_weight is not None:
-            own = units.SAMPLES if self.given_weight == "samples" else units.OwnUnit(self.given_weight)
-            found["train"][""] = own
-        module = self._pristine()
+    def _found(self) -> dict[str, Tried]:
+        """What a few samples show of the step for each purpose, `train` and `validate`."""
+        own = units.SAMPLES if self.given_weight == "samples" else units.OwnUnit(self.given_weight)
+        module, found = self._pristine(), {"train": Tried(), "validate": Tried()}
         with torch.no_grad(), torch.device("cpu"), restored_generators(_CPU):
             module.eval()
             if any(p.dtype in (torch.float16, torch.bfloat16) for p in module.parameters()):
                 module.float()
-            for purpose in ("train", "validate"):
-                data = self.train_data() if purpose == "train" else self.eval_data()
+            for purpose, data in (("train", self.train_data()), ("validate", self.eval_data())):
                 if data is not None:
-                    found[purpose] = self._tried(module, purpose, data) | found[purpose]
-        self._names = sorted({name for of in found.values() for name in of if name})
+                    training = purpose == "train"
+                    seed_all(0)
+                    found[purpose] = tried(
+                        module,
+                        [self.prepare(data[index], 0, training) for index in units.spread(len(data))],
+                        self.collate,
+                        self._run,
+                        own=own if training and self.given_weight is not None else None,
+                        training=training,
+                        where=self._steps[purpose],
+                    )
+                    self.notes += found[purpose].notes
         return found
 
-    def _tried(self, module: Any, purpose: str, data: Any) -> dict[str, Any]:
-        _seed()
-        samples = [self.prepare(data[index], 0, purpose == "train") for index in units.spread(len(data))]
+    @property
+    def _names(self) -> list[str]:
+        """The names of values that steps log."""
+        return sorted({name for one in self._found.values() for name in one.units if name})
 
-        def measured(part: Sequence[Any]) -> tuple[Given, dict[str, float]]:
-            _seed()
-            given = self.collate(list(part))
-            _seed()
-            loss, record = self._run(module, given)
-            self._objects |= {name: copy.deepcopy(metric) for name, metric in record.metrics.items()}
-            values = {name: float(value) for name, (value, size) in record.values.items() if size is None}
-            fixed.update({name: None for name, (_, size) in record.values.items() if size is not None})
-            return given, values | ({} if loss is None else {"": float(loss)})
-
-        fixed: dict[str, Any] = {}
-        kind = max((p.dtype for p in module.parameters() if p.is_floating_point()), key=lambda t: t.itemsize)
-        near, fits = _NEAR * torch.finfo(kind).eps, units.Fits()
-        for factor in units.SCALES:
-            with units.scaled(module, factor):
-                whole = measured(samples)
-                parts = [(measured(samples[:cut]), measured(samples[cut:])) for cut in units.cuts(len(samples))]
-            trial = units.Trial(whole, parts)
-            fits.add(trial, near=near)
-            if not any(fits.is_open(name, trial) for name in whole[1]):
-                break
-        if purpose == "train" and self.given_weight is None and fits.is_open("", trial):
-            what = f"the losses of {len(samples)} samples do not tell whether the loss is a mean over {fits}"
-            raise refused(
-                what, self._steps[purpose], "give weight=, a function from a batch to the number of its units"
-            )
-        found: dict[str, Any] = {name: fits.unit(name) for name in whole[1]}
-        if "" in found and found[""] is None and (purpose == "validate" or self.given_weight is None):
-            self._without_unit(trial, purpose, near)
-        for name in [name for name, unit in found.items() if unit is None]:
-            found[name] = units.SAMPLES
-            if name:
-                self.notes.append(
-                    f"{self._steps[purpose]}: {name!r} is no mean over samples or labels: its mean over micro-batches "
-                    "is logged, which depends on batch.micro; log a metric of torchmetrics for an exact one"
-                )
-        if purpose == "train" and self.given_weight is None:
-            self.notes.append(f"the loss of training_step is a mean over {found['']}, as {len(samples)} samples show")
-        return found | fixed
-
-    def _without_unit(self, trial: units.Trial, purpose: str, near: float) -> None:
-        where, named = self._steps[purpose], "weight=, a function from a batch to the number of its units"
-        if purpose == "validate":
-            self.notes.append(f"{where}: the loss is no mean over samples or labels: eval/loss depends on batch.micro")
-            return
-        if units.is_sum(trial, "", near=near):
-            raise refused("the loss is a sum over samples, and not a mean", where, "return the mean")
-        raise refused(
-            "the loss is no mean over samples, over labels that are not -100, or over the ones of a mask: it is not "
-            "known what a global batch that is cut in parts must divide by",
-            where,
-            f"give {named}, from its labels alone; or weight='samples' where the loss draws random numbers, and is a "
-            "mean over samples; on the command line task.weight=samples",
-        )
-
-
-def _seed() -> None:
-    torch.default_generator.manual_seed(0)
-    np.random.seed(0)
-    random.seed(0)
+    @property
+    def _objects(self) -> dict[tuple[str, str], Any]:
+        """The metrics that steps log, by the purpose of the step and their names."""
+        return {(purpose, name): one for purpose, of in self._found.items() for name, one in of.metrics.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,9 +37,7 @@ class Marked(Dataset[Any]):
     """A data set with attributes of its own: an `order`, `sample_weights`, or a mark on each of its samples."""
 
     def __init__(self, data: Any, *, validates: bool = False, **attributes: Any) -> None:
-        self.data, self.validates = data, validates
-        if hasattr(data, "__getitems__"):
-            self.__getitems__ = self._get_many
+        self.data, self.validates, self.at_once = data, validates, reads_at_once(data)
         for name in ("lengths", "where"):
             if hasattr(data, name):
                 setattr(self, name, getattr(data, name))
@@ -50,12 +47,14 @@ class Marked(Dataset[Any]):
         return len(self.data)
 
     def __getitem__(self, index: int) -> Any:
-        sample = self.data[index]
+        sample = self.data.__getitems__([index])[0] if self.at_once else self.data[index]
         return Validated(sample) if self.validates else sample
 
-    def _get_many(self, indices: Sequence[int]) -> list[Any]:
-        found = self.data.__getitems__(indices)
-        return [Validated(sample) for sample in found] if self.validates else list(found)
+
+def reads_at_once(data: Any) -> bool:
+    """True if a data set gives samples by `__getitems__` alone, several at once, which torch's DataLoader calls."""
+    by_index = getattr(type(data), "__getitem__", None)
+    return by_index in (None, Dataset.__getitem__) and hasattr(data, "__getitems__")
 
 
 @dataclass
@@ -90,7 +89,8 @@ def read(loader: DataLoader[Any], where: str) -> Loaded:
     Raises:
         UsageError: it draws samples in a way that is not known, or makes batches itself. Names the line.
     """
-    data = task_checks.data(loader.dataset, where)
+    whole = loader.dataset
+    data = task_checks.data(Marked(whole) if reads_at_once(whole) else whole, where)
     loaded = Loaded(data, loader.collate_fn)
     batches: Any = loader.batch_sampler
     sampler: Any = loader.sampler

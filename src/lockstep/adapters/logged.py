@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.adapters.foreign import refused, users_line
+from lockstep.core import metric_sync
 from lockstep.core.task import Metrics
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Record:
         """The metrics that were logged as objects, by name."""
         self.calls: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
         """By the identity of a metric: the arguments of each of its updates."""
+        self._watched: set[int] = set()
 
     def log(self, name: str, value: Any, *further: Any, **options: Any) -> None:
         """`LightningModule.log`."""
@@ -50,8 +52,12 @@ class Record:
         if hasattr(value, "update") and hasattr(value, "compute"):
             if hasattr(value, "items"):  # a MetricCollection
                 self.log_dict(value)
-            else:
-                self.metrics[name] = value
+                return
+            if id(value) not in self._watched:
+                what = f"self.log({name!r}) got a {type(value).__name__}, which is no torchmetrics.Metric in the module"
+                remedy = "make it a torchmetrics.Metric, and an attribute of the module or part of an nn.ModuleDict"
+                raise refused(what, users_line(), remedy)
+            self.metrics[name] = value
         elif isinstance(value, Tensor) and value.numel() == 1:
             self.values[name] = (value.detach().reshape(()), batch_size)
         elif isinstance(value, numbers.Real):
@@ -83,6 +89,7 @@ class Record:
 
             return call
 
+        self._watched = {id(metric) for metric in metrics}
         own = [(metric, metric.update, vars(metric).get("forward")) for metric in metrics]
         for metric, update, _ in own:
             vars(metric).update(update=recorded(metric, update), forward=recorded(metric, metric.forward))
@@ -96,7 +103,7 @@ class Record:
                 if id(metric) in self.calls:
                     metric.reset()
 
-    def output(self, samples: int, counts: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    def output(self, samples: int, counts: Mapping[str, Any], purpose: str, device: torch.device) -> dict[str, Any]:
         """What travels to the metrics, with the samples along the first dimension: values, their weights, and the
         arguments of metrics.
 
@@ -112,12 +119,14 @@ class Record:
             name: each(counts.get(name, samples) if weight is None else weight)
             for name, (_, weight) in self.values.items()
         }
-        calls = {name: tuple(self.calls.get(id(metric), ())) for name, metric in self.metrics.items()}
+        calls = {(purpose, name): tuple(self.calls.get(id(metric), ())) for name, metric in self.metrics.items()}
         return {"values": values, "weights": weights, "calls": calls}
 
 
-def metrics_of(names: Sequence[str], objects: Mapping[str, Metric], where: str) -> Metrics | None:
+def metrics_of(names: Sequence[str], objects: Mapping[tuple[str, str], Metric], where: str) -> Metrics | None:
     """The metrics that take such outputs: means of the values `names`, and copies of the metrics that are logged.
+
+    Each step has copies of its own: training and evaluation may log other metrics under the same name.
 
     What an output lacks has no result: the training and the evaluation log other names.
 
@@ -158,20 +167,25 @@ def metrics_of(names: Sequence[str], objects: Mapping[str, Metric], where: str) 
 
         full_state_update = False
 
-        def __init__(self, name: str, metric: Metric) -> None:
+        def __init__(self, key: tuple[str, str], metric: Metric) -> None:
             super().__init__()
-            self.inner, self.of = copy.deepcopy(metric), name
+            self.inner, self.key = copy.deepcopy(metric), key
+            self.gives_numbers = key[0] == "train" and metric_sync.has_fixed_size(metric)  # in the training's log
+            self.reset()
+
+        def reset(self) -> None:
+            super().reset()
             self.inner.reset()
 
         def update(self, output: dict[str, Any]) -> None:
-            for args, kwargs in output["calls"].get(self.of, ()):
+            for args, kwargs in output["calls"].get(self.key, ()):
                 self.inner.update(*args, **kwargs)
 
         def compute(self) -> dict[str, Any]:
-            return {self.of: self.inner.compute()} if self.inner.update_count else {}
+            return {self.key[1]: self.inner.compute()} if self.inner.update_count else {}
 
     collection: dict[str, Metric] = {"means": Means()} if names else {}
-    collection |= {f"logged {place}": Logged(name, metric) for place, (name, metric) in enumerate(objects.items())}
+    collection |= {f"logged {place}": Logged(key, metric) for place, (key, metric) in enumerate(objects.items())}
 
     def update(metrics: Any, output: Any, batch: Any) -> None:
         for key in collection:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Callable, Generator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from torch import nn
@@ -13,12 +14,15 @@ from torch import nn
 from lockstep.adapters.foreign import Clock, refused, users_line
 from lockstep.adapters.logged import Record, metrics_in
 
+_OWN_RANK = "all ranks have the same data, and Lockstep gives each its samples; trainer.is_global_zero says who prints"
 _REMEDIES = {
     "world_size": "the result would depend on the number of ranks: use the global batch, batch.global",
+    **dict.fromkeys(("global_rank", "local_rank", "node_rank"), _OWN_RANK),
     "strategy": "no code of the task communicates: what needs all samples of the global batch is Task.embed, "
     "docs/global_loss.md",
     "logger": "log numbers with self.log; a lockstep.Writer takes the entries of the log, and a Presenter draws",
-    "optimizers": "manual optimization: players, docs/players.md",
+    "optimizers": "only training_step and validation_step of a training have one",
+    "lr_scheduler_configs": "the learning rate is self.optimizers().param_groups[0]['lr']",
     "callback_metrics": "read results in a Part: training.results, docs/parts.md",
 }
 
@@ -57,12 +61,15 @@ def arguments_after_batch(step: Callable[..., Any]) -> list[Any]:
 class ServedTrainer:
     """The attributes of Lightning's Trainer that do not depend on ranks. The others are errors with the user's line."""
 
-    def __init__(self, clock: Clock, plan: dict[str, Any], stage: str = "") -> None:
+    def __init__(self, clock: Clock, plan: dict[str, Any], stage: str = "", optimizer: Any = None) -> None:
         """
         Args:
             plan: `max_epochs`, `max_steps`, `batches`, `steps`, `datamodule`.
             stage: `train`, `validate`, `predict`, or nothing.
+            optimizer: of the training.
         """
+        if optimizer is not None:
+            self.optimizers = [ReadOptimizer(optimizer)]
         self.global_step = clock.step
         self.current_epoch = clock.step // max(1, clock.steps_per_epoch)
         self.max_epochs, self.max_steps = plan.get("max_epochs"), plan.get("max_steps") or -1
@@ -76,11 +83,31 @@ class ServedTrainer:
         self.global_rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
         self.is_global_zero = self.global_rank == 0
 
+    def of_data(self, devices: int, nodes: int) -> ServedTrainer:
+        """The trainer that code of the data sees: with the devices of the Trainer's arguments, by which `batch.global`
+        is multiplied, and without a rank."""
+        del self.global_rank, self.local_rank
+        self.num_devices, self.num_nodes, self.world_size = devices, nodes, devices * nodes
+        return self
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         remedy = _REMEDIES.get(name.removesuffix("s") if name == "loggers" else name, "compute it without the trainer")
         raise refused(f"trainer.{name} has no counterpart", users_line(), remedy)
+
+
+class ReadOptimizer:
+    """The optimizer of a training, to be read: `param_groups` with the learning rates of this update."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.param_groups = [types.MappingProxyType(group) for group in optimizer.param_groups]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        remedy = "return the loss, and the update is made; several optimizers are players: docs/players.md"
+        raise refused(f"self.optimizers().{name} is used: only param_groups can be read", users_line(), remedy)
 
 
 def _no_gather(*_: Any, **__: Any) -> NoReturn:
@@ -102,10 +129,14 @@ class Parts:
 
 
 @contextlib.contextmanager
-def served(parts: Parts, trainer: ServedTrainer, record: Record | None = None) -> Generator[None, None, None]:
-    """Inside, the modules log into `record`, and see `trainer`. Afterwards they are as before."""
+def served(parts: Parts, trainer: ServedTrainer, record: Record | None = None, data: Any = None) -> Iterator[None]:
+    """Inside, the modules log into `record`, and see `trainer`, as the DataModule `data` does. Afterwards they are as
+    before."""
     record = Record() if record is None else record
     own = {"log": record.log, "log_dict": record.log_dict, "all_gather": _no_gather, "print": _print}
+    own["optimizers"] = lambda use_pl_optimizer=True: trainer.optimizers[0]
+    if hasattr(data, "trainer"):
+        data.trainer = trainer
     for module in parts.modules:
         vars(module).update(own, _trainer=trainer)
         if parts.first is not None:
@@ -118,3 +149,5 @@ def served(parts: Parts, trainer: ServedTrainer, record: Record | None = None) -
             for name in own:
                 vars(module).pop(name, None)
             vars(module)["_trainer"] = None
+        if hasattr(data, "trainer"):
+            data.trainer = None

@@ -49,8 +49,7 @@ def keys_of(trainer: Mapping[str, Any], batch: int, *, validates: bool) -> tuple
     """
     keys: Keys = {}
     given, faults, ignored = dict(trainer), list[str](), list[str]()
-    devices = [given.get(name, 1) for name in ("devices", "num_nodes")]
-    ranks = math.prod(count if isinstance(count, int) and count > 0 else 1 for count in devices)
+    ranks = math.prod(devices_of(given))
     every = given.pop("accumulate_grad_batches", 1)
     keys["batch.global"] = batch * ranks * every
     if ranks > 1:
@@ -75,6 +74,12 @@ def keys_of(trainer: Mapping[str, Any], batch: int, *, validates: bool) -> tuple
         text = "\n  ".join(["arguments of Lightning's Trainer that cannot be kept:", *faults])
         raise UsageError(text, remedy=remedy)
     return keys, [f"ignored arguments of Lightning's Trainer: {', '.join(ignored)}"] if ignored else []
+
+
+def devices_of(trainer: Mapping[str, Any]) -> tuple[int, int]:
+    """`devices` and `num_nodes`; 1 where they are no numbers, or not given."""
+    devices, nodes = (trainer.get(name, 1) for name in ("devices", "num_nodes"))
+    return tuple(count if isinstance(count, int) and count > 0 else 1 for count in (devices, nodes))  # type: ignore[return-value]
 
 
 def _translate(name: str, value: Any, keys: Keys, faults: list[str]) -> None:

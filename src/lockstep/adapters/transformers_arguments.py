@@ -75,6 +75,9 @@ _REMEDIES = {
     "data_seed": "one seed decides: seed",
     "optim_args": "optim.name=CLASS optim.args={...}, and optim left out",
 }
+_WHY = {
+    "auto_find_batch_size": " (lack of memory halves the micro-batch anyway; `lockstep tune batch` finds the largest)"
+}
 OPTIMIZERS = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "sgd": "SGD"}
 _STATEFUL = ("reduce_lr_on_plateau", "greedy")
 
@@ -102,7 +105,7 @@ def understood(args: Any) -> tuple[SimpleNamespace, list[str]]:
     faults, ignored = [], []
     for name, value in given.items():
         if name in _IGNORED:
-            ignored.append(name)
+            ignored.append(name + _WHY.get(name, ""))
         elif name not in DEFAULTS and value not in (None, False, 0, 0.0, "", [], {}):
             remedy = _REMEDIES.get(name) or did_you_mean(name, DEFAULTS).strip() or "it has no counterpart"
             faults.append(f"{name}={value!r}: {remedy}")

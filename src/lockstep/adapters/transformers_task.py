@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.adapters import transformers_arguments, units
 from lockstep.adapters.foreign import Foreign, Keys, line_of, refused
-from lockstep.adapters.loaders import Validated
+from lockstep.adapters.loaders import Marked, Validated, reads_at_once
 from lockstep.adapters.optimizers import Rates, holder
 from lockstep.adapters.units import Given
 from lockstep.core.config.sections import RunConfig
@@ -24,7 +24,6 @@ from lockstep.core.errors import UsageError
 from lockstep.core.task import Metrics
 
 _CPU = torch.device("cpu")
-_NEAR = 64
 
 
 class TransformersTask(Foreign):
@@ -54,7 +53,8 @@ class TransformersTask(Foreign):
         self.arguments, notes = transformers_arguments.understood(args)
         self.notes += notes
         self.made_model, self.model_init, self.processing_class = model, model_init, processing_class
-        self.sets, self.compute_metrics, self.given_weight = (train_dataset, eval_dataset), compute_metrics, weight
+        sets = (Marked(one) if reads_at_once(one) else one for one in (train_dataset, eval_dataset))
+        self.sets, self.compute_metrics, self.given_weight = tuple(sets), compute_metrics, weight
         self.preprocess = preprocess
         self.collator = data_collator if data_collator is not None else self._default_collator()
         self._made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -185,7 +185,7 @@ class TransformersTask(Foreign):
 
     def weight(self, batch: Given) -> Any:
         if self.given_weight is None and self._unit == units.SAMPLES:
-            units.check_no_ignored(batch, self._unit, self._where)
+            units.check_no_ignored(batch, self._unit, self._with_ignored, self._where)
         return None if self._unit == units.SAMPLES else self._unit.count(batch)
 
     def loss(self, model: nn.Module, batch: Given) -> Any:
@@ -231,14 +231,15 @@ class TransformersTask(Foreign):
         model = copy.deepcopy(self._pristine).to("cpu").eval()
         kind = next(one.dtype for one in model.parameters() if one.is_floating_point())
         model = model.float() if kind.itemsize < 4 else model
-        data = self.sets[0]
+        data, rounding = self.sets[0], units.Rounding()
         with torch.no_grad(), torch.device("cpu"), restored_generators(_CPU):
             seed_all(0)
             whole = self.collate([self.prepare(data[place], 0, True) for place in units.spread(len(data))])
 
             def measured(given: Given) -> tuple[Given, dict[str, float]]:
                 seed_all(0)
-                outputs = model(**given.batch)
+                with rounding:
+                    outputs = model(**given.batch)
                 found = outputs.get("loss") if isinstance(outputs, Mapping) else None
                 if not isinstance(found, Tensor) or found.ndim:
                     remedy = "give it labels: a data set or a collator with the column `labels`"
@@ -246,28 +247,14 @@ class TransformersTask(Foreign):
                 return given, {"": float(found)}
 
             count = whole.samples
-            near, fits = _NEAR * torch.finfo(torch.float32).eps, units.Fits()
-            for factor in units.SCALES:
-                with units.scaled(model, factor):
-                    parts = [
-                        (measured(units.sliced(whole, 0, cut)), measured(units.sliced(whole, cut, count)))
-                        for cut in units.cuts(count)
-                    ]
-                    trial = units.Trial(measured(whole), parts)
-                fits.add(trial, near=near)
-                if not fits.is_open("", trial):
-                    break
-            else:
-                what = f"the losses of {count} samples do not tell whether the loss is a mean over {fits}"
-                raise refused(what, self._where, "give weight=, a function from a batch to the number of its units")
-        unit = fits.unit("")
-        if unit is None:
-            raise refused(
-                "the loss of the model is no mean over samples, over labels that are not -100, or over the ones of a "
-                "mask: it is not known what a global batch that is cut in parts must divide by",
-                self._where,
-                "give weight=, a function from a batch to the number of its units, or weight='samples'",
-            )
+
+            def trial() -> units.Trial:
+                cut = [(units.sliced(whole, 0, at), units.sliced(whole, at, count)) for at in units.cuts(count)]
+                return units.Trial(measured(whole), [(measured(one), measured(other)) for one, other in cut])
+
+            fits, last = units.settled(model, trial, rounding)
+        self._with_ignored = units.with_ignored(whole.batch)
+        unit = units.of_loss(fits, last, self._where, near=rounding.near)
         self.notes.append(f"the loss of the model is a mean over {unit}, as {count} samples show")
         return unit
 

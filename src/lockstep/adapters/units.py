@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from lockstep.adapters.foreign import refused
 from lockstep.core.errors import DataError
 
 IGNORED = -100
 """The label that torch's cross_entropy leaves out."""
 _MOST = 16  # samples that are tried
+_NEAR = 64  # rounding errors of a mean
 _LARGEST_MASK_DTYPE = (torch.bool, torch.uint8, torch.int32, torch.int64)
 
 Path = tuple[Any, ...]
@@ -169,6 +172,21 @@ def scaled(module: torch.nn.Module, factor: float) -> Iterator[None]:
             parameter.copy_(before)
 
 
+class Rounding(TorchFunctionMode):
+    """Inside, the floating-point formats of all results are looked at: code may compute in a coarser one than that of
+    its weights, as norms of transformers do."""
+
+    near = _NEAR * torch.finfo(torch.float64).eps
+    """What a mean may be off, in relation to its size: by the coarsest format so far. Half precision counts as single:
+    a batch and its parts mostly round alike."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if any(tensor.is_floating_point() and tensor.itemsize < 8 for _, tensor in tensors(found)):
+            self.near = _NEAR * torch.finfo(torch.float32).eps
+        return found
+
+
 class Fits:
     """The units that the values of all trials so far are means over, by name of the value."""
 
@@ -216,31 +234,69 @@ def _fits(trial: Trial, name: str, unit: Unit, near: float) -> bool:
     return True
 
 
-def is_sum(trial: Trial, name: str, *, near: float) -> bool:
-    """True if the value of the batch is the sum of those of its parts."""
-    whole = trial.whole[1][name]
-    return bool(trial.parts) and all(
-        abs(whole - sum(found[name] for _, found in parts)) <= near * abs(whole) and whole for parts in trial.parts
-    )
+def settled(module: torch.nn.Module, trial: Callable[[], Trial], rounding: Rounding) -> tuple[Fits, Trial]:
+    """Make trials of a module with larger and larger weights, until one unit is left. What fits, and the last trial."""
+    fits = Fits()
+    for factor in SCALES:
+        with scaled(module, factor):
+            last = trial()
+        fits.add(last, near=rounding.near)
+        if not any(fits.is_open(name, last) for name in last.whole[1]):
+            break
+    return fits, last
 
 
-def check_no_ignored(given: Given, unit: Any, where: str) -> None:
-    """Where the unit is the sample because all tried samples had all labels: a batch that lacks labels is an error.
+def with_ignored(batch: Any) -> set[Path]:
+    """Where tensors of whole numbers in a batch have -100."""
+    return {path for path, one in tensors(batch) if one.dtype == torch.int64 and bool((one == IGNORED).any())}
+
+
+def of_loss(fits: Fits, last: Trial, where: str, *, near: float) -> Unit:
+    """The unit of the loss.
+
+    Args:
+        last: the last trial.
+        where: the line of the step, for errors.
 
     Raises:
-        DataError: a tensor of whole numbers has -100.
+        UsageError: several units fit, or none does.
     """
-    if unit != SAMPLES:
-        return
-    for path, tensor in tensors(given.batch):
-        if tensor.dtype == torch.int64 and bool((tensor == IGNORED).any()):
-            place = "".join(f"[{key!r}]" for key in path)
-            raise DataError(
-                f"batch{place} has the label -100, which losses leave out, and the samples that were tried had none: "
-                "so it is not known whether the loss is a mean over samples or over labels",
-                where=where,
-                remedy="give weight=, a function from a batch to its number of labels, or weight='samples'",
-            )
+    count, ask = last.whole[0].samples, "give weight=, a function from a batch to the number of its units"
+    if fits.is_open("", last):
+        what = f"the losses of {count} samples do not tell whether the loss is a mean over {fits}"
+        raise refused(what, where, ask)
+    unit = fits.unit("")
+    whole, sums = last.whole[1][""], [one[""] + other[""] for (_, one), (_, other) in last.parts]
+    if unit is None and whole and all(abs(whole - parts) <= near * abs(whole) for parts in sums):
+        raise refused("the loss is a sum over samples, and not a mean", where, "return the mean")
+    if unit is None:
+        raise refused(
+            "the loss is no mean over samples, over labels that are not -100, or over the ones of a mask: it is not "
+            "known what a global batch that is cut in parts must divide by",
+            where,
+            f"{ask}, from its labels alone; or weight='samples' where the loss draws random numbers, and is a mean "
+            "over samples; on the command line task.weight=samples",
+        )
+    return unit
+
+
+def check_no_ignored(given: Given, unit: Any, known: Collection[Path], where: str) -> None:
+    """Where the unit is the sample because all tried samples had all labels: a batch that lacks labels is an error.
+
+    Args:
+        known: where samples that were tried had -100: with these, the loss was a mean over samples.
+
+    Raises:
+        DataError: another tensor of whole numbers has -100.
+    """
+    for path in sorted(with_ignored(given.batch) - {*known}, key=str) if unit == SAMPLES else ():
+        place = "".join(f"[{key!r}]" for key in path)
+        raise DataError(
+            f"batch{place} has the number -100, the label that losses leave out, and no sample that was tried had it "
+            "there: so it is not known whether the loss is a mean over samples or over labels",
+            where=where,
+            remedy="give weight=, a function from a batch to its number of labels, or weight='samples'",
+        )
 
 
 def sliced(given: Given, first: int, last: int) -> Given:

@@ -69,14 +69,14 @@ class Preset:
         Raises:
             UsageError: a value has the wrong type, or does not fit the other values. Names the file and the key.
         """
-        values = config.model_dump(by_alias=True)
+        values = config.model_dump(by_alias=True, exclude_unset=True)  # code of the task may imply the others
         for path, value in self.keys_beside(config, overrides).items():
             if path == "batch.micro":
                 if config.batch.per_rank:
                     continue
                 value = _at_most(value, config.batch.resolve(1).global_ or 1)
             section, _, key = path.rpartition(".")
-            (values[section] if section else values)[key] = value
+            (values.setdefault(section, {}) if section else values)[key] = value
         return config_file.parse(values, self.where, needs_task=False)
 
     def notes(self, before: RunConfig, after: RunConfig) -> list[str]:

@@ -18,6 +18,7 @@ from lockstep.core.config.config_section import Section
 from lockstep.core.config.sections import RunConfig
 from lockstep.recipes import config_file, registry
 from lockstep.recipes.config_layers import read_target
+from lockstep.trainer import foreign
 
 _WIDTH = 118
 _VALUES_UP_TO = 40  # columns from which comments on short values begin
@@ -36,19 +37,23 @@ def resolved(target: str, overrides: Sequence[str] = (), *, preset: str | None =
         UsageError: the config has errors.
     """
     layers = read_target(target)
-    config = config_file.load(target, overrides)
+    loaded = config_file.load(target, overrides)
+    config, written = foreign.settled_alone(loaded), loaded.model_dump(by_alias=True)
+    of_code = config.model_dump(by_alias=True)
     given = [override.partition("=")[0] for override in overrides]
     machine = config_preset.read(preset) if preset else None
     if machine is not None:
-        before, config = config.model_dump(by_alias=True), machine.apply(config, overrides)
+        config = machine.apply(config, overrides)
     values = config.model_dump(by_alias=True)
     plain = config_file.without_suggestions(layers, overrides)
 
     def source(path: str, value: Any) -> str:
         if config_file.related(path, given):
             return "command line"
-        if machine is not None and config_file.related(path, machine.keys_for(config)) and _at(before, path) != value:
+        if machine is not None and config_file.related(path, machine.keys_for(config)) and _at(of_code, path) != value:
             return f"preset {machine.name}"
+        if _at(of_code, path) != _at(written, path):
+            return f"code of {target}"
         file = config_file.related(path, layers.sources)
         if file:
             return layers.sources[file] if layers.sources[file] != target else _named(target)

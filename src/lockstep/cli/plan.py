@@ -152,9 +152,9 @@ def plan(
         for path in (chart, _json_path(json_file)):
             check_folder(path)
         from lockstep.plan import inputs, show
-        from lockstep.recipes import config_file
+        from lockstep.trainer import foreign
 
-        config = config_file.load(target, overrides or [])
+        config = foreign.load(target, overrides or [])
         if measure:
             options = {"--utilisation": utilisation, "--json": json_file or None, "--debug": debug, "--measure": True}
             arguments = ["plan", target, *(overrides or []), *as_arguments(options)]

@@ -38,9 +38,9 @@ def preflight(
     """Check the machines before a training, and train nothing. Exit code 3: a fault."""
     with reporting(debug):
         from lockstep.launch import node_address
-        from lockstep.recipes import config_file
+        from lockstep.trainer import foreign
 
-        settings = config_file.load(target, overrides or [])
+        settings = foreign.load(target, overrides or [])
         settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [])
         several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
         given = as_arguments({"--run-dir": run_dir, "--preset": preset, "--env": env, "--deep": deep, "--debug": debug})

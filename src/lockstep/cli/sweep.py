@@ -42,12 +42,12 @@ def sweep(
         if "RANK" in os.environ:
             remedy = "leave torchrun out, and give --nproc"
             raise UsageError("starts the ranks of its trials itself", where="lockstep sweep", remedy=remedy)
-        from lockstep.recipes import config_file
         from lockstep.search import grid as grids
         from lockstep.search import study
+        from lockstep.trainer import foreign
 
         study.module()
-        config = config_file.load(target, overrides or [])
+        config = foreign.load(target, overrides or [])
         config, nproc = ranks.on_machine(config, preset, nproc, overrides or [])
         found = grids.read(grid, target, overrides or [], config)
         from lockstep.search import sweep as sweeps

@@ -52,11 +52,11 @@ def learning_rate(
 ) -> None:
     """Train some steps while the learning rate rises, and suggest a rate. Writes a chart, and nothing else."""
     with reporting(debug):
-        from lockstep.recipes import config_file
         from lockstep.search import chart, curve
+        from lockstep.trainer import foreign
 
         curve.check(low, high, steps)
-        config = config_file.load(target, overrides or [])
+        config = foreign.load(target, overrides or [])
         config, nproc = ranks.on_machine(config, preset, nproc, overrides or [])
         path = out or Path(f"{config.name}-lr.svg")
         if path.suffix not in (".svg", ".png"):
@@ -92,12 +92,11 @@ def batch(
     with reporting(debug):
         from lockstep import sizes
         from lockstep.cli import config_preset
-        from lockstep.recipes import config_file
         from lockstep.search import batch_size
-        from lockstep.trainer import local_ranks
+        from lockstep.trainer import foreign, local_ranks
 
         keys = overrides or []
-        config = config_file.load(target, keys)
+        config = foreign.load(target, keys)
         if preset is not None:
             chosen = config_preset.read(preset).keys_beside(config, keys)
             keys = [*(f"{key}={json.dumps(value)}" for key, value in chosen.items()), *keys]

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,10 +14,7 @@ from lockstep.cli import ranks
 from lockstep.cli.options import Cold, Debug, Overrides, Preset, Target
 from lockstep.cli.reporting import check_replaceable, reporting
 from lockstep.core.errors import UsageError
-from lockstep.trainer import local_ranks
-
-if TYPE_CHECKING:
-    from lockstep.core.config.sections import RunConfig
+from lockstep.trainer import foreign, local_ranks
 
 
 def verify(
@@ -50,7 +47,7 @@ def verify(
             )
         settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [], default="2")
         count = local_ranks.ranks_of(nproc)
-        settings = _settled(settings)
+        settings = foreign.settled_alone(settings)
         groups = max(1, count // settings.parallel.tensor)  # of ranks that have the same samples
         settings = settings.model_copy(update={"batch": settings.batch.resolve(groups)})
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ranks and their files are cleaned up
@@ -81,16 +78,3 @@ def verify(
             raise typer.Exit(3)
         if result.shows_nothing:
             raise typer.Exit(1)
-
-
-def _settled(settings: RunConfig) -> RunConfig:
-    """The config with what the code of another library implies, if the task's file names one."""
-    path, is_file, _ = str(settings.task.get("kind", "")).rpartition(".py:")
-    file = Path(f"{path}.py")
-    text = file.read_text(encoding="utf-8", errors="replace").lower() if is_file and file.is_file() else ""
-    if "lightning" not in text and "adapters" not in text:
-        return settings
-    from lockstep.trainer import foreign
-    from lockstep.trainer.trainer import Trainer
-
-    return foreign.settled_alone(settings, Trainer(settings, quiet=True).task())

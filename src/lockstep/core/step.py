@@ -172,6 +172,7 @@ def train_step(
     ignored = [head for head, coefficient in state.coefficients.items() if not coefficient]
     began = strategy.begin_step(Trial(lambda: micro_batches[0].batch, state.precision, ignored))
     result.marks += [] if began is None else [began]
+    set_lr(optimizer, state.schedule(result.step - state.skipped))
     if state.first_pass is not None:
         state.first_pass.run(state, micro_batches, result.step)
     for number, micro_batch in enumerate(one_ahead(micro_batches)):
@@ -185,7 +186,6 @@ def train_step(
         result.grad_norm = grad_norm(state.parameters)
         if state.clip_norm is not None:
             clip_grads(state.parameters, state.clip_norm, result.grad_norm)
-    set_lr(optimizer, state.schedule(result.step - state.skipped))
     result.applied = state.precision.step(optimizer)
     optimizer.zero_grad(set_to_none=True)
     state.skipped += not result.applied

@@ -19,6 +19,7 @@ from lockstep.plan.facts import facts_of
 from lockstep.plan.inputs import ModelFacts, PrecisionName, World
 from lockstep.plan.search import Plan, save_interval, search
 from lockstep.recipes import registry
+from lockstep.trainer import foreign
 
 if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
@@ -202,7 +203,7 @@ def _concerns_data(config: RunConfig, error: Exception) -> bool:
 def _task(config: RunConfig, train: str | None) -> Task:
     held_out = next(iter(config.data.eval_sources.values()))
     paths = [source and os.path.expanduser(source) for source in (train, held_out)]
-    return registry.build_task(config.task, paths[0], paths[1], fold=config.data.fold)
+    return foreign.configured(registry.build_task(config.task, paths[0], paths[1], fold=config.data.fold), config)
 
 
 # ---- made-up samples of the sizes that a recipe tells

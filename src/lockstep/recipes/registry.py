@@ -122,7 +122,7 @@ def build_task(
         task_class: Callable[..., Task] = _attribute(options.task)
         arguments = {"options": options.model_validate(arguments)}
     else:
-        task_class = _maker_in_file(section["kind"])
+        task_class = maker_in_file(section["kind"])
     data = {"train": train, "eval": evaluation, "cache": cache, "fold": fold}
     return task_class(**_checked(task_class, arguments, data))
 
@@ -155,7 +155,7 @@ def _checked(task_class: Callable[..., Task], arguments: dict[str, Any], data: d
     return arguments
 
 
-def _maker_in_file(kind: str) -> Callable[..., Task]:
+def maker_in_file(kind: str) -> Callable[..., Task]:
     """The class that `FILE.py:Class` names. Or what makes a task of another library's class; see `adapters.named`.
 
     Raises:

@@ -16,7 +16,8 @@ import yaml
 
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError, did_you_mean
-from lockstep.recipes import config_file, config_layers
+from lockstep.recipes import config_layers
+from lockstep.trainer import foreign
 
 SAMPLERS = ("grid", "random", "tpe")
 PRUNERS = ("median", "hyperband", "none")
@@ -184,7 +185,7 @@ def _check_values(grid: Grid, target: str, overrides: Sequence[str]) -> None:
     first = {key: values[0] if isinstance(values, list) else values.low for key, values in grid.keys.items()}
     for key, value in _each(grid):
         try:
-            config = config_file.load(target, [*overrides, *overrides_of(first | {key: value})])
+            config = foreign.load(target, [*overrides, *overrides_of(first | {key: value})])
             _check_config(grid, config, key, value)
         except UsageError as error:
             lines = str(error).removeprefix("the configuration has errors:\n  ").splitlines()
