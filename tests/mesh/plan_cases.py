@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 from lockstep import Trainer
 from lockstep.verify import cut_model
@@ -10,14 +11,14 @@ from lockstep.verify.comparable_task import TaskChanges
 from lockstep.watch import replay_report
 from tests import runs
 from tests.mesh.mesh_cases import PLAN, Block, Cut, Model
+from tests.own_tasks import masked_data
 
 
 class Dropping(Block):
     """Dropout within the cut part draws other masks on a mesh, which is no fault."""
 
-    @staticmethod
-    def between(inner):
-        return functional.dropout(inner, 0.3)
+    def between(self, inner):
+        return functional.dropout(inner, 0.3, self.training)
 
 
 class Normal(Block):
@@ -36,7 +37,20 @@ class Other(Cut):
 
 
 class Right(Other):
+    """It can be learned: a target is the sum of its two inputs."""
+
     block = Dropping
+
+    def train_data(self):
+        return learnable(masked_data(self.length))
+
+    def eval_data(self):
+        return learnable(masked_data(50, seed=1))
+
+
+def learnable(data):
+    inputs, _, mask = data
+    return TensorDataset(inputs, inputs.unflatten(1, (5, 2)).sum(-1), mask)
 
 
 class Across(Other):
