@@ -57,9 +57,9 @@ def in_a_terminal(arguments, folder, answers):
 @pytest.mark.parametrize("options", [["--nproc", "2", "--debug-rank", "1"], []], ids=["rank 1 of 2", "alone"])
 def test_a_debugger_has_the_terminal_for_as_long_as_it_likes(tmp_path, options):
     (tmp_path / "task.py").write_text(TASK)
-    longer_than_allowed = "import time; time.sleep(5)"
+    longer_than_allowed = "import time; time.sleep(25)"
     arguments = command(
-        "train", "task.py:Stopping", *options, "batch.global=4", "train.steps=3", "parallel.timeout_s=2"
+        "train", "task.py:Stopping", *options, "batch.global=4", "train.steps=3", "parallel.timeout_s=20"
     )
     output, code = in_a_terminal(
         arguments, tmp_path, [longer_than_allowed, "p 'rank', os.environ.get('RANK'), self.calls", "c"]
