@@ -14,7 +14,7 @@ from lockstep.cli import ranks
 from lockstep.cli.options import Cold, Debug, Overrides, Preset, Target
 from lockstep.cli.reporting import check_replaceable, reporting
 from lockstep.core.errors import UsageError
-from lockstep.trainer import foreign, local_ranks
+from lockstep.trainer import local_ranks
 
 
 def verify(
@@ -37,6 +37,7 @@ def verify(
     """Check that a training is right, on its own model and data. Exit code 3: a fault; 1: nothing could be shown."""
     with reporting(debug):
         from lockstep.recipes import config_file
+        from lockstep.trainer import foreign
 
         settings = config_file.load(target, overrides or [])
         if "RANK" in os.environ:
