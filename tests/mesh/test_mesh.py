@@ -120,14 +120,15 @@ def test_a_checkpoint_goes_on_anywhere(first, then, tmp_path):
     assert store.check(store.listed(tmp_path / "run" / "checkpoints")[0]) == []
 
 
-def test_a_run_that_stops_and_goes_on_ends_bit_for_bit_as_one_that_does_not(tmp_path):
+@pytest.mark.parametrize("name", mainly(["1x1x2"], ["1x1x2", "1x2x2"]))
+def test_a_run_that_stops_and_goes_on_ends_bit_for_bit_as_one_that_does_not(name, tmp_path):
     def state(folder):
         newest = store.listed(folder / "checkpoints")[0]
         return dict(files.read(newest.path, newest.index))
 
-    saved_by("1x2x2", tmp_path / "one", 12, optim={"clip_norm": 0.5})
-    saved_by("1x2x2", tmp_path / "two", 6, optim={"clip_norm": 0.5})
-    saved_by("1x2x2", tmp_path / "two", 12, optim={"clip_norm": 0.5})
+    saved_by(name, tmp_path / "one", 12, optim={"clip_norm": 0.5})
+    saved_by(name, tmp_path / "two", 6, optim={"clip_norm": 0.5})
+    saved_by(name, tmp_path / "two", 12, optim={"clip_norm": 0.5})
     one, two = state(tmp_path / "one"), state(tmp_path / "two")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)

@@ -38,6 +38,7 @@ def verified(name, nproc, folder, checks, parallel, **more):
     return {check.name: check for check in command.verify(config, nproc, folder, **run).checks}
 
 
+@pytest.mark.exhaustive  # the first difference is named above
 def test_verify_finds_a_plan_that_cuts_across_a_norm(tmp_path):
     (check,) = verified("Across", 2, tmp_path, ["strategies"], ON_TWO).values()
     assert check.status == "fault"
@@ -86,6 +87,7 @@ def test_parts_of_a_tensor_are_compared_with_what_ranks_held():
     assert [digest(part) == number for part, number in cut_model.parts("a", tensor + 1, shares)] == [False] * 3
 
 
+@pytest.mark.exhaustive
 def test_a_step_of_a_mesh_again_is_as_logged_on_the_mesh_and_on_one_rank(tmp_path):
     sections = {"train": {"steps": 6}, "checkpoint": {"every_steps": 3, "mode": "sync"}, "log": {"every_steps": 1}}
     sections |= {"parallel": ON_TWO, "batch": {"micro": 5}}
