@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.audit.events import History, read
-from lockstep.audit.observe import self_test
+from lockstep.audit.observe import self_test, training
 from tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -138,6 +139,14 @@ def test_gradients_summed_by_hand_are_told_with_whether_they_were_divided(both):
     assert undivided["at"][1] == line_of("            else:") + 1
     (average,) = events(both, "hand_average")
     assert average["at"][1] == line_of("all_reduce(parameter.data)")
+
+
+def test_the_norm_of_gradients_counts_sparse_ones_too():
+    words = torch.nn.Embedding(5, 2, sparse=True)
+    words(torch.tensor([1, 1, 3])).sum().backward()
+    expected = words.weight.grad.to_dense().norm().item()
+    assert training.gradient_norm([words.weight]) == pytest.approx(expected)
+    assert training.gradient_norm([torch.nn.Parameter(torch.ones(2))]) == 0.0
 
 
 def test_files_and_states_are_told(both):

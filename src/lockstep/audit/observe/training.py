@@ -207,14 +207,17 @@ def _ready(step: Step) -> None:
         recorder.emit("hand_reduce", limit=4, model=model, optimizer=step.known.number, **line)
     if step.is_sampled:
         step.told |= _digests(step.optimizer, "gradients") | {"norm_at": gradients.norm_at}
-        found = [digests.local(p.grad.detach()) for p in parameters if p.grad is not None]
-        found = [tensor for tensor in found if tensor.layout == torch.strided and tensor.numel()]
-        step.told["gradient_norm"] = 0.0
-        if found:
-            norms = torch._foreach_norm([tensor.float() for tensor in found])
-            step.told["gradient_norm"] = float(torch.stack(norms).norm())
+        step.told["gradient_norm"] = gradient_norm(parameters)
         step.told |= {"scaling": gradients.scaling(parameters), "was_cleared": step.known.was_cleared}
     step.known.was_cleared = None
+
+
+def gradient_norm(parameters: list[torch.Tensor]) -> float:
+    """The norm of this rank's part of the gradients, also of sparse ones. 0.0 without any."""
+    found = [digests.local(p.grad.detach()) for p in parameters if p.grad is not None]
+    found = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in found]
+    found = [tensor.float() for tensor in found if tensor.layout == torch.strided and tensor.numel()]
+    return float(torch.stack(torch._foreach_norm(found)).norm()) if found else 0.0
 
 
 def _digests(optimizer: Any, what: str) -> dict[str, Any]:
