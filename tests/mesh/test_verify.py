@@ -1,5 +1,7 @@
 """`lockstep verify` and `lockstep replay` on a mesh: wrong plans are found and named, right ones are not accused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -85,6 +87,13 @@ def test_parts_of_a_tensor_are_compared_with_what_ranks_held():
     shares = [held, {"a": (1, 3, digest(tensor[1:])), "b": (0, 4, (0, 0))}]
     assert [digest(part) == number for part, number in cut_model.parts("a", tensor, shares)] == [True] * 3
     assert [digest(part) == number for part, number in cut_model.parts("a", tensor + 1, shares)] == [False] * 3
+
+
+def test_a_mask_of_infinities_is_no_difference_and_one_that_differs_is():
+    mask, other = torch.tensor([[0.0, -torch.inf], [1.0, 2.0]]), torch.tensor([[0.0, 3.0], [1.0, 2.0]])
+    world = SimpleNamespace(tensor=2, rank=0)
+    assert cut_model._in_outputs({("mask", 1): [mask]}, {("mask", 1): [mask.clone()]}, world, 1e-7) == ""
+    assert "differs is mask" in cut_model._in_outputs({("mask", 1): [mask]}, {("mask", 1): [other]}, world, 1e-7)
 
 
 @pytest.mark.exhaustive

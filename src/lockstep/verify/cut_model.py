@@ -142,7 +142,8 @@ def _in_outputs(expected: Outputs, found: Outputs, world: World, epsilon: float)
             part = _part_of(whole, cut.shape, world)
             if part is None or not part.is_floating_point():
                 continue
-            off = float((part - cut).double().norm() / part.double().norm().clamp(min=1e-300))
+            apart = torch.where((part == cut) | (part.isnan() & cut.isnan()), 0, part.double() - cut)  # masks have inf
+            off = float(apart.norm() / part.double()[part.isfinite()].norm().clamp(min=1e-300))
             if not off <= _ROUNDINGS * epsilon:
                 right = f", and {before} before it is right" if before else ""
                 return (
@@ -161,9 +162,8 @@ def _part_of(whole: Tensor, shape: torch.Size, world: World) -> Tensor | None:
     """
     if whole.shape == shape:
         return whole
-    if whole.ndim != len(shape):
-        return None
-    cut = [place for place in range(1, whole.ndim) if whole.shape[place] == world.tensor * shape[place]]
+    ends = range(1, whole.ndim if whole.ndim == len(shape) else 0)
+    cut = [place for place in ends if whole.shape[place] == world.tensor * shape[place]]
     if len(cut) != 1 or sum(a != b for a, b in zip(whole.shape, shape, strict=True)) != 1:
         return None
     return whole.chunk(world.tensor, cut[0])[world.rank % world.tensor]
@@ -173,7 +173,7 @@ def _in_gradients(whole: nn.Module, grads: Mapping[str, Tensor], epsilon: float)
     expected = {name: p.grad.double() for name, p in whole.named_parameters() if p.grad is not None}
     apart = {name: float((grad - grads[name]).norm()) for name, grad in expected.items() if name in grads}
     length = sum(float(grad.square().sum()) for grad in expected.values()) ** 0.5 or 1.0
-    worst = max(apart, key=lambda name: apart[name], default="")
+    worst = max(apart, key=lambda name: (apart[name] != apart[name], apart[name]), default="")  # NaN is the worst
     if not worst or apart[worst] <= _ROUNDINGS * epsilon * length:
         return ""
     return (
