@@ -259,6 +259,7 @@ OF_THEIR_OWN = (
 )
 
 
+@functools.cache
 def code_lines(text):
     docstrings = {
         line

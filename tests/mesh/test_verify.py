@@ -96,6 +96,16 @@ def test_a_mask_of_infinities_is_no_difference_and_one_that_differs_is():
     assert "differs is mask" in cut_model._in_outputs({("mask", 1): [mask]}, {("mask", 1): [other]}, world, 1e-7)
 
 
+def test_a_gradient_that_is_no_number_is_the_worst_of_all():
+    whole = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    whole(torch.ones(1, 2)).sum().backward()
+    grads = {name: parameter.grad.double() for name, parameter in whole.named_parameters()}
+    assert cut_model._in_gradients(whole, grads, 1e-7) == ""
+    off = grads | {"0.weight": grads["0.weight"] + 1, "1.bias": torch.full((2,), torch.nan)}
+    assert "the gradient of 1.bias is nan" in cut_model._in_gradients(whole, off, 1e-7)
+
+
+
 @pytest.mark.exhaustive
 def test_a_step_of_a_mesh_again_is_as_logged_on_the_mesh_and_on_one_rank(tmp_path):
     sections = {"train": {"steps": 6}, "checkpoint": {"every_steps": 3, "mode": "sync"}, "log": {"every_steps": 1}}
