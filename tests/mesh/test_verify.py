@@ -105,7 +105,6 @@ def test_a_gradient_that_is_no_number_is_the_worst_of_all():
     assert "the gradient of 1.bias is nan" in cut_model._in_gradients(whole, off, 1e-7)
 
 
-
 @pytest.mark.exhaustive
 def test_a_step_of_a_mesh_again_is_as_logged_on_the_mesh_and_on_one_rank(tmp_path):
     sections = {"train": {"steps": 6}, "checkpoint": {"every_steps": 3, "mode": "sync"}, "log": {"every_steps": 1}}
