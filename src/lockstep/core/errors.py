@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sysconfig
@@ -46,15 +47,11 @@ class LockstepError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions cross process borders (loader workers, ranks); keyword arguments do not survive by default.
-        return _rebuild, (type(self), self.what, self.where, self.remedy)
+        return functools.partial(type(self), self.what, where=self.where, remedy=self.remedy), ()
 
     def __str__(self) -> str:
         text = f"{self.where}: {self.what}" if self.where else self.what
         return f"{text}\n  remedy: {self.remedy}" if self.remedy else text
-
-
-def _rebuild(kind: type[LockstepError], what: str, where: str | None, remedy: str | None) -> LockstepError:
-    return kind(what, where=where, remedy=remedy)
 
 
 class UsageError(LockstepError):

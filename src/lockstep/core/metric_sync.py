@@ -78,12 +78,8 @@ def parts_of(metrics: MetricCollection | Metric) -> list[Metric]:
 
     parts = [module for module in metrics.modules() if isinstance(module, Metric)]
     for part in parts:
-        part.distributed_available_fn = _never  # `compute` runs on rank 0 alone: it must not wait for other ranks
+        part.distributed_available_fn = bool  # False: `compute` runs on rank 0 alone: it must not wait for other ranks
     return parts
-
-
-def _never() -> bool:
-    return False
 
 
 def merge(metrics: MetricCollection, several: Sequence[list[State]]) -> None:

@@ -58,8 +58,9 @@ class Unfreezing:
                 raise UsageError(f"no parameter matches {unused}", where="train.unfreeze", remedy=remedy)
             step = stage.begins(steps_per_epoch)
             self._patterns.setdefault(step, []).extend(stage.match)
-            for name in _matching(names, stage.match):
-                self._since[name] = min(step, self._since.get(name, step))
+            for name in names:
+                if any(fnmatchcase(name, pattern) for pattern in stage.match):
+                    self._since[name] = min(step, self._since.get(name, step))
         self.steps = frozenset(self._since.values())
         """Steps at which some parameter becomes trainable."""
 
@@ -96,7 +97,3 @@ class Unfreezing:
                         remedy="unfreeze later, name all these parameters in train.unfreeze, or lower the number of "
                         "frozen epochs in the task's options",
                     )
-
-
-def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -109,6 +109,12 @@ def test_unreadable_sample_names_its_file(workers):
     ) as caught:
         list(loader.run(lambda: [MicroBatchPlan((4, 5, 6), 0, False)]))
     assert "data.on_error=skip" in str(caught.value)
+    left = [process for process in worker_deaths._workers if process.is_alive()]
+    assert len(left) == workers, "the error holds them"
+    worker_deaths._end_workers()  # as at the exit of the process
+    for process in left:
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
 
 
 class Faulty(own_tasks.Plain):

@@ -90,7 +90,8 @@ def _to_unqueued(batch: Any, device: devices.Device, format_of: Callable[[torch.
     if not device.has_float64:
         return map_tensors(
             batch,
-            lambda t: format_of(_without_float64(t)).to(place),
+            # mps has no float64. Labels that are Python's floats are float64.
+            lambda t: format_of(t.float() if t.dtype == torch.float64 else t).to(place),
             lambda item: moved(item, place) if moves_itself(item) else NotImplemented,
         )
     return batch if format_of is _unchanged else map_tensors(batch, format_of)
@@ -100,11 +101,6 @@ def _as_channels_last(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.ndim != 4 or not is_plain(tensor):
         return tensor
     return tensor.contiguous(memory_format=torch.channels_last)
-
-
-def _without_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, as float32 if it is float64, which mps does not have. Labels that are Python's floats are float64."""
-    return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lockstep.core.data import worker_deaths
+from lockstep.core.data import worker_deaths, workers
 
 
 def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
@@ -64,13 +64,9 @@ UNREADABLE = hashlib.sha256(b"unreadable").hexdigest()
 def _read_all(data: Dataset[Any], indices: Sequence[int], in_worker: bool) -> list[Any]:
     def make() -> DataLoader[Any]:
         options: dict[str, Any] = {"num_workers": int(in_worker), "generator": torch.Generator()}
-        return DataLoader(data, batch_size=None, sampler=indices, collate_fn=_as_it_is, **options)
+        return DataLoader(data, batch_size=None, sampler=indices, collate_fn=workers.as_it_is, **options)
 
     return worker_deaths.read_all(make, f"samples {list(indices)}")
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 class _Samples(Dataset[Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import multiprocessing
 import signal
@@ -25,6 +26,14 @@ _REMEDY = (
 )
 # What torch says where a worker has ended. The thread that pins memory fails on data of a process that is gone.
 _TEXTS = ("DataLoader worker (pid", "Pin memory thread exited unexpectedly")
+_workers: list[BaseProcess] = []
+
+
+@atexit.register
+def _end_workers() -> None:
+    """At its exit, Python sends SIGTERM to workers that an error has left, and waits. A worker stays for a while."""
+    for process in _workers:
+        process.kill()
 
 
 def start(loader: DataLoader[Any]) -> tuple[Iterator[Any], Sequence[BaseProcess]]:
@@ -41,6 +50,7 @@ def start(loader: DataLoader[Any]) -> tuple[Iterator[Any], Sequence[BaseProcess]
     Raises:
         ShortageError: shared memory has no room for the queues of workers.
     """
+    others = multiprocessing.active_children()
     try:
         batches = iter(loader)
     except OSError as error:
@@ -53,7 +63,9 @@ def start(loader: DataLoader[Any]) -> tuple[Iterator[Any], Sequence[BaseProcess]
             assert callable(handler)
             before = inspect.getclosurevars(handler).nonlocals.get("previous_handler")
             signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
-    return batches, multiprocessing.active_children()
+    processes = multiprocessing.active_children()
+    _workers[:] = [one for one in processes if one in _workers or one not in others]
+    return batches, processes
 
 
 def read_all(make: Callable[[], DataLoader[Any]], what: str) -> list[Any]:
@@ -120,7 +132,5 @@ def describe(processes: Sequence[BaseProcess], error: Exception) -> str:
 def _how(exit_code: int) -> str:
     if exit_code > 0:
         return f"has ended with exit code {exit_code}"
-    try:
-        return f"was killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"was killed by signal {-exit_code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-exit_code, f'signal {-exit_code}')}"

@@ -42,7 +42,7 @@ def data_loader(
         batch_size=None,
         sampler=order,
         num_workers=count,
-        collate_fn=_identity,
+        collate_fn=as_it_is,
         pin_memory=pins,
         prefetch_factor=ahead if count else None,
         persistent_workers=stays and count > 0,
@@ -135,5 +135,5 @@ def print_warning(text: str) -> None:
     print(f"[rank {os.environ.get('RANK', 0)}] {text}", file=sys.stderr, flush=True)
 
 
-def _identity(value: Any) -> Any:
+def as_it_is(value: Any) -> Any:
     return value
