@@ -229,6 +229,7 @@ def test_checkpoints_are_listed_checked_and_pruned(call, tmp_path):
     assert call("checkpoints", "nowhere").exit_code == 2
 
 
+@pytest.mark.exhaustive
 def test_export_writes_weights_that_load_without_lockstep(call, tmp_path):
     import torch
     from safetensors.torch import load_file

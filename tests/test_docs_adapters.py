@@ -40,6 +40,7 @@ def test_the_module_trains_in_python(tmp_path, monkeypatch):
     assert names["results"]["step"] == 69
 
 
+@pytest.mark.exhaustive
 def test_the_tags_are_learned(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tags.py").write_text(TAGS)

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import yaml
 
 from lockstep.recipes import config_file
@@ -11,6 +12,7 @@ from tests.processes import ROOT
 PAGE = (ROOT / "docs" / "language_models.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_the_example_learns_its_text(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

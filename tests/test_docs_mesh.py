@@ -3,6 +3,8 @@
 import os
 import re
 
+import pytest
+
 from lockstep import Trainer
 from tests import runs
 from tests.processes import ROOT
@@ -19,6 +21,7 @@ def train(folder, parallel, steps):
     return Trainer(settings, run_dir="run", quiet=True).fit()
 
 
+@pytest.mark.exhaustive
 def test_the_example_trains_on_a_mesh_and_goes_on_alone(tmp_path):
     (tmp_path / "wide.py").write_text(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1])
     run_ranks(4, train, tmp_path, {"strategy": "fsdp", "tensor": 2}, 20)

@@ -21,6 +21,7 @@ def fit(settings, folder=None):
     return runs.fit(runpy.run_path(str(EXAMPLE))["Digits"](), settings, folder)
 
 
+@pytest.mark.exhaustive
 def test_the_example_learns_the_digits(tmp_path):
     settings = runs.config(batch={"global": 32}, train={"epochs": 5, "steps": None, "eval_every_epochs": 1}, optim={})
     settings["optim"] = {}

@@ -3,12 +3,14 @@
 import re
 
 import numpy as np
+import pytest
 
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs" / "sampling.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_the_examples_learn_what_the_page_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, second = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

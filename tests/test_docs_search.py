@@ -6,6 +6,7 @@ import re
 import shlex
 from subprocess import CompletedProcess
 
+import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli.application import app
@@ -58,6 +59,7 @@ def test_the_range_test_of_the_page(tmp_path, monkeypatch):
     assert (code, "is not overwritten" in output) == (2, True)
 
 
+@pytest.mark.exhaustive
 def test_the_largest_micro_batch_of_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -87,6 +89,7 @@ class OnWarmRank:
         pass
 
 
+@pytest.mark.exhaustive
 def test_the_sweep_of_the_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from typer.testing import CliRunner
 
 import lockstep
@@ -13,6 +14,7 @@ from tests.processes import ROOT
 PAGE = (ROOT / "docs" / "shards.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_the_example_writes_shards_and_learns_from_them(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     source, task = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -34,6 +34,7 @@ def test_adversaries_train_the_same_weights_on_two_ranks(name):
         assert runs.difference(two, one) < 1e-3  # float32
 
 
+@pytest.mark.exhaustive
 def test_the_generator_learns_where_digits_have_ink():
     settings = runs.config(batch={"global": 64}, train={"steps": 200}, optim=ADAM)
     weights, _ = fit("gan_task.py", "Dcgan", settings)

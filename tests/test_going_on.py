@@ -92,6 +92,7 @@ def test_length_of_a_curve_is_free_until_it_matters(tmp_path):
         ).fit(own_tasks.Plain())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "warmup",
     mainly([{"warmup_share": 0.3}], [{}, {"warmup_steps": 3}, {"warmup_share": 0.3}]),

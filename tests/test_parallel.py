@@ -59,6 +59,11 @@ SWITCHES = {
 
 
 OTHERS_COVER = (
+    "selective",
+    "shard modules",
+    "fused fsdp",
+    "static graph",
+    "small buckets",
     "selective compile",
     "compile blocks fsdp",
     "reduce each micro-batch",
@@ -115,6 +120,7 @@ def test_lower_precision_is_the_same_with_every_strategy(precision):
             assert seen == {("torch.float32", half, "torch.float32")}
 
 
+@pytest.mark.exhaustive
 def test_parameters_may_be_gathered_in_fewer_bits_than_they_are_kept_in():
     settings = runs.config(
         precision="bf16", batch={"micro": 4}, train={"steps": 10}, optim={"name": "SGD", "weight_decay": 0.0}

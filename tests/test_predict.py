@@ -14,6 +14,7 @@ from lockstep.cli import application as cli
 from lockstep.cli import predict
 from tests import rank_cases
 from tests.ranks import run_ranks
+from tests.selection import mainly
 
 TASK = """
 from pathlib import Path
@@ -119,7 +120,7 @@ def test_a_folder_is_predicted_in_order_and_each_file_once(run):
     assert [row["twice"] for row in rows] == [2 * number for number in order]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", mainly([2], [2, 3]))
 def test_ranks_share_the_files_and_write_what_one_rank_writes(run, tmp_path, world):
     alone = call("predict", run / "run", run / "bad", "--on-error", "skip").stdout
     printed = run_ranks(world, rank_cases.command, "predict", run / "run", run / "bad", "--on-error", "skip")
@@ -175,6 +176,7 @@ def test_inputs_with_one_name_do_not_overwrite_each_other(run, tmp_path):
     assert "4 predictions" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_rows_in_one_file_and_objects_where_a_sample_has_one(run, tmp_path):
     inputs = [run / "bad", "--on-error", "skip"]
     assert call("predict", run / "boxes", *inputs, "--out", tmp_path / "rows.json").exit_code == 0

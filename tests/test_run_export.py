@@ -107,6 +107,7 @@ def test_an_export_says_the_same_without_lockstep(found, folder, name):
     assert about["batch"] is None or name in ("rt_detr", "rt_detr_v2", "d_fine")
 
 
+@pytest.mark.exhaustive
 def test_a_picture_that_is_too_small_for_the_program_is_named(found, folder, tmp_path):
     Image.new("RGB", (40, 5)).save(tmp_path / "tiny.png")
     said = "the picture has 40 x 5 pixels, and model.pt2 takes 9 x 9 or more; enlarge it, or try `lockstep predict`"

@@ -138,6 +138,7 @@ def summaries(folder):
     return steps, nodes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("world", "workers"), mainly([(1, 2)], [(1, 0), (1, 2), (2, 0)]))
 def test_drawing_changes_no_bit(world, workers, tmp_path):
     plain = run_ranks(world, fit, "Pictures", {}, settings(0, workers), tmp_path / "plain")

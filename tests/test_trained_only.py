@@ -152,6 +152,7 @@ def test_what_cannot_be_left_out_is_refused(tmp_path):
         runs.fit(Backbone(), config, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_the_example_learns_and_its_exports_load(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict = {"__name__": "example"}

@@ -50,6 +50,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch_and_travel_once():
     assert sent == [8 * 9640]
 
 
+@pytest.mark.exhaustive
 def test_weights_in_16_bits_do_not_move():
     (_, moved, loss), (_, moved_wrong, loss_wrong) = (
         on_two("04_mixed_precision"),

@@ -32,6 +32,7 @@ def not_json(text):
     raise AssertionError(f"{text} is not JSON")
 
 
+@pytest.mark.exhaustive
 def test_outputs_of_any_kind_are_printed_and_written_whole(call):
     import numpy as np
     from safetensors.torch import load_file
@@ -89,7 +90,11 @@ def test_exit_in_a_users_code_is_a_failure_that_says_where(call, tmp_path, where
 
 
 @pytest.mark.parametrize(
-    ("command", "where"), [("evaluate", "loss"), ("predict", "predict"), ("predict", "describe"), ("export", "model")]
+    ("command", "where"),
+    mainly(
+        [("evaluate", "loss")],
+        [("evaluate", "loss"), ("predict", "predict"), ("predict", "describe"), ("export", "model")],
+    ),
 )
 def test_exit_after_training_is_a_failure_too(call, tmp_path, command, where):
     assert (
@@ -220,6 +225,7 @@ def test_source_of_a_task_is_kept_with_the_run(call, tmp_path, edited):
     assert json.loads((tmp_path / "runs" / "mine" / "environment.json").read_text())["task"] == about["task"]
 
 
+@pytest.mark.exhaustive
 def test_copied_run_is_used_with_the_kept_source_where_the_tasks_file_is_not_there(call, tmp_path, edited):
     (tmp_path / "runs" / "mine").rename(tmp_path / "copied")
     for name in ("mine.py", "losses.py"):

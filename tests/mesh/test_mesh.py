@@ -73,6 +73,7 @@ def test_logs_averages_and_evaluations_are_those_of_one_process(name):
             assert results[key] == pytest.approx(alone[1][key], rel=1e-10), key
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_a_group_hold_the_same_bits_of_what_is_not_cut_and_parts_of_what_is():
     """Dropout draws the same for the whole group, and another mask in each group."""
     answers = run_ranks(4, mesh_cases.parts_after_training, sections("1x2x2", 2), {"dropout": 0.5})

@@ -96,6 +96,7 @@ def waits(device):
     return operations.communication.host_waits
 
 
+@pytest.mark.exhaustive
 def test_a_wait_that_no_operation_shows_is_noted_where_the_device_tells_of_it():
     ((_, in_package),) = run_on_python_device(waits)
     assert not in_package

@@ -67,6 +67,7 @@ def test_training_is_that_of_plain_torch(world):
         assert runs.difference(weights, expected) < 1e-10
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stop", mainly([10], [4, 10, 17, 30, 34]))
 def test_run_goes_on_in_every_phase_with_the_same_bits(stop, tmp_path):
     settings = runs.config(batch={"micro": SIZES}, train={"steps": 40})
@@ -81,6 +82,7 @@ def test_run_goes_on_in_every_phase_with_the_same_bits(stop, tmp_path):
     assert all(torch.equal(whole.tensors[name], rest.tensors[name]) for name in whole.tensors)
 
 
+@pytest.mark.exhaustive
 def test_size_that_did_not_fit_is_halved_also_for_later_epochs(tmp_path):
     expected, _ = runs.by_hand(own_tasks.Deep(), 40)
     settings = runs.config(batch={"micro": {0: 6, 2: 24}}, train={"steps": 40})
@@ -185,6 +187,7 @@ def test_end_of_an_epoch_stands_after_the_entry_of_its_last_step(every, tmp_path
         assert [line.split()[0] for line in lines] == ["epoch", "step", "epoch"] * 3
 
 
+@pytest.mark.exhaustive
 def test_lines_are_the_same_and_once_on_two_ranks(tmp_path):
     Trainer(settings_of_epochs(), run_dir=tmp_path / "one", quiet=True).fit(own_tasks.Classes(length=100))
     run_ranks(2, runs.fit_kind, "Classes", {"length": 100}, settings_of_epochs(), tmp_path / "two")

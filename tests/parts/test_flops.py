@@ -153,6 +153,7 @@ def test_a_sharded_model_is_counted_on_two_samples():
         assert [number for number, size in enumerate(sizes) if size == 2] == [3], "after three steps"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
 def test_a_compiled_model_is_counted_on_two_samples_and_not_compiled_for_them(tmp_path):
     task, changes = Sizes(), {"compute": {"compile": "model", "compile_backend": "eager"}}
@@ -161,6 +162,7 @@ def test_a_compiled_model_is_counted_on_two_samples_and_not_compiled_for_them(tm
     assert found.per_element * 24 * (5 * 8 + 1) == by_torch(Sequences(), 24)
 
 
+@pytest.mark.exhaustive
 def test_every_strategy_counts_the_same_operations():
     single = run_ranks(1, operations_per_element, {})
     for strategy in ("ddp", "fsdp"):

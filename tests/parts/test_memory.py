@@ -62,6 +62,7 @@ class Hungry(own_tasks.Plain):
         return super().loss(model, batch)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("in_training", mainly([True], [False, True]))
 def test_memory_belongs_to_the_part_that_took_it(tmp_path, in_training):
     settings = runs.config(train={"eval_every_steps": 10}, log={"memory": "table"})

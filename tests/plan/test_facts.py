@@ -91,6 +91,7 @@ def test_temporary_tensors_of_updates():
     assert (of_all, of_largest) == (0.0, 8.0)
 
 
+@pytest.mark.exhaustive
 def test_blocks_precision_and_recomputation():
     facts = facts_of(Blocks(), config())
     assert facts.blocks == ("layers.0", "layers.1", "layers.2")

@@ -119,6 +119,7 @@ def test_classes_that_would_change_nothing_are_refused(arguments, why):
     assert f"--classes 9: {why}" in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_pictures_have_their_largest_size():
     sizes = ["task.image_size={0: 32, 5: 64}", "train.epochs=10"]
     small, large = (

@@ -185,6 +185,7 @@ def test_what_draws_random_numbers_is_noted():
     assert len(seen.names) == 2
 
 
+@pytest.mark.exhaustive
 def test_on_two_ranks_each_gradient_travels_once():
     answers = run_ranks(2, recorded_on_ranks, "Deep", {"batch": {"micro": 4}})
     for talks, trainable, sharded in answers:

@@ -22,6 +22,7 @@ from lockstep.verify.workers import WorkerEnded, Workers
 from tests import ranks as shared
 from tests import runs
 from tests.processes import HANG_S
+from tests.selection import mainly
 
 
 class Named(Dataset):
@@ -154,6 +155,7 @@ def test_a_rank_that_dies_is_an_ended_one_with_its_exit_code_and_is_replaced(poo
     assert not before & {pid for pid, _ in pool.run(2, whoami)}
 
 
+@pytest.mark.exhaustive
 def test_two_pools_at_once_do_not_disturb_each_other(pool):
     def many(one, value):
         return [[answer[0] for answer in one.run(2, together, value)] for _ in range(10)]
@@ -163,7 +165,7 @@ def test_two_pools_at_once_do_not_disturb_each_other(pool):
         assert [one.result() for one in found] == [[[2.0, 2.0]] * 10, [[3.0, 3.0]] * 10]
 
 
-@pytest.mark.parametrize("how", ["killed", "answered"])
+@pytest.mark.parametrize("how", mainly(["killed"], ["killed", "answered"]))
 def test_a_rank_that_fails_before_it_joins_does_not_keep_the_others_waiting(pool, monkeypatch, how):
     monkeypatch.setattr(module, "_TIMEOUT_AFTER_FAILURE_S", 1.0)
     waiting, failed = pool.run(2, die_before_joining, how)
@@ -187,6 +189,7 @@ def test_a_process_that_is_gone_when_it_is_asked_is_an_ended_rank(pool, monkeypa
     assert (answer.exit_code, answer.reason) == (-signal.SIGKILL, "")
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_does_not_answer_in_time_is_killed_and_closing_ends_the_others(pool, monkeypatch):
     """The time is over when the other rank has answered."""
     wait = module.wait

@@ -109,6 +109,7 @@ def test_nothing_in_the_folder_of_the_run_changes(tmp_path):
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (tmp_path / "run").rglob("*")} == before
 
 
+@pytest.mark.exhaustive
 def test_the_command_shows_a_step_and_writes_numbers_and_a_trace(tmp_path, monkeypatch, capsys):
     settings = [
         "train.epochs=null",

@@ -47,6 +47,7 @@ def graphs_with_gradients(folder, bucket_mb):
     return sum(found), {name: tensor.tolist() for name, tensor in list(weights.items())[:1]}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
 def test_the_compiled_model_has_a_graph_for_each_bucket_so_that_reductions_run_beside_the_backward_pass(tmp_path):
     """Checks before the first step also run the model. A graph that was compiled outside of DDP would not be cut."""

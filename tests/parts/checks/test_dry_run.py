@@ -436,6 +436,7 @@ def test_it_leaves_no_trace(tmp_path, workers):
     assert any("passes" in name for name in first)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", mainly(["fsdp"], ["ddp", "fsdp"]))
 def test_it_leaves_no_trace_on_ranks(tmp_path, strategy):
     settings = TRACES | {"parallel": {"strategy": strategy}}

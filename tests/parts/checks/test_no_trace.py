@@ -144,7 +144,7 @@ def test_no_key_of_the_log_changes_a_bit_by_itself():
     assert_the_same_on_ranks(1, {key: ({key: value}, {}) for key, value in OTHER.items()})
 
 
-@pytest.mark.parametrize("world", mainly([1, 3], [1, 2, 3]))  # three ranks warm up before the first step
+@pytest.mark.parametrize("world", mainly([3], [1, 2, 3]))  # three ranks warm up before the first step
 def test_a_run_that_goes_on_after_a_logged_step_trains_the_same_bits(world):
     for whole, parts in run_ranks(world, whole_and_in_parts, world):
         assert_equal(whole, parts, world)

@@ -168,6 +168,7 @@ def test_a_backbone_that_trains_in_frozen_epochs_is_an_error_before_the_first_st
 # ---- files of every kind
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_the_same_scans_as_nifti_and_as_dicom_train_the_same_weights(tmp_path, strategy):
     tables = {"nifti": volume_table(tmp_path / "scans")}

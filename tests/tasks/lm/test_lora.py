@@ -208,7 +208,7 @@ def whole(corpus, bases, tmp_path_factory):
 
 SPREADS = [(1, "single"), (2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp")]
 MOVES = [(before, after) for before in SPREADS for after in SPREADS]
-CHOSEN_MOVES = [((2, "fsdp"), (2, "fsdp")), ((1, "single"), (2, "ddp"))]
+CHOSEN_MOVES = [((1, "single"), (2, "ddp"))]
 
 
 @pytest.mark.parametrize(("before", "after"), mainly(CHOSEN_MOVES, MOVES))
@@ -289,6 +289,7 @@ def test_exports_are_what_peft_and_transformers_load(run_dir, corpus, bases, tmp
     assert "library_name: transformers" in (tmp_path / "whole" / "README.md").read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "lora",
     [
@@ -327,6 +328,7 @@ def test_a_run_without_adapters_has_nothing_to_merge(corpus, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.exhaustive
 def test_questions_are_answered_with_adapters(bases, tmp_path):
     rows = [{"question": f"{number} and 1?", "answer": f"#### {number + 1}"} for number in range(12)]
     file = lm_cases.json_lines(tmp_path / "qa.jsonl", rows)

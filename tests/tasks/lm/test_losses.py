@@ -102,7 +102,7 @@ def test_the_loss_in_chunks_in_16_bits_is_nearer_than_a_sum_in_16_bits(autocast)
         assert float((found[2] - exact[2]).norm()) < 0.5 * float((summed[2] - exact[2]).norm())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", mainly(["fsdp"], ["ddp", "fsdp"]))
 def test_the_loss_in_chunks_trains_on_two_ranks_as_by_hand(corpus, strategy):
     options = {"train": corpus, **lm_cases.SMALL}
     settings = runs.config(
@@ -137,6 +137,7 @@ def test_usual_models_make_their_logits_by_their_last_layer(corpus, kind):
     assert task.loss_chunk(model, CPU) == 2**21 // models.vocabulary(task.config)
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_is_compiled_as_a_whole_has_no_chunks(corpus):
     compute = ComputeConfig(compile="model", compile_backend="eager")
     task = small_task(corpus, length=32)

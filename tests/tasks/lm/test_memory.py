@@ -36,7 +36,7 @@ def test_large_embeddings_and_heads_are_found(corpus):
     assert find_ends(small_task(corpus, small=WIDE).model(), []) == ([], [])
 
 
-@pytest.mark.parametrize(("tie", "chunk"), mainly([(False, 5), (True, 5)], [(False, None), (False, 5), (True, 5)]))
+@pytest.mark.parametrize(("tie", "chunk"), mainly([(True, 5)], [(False, None), (False, 5), (True, 5)]))
 def test_a_step_with_sharded_ends_is_that_of_one_process_and_gathers_less(corpus, tie, chunk):
     options = {"train": corpus, "small": WIDE | {"tie": tie}, "loss_chunk": chunk, "prompts": []}
     expected = memory_cases.step_alone(options, 2)
@@ -51,6 +51,7 @@ def test_a_step_with_sharded_ends_is_that_of_one_process_and_gathers_less(corpus
     assert less == [0, 0] if tie else min(less) >= 300 * 16 * 8, peaks
 
 
+@pytest.mark.exhaustive
 def test_gradients_that_are_reduced_with_each_micro_batch_are_the_same_and_never_whole(corpus):
     options = {"train": corpus, "small": WIDE, "prompts": []}
     expected = memory_cases.step_alone(options, 6)

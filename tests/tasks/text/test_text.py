@@ -84,7 +84,7 @@ def test_weights_and_losses_are_those_of_hugging_face_in_plain_torch(plain, worl
     assert results["train/loss"] == pytest.approx(sum(plain[1][-2:]) / 2, rel=1e-10)  # since the entry of step 10
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(("world", "strategy"), mainly([(2, "ddp")], [(2, "ddp"), (2, "fsdp")]))
 def test_a_bag_of_embeddings_trains_as_in_plain_torch(world, strategy):
     plain, _ = text_cases.by_hand(BAG, 8, 24)
     settings = runs.config(
@@ -104,6 +104,7 @@ def test_class_weights_make_the_weighted_mean_of_cross_entropy():
     assert text_cases.difference(found, plain) < 1e-10
 
 
+@pytest.mark.exhaustive
 def test_causal_model_with_token_weights_is_one_big_batch():
     settings = runs.config(batch={"global": 32, "micro": 6}, train={"steps": 8})
     (weights, _), *_ = run_ranks(2, text_cases.train_causal, settings)
@@ -186,6 +187,7 @@ def test_pretrained_weights_are_what_training_begins_with(trained, pretrained):
     assert all(torch.equal(tensor, stored[name]) for name, tensor in task.model().state_dict().items())
 
 
+@pytest.mark.exhaustive
 def test_pretrained_weights_are_sharded_as_they_are(pretrained, few):
     options = {"train": few["train"], "model": str(pretrained), "eval_fraction": 0.0, "max_length": 16}
     settings = runs.config(batch={"global": 4}, train={"steps": 3}, optim={"args": {"eps": text_cases.EPS}})
@@ -220,6 +222,7 @@ def test_weights_that_a_model_lacks_are_told_and_a_model_of_another_kind_is_refu
         text_task(few["train"], model=str(folder), eval_fraction=0.0, max_length=16).model()
 
 
+@pytest.mark.exhaustive
 def test_what_a_start_without_checkpoint_left_does_not_outlive_a_change_of_config(few, tmp_path):
     task = {"kind": "text", "scratch": few["scratch"], "max_length": 16, "eval_fraction": 0.0}
     runs.mark(tmp_path / "run")
@@ -337,6 +340,7 @@ def config_of(folder):
     return config_file.read_run(folder)
 
 
+@pytest.mark.exhaustive
 def test_stopped_and_resumed_training_is_bit_identical(few, tmp_path):
     task = {"kind": "text", "scratch": few["scratch"], "max_length": 16, "eval_fraction": 0.0}
     settings = runs.config(task=task, data={"train": few["train"]}, batch={"global": 4}, train={"steps": 6})

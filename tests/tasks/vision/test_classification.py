@@ -420,6 +420,7 @@ def test_metrics_are_identical_on_any_number_of_ranks(folder, held_out):
             assert results == reference
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "step", [pytest.param(2, marks=pytest.mark.exhaustive), 5, pytest.param(8, marks=pytest.mark.exhaustive)]
 )

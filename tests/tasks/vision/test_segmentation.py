@@ -361,6 +361,7 @@ def without_memory(results):
     return {name: value for name, value in results.items() if "memory" not in name}
 
 
+@pytest.mark.exhaustive
 def test_fsdp_predicts_pictures_of_several_sizes_window_by_window(folder, tmp_path):
     found = []
     for strategy in ("ddp", "fsdp"):
@@ -403,6 +404,7 @@ def test_the_task_learns_and_shows_what_it_learned(folder, tmp_path):
 # ---- data: cache, grey pictures, classes
 
 
+@pytest.mark.exhaustive
 def test_a_cache_of_decoded_pictures_changes_no_bit(folder, tmp_path):
     task = {"kind": "segmentation", "scratch": UNET, "image_size": 32, **AUGMENT}
     settings = runs.config(

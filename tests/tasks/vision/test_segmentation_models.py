@@ -103,6 +103,7 @@ def test_an_exported_model_gives_the_same_classes_in_the_pipeline_of_transformer
         assert same > (0.99 if options else 0.9999)  # PIL's resized pixels differ by up to 2 levels
 
 
+@pytest.mark.exhaustive
 def test_a_pretrained_folder_is_fine_tuned_with_its_own_order_of_classes(folder, tmp_path):
     trainer, _ = trained(folder, tmp_path / "first", "segformer")
     trainer.export(tmp_path / "out", program=False)

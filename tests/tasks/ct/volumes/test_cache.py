@@ -196,6 +196,7 @@ def test_a_kill_in_the_middle_of_a_write(scan, root):
     assert not list(root.glob(".staging-volume-*"))
 
 
+@pytest.mark.exhaustive
 def test_many_processes_decode_once(scan):
     processes = [reader(scan, "go") for _ in range(3)]
     lines = [line for process in processes for line in process.communicate()[0].split()]

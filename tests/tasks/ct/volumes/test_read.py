@@ -107,6 +107,7 @@ def test_a_real_patient_from_dicom_and_from_nifti(shared_data, tmp_path, patient
     np.testing.assert_allclose(small.positions, volume.positions, atol=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_monai_reads_the_same(tmp_path):
     readers = pytest.importorskip("monai.data.image_reader")
     orientation = pytest.importorskip("monai.transforms").Orientation
@@ -398,6 +399,7 @@ def test_values_beyond_int16_are_clipped(tmp_path):
     assert volume.slices[0, 0, :2].tolist() == [32767, -32768]
 
 
+@pytest.mark.exhaustive
 def test_readers_are_imported_when_a_volume_is_read():
     program = (
         "import sys, lockstep, lockstep.tasks.ct.volume_table, lockstep.tasks.ct.options\n"

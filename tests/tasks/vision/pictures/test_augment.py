@@ -164,6 +164,7 @@ def test_places_that_no_pixel_reaches_are_ignored_in_the_mask():
         assert (result.image[:, ~ignored] != 90).all()
 
 
+@pytest.mark.exhaustive
 def test_crops_have_the_area_and_the_shape_that_were_asked_for(monkeypatch):
     from lockstep.tasks.vision.pictures import geometry
 
