@@ -85,6 +85,7 @@ def clean(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
         data = Path(folder, "data")
         write_data(data)
         found = [one for one in all_cases(data) if len(one.starts) == 1 and not one.commands and not one.config_of]
+        found = [one for one in found if one.starts[0][0] <= options.most_ranks]
         planned = 0
         for seed in itertools.count():
             for case, deterministic in itertools.product(found, (False, True)):
@@ -195,6 +196,7 @@ def main() -> None:
     parser.add_argument("--total", type=int, default=100_000)
     parser.add_argument("--each", type=int, default=250)
     parser.add_argument("--part", default="1/1")
+    parser.add_argument("--most-ranks", type=int, default=4, help="trainings on more ranks are left out")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     options.every = options.every or {"faults": 10, "clean": 5, "cost": 100}[options.mode]
