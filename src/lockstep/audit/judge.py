@@ -10,7 +10,7 @@ from lockstep.audit import events
 from lockstep.audit.events import History
 from lockstep.audit.report import formats
 from lockstep.audit.report.outcome import HANGS, Outcome, outcome, write_baseline
-from lockstep.audit.rules.collectives import stuck
+from lockstep.audit.rules.waiting import stuck
 from lockstep.audit.settings import Settings
 from lockstep.core.errors import UsageError
 

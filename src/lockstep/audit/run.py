@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.audit import events
 from lockstep.audit.events import History
 from lockstep.audit.judge import FAILED, HANG, judge
-from lockstep.audit.rules.collectives import stuck
+from lockstep.audit.rules.waiting import stuck
 from lockstep.audit.settings import JUDGED_OUTSIDE, NOTEBOOK, Settings
 from lockstep.core.errors import UsageError
 

@@ -37,10 +37,10 @@ def note_parameters(*_: Any, **__: Any) -> After:
             _last_buffers[model.number] = digests.of_tensors(_own_buffers(model.inner()))
     for copy, (number, at) in models.copies.items():
         found = digests.of_tensors({name: parameter.detach() for name, parameter in copy.named_parameters()})
-        made_at, is_early = made.modules.get(copy) or (None, None)
+        made_from, is_early = made.modules.get(copy) or (None, None)
         changes = sum(0 if parameter.is_inference() else parameter._version for parameter in copy.parameters())
         _copied[number] = {"class": type(copy).__name__, "at": at, "digest": digests.of_numbers(found.values())}
-        _copied[number] |= {"made_at": made_at, "is_early": is_early, "changes": changes}
+        _copied[number] |= {"made_from": made_from, "is_early": is_early, "changes": changes}
     return None
 
 

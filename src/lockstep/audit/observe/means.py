@@ -123,7 +123,7 @@ def about(tensor: torch.Tensor) -> dict[str, Any]:
         return {}
     value = float(tensor)
     told: dict[str, Any] = {"value": value}
-    quotients = [by for result, by in _ratios if value and abs(float(result) - value) <= _CLOSE * abs(value)]
+    quotients = [by for result, by in _ratios if abs(float(result) - value) <= _CLOSE * abs(value)]
     told |= {"ratio_of": quotients[-1]} if quotients else {}
     for line in _means.values():
         values, counts = [float(each) for each, _ in line], [count for _, count in line]

@@ -331,7 +331,7 @@ def _called_past(module: Any, model: Model) -> None:
         if model.bypassed == 1:
             parts = {id(part) for part in module.modules()}
             at = places.outside(lambda frame: id(made.owner_of(frame)) in parts)
-            recorder.emit("bypass", at=at, model=model.number, forwards_bypassed=1)
+            recorder.emit("bypass", at=at[0] if at else None, model=model.number, forwards_bypassed=1)
 
 
 def mode_set(module: Any, mode: bool = True) -> After:

@@ -68,9 +68,18 @@ def _told() -> dict[str, Any]:
         if thread.ident in frames and thread.ident != threading.get_ident()
     }
     frame = frames.get(main.ident or 0)
-    entries = [_entry(entry) for entry in torch_internals.recorded_collectives()[-_ENTRIES:]]
+    entries = _last()
     at = places.here(frame) if frame is not None else None
     return {"at": at, "stacks": stacks, "collectives": entries, "blocked_in": _blocked_in(frame)}
+
+
+def _last() -> list[dict[str, Any]]:
+    return [_entry(entry) for entry in torch_internals.recorded_collectives()[-_ENTRIES:]]
+
+
+def at_exit() -> dict[str, Any]:
+    """The last collectives, where an error ends the script."""
+    return {"last": _last() or None} if recorder.error or getattr(sys, "last_value", None) else {}
 
 
 def _entry(entry: dict[str, Any]) -> dict[str, Any]:

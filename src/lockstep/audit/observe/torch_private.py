@@ -213,7 +213,7 @@ def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -
     """Install all observers: at once, or once the module of each is imported."""
     recorder.on_open.append(stuck.start)
     data.on_loader.append(contents.remember)
-    recorder.at_exit += [each.at_exit for each in (contents, data, training, schedules, ends, communication)]
+    recorder.at_exit += [each.at_exit for each in (contents, data, training, schedules, ends, communication, stuck)]
     recorder.emit("start", **_start())
     recorder.find_rank()
     for patch in _patches():

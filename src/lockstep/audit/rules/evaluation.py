@@ -170,7 +170,7 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
 def _unequal_ratios(history: History, firsts: dict[int, Event]) -> str | None:
     """Shares of right answers, as numbers between 0 and 1, of unequal numbers of samples."""
     ratios = {r: e["ratio_of"] for r, e in firsts.items() if "ratio_of" in e and e.get("reduce_op") in ("SUM", "AVG")}
-    if len(ratios) == len(firsts) and differ(ratios):
+    if len(ratios) == len(firsts) and differ(ratios) and any(event["value"] for event in firsts.values()):
         shown = each_rank({rank: f"{by:.6g}" for rank, by in ratios.items()})
         return f"each rank gives a quotient of its own, which was divided by {shown}"
     counts: dict[int, int] = {}

@@ -53,7 +53,7 @@ def partings(history: History) -> tuple[list[Parting], bool]:
     if not groups and not any(history.of("wrap")):
         groups = replicas(history)
     averaged = any(history.of("hand_average")) or averages(history)
-    ignored = {name for wrap in history.of("wrap") for name in wrap.get("ignored") or ()}
+    ignored = {name for wrap in history.of("wrap") for name in wrap.get("ignored") or ()} | own_from_the_start(history)
     for by_rank in steps(history).values():
         for group in groups:
             ranks = tuple(rank for rank in group if rank in by_rank)
@@ -65,6 +65,23 @@ def partings(history: History) -> tuple[list[Parting], bool]:
             if first and not averaged and not together and not hooked(history) and not _meet(history, ranks):
                 found.append(first)
     return found, compared
+
+
+def own_from_the_start(history: History) -> set[str]:
+    """Parameters that each rank has for itself, such as experts: they begin unequal, and nothing exchanges them.
+
+    Others of the model must be equal, and the script must know how to exchange: by hand, or with an all-to-all.
+    """
+    is_known = any(str(call.get("op")).startswith("all_to_all") for call in history.of("collective"))
+    if not is_known and (any(history.of("wrap")) or not any(history.of("hand_reduce"))):
+        return set()
+    first = {event["rank"]: event.get("initial") or {} for event in reversed(list(history.of("optimizer")))}
+    names = set.union(*map(set, first.values())) if first else set()
+    apart = {name for name in names if differ({rank: each.get(name) for rank, each in first.items()})}
+    for by_rank in steps(history).values() if len(apart) < len(names) else ():
+        for each in list(compared_steps(by_rank, tuple(by_rank), set()))[:1]:
+            return apart & {*each.gradients}
+    return set()
 
 
 def compared_steps(

@@ -103,7 +103,7 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
     """loss / world_size under a wrapper that averages, or loss / accumulation where a framework divides, too."""
     groups = [] if any(history.of("hook", "hand_reduce")) else replicas(history, "ddp", "fsdp2", "fsdp1")
     findings: dict[str, Finding] = {}
-    seen = False
+    seen, given = False, _given(history)
     for group in groups:
         for event in history.of("step"):
             backwards = passes(event)
@@ -120,7 +120,28 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
                 cause = "the wrapper averages gradients over ranks: nothing is left to divide"
                 remedy = "loss.backward() of the mean over the batch of this rank"
                 findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
+            what = given.get((event["optimizer"], event["index"], backwards[0]["divisor"]))
+            if what and ops[0].startswith("Div") and len(group) > 1:
+                evidence = (
+                    f"the loss was divided by {backwards[0]['divisor']:.0f}, the {what} of this step on all ranks"
+                )
+                cause = f"the wrapper averages gradients over {len(group)} ranks: they are divided by that once more"
+                remedy = "divide by the number of this rank's batch, or multiply the loss by the number of ranks"
+                findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
     return list(findings.values()) if seen else "no wrapped model was trained, or a hook exchanges in its own way"
+
+
+def _given(history: History) -> dict[tuple[int, int, float], str]:
+    """By optimizer, step and number: what all ranks together were given in this step."""
+    sums: dict[tuple[int, int, str], dict[int, int]] = {}
+    for event in history.of("step"):
+        for what in ("samples", "valid"):
+            counts = [each.get(what) for each in event.get("micro_batches") or ()]
+            if counts and None not in counts:
+                sums.setdefault((event["optimizer"], event["index"], what), {})[event["rank"]] = sum(counts)
+    words = {"samples": "samples", "valid": "labels that count"}
+    full = {key: by_rank for key, by_rank in sums.items() if len(by_rank) == len(history.ranks) > 1}
+    return {(*key[:2], float(sum(by_rank.values()))): words[key[2]] for key, by_rank in full.items()}
 
 
 def _squared(backwards: list[Event]) -> tuple[str, str, str] | None:

@@ -200,6 +200,32 @@ def ids_differ(history: History) -> Iterable[Finding] | str:
     return findings if seen else "no samples of data that a sampler deals were compared"
 
 
+@rule("LS112", "inputs-differ", "the same samples have other inputs on each rank", "warning")
+def inputs_differ(history: History) -> Iterable[Finding] | str:
+    """Inputs that ranks prepare in ways of their own, such as with the mean of a part of the data."""
+    findings, probed = [], probes(history)
+    for event, by_rank in probed:
+        rows = [row for row in zip(*by_rank.values(), strict=False) if len({len(fields) for fields in row}) == 1]
+        columns = [
+            [parts for parts in column if None not in parts] for column in zip(*map(_fields, rows), strict=False)
+        ]
+        known = [[len(set(map(str, parts))) > 1 for parts in column] for column in columns if column]
+        if len(known) > 1 and len(rows) > 1 and any(map(all, known)) and not all(map(any, known)):
+            evidence = f"samples of the same number, read twice at the end, have other inputs on {named(by_rank)}, and "
+            evidence += "their other fields are equal"
+            cause = "each rank prepares the data with numbers of its own, or augments them once, by a seed of its own"
+            remedy = "compute what prepares the data on all ranks together, or on one rank, and broadcast it"
+            rows_of = sources.calls((event.get("at") or [None])[0], event.get("dataset"))
+            at = place(event.get("at"))
+            at = at._replace(line=rows_of[0], function="") if at and rows_of else at
+            findings.append(Finding("LS112", at, evidence, cause, remedy, tuple(by_rank), event["step"]))
+    return findings if probed else "no samples of data that a sampler deals were compared"
+
+
+def _fields(row: tuple[list[Any], ...]) -> list[tuple[Any, ...]]:
+    return list(zip(*row, strict=True))
+
+
 def _pairs(parts: list[Any]) -> list[tuple[int, int]]:
     is_whole = len(parts) == 2 and all(isinstance(part, list) for part in parts) and len(parts[0]) == len(parts[1])
     return list(zip(*parts, strict=True)) if is_whole else []

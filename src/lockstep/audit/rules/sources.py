@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 _UNORDERED = ("set", "frozenset", "listdir", "scandir", "glob", "iglob", "rglob", "iterdir")
 _ORDERING = ("list", "tuple", "enumerate", "dict", "fromkeys", "join", "zip")
@@ -37,15 +38,51 @@ def unordered(paths: Iterable[str | None]) -> list[tuple[str, int]]:
     """Lines that take the elements of a set, or the files of a folder, in the order in which they come."""
     found = []
     for path in dict.fromkeys(path for path in paths if path):
-        sets = {""}
-        for node in nodes(path):
-            if isinstance(node, ast.Assign) and _is_unordered(node.value, sets):
-                sets |= {_name(target) for target in node.targets}
-        for node in nodes(path):
-            taken = [node.iter] if isinstance(node, (ast.For, ast.comprehension)) else []
-            taken = node.args if isinstance(node, ast.Call) and _name(node) in _ORDERING else taken
-            found += [(path, each.lineno) for each in taken if _is_unordered(each, sets)]
+        members = {t.attr for n in nodes(path) for t in _made_sets(n) if isinstance(t, ast.Attribute)}
+        scopes = [n for n in nodes(path) if isinstance(n, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef))]
+        shared = set[str]()
+        for scope in scopes:
+            own = list(_own_nodes(scope))
+            sets = {"", *members, *shared} | {_name(target) for node in own for target in _made_sets(node)}
+            shared |= sets if isinstance(scope, ast.Module) else set()
+            for node in own:
+                taken = [node.iter] if isinstance(node, (ast.For, ast.comprehension)) else []
+                taken = node.args if isinstance(node, ast.Call) and _name(node) in _ORDERING else taken
+                found += [(path, each.lineno) for each in taken if _is_unordered(each, sets)]
     return sorted(set(found))
+
+
+def _made_sets(node: ast.AST) -> list[ast.expr]:
+    """The variables and attributes that are given a set."""
+    return node.targets if isinstance(node, ast.Assign) and _is_unordered(node.value, set()) else []
+
+
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function without those of functions in it; of a file, those outside of functions."""
+    for child in ast.iter_child_nodes(scope):
+        yield child
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from _own_nodes(child)
+
+
+def outside_factories(places: Sequence[Sequence[Any]]) -> Sequence[Any] | None:
+    """The first place of a stack, the innermost first, whose function does not return what the line makes."""
+    return next((at for at in places if not _is_returned(at[0], at[1])), places[-1] if places else None)
+
+
+def _is_returned(path: str, row: int) -> bool:
+    functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and _holds(n, row)]
+    if not functions:
+        return False
+    inside = list(_own_nodes(max(functions, key=lambda function: function.lineno)))
+    names = {_name(t) for n in inside if isinstance(n, ast.Assign) and _holds(n, row) for t in n.targets} - {""}
+    ends = [node for node in inside if isinstance(node, ast.Return) and node.value]
+    return any(_holds(end, row) or _name(end.value) in names for end in ends)
+
+
+def calls(path: str | None, name: str | None) -> list[int]:
+    """Lines that call a function or class of this name."""
+    return [n.lineno for n in nodes(path or "") if isinstance(n, ast.Call) and name and _name(n) == name]
 
 
 def _is_unordered(node: ast.AST, sets: set[str]) -> bool:

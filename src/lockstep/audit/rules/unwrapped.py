@@ -22,7 +22,7 @@ from lockstep.audit.rules.facts import (
     steps,
     uses,
 )
-from lockstep.audit.rules.gradients import averages, compared_steps, hooked, partings, unwrapped
+from lockstep.audit.rules.gradients import averages, compared_steps, hooked, own_from_the_start, partings, unwrapped
 
 
 @rule("LS207", "never-exchanged", "ranks share out the data, and nothing exchanges gradients")
@@ -34,19 +34,25 @@ def never_exchanged(history: History) -> Iterable[Finding] | str:
     exchanged = any(history.of("hand_reduce", "hand_average")) or averages(history) or hooked(history)
     if exchanged or uses(history, "deepspeed"):
         return []
+    own = own_from_the_start(history)
     known, findings, beside = keys(history, "optimizer", "optimizer"), [], unwrapped(history)
     owned = {known[event["rank"], event["optimizer"]] for event in history.of("optimizer") if event.get("owned")}
     for key, by_rank in steps(history).items():
         ranks = tuple(sorted(trained & by_rank.keys()))
         pairs = list(compared_steps(by_rank, ranks, set())) if len(ranks) > 1 else []
+        pairs = [each for each in pairs if not {*each.parameters} <= own]
         wrong = [{*each.gradients} if key not in owned else {*each.gradients} & beside for each in pairs]
         if pairs and all(names and each.parameters for names, each in zip(wrong, pairs, strict=True)):
             cause = "no wrapper has the model of this optimizer, and the script does not reduce its gradients"
             if key in owned:
                 cause = f"{some(sorted(wrong[0]))} of the optimizer are in no wrapped model: their gradients stay local"
             remedy = "train through DistributedDataParallel(model); of a framework, do not take the model out before"
-            made = (event.get("unwrapped_at") for event in history.of("optimizer") if known.get(_id(event)) == key)
-            at = place((key in owned and next(made, None)) or optimizer_at(history, key))
+            made = next((event for event in history.of("optimizer") if known.get(_id(event)) == key), {})
+            at = place(optimizer_at(history, key))
+            if key in owned:
+                parts = made.get("partly_at")
+                cause += f"; {line(parts)} wraps other parts of their model" if parts else ""
+                at = place(parts or sources.outside_factories(made.get("unwrapped_from") or [])) or at
             findings.append(Finding("LS207", at, pairs[0].evidence, cause, remedy, ranks, pairs[0].first["step"]))
     return findings
 
@@ -76,7 +82,8 @@ def _copied(history: History, copies: dict[int, Event]) -> tuple[Place | None, s
     """Why copies differ: made of unequal models, or updated on some ranks only."""
     copy, changes = next(iter(copies.values())), {rank: each.get("changes") for rank, each in copies.items()}
     if copy.get("is_early") and differ({event["rank"]: event.get("before") for event in history.of("wrap")}):
-        return place(copy.get("made_at")), "each rank copied its own model, before the wrapper made the models equal"
+        at = sources.outside_factories(copy.get("made_from") or [])
+        return place(at), "each rank made or copied its own model, before the wrapper made the models equal"
     rows = sources.for_one_rank(copy["at"][0])
     if differ(changes):
         at = Place(copy["at"][0], rows[0], "") if rows else place(copy["at"])
