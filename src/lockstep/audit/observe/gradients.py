@@ -93,12 +93,13 @@ class Gradients:
             line["parameters"] += 1
             if told["work"] is not None and id(told["work"]) not in self.waited:
                 line["unwaited"] = True
-            if told["after"] and parameter.grad is not None and told["op"] == "SUM":
+            if told["after"] and parameter.grad is not None and told["op"] in ("SUM", "AVG"):
                 left = (self.sum() if told["is_flat"] else _size(parameter.grad)) / told["after"]
                 came = told["before"] / told["first"] if told.get("first") else 1.0
                 world = dist.get_world_size()
-                line.setdefault("factor", left * came)
-                line.setdefault("divided", abs(left * came * world - 1) < 0.01)
+                own = left * came / (world if told["op"] == "AVG" else 1)
+                line.setdefault("factor", own)
+                line.setdefault("divided", told["op"] == "AVG" or abs(own * world - 1) < 0.01)
             elif told["op"] == "AVG":
                 line["divided"] = True
         self.waited.clear()

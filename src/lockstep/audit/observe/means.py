@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
@@ -102,6 +102,7 @@ def forget() -> None:
     """Training goes on."""
     _means.clear()
     _ratios.clear()
+    _curved.clear()
 
 
 _ratios: list[tuple[torch.Tensor, float]] = []
@@ -117,6 +118,19 @@ def divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:
     return lambda result, error: _ratios.append((result, by)) if error is None else None
 
 
+_curved: deque[tuple[Any, str]] = deque(maxlen=64)
+"""Results of roots and exponentials of single numbers, outside of training."""
+
+
+def curved(name: str, number: Any, *_: Any, **__: Any) -> After:
+    """exp and sqrt of one number."""
+    if torch.is_grad_enabled() and isinstance(number, torch.Tensor) and number.requires_grad:
+        return None
+    if isinstance(number, torch.Tensor) and (number.ndim or number.device.type != "cpu"):
+        return None
+    return lambda result, error: _curved.append((result, name)) if error is None else None
+
+
 def about(tensor: torch.Tensor) -> dict[str, Any]:
     """The value of one number that ranks exchange. If it is the mean of means: of how many, and of how many numbers."""
     if tensor.numel() != 1 or tensor.device.type != "cpu" or not tensor.is_floating_point() or tensor.requires_grad:
@@ -125,6 +139,8 @@ def about(tensor: torch.Tensor) -> dict[str, Any]:
     told: dict[str, Any] = {"value": value}
     quotients = [by for result, by in _ratios if abs(float(result) - value) <= _CLOSE * abs(value)]
     told |= {"ratio_of": quotients[-1]} if quotients else {}
+    curved = [name for result, name in _curved if value and abs(float(result) - value) <= _CLOSE * abs(value)]
+    told |= {"result_of": curved[-1]} if curved and abs(value - 1) > _CLOSE else {}
     for line in _means.values():
         values, counts = [float(each) for each, _ in line], [count for _, count in line]
         plain = sum(values) / len(values)

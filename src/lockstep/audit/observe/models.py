@@ -51,6 +51,7 @@ class Model:
     """Whether the last forward pass with gradients was in evaluation mode."""
     inputs: set[int] = dataclasses.field(default_factory=set)
     """Steps whose first inputs were noted."""
+    modal: int = 0
     trained: bool = False
     """Whether a training forward pass came after the last evaluation."""
 
@@ -118,7 +119,8 @@ def _tell(model: Model) -> None:
     event |= {"synced": getattr(wrapper, "broadcast_buffers", None)}
     event |= {"find_unused": getattr(wrapper, "find_unused_parameters", None)}
     event |= {"static_graph": getattr(wrapper, "static_graph", None), "buffers": len(list(inner.buffers()))}
-    event |= {"modal": sum(any(word in type(each).__name__ for word in _MODAL) for each in inner.modules())}
+    model.modal = sum(any(word in type(each).__name__ for word in _MODAL) for each in inner.modules())
+    event |= {"modal": model.modal}
     recorder.emit("wrap", limit=100, **event)
 
 
@@ -228,6 +230,17 @@ def _count_forward(model: Model, wrapper: Any) -> None:
         recorder.counts.forwards_eval += 1
         if not _is_training(model, wrapper):
             _note_buffers(model)
+        elif model.modal and not torch.is_grad_enabled() and not _is_averaging():
+            recorder.counts.forwards_unset += 1
+            recorder.emit("unset", limit=4, at=places.here(), model=model.number)
+
+
+def _is_averaging() -> bool:
+    """True if torch computes the statistics of an averaged model."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.optim.swa_utils":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_training(model: Model, wrapper: Any) -> bool:

@@ -110,6 +110,11 @@ def _patches() -> list[Patch]:
     found += [Patch("torch", f"Tensor.{name}", means.floor_divided) for name in _FLOOR]
     found += [Patch("torch", "Tensor.mean", means.mean), Patch("torch", "arange", means.arranged)]
     found += [Patch("torch", "Tensor.__truediv__", means.divided)]
+    for name in ("exp", "sqrt"):
+        curve = functools.partial(means.curved, name)
+        found += [Patch(module, name, curve) for module in ("torch", "math")] + [
+            Patch("torch", f"Tensor.{name}", curve)
+        ]
     norms = (("torch.linalg", "vector_norm"), ("torch.linalg", "norm"), ("torch", "norm"), ("torch", "Tensor.norm"))
     found += [Patch(module, name, _norm) for module, name in norms]
     found += [Patch("torch", name, passes.drawn) for name in ("randn", "rand", "randn_like", "rand_like", "randint")]

@@ -222,6 +222,8 @@ def _parted(history: History, parting: Parting) -> Finding:
         at = _wrapped_at(history, parting) or at
     elif not parting.gradients:
         cause = "gradients are equal: something else than the optimizer has changed parameters on one rank"
+        rows = sources.changes_in_place(at[0]) if at else []
+        at = [at[0], rows[0], ""] if at and len(rows) == 1 else at
     return Finding("LS201", place(at), parting.evidence, cause, remedy, parting.ranks, parting.first["step"])
 
 
@@ -311,6 +313,8 @@ def sum_not_divided(history: History) -> Iterable[Finding] | str:
             continue
         if _counts_before(history, event) or _divided_loss(history, event):
             continue
+        if event.get("factor", 1.0) * len(history.ranks) < 1:
+            continue  # LS211
         seen.add(at)
         count, world = event.get("parameters"), len(history.ranks)
         evidence = f"{count} gradients were summed over {world} ranks, and the step took the sum"

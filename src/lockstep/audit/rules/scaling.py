@@ -103,7 +103,14 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
     """loss / world_size under a wrapper that averages, or loss / accumulation where a framework divides, too."""
     groups = [] if any(history.of("hook", "hand_reduce")) else replicas(history, "ddp", "fsdp2", "fsdp1")
     findings: dict[str, Finding] = {}
-    seen, given = False, _given(history)
+    seen, given = any(history.of("hand_reduce")), _given(history)
+    for event in history.of("hand_reduce"):
+        if abs(event.get("factor", 0.0) * len(history.ranks) ** 2 - 1) < _SAME and len(history.ranks) > 1:
+            evidence = f"gradients were summed over {len(history.ranks)} ranks, and divided by their number two times"
+            remedy = "divide once: before the sum, after it, or by ReduceOp.AVG"
+            at, ranks = place(event.get("at")), tuple(history.ranks)
+            found_twice = Finding("LS211", at, evidence, None, remedy, ranks, event["step"])
+            findings.setdefault(str(event.get("at")), found_twice)
     for group in groups:
         for event in history.of("step"):
             backwards = passes(event)

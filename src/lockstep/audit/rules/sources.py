@@ -80,6 +80,13 @@ def _is_returned(path: str, row: int) -> bool:
     return any(_holds(end, row) or _name(end.value) in names for end in ends)
 
 
+def returns(path: str, row: int) -> list[int]:
+    """Lines where the innermost function around a line gives something back behind it."""
+    functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and _holds(n, row)]
+    own = _own_nodes(max(functions, key=lambda function: function.lineno)) if functions else ()
+    return sorted(n.lineno for n in own if isinstance(n, ast.Return) and n.value and n.lineno > row)
+
+
 def calls(path: str | None, name: str | None) -> list[int]:
     """Lines that call a function or class of this name."""
     return [n.lineno for n in nodes(path or "") if isinstance(n, ast.Call) and name and _name(n) == name]
@@ -122,6 +129,26 @@ def condition(path: str, before: int, after: int) -> int | None:
         and (_holds(node, after) or any(isinstance(each, (ast.Continue, ast.Break)) for each in ast.walk(node)))
     ]
     return min(found, default=None)
+
+
+def changes_in_place(path: str) -> list[int]:
+    """Lines of statements that change a parameter in place: `weight.add_(...)`, `p.data = ...`, `p[...] = ...`."""
+    words, found = ("param", "weight", "data", "bias", "embed", "code"), set[int]()
+    for node in nodes(path):
+        call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        changed = [call.func.value] if call and isinstance(call.func, ast.Attribute) and _is_change(call) else []
+        changed += node.targets if isinstance(node, ast.Assign) else []
+        changed += [node.target] if isinstance(node, ast.AugAssign) else []
+        changed = [each for each in changed if not isinstance(each, ast.Name) or call]
+        parts = {_name(inner).lower() for each in changed for inner in ast.walk(each)} - {""}
+        is_self = parts == {"p"} or any(part in words or part.endswith(("weight", "bias")) for part in parts)
+        found |= {node.lineno} if is_self and "grad" not in parts else set()
+    return sorted(found)
+
+
+def _is_change(call: ast.Call) -> bool:
+    name = _name(call)
+    return name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "zero_grad_", "detach_")
 
 
 def for_one_rank(path: str) -> list[int]:

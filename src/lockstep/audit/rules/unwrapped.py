@@ -11,6 +11,7 @@ from lockstep.audit.rules import sources
 from lockstep.audit.rules.facts import (
     differ,
     each_rank,
+    group_of,
     keys,
     line,
     named,
@@ -31,6 +32,7 @@ def never_exchanged(history: History) -> Iterable[Finding] | str:
     trained = _reads_a_part(history)
     if len(trained) < 2:
         return "no training on data that a sampler deals to ranks"
+    alone = [w for w in history.of("wrap") if len(group_of(history, w)) == 1 and w["how"] != "data_parallel"]
     exchanged = any(history.of("hand_reduce", "hand_average")) or averages(history) or hooked(history)
     if exchanged or uses(history, "deepspeed"):
         return []
@@ -41,6 +43,11 @@ def never_exchanged(history: History) -> Iterable[Finding] | str:
         ranks = tuple(sorted(trained & by_rank.keys()))
         pairs = list(compared_steps(by_rank, ranks, set())) if len(ranks) > 1 else []
         pairs = [each for each in pairs if not {*each.parameters} <= own]
+        if pairs and alone and key in owned and all(each.gradients and each.parameters for each in pairs):
+            at, words = place(alone[0].get("at")), "the process group of the wrapper has this rank alone"
+            remedy = "DistributedDataParallel(model) with the group of all ranks that train the model"
+            findings.append(Finding("LS207", at, pairs[0].evidence, words, remedy, ranks, pairs[0].first["step"]))
+            continue
         wrong = [{*each.gradients} if key not in owned else {*each.gradients} & beside for each in pairs]
         if pairs and all(names and each.parameters for names, each in zip(wrong, pairs, strict=True)):
             cause = "no wrapper has the model of this optimizer, and the script does not reduce its gradients"
