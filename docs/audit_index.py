@@ -80,6 +80,7 @@ Whatever ends a rank, the events until then are judged.
 | SIGKILL, or a launcher that kills all ranks | a report; under your launcher nobody can: `lockstep audit --read DIR` |
 | Ctrl-C | `lockstep audit` ends the ranks, and reports what was seen; under a launcher of yours: `--read FOLDER` |
 | a hang | after `--patience` seconds `lockstep audit` ends the ranks, and exits with code 4 |
+| a collective that times out or breaks | the report says where each rank was (also after SIGABRT), then code 1 |
 | a script that is not there, a notebook, a wrong option | exit code 2 |
 
 ## Exit codes

@@ -137,6 +137,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             evaluation mode; the place of eval(), if known),
                                                             unsynced_at, unsynced_by_user (who called no_sync()),
                                                             loss_at (of the loss, where a framework calls backward),
+                                                            labels (that the loss is a mean of, if some are ignored),
                                                             by_ranks (the function that calls backward knows the
                                                             number of ranks). norm_at (where the script took the
                                                             norm of a shard of a gradient). In clips:

@@ -27,9 +27,9 @@ summed: Registry[list[str | int] | None] = Registry()
 
 def loss(output: Any, target: Any = None, *arguments: Any, **named: Any) -> After:
     """A loss of torch.nn.functional, outside of training. In training: the weights of classes, and where it is."""
-    global _last_loss
+    global _last_loss, _last_labels
     if torch.is_grad_enabled():
-        _last_loss = places.here()
+        _last_loss, _last_labels = places.here(), _counted(target, **named)
         recorder.guard("labels of gathered features", _note_labels, output, target, _last_loss)
         _note_weights(named.get("weight") if named.get("pos_weight") is None else named["pos_weight"], target)
     if torch.is_grad_enabled() or named.get("reduction", "mean") != "mean" or not isinstance(target, torch.Tensor):
@@ -38,6 +38,14 @@ def loss(output: Any, target: Any = None, *arguments: Any, **named: Any) -> Afte
     if not target.is_floating_point():
         count = int((target != named.get("ignore_index", -100)).sum())
     return lambda result, error: _keep(result, count)
+
+
+def _counted(target: Any, ignore_index: int = -100, reduction: str = "mean", **_: Any) -> int | None:
+    """The number of labels that a mean is taken over, if some are ignored."""
+    if reduction != "mean" or not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
+        return None
+    counted = int((target != ignore_index).sum()) if target.device.type == "cpu" else target.numel()
+    return counted if counted < target.numel() else None
 
 
 def _note_weights(weight: Any, target: Any) -> None:
@@ -65,6 +73,12 @@ def _keep(result: Any, count: int) -> None:
 
 
 _last_loss: list[str | int] | None = None
+_last_labels: int | None = None
+
+
+def last_labels() -> int | None:
+    """Of how many labels the last loss in training is the mean. None: of all, or it is no such mean."""
+    return _last_labels
 
 
 def last_loss() -> list[str | int] | None:

@@ -135,15 +135,29 @@ def unequal_weights(history: History) -> Iterable[Finding] | str:
                 counts = {
                     r: [m["valid"] for m in e.get("micro_batches") or () if "valid" in m] for r, e in events.items()
                 }
-                flat = [count for each in counts.values() for count in each]
+                backwards = [each for event in events.values() for each in passes(event)]
+                by_hand = {r: [_count(each) for each in passes(e)] for r, e in events.items()}
+                given = {r: [m.get("samples") for m in e.get("micro_batches") or ()] for r, e in events.items()}
+                is_by_hand = len(backwards) > 1 and all(all(each) for each in by_hand.values())
+                is_by_hand = is_by_hand and by_hand != given and not any(history.of("hand_reduce", "hook"))
+                counts = by_hand if is_by_hand else counts
+                flat = [count for each in counts.values() for count in each if count]
                 if len(flat) < 2:
                     continue
                 known = True
-                backwards = [each for event in events.values() for each in passes(event)]
-                is_plain = all("ops" in each and _is_mean(each["ops"]) for each in backwards)
+                is_plain = is_by_hand or all("ops" in each and _is_mean(each["ops"]) for each in backwards)
                 if min(flat) * _UNEQUAL < max(flat) and is_plain and backwards:
                     return [_unequal(events[ranks[0]], backwards, counts, tuple(ranks))]
     return findings if known else "no step had several micro-batches with labels that are masked"
+
+
+def _count(backward: Event) -> int | None:
+    """The number of labels that a loss is the mean of: of a mean that leaves some out, or that divides a sum."""
+    ops, divisor = backward.get("ops") or [], backward.get("divisor") or 0
+    is_quotient = len(ops) > 1 and ops[0].startswith("Div") and ops[1].startswith("Sum")
+    if is_quotient and divisor > 1 and divisor == int(divisor):
+        return int(divisor)
+    return backward.get("labels") if _is_mean(ops) else None
 
 
 def _unequal(event: Event, backwards: list[Event], counts: dict[int, list[int]], ranks: tuple[int, ...]) -> Finding:
