@@ -46,8 +46,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             that are not -100, if any is)
     loader_end    an iteration ends, also at exit           loader, epoch, batches (given), samples, is_complete (it was
                                                             exhausted), backwards, optimizer_steps, forwards_training,
-                                                            forwards_eval, forwards_unset (of `unset`; of watched
-                                                            models, during it),
+                                                            forwards_eval (of watched models, during it),
                                                             collectives_python (torch.distributed calls during it),
                                                             gathered (gather_for_metrics or the like removed
                                                             duplicates), joined (in or after a `join`). Frameworks draw
@@ -67,9 +66,6 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                   labels are first, first + 1, ...
     drawn         torch.randn, rand and the like by the     digest
                   script, in steps 1 to 8
-    unset         a forward pass without gradients of a     model
-                  model with dropout or the like that is
-                  in training mode
     gather        Accelerator.gather by the script          (only `at`)
     log           LightningModule.log of a number in an     name, value, exchanged (sync_dist), only_zero, world
                   evaluation on several ranks

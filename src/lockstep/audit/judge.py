@@ -40,12 +40,9 @@ def judge(folder: Path, settings: Settings, *, failed: bool = False) -> int:
     code = exit_code(history, found, settings, failed)
     if code == INCONCLUSIVE:
         found.notes.append("inconclusive: no rank made a step of a torch optimizer")
-    written = {
-        "text": lambda: formats.text(found, settings.verbose),
-        "json": lambda: formats.as_json(found, code),
-        "sarif": lambda: formats.sarif(found),
-        "github": lambda: formats.github(found),
-    }[settings.format]()
+    simple = {"sarif": formats.sarif, "github": formats.github}
+    simple |= {"text": lambda it: formats.text(it, settings.verbose), "json": lambda it: formats.as_json(it, code)}
+    written = simple[settings.format](found)
     if settings.output:
         settings.output.write_text(written, encoding="utf-8")
     else:

@@ -198,12 +198,8 @@ def _described(loader: Any, known: Loader) -> dict[str, Any]:
     drops = loader.drop_last or any(getattr(s, "drop_last", False) for s in samplers)
     replacement = next((bool(s.replacement) for s in samplers if hasattr(s, "replacement")), None)
     shuffles = shuffles if shuffles is not None else _SHUFFLING.get(kind or "")
-    told: dict[str, Any] = {
-        "loader": known.number,
-        "made_at": known.made_at,
-        "epoch": known.epochs - 1,
-        "subset": known.subset,
-    }
+    told: dict[str, Any] = {"loader": known.number, "made_at": known.made_at, "epoch": known.epochs - 1}
+    told["subset"] = known.subset
     told |= {"dataset": type(loader.dataset).__name__, "dataset_size": _length(loader.dataset), "mapped": mapped}
     told |= {"defined_in": places.file_of(type(loader.dataset)), "shared_twice": is_twice or None}
     told |= {"replacement": replacement, "batches": _length(loader), "batch_size": size, "drop_last": bool(drops)}

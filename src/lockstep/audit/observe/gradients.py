@@ -142,7 +142,7 @@ class Reduction:
     """An all-reduce, perhaps of a gradient."""
 
     def __init__(self, tensor: torch.Tensor, at: list[str | int] | None, op: str) -> None:
-        self.parameter = gradients.find(tensor)
+        self.parameter = None if models.hooks else gradients.find(tensor)
         self.tensor, self.at, self.op = tensor, at, op
         self.is_sampled = bool(gradients.after_backward)
         self.before = _size(tensor) if self.parameter is not None and self.is_sampled else None

@@ -51,7 +51,6 @@ class Model:
     """Whether the last forward pass with gradients was in evaluation mode."""
     inputs: set[int] = dataclasses.field(default_factory=set)
     """Steps whose first inputs were noted."""
-    modal: int = 0
     trained: bool = False
     """Whether a training forward pass came after the last evaluation."""
 
@@ -119,8 +118,7 @@ def _tell(model: Model) -> None:
     event |= {"synced": getattr(wrapper, "broadcast_buffers", None)}
     event |= {"find_unused": getattr(wrapper, "find_unused_parameters", None)}
     event |= {"static_graph": getattr(wrapper, "static_graph", None), "buffers": len(list(inner.buffers()))}
-    model.modal = sum(any(word in type(each).__name__ for word in _MODAL) for each in inner.modules())
-    event |= {"modal": model.modal}
+    event |= {"modal": sum(any(word in type(each).__name__ for word in _MODAL) for each in inner.modules())}
     recorder.emit("wrap", limit=100, **event)
 
 
@@ -230,17 +228,6 @@ def _count_forward(model: Model, wrapper: Any) -> None:
         recorder.counts.forwards_eval += 1
         if not _is_training(model, wrapper):
             _note_buffers(model)
-        elif model.modal and not torch.is_grad_enabled() and not _is_averaging():
-            recorder.counts.forwards_unset += 1
-            recorder.emit("unset", limit=4, at=places.here(), model=model.number)
-
-
-def _is_averaging() -> bool:
-    """True if torch computes the statistics of an averaged model."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "torch.optim.swa_utils":
-        frame = frame.f_back
-    return frame is not None
 
 
 def _is_training(model: Model, wrapper: Any) -> bool:
@@ -328,11 +315,9 @@ def _is_copy(module: Any, names: list[str]) -> bool:
 def _expects_copies() -> bool:
     """True if a module has the names of a wrapped model, and nobody has called it so far."""
     firsts = {next(iter(model.trainable), "").partition(".")[0] for model in told()}
-    return any(
-        id(module) not in _seen and _is_copy(module, [name for name, _ in module.named_parameters()])
-        for module, _ in made.modules.items()
-        if {*module._modules, *module._parameters} & firsts
-    )
+    others = [each for each, _ in made.modules.items() if {*each._modules, *each._parameters} & firsts]
+    others = [each for each in others if id(each) not in _seen]
+    return any(_is_copy(each, [name for name, _ in each.named_parameters()]) for each in others)
 
 
 def _called_past(module: Any, model: Model) -> None:
@@ -356,10 +341,15 @@ def mode_set(module: Any, mode: bool = True) -> After:
     return None
 
 
+hooks: list[str] = []
+"""Names of communication hooks, which reduce gradients in their own way."""
+
+
 def hooked(wrapper: Any, state: Any, hook: Any, *_: Any, **__: Any) -> After:
     """DDP.register_comm_hook."""
     model = _models.get(wrapper)
     name = getattr(hook, "__qualname__", type(hook).__name__)
+    hooks.append(name)
     if model is not None:
         recorder.emit("hook", limit=20, at=places.here(), model=model.number, name=name)
     return None

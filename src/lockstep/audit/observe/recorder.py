@@ -32,8 +32,6 @@ class Counts:
     optimizer_steps: int = 0
     forwards_training: int = 0
     forwards_eval: int = 0
-    forwards_unset: int = 0
-    """Without gradients in training mode, of models with modules such as dropout."""
     collectives_python: int = 0
     gathered: int = 0
     joined: int = 0

@@ -165,9 +165,7 @@ def _unequal(event: Event, backwards: list[Event], counts: dict[int, list[int]],
         f"labels that count, by micro-batch: {each_rank(counts)}; each mean has the same weight in step {event['step']}"
     )
     cause = "a loss that is a mean over unmasked labels weights a label of a short batch more than one of a long batch"
-    remedy = (
-        "sum the loss, and divide by the number of labels of the whole step over all ranks (times world_size for DDP)"
-    )
+    remedy = "sum the loss, and divide by the number of labels of the step on all ranks (times world_size for DDP)"
     return Finding("LS403", place(backwards[0].get("at")), evidence, cause, remedy, ranks, event["step"])
 
 
@@ -194,17 +192,10 @@ def sync_each_micro_batch(history: History) -> Iterable[Finding] | str:
 def clip_each_micro_batch(history: History) -> Iterable[Finding] | str:
     """Clipping inside the accumulation: the limit then holds for a part of the gradient."""
     accumulating, seen = _accumulating(history), False
-    plain = [(rank, 1, list(each.values())) for b in steps(history).values() for rank, each in b.items()]
-    plain = [each for each in plain if _only_optimizer(history, each[0]) and _usual(each[2]) == 1]
-    for _, usual, events in [*accumulating, *plain]:
+    for _, _, events in accumulating:
         for event in events:
             clips, total = event.get("clips") or [], len(event.get("backwards") or ())
             seen = seen or bool(clips)
-            if usual == 1 and event["index"] and clips and not any(clip.get("backwards_before") for clip in clips):
-                evidence = f"clipped after step {event['index'] - 1} and before the backward pass of the next"
-                cause = "clip_grad_norm_ is called after optimizer.step(), and changes nothing that a step uses"
-                remedy, at = "clip after backward() and before optimizer.step()", place(clips[0].get("at"))
-                return [Finding("LS405", at, evidence, cause, remedy, tuple(history.ranks), event["step"])]
             early = [clip for clip in clips if clip.get("backwards_before", total) < total]
             if early:
                 evidence = f"clipped after {early[0]['backwards_before']} of {total} backward passes of this step"

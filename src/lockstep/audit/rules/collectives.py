@@ -9,19 +9,8 @@ from typing import Any
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
 from lockstep.audit.rules import sources
+from lockstep.audit.rules import waiting as waits
 from lockstep.audit.rules.facts import differ, each_rank, line, named, place, rule, some
-from lockstep.audit.rules.waiting import (
-    ahead,
-    differences,
-    in_other_places,
-    is_alone,
-    left,
-    lost,
-    odd,
-    waiting,
-    waits_at,
-    ways,
-)
 
 _WHOLE = (
     *("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "reduce_scatter", "all_gather_object"),
@@ -46,12 +35,14 @@ def collectives_mismatch(history: History) -> Iterable[Finding] | str:
         if differ(what):
             lines = {rank: f"{what[rank]} at {line(event.get('at'))}" for rank, event in by_rank.items()}
             evidence = f"call {sequence} in group {group}: {each_rank(lines)}"
-            event = by_rank[odd(history, {rank: place(each.get("at")) for rank, each in by_rank.items()})]
+            event = by_rank[waits.odd(history, {rank: place(each.get("at")) for rank, each in by_rank.items()})]
             cause = "ranks took different ways through the script before this call" if _ops(by_rank) else None
             remedy = "make the same collectives with the same shapes in the same order on all ranks"
             ranks = tuple(by_rank)
             return [Finding("LS501", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])]
-    recorded = {rank: event["collectives"] for rank, event in waiting(history).items() if event.get("collectives")}
+    recorded = {
+        rank: event["collectives"] for rank, event in waits.waiting(history).items() if event.get("collectives")
+    }
     return _recorded(history, recorded) if calls or recorded else "no collective was seen in Python"
 
 
@@ -78,7 +69,7 @@ def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Findin
                 by_number[str(entry.get("group")), entry["sequence"]][rank] = words
     for (group, number), what in sorted(by_number.items(), key=lambda item: item[0][1]):
         if len(what) > 1 and differ(what):
-            lines = {rank: waits_at(waiting(history)[rank]) for rank in what}
+            lines = {rank: waits.waits_at(waits.waiting(history)[rank]) for rank in what}
             if differ(lines):
                 continue  # LS502
             at = next(iter(lines.values()))
@@ -113,17 +104,17 @@ def other_order(history: History) -> Iterable[Finding] | str:
 @rule("LS502", "ranks-wait", "ranks wait for each other in different places")
 def ranks_wait(history: History) -> Iterable[Finding] | str:
     """Ranks that are stuck on different lines: one took a way that the others did not take."""
-    stuck = waiting(history)
+    stuck = waits.waiting(history)
     if not stuck:
         return "no rank was stuck"
-    gone = {rank: event for rank, event in left(history).items() if rank not in stuck}
-    lines = {rank: waits_at(event) for rank, event in stuck.items()}
-    if gone or not in_other_places(stuck):
+    gone = {rank: event for rank, event in waits.left(history).items() if rank not in stuck}
+    lines = {rank: waits.waits_at(event) for rank, event in stuck.items()}
+    if gone or not waits.in_other_places(stuck):
         return []
-    own = ways(stuck)
-    rank = odd(history, own or lines, ahead(stuck))
+    own = waits.ways(stuck)
+    rank = waits.odd(history, own or lines, waits.ahead(stuck))
     evidence = f"{_since(stuck)}: {each_rank(_where(stuck))}"
-    words = differences(stuck)
+    words = waits.differences(stuck)
     cause = words or f"{named([rank])} came to {line(lines[rank])}, and the others did not"
     remedy = (
         "a collective is for all ranks (also a barrier, a wrapped model in training, the state_dict of FSDP): "
@@ -139,7 +130,7 @@ def ranks_wait(history: History) -> Iterable[Finding] | str:
 
 def _where(stuck: Mapping[int, Event]) -> dict[int, str]:
     nothing = "no call of torch.distributed"
-    return {r: f"{line(waits_at(event))} ({event.get('blocked_in') or nothing})" for r, event in stuck.items()}
+    return {r: f"{line(waits.waits_at(event))} ({event.get('blocked_in') or nothing})" for r, event in stuck.items()}
 
 
 def _since(stuck: Mapping[int, Event]) -> str:
@@ -151,7 +142,7 @@ def _since(stuck: Mapping[int, Event]) -> str:
 @rule("LS503", "rank-left", "a rank has left while others wait for it")
 def rank_left(history: History) -> Iterable[Finding] | str:
     """A rank that ended without an error, or with one of its own, while the others still make collectives."""
-    exits, needy = left(history), {**lost(history), **waiting(history)}
+    exits, needy = waits.left(history), {**waits.lost(history), **waits.waiting(history)}
     gone = {rank: event for rank, event in exits.items() if rank not in needy and not event.get("error")}
     if not needy:
         return "no rank was stuck, and none lost another"
@@ -159,7 +150,7 @@ def rank_left(history: History) -> Iterable[Finding] | str:
         return []
     rank = min(gone)
     ends = {rank: event["step"] for rank, event in {**gone, **needy}.items()}
-    where = {rank: waits_at(event) for rank, event in needy.items()}
+    where = {rank: waits.waits_at(event) for rank, event in needy.items()}
     at = next((each for each in where.values() if each), None)
     evidence = f"{named(gone)} ended without an error after {ends[rank]} steps, while "
     evidence += each_rank({r: f"step {ends[r]} waits at {line(each)}" for r, each in where.items()})
@@ -169,7 +160,7 @@ def rank_left(history: History) -> Iterable[Finding] | str:
             count, loop = event.get("batches"), line(event.get("at"))
             cause = f"{named([rank])} left the loop of {loop} after {count} batches: a `break` or an exit of one rank"
     last = [event for event in history.of("step", "collective", "save", "scheduler", rank=rank) if event.get("at")]
-    alone = next((r for r in where if is_alone(history, needy[r], rank)), None)
+    alone = next((r for r in where if waits.is_alone(history, needy[r], rank)), None)
     if alone is not None:
         at, cause = where[alone], f"{named([alone])} came to {line(where[alone])}, and {named([rank])} never did"
     elif last:
@@ -196,19 +187,19 @@ def no_group(history: History) -> Iterable[Finding] | str:
 @rule("LS504", "stuck", "the script is stuck")
 def is_stuck(history: History) -> Iterable[Finding] | str:
     """Ranks that are all stuck in the same place, or outside of torch."""
-    stuck = waiting(history)
+    stuck = waits.waiting(history)
     if not stuck:
         return "no rank was stuck"
-    if (set(left(history)) - set(stuck)) or in_other_places(stuck):
+    if (set(waits.left(history)) - set(stuck)) or waits.in_other_places(stuck):
         return []
     first = next(iter(stuck.values()))
     evidence = f"{_since(stuck)}: {each_rank(_where(stuck))}"
     silent = sorted(set(range(_world(history))) - set(history.ranks))
-    cause = f"{named(silent)} never began" if silent else differences(stuck)
+    cause = f"{named(silent)} never began" if silent else waits.differences(stuck)
     if not cause and not any(event["kind"] == "stuck" for event in stuck.values()):
         return []  # a timeout of a slow machine or network
     remedy = "see the stacks of all threads in the events; a rank may wait for a file, a lock, or a data worker"
-    return [Finding("LS504", waits_at(first), evidence, cause, remedy, tuple(stuck), first.get("step"))]
+    return [Finding("LS504", waits.waits_at(first), evidence, cause, remedy, tuple(stuck), first.get("step"))]
 
 
 def _world(history: History) -> int:

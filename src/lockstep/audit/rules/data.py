@@ -125,11 +125,9 @@ def _same_data(iteration: Iteration, ranks: tuple[int, ...], evidence: str, worl
     else:
         sampler = begin.get("sampler_kind") or "sampler"
         cause = f"no DistributedSampler: the {sampler} draws the same order on every rank, where seeds are equal"
-    remedy = (
-        "give each rank its own part inside __iter__: itertools.islice(samples, rank, None, world_size)"
-        if begin.get("is_iterable")
-        else "DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)"
-    )
+    remedy = "DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)"
+    if begin.get("is_iterable"):
+        remedy = "give each rank its own part inside __iter__: itertools.islice(samples, rank, None, world_size)"
     said = f"in epoch {begin.get('epoch', 0)} of this loader, {evidence} on {named(ranks)}"
     return Finding("LS101", place(_made(iteration)), said, cause, remedy, ranks, begin["step"])
 
@@ -180,25 +178,16 @@ def _same_epochs(history: History, its: list[Iteration], ranks: tuple[int, ...])
     first = some(map(str, its[0].indices), 5)
     evidence = f"{len(its)} epochs of this loader had the same order: {first}, ..."
     if not dealt:
-        cause, remedy = (
-            "the generator of the sampler begins with the same seed in each epoch",
-            "seed it once, or by epoch",
-        )
+        cause = "the generator of the sampler begins with the same seed in each epoch"
+        remedy = "seed it once, or by epoch"
     elif calls:
         cause = f"sampler.set_epoch was called {calls} times with the same number, {dealt.get('epoch')}"
         remedy = "sampler.set_epoch(epoch) with the number of the epoch"
     else:
         cause = "nobody called set_epoch of the DistributedSampler, which shuffles by seed + epoch"
         remedy = "sampler.set_epoch(epoch) before each `for batch in loader`"
-    return Finding(
-        "LS102",
-        place((not begin.get("by_framework") and begin.get("at")) or _made(its[0])),
-        evidence,
-        cause,
-        remedy,
-        ranks,
-        its[1].begin["step"],
-    )
+    at = place((not begin.get("by_framework") and begin.get("at")) or _made(its[0]))
+    return Finding("LS102", at, evidence, cause, remedy, ranks, its[1].begin["step"])
 
 
 @rule("LS103", "split-differs", "ranks split the data set in different ways")
@@ -236,12 +225,8 @@ def _is_dealt(by_rank: dict[int, Iteration]) -> bool:
 
 
 def _split(event: Event, ranks: tuple[int, ...], what: str) -> Finding:
-    evidence = (
-        f"{what} drew other indices on {named(ranks)}, and the ranks then share the part as if they were the same"
-    )
-    cause = (
-        "the split depends on the rank's random numbers: training samples of one rank are validation samples of another"
-    )
+    evidence = f"{what} drew other indices on {named(ranks)}, and ranks then share the part as if they were the same"
+    cause = "the split depends on the rank's random numbers: training samples of one are validation samples of another"
     remedy = "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), or split before ranks begin"
     return Finding("LS103", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])
 
@@ -373,7 +358,5 @@ def _whole(iteration: Iteration, ranks: tuple[int, ...]) -> Finding:
     size = iteration.begin.get("dataset_size")
     evidence = f"each of {named(ranks)} read all of {size} indices in one epoch, in an order of its own"
     cause = f"no DistributedSampler around this {line(_made(iteration))} loader, unless each rank reads other files"
-    remedy = (
-        "sampler=DistributedSampler(dataset): or write `# lockstep: ignore[LS106]` where each rank has files of its own"
-    )
+    remedy = "sampler=DistributedSampler(dataset): or `# lockstep: ignore[LS106]` where each rank has files of its own"
     return Finding("LS106", place(_made(iteration)), evidence, cause, remedy, ranks, iteration.begin["step"])

@@ -31,10 +31,8 @@ def eval_duplicates(history: History) -> Iterable[Finding] | str:
                 continue
             seen = True
             first = next(iter(its.values()))
-            size, given = (
-                first.begin.get("dataset_size"),
-                sum((it.end or {}).get("samples") or 0 for it in its.values()),
-            )
+            size = first.begin.get("dataset_size")
+            given = sum((it.end or {}).get("samples") or 0 for it in its.values())
             if len(its) < first.shards or size is None or given <= size:
                 continue
             if any((it.end or {}).get("gathered") for it in its.values()):
@@ -67,11 +65,8 @@ def _dropped(by_rank: dict[int, Iteration]) -> list[Finding]:
     size, dealt = first.begin.get("dataset_size"), first.begin.get("distributed") or {}
     if size is None or not 0 < given < size or first.begin.get("batch_size") is None:
         return []
-    at = (
-        (dealt.get("drop_last") and first.begin.get("sampler_at"))
-        or first.begin.get("made_at")
-        or first.begin.get("at")
-    )
+    at = first.begin.get("made_at") or first.begin.get("at")
+    at = first.begin.get("sampler_at", at) if dealt.get("drop_last") else at
     evidence = f"{given} samples were evaluated, and the data set has {size}"
     cause = "drop_last=True leaves out the last samples: of a rank, or of the sampler"
     remedy = "drop_last=False in evaluations"
@@ -96,11 +91,8 @@ def eval_buffers_differ(history: History) -> Iterable[Finding] | str:
         places.setdefault(key, event)
     findings = []
     for model, digests in by_model.items():
-        names = [
-            name
-            for name in next(iter(digests.values()))
-            if differ({rank: each.get(name) for rank, each in digests.items()})
-        ]
+        of_one = next(iter(digests.values()))
+        names = [name for name in of_one if differ({rank: each.get(name) for rank, each in digests.items()})]
         if names and len(digests) > 1:
             evidence = f"{len(names)} buffers differ between {named(digests)}: {some(names)}"
             cause = "each rank has the statistics of its own batches since the last forward pass in training"
@@ -146,11 +138,8 @@ def integer_mean(history: History) -> Iterable[Finding] | str:
     for event in history.of("floor_division"):
         if event.get("remainder"):
             evidence = f"a sum over ranks was divided by {event['divisor']} with //, and left a remainder"
-            at, ranks, remedy = (
-                place(event.get("at")),
-                tuple(history.ranks),
-                "divide with /, or add counts and divide once",
-            )
+            at, ranks = place(event.get("at")), tuple(history.ranks)
+            remedy = "divide with /, or add counts and divide once"
             findings[str(at)] = Finding("LS603", at, evidence, "// rounds down", remedy, ranks, event["step"])
     return list(findings.values()) if any(history.of("collective")) else "no collective was seen in Python"
 
@@ -282,41 +271,14 @@ def _exchanged(history: History, it: Iteration) -> bool:
     )
 
 
-@rule("LS607", "evaluated-in-training", "an evaluation runs in training mode", "warning")
-def evaluated_in_training(history: History) -> Iterable[Finding] | str:
-    """model.eval() that is missing: dropout is on, and batch normalization learns from what is evaluated."""
-    findings, seen = dict[str, Finding](), False
-    for epochs in iterations(history).values():
-        its = [it for by_rank in epochs.values() for it in by_rank.values()]
-        for it in its if not any(each.is_training for each in its) else ():
-            end = it.end or {}
-            seen = seen or bool(end.get("forwards_eval"))
-            if it.is_complete and it.begin["step"] and end.get("forwards_unset"):
-                evidence = (
-                    f"{end['forwards_unset']} forward passes without gradients, over a loader that does not train"
-                )
-                cause = "the model has dropout or batch normalization, and nobody called model.eval()"
-                remedy = "model.eval() before the evaluation, and model.train() after it"
-                rank, number = it.begin["rank"], it.begin["number"]
-                own = [e for e in history.of("unset", rank=rank) if number < e["number"] < end["number"]]
-                at = place(own[0]["at"] if own else it.begin.get("at"))
-                ranks = tuple(history.ranks)
-                findings.setdefault(str(at), Finding("LS607", at, evidence, cause, remedy, ranks, it.begin["step"]))
-    return list(findings.values())[:1] if seen else "no wrapped model was evaluated over a loader of its own"
-
-
 @rule("LS802", "data-parallel", "torch.nn.DataParallel", "warning")
 def data_parallel(history: History) -> Iterable[Finding] | str:
     """The wrapper of one process for several GPUs."""
     found = [event for event in history.of("wrap") if event["how"] == "data_parallel"]
     remedy = "DistributedDataParallel with a process for each GPU: torchrun --nproc-per-node N"
     cause = "it copies the model to all GPUs in each step, in threads of one process"
-    return [
-        Finding(
-            "LS802", place(event.get("at")), "the model is wrapped in DataParallel", cause, remedy, (event["rank"],), 0
-        )
-        for event in found[:1]
-    ]
+    evidence = "the model is wrapped in DataParallel"
+    return [Finding("LS802", place(e.get("at")), evidence, cause, remedy, (e["rank"],), 0) for e in found[:1]]
 
 
 @rule("LS801", "shared-gpu", "several ranks use one GPU")
@@ -330,11 +292,8 @@ def shared_gpu(history: History) -> Iterable[Finding] | str:
             by_gpu.setdefault((hosts.get(event["rank"]), event["uuid"]), []).append(event["rank"])
             places[event["rank"]] = event.get("at")
     groups = replicas(history)
-    shared = {
-        gpu: sorted(set(ranks))
-        for gpu, ranks in by_gpu.items()
-        if any(len({*ranks} & {*group}) > 1 for group in groups)
-    }
+    together = {gpu for gpu, ranks in by_gpu.items() if any(len({*ranks} & {*group}) > 1 for group in groups)}
+    shared = {gpu: sorted(set(by_gpu[gpu])) for gpu in together}
     findings = []
     for (_, uuid), ranks in shared.items():
         evidence = f"{each_rank(dict.fromkeys(ranks, f'GPU {uuid}'))}"

@@ -36,11 +36,8 @@ class Parting:
 
     @property
     def evidence(self) -> str:
-        what = [
-            f"{len(names)} of {self.of} {kind} differ ({some(names)})"
-            for kind, names in (("gradients", self.gradients), ("parameters", self.parameters))
-            if names
-        ]
+        both = (("gradients", self.gradients), ("parameters", self.parameters))
+        what = [f"{len(names)} of {self.of} {kind} differ ({some(names)})" for kind, names in both if names]
         return f"at step {self.first['step']}, {' and '.join(what)} between {named(self.ranks)}"
 
 
@@ -91,14 +88,10 @@ def compared_steps(
         events = {rank: by_rank[rank][index] for rank in ranks}
         if all("parameters" in event for event in events.values()):
             names = set.intersection(*(set(event["parameters"]) for event in events.values())) - ignored
-            kinds = [
-                [
-                    name
-                    for name in sorted(names)
-                    if differ({r: (e.get(kind) or {}).get(name) for r, e in events.items()})
-                ]
-                for kind in ("gradients", "parameters")
-            ]
+            kinds: list[list[str]] = []
+            for kind in ("gradients", "parameters"):
+                told = {rank: event.get(kind) or {} for rank, event in events.items()}
+                kinds += [[name for name in sorted(names) if differ({r: each.get(name) for r, each in told.items()})]]
             yield Parting(ranks, events, kinds[0], kinds[1], len(names))
 
 
@@ -254,20 +247,15 @@ def unfrozen_late(history: History) -> Iterable[Finding] | str:
                 added = set(event.get("added") or ()) & set(names)
                 at = place((event.get("at") if not added else None) or _wrapped_at(history, parting))
                 wrapped = line(_wrapped_at(history, parting))
-                cause = f"{some(names)} came to the model after {wrapped}, so the wrapper does not know them"
-                cause = (
-                    cause
-                    if added
-                    else f"{some(names)} did not require gradients at {wrapped}, so the wrapper does not exchange them"
-                )
+                cause = f"{some(names)} did not require gradients at {wrapped}, so the wrapper does not exchange them"
+                if added:
+                    cause = f"{some(names)} came to the model after {wrapped}, so the wrapper does not know them"
                 remedy = "unfreeze, and add layers, before DistributedDataParallel(...), or wrap the model anew"
                 step = parting.first["step"]
                 findings.append(Finding("LS203", at, parting.evidence, cause, remedy, parting.ranks, step))
     for event in history.of("unfrozen") if compared and not findings else ():
         if event.get("unowned"):
-            evidence = (
-                f"{some(event['unowned'])} require gradients since step {event['step']}, and no optimizer has them"
-            )
+            evidence = f"{some(event['unowned'])} need gradients since step {event['step']}, and no optimizer has them"
             cause = "the wrapper and the optimizer were made while these parameters were frozen"
             remedy = "unfreeze before the model is wrapped and the optimizer is made, or make both anew"
             at, ranks = place(event.get("at")), tuple(history.ranks)
@@ -328,14 +316,10 @@ def sum_not_divided(history: History) -> Iterable[Finding] | str:
 
 def _counts_before(history: History, event: Event) -> bool:
     """True if a number was summed over ranks before the gradients were: a loss over the global batch."""
-    return any(
-        call.get("op") == "all_reduce"
-        and call["number"] < event["number"]
-        and call["step"] == event["step"]
-        and _elements(call) <= _NUMBERS
-        and (call.get("at") or [])[:2] != (event.get("at") or [])[:2]
-        for call in history.of("collective", rank=event["rank"])
-    )
+    calls = [call for call in history.of("collective", rank=event["rank"]) if call.get("op") == "all_reduce"]
+    calls = [call for call in calls if call["number"] < event["number"] and call["step"] == event["step"]]
+    at = (event.get("at") or [])[:2]
+    return any(_elements(call) <= _NUMBERS and (call.get("at") or [])[:2] != at for call in calls)
 
 
 def _elements(call: Event) -> int:
@@ -385,20 +369,12 @@ def _left_out(
         if differ(sums):
             event = by_rank[max(sums, key=lambda rank: sums[rank])][index]
             backwards = event.get("backwards") or [{}]
-            evidence = (
-                f"before step {index} of this optimizer, backward passes that exchange gradients: {each_rank(sums)}"
-            )
-            cause = (
-                "a rank left out a step after a backward pass: its gradients are then paired with those of other steps"
-            )
+            evidence = f"before step {index} of this optimizer, backward passes with an exchange: {each_rank(sums)}"
+            cause = "a rank left out a step after a backward pass: its gradients are then paired with other steps'"
             at = place(backwards[0].get("at") or event.get("at"))
             step_at = place(event.get("at"))
-            row = (
-                sources.condition(at.file, at.line, step_at.line)
-                if at and step_at and at.file == step_at.file
-                else None
-            )
-            at = at._replace(line=row) if at and row else at
+            if at and step_at and at.file == step_at.file:
+                at = at._replace(line=sources.condition(at.file, at.line, step_at.line) or at.line)
             return Finding("LS206", at, evidence, cause, remedy, ranks, index)
     counts = {rank: len(by_rank[rank]) for rank in ranks}
     exits = {event["rank"]: event for event in history.of("exit")}

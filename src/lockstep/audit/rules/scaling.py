@@ -42,9 +42,7 @@ def labels_of_rank_0(history: History) -> Iterable[Finding] | str:
     told = list(history.of("labels"))
     for event in told:
         if event["rank"] and not event["first"]:
-            evidence = (
-                f"rank {event['rank']} has labels from 0 on for its {event['rows']} rows, as rank 0 has, and the "
-            )
+            evidence = f"rank {event['rank']} has labels from 0 on for its {event['rows']} rows, as rank 0, and the "
             evidence += f"loss has {event['rows'] * len(history.ranks)} columns"
             cause = "the columns of a rank begin at rank * rows, so its labels point at the features of rank 0"
             remedy = "labels = torch.arange(rows) + rank * rows"
@@ -129,9 +127,7 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
                 findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
             what = given.get((event["optimizer"], event["index"], backwards[0]["divisor"]))
             if what and ops[0].startswith("Div") and len(group) > 1:
-                evidence = (
-                    f"the loss was divided by {backwards[0]['divisor']:.0f}, the {what} of this step on all ranks"
-                )
+                evidence = f"a loss was divided by {backwards[0]['divisor']:.0f}, the {what} of this step on all ranks"
                 cause = f"the wrapper averages gradients over {len(group)} ranks: they are divided by that once more"
                 remedy = "divide by the number of this rank's batch, or multiply the loss by the number of ranks"
                 findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))

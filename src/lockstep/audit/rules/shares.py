@@ -64,13 +64,8 @@ def _twice(at: Any, evidence: str, ranks: tuple[int, ...]) -> Finding:
 
 def _apart(streams: list[list[Any]]) -> bool:
     """True if the first samples of streams are not the same in any field that is known."""
-    pairs = [
-        (a, b)
-        for one, other in combinations(streams, 2)
-        for samples in zip(one, other, strict=False)
-        for a, b in zip(samples[0] or (), samples[1] or (), strict=False)
-        if a is not None and b is not None
-    ]
+    samples = [both for one, other in combinations(streams, 2) for both in zip(one, other, strict=False)]
+    pairs = [pair for both in samples for pair in zip(both[0] or (), both[1] or (), strict=False) if None not in pair]
     labels = [(a, b) for a, b in pairs if isinstance(a, list) and len(a) == 1]  # augmented inputs keep them
     others = [pair for pair in pairs if pair not in labels]
     known = bool(labels) or any(isinstance(a, list) for a, _ in others)
@@ -88,25 +83,21 @@ def shares_wrong(history: History) -> Iterable[Finding] | str:
             evidence = f"the sampler deals to {first.shards} ranks, and there are {len(history.ranks)}"
             findings.append(_wrong(first, evidence, "num_replicas is not the number of ranks", tuple(its)))
             continue
-        shares = {
-            rank: _share(it, (rank, it.begin["loader"]) in fixed)
-            for rank, it in its.items()
-            if any(rank in group for group in groups)
-        }
+        mine = {rank: it for rank, it in its.items() if any(rank in group for group in groups)}
+        shares = {rank: _share(it, (rank, it.begin["loader"]) in fixed) for rank, it in mine.items()}
         known = {rank: share for rank, share in shares.items() if share}
         seen = seen or len(known) > 1
         for one, other in combinations(sorted(known), 2):
             found = _overlap(its[one], its[other], known[one], known[other], len(its))
             if found:
                 seeds = {rank: (it.begin.get("distributed") or {}).get("seed") for rank, it in its.items()}
-                cause = "each rank deals from an order of its own" + (
-                    f": the seed of the sampler is {each_rank(seeds)}" if differ(seeds) else ""
-                )
+                cause = "each rank deals from an order of its own"
+                cause += f": the seed of the sampler is {each_rank(seeds)}" if differ(seeds) else ""
                 findings.append(_wrong(first, f"{found} {named([one, other])}", cause, tuple(its)))
                 break
-    return (
-        findings if groups and (seen or findings) else "no whole epoch whose indices are known" if groups else _NO_GROUP
-    )
+    if groups and (seen or findings):
+        return findings
+    return "no whole epoch whose indices are known" if groups else _NO_GROUP
 
 
 def _wrong(first: Iteration, evidence: str, cause: str, ranks: tuple[int, ...]) -> Finding:

@@ -11,6 +11,7 @@ from typing import Any
 _UNORDERED = ("set", "frozenset", "listdir", "scandir", "glob", "iglob", "rglob", "iterdir")
 _ORDERING = ("list", "tuple", "enumerate", "dict", "fromkeys", "join", "zip")
 _OF_ONE_RANK = ("rank", "main", "master")
+_HARMLESS = ("requires_grad_", "detach_")
 _CHANGES = ("update", "step", "average", "lerp", "mul_", "add_", "copy_", "load_state_dict")
 
 
@@ -121,42 +122,32 @@ def cuts(path: str) -> bool:
 
 def condition(path: str, before: int, after: int) -> int | None:
     """The first `if` behind a line that decides whether a later line is reached."""
-    found = [
-        node.lineno
-        for node in nodes(path)
-        if isinstance(node, ast.If)
-        and before < node.lineno < after
-        and (_holds(node, after) or any(isinstance(each, (ast.Continue, ast.Break)) for each in ast.walk(node)))
-    ]
-    return min(found, default=None)
+    found = [node for node in nodes(path) if isinstance(node, ast.If) and before < node.lineno < after]
+    ways = (ast.Continue, ast.Break)
+    found = [n for n in found if _holds(n, after) or any(isinstance(each, ways) for each in ast.walk(n))]
+    return min((node.lineno for node in found), default=None)
 
 
 def changes_in_place(path: str) -> list[int]:
     """Lines of statements that change a parameter in place: `weight.add_(...)`, `p.data = ...`, `p[...] = ...`."""
     words, found = ("param", "weight", "data", "bias", "embed", "code"), set[int]()
     for node in nodes(path):
-        call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
-        changed = [call.func.value] if call and isinstance(call.func, ast.Attribute) and _is_change(call) else []
-        changed += node.targets if isinstance(node, ast.Assign) else []
-        changed += [node.target] if isinstance(node, ast.AugAssign) else []
-        changed = [each for each in changed if not isinstance(each, ast.Name) or call]
+        call = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        is_change = isinstance(call, ast.Attribute) and call.attr.endswith("_") and call.attr not in _HARMLESS
+        changed = [call.value] if is_change and isinstance(call, ast.Attribute) else []
+        others = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        )
+        changed += [each for each in others if not isinstance(each, ast.Name)]
         parts = {_name(inner).lower() for each in changed for inner in ast.walk(each)} - {""}
         is_self = parts == {"p"} or any(part in words or part.endswith(("weight", "bias")) for part in parts)
         found |= {node.lineno} if is_self and "grad" not in parts else set()
     return sorted(found)
 
 
-def _is_change(call: ast.Call) -> bool:
-    name = _name(call)
-    return name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "zero_grad_", "detach_")
-
-
 def for_one_rank(path: str) -> list[int]:
     """Lines of calls that change something, below an `if` that asks for the rank."""
-    return sorted(
-        each.lineno
-        for node in nodes(path)
-        if isinstance(node, ast.If) and any(w in _name(n).lower() for n in ast.walk(node.test) for w in _OF_ONE_RANK)
-        for each in node.body
-        if isinstance(each, ast.Expr) and any(word in _name(each.value).lower() for word in _CHANGES)
-    )
+    branches = [node for node in nodes(path) if isinstance(node, ast.If)]
+    branches = [b for b in branches if any(w in _name(n).lower() for n in ast.walk(b.test) for w in _OF_ONE_RANK)]
+    found = [each for branch in branches for each in branch.body if isinstance(each, ast.Expr)]
+    return sorted(each.lineno for each in found if any(word in _name(each.value).lower() for word in _CHANGES))

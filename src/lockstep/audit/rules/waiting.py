@@ -34,9 +34,10 @@ def waiting(history: History) -> dict[int, Event]:
     A rank that a launcher ended because of them is told as well. Empty: no rank waited in vain.
     """
     found, ends = stuck(history), lost(history)
-    died = {event["rank"]: event for event in history.of("died") if event["rank"] not in left(history)}
+    died = {event["rank"]: event for event in history.of("died") if event.get("at")}
     is_late = any(_says(event, _LATE) for event in ends.values())
     is_broken = any(event.get("aborted") and _is_in_collective(event) for event in died.values())
+    died = {rank: event for rank, event in died.items() if rank not in left(history)}
     return {**died, **ends, **found} if found or is_late or is_broken else {}
 
 
