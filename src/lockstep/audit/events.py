@@ -245,8 +245,8 @@ class EventWriter:
 def forget_signals() -> None:
     """A forked child of a rank is no rank."""
     with contextlib.suppress(AttributeError):
-        if faulthandler.unregister(signal.SIGTERM):
-            faulthandler.disable()
+        faulthandler.unregister(signal.SIGTERM)
+    faulthandler.disable()
 
 
 def read(folder: Path) -> list[Event]:

@@ -140,14 +140,14 @@ def unequal_weights(history: History) -> Iterable[Finding] | str:
                 given = {r: [m.get("samples") for m in e.get("micro_batches") or ()] for r, e in events.items()}
                 is_by_hand = len(backwards) > 1 and all(all(each) for each in by_hand.values())
                 is_by_hand = is_by_hand and by_hand != given and not any(history.of("hand_reduce", "hook"))
-                counts = by_hand if is_by_hand else counts
-                flat = [count for each in counts.values() for count in each if count]
+                told: dict[int, list[Any]] = by_hand if is_by_hand else counts
+                flat = [count for each in told.values() for count in each if count]
                 if len(flat) < 2:
                     continue
                 known = True
                 is_plain = is_by_hand or all("ops" in each and _is_mean(each["ops"]) for each in backwards)
                 if min(flat) * _UNEQUAL < max(flat) and is_plain and backwards:
-                    return [_unequal(events[ranks[0]], backwards, counts, tuple(ranks))]
+                    return [_unequal(events[ranks[0]], backwards, told, tuple(ranks))]
     return findings if known else "no step had several micro-batches with labels that are masked"
 
 

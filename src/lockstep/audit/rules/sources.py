@@ -141,7 +141,7 @@ def changes_in_place(path: str) -> list[int]:
         changed += [each for each in others if not isinstance(each, ast.Name)]
         parts = {_name(inner).lower() for each in changed for inner in ast.walk(each)} - {""}
         is_self = parts == {"p"} or any(part in words or part.endswith(("weight", "bias")) for part in parts)
-        found |= {node.lineno} if is_self and "grad" not in parts else set()
+        found |= {getattr(node, "lineno", 0)} if is_self and "grad" not in parts else set()
     return sorted(found)
 
 

@@ -33,11 +33,10 @@ def waiting(history: History) -> dict[int, Event]:
 
     A rank that a launcher ended because of them is told as well. Empty: no rank waited in vain.
     """
-    found, ends = stuck(history), lost(history)
-    died = {event["rank"]: event for event in history.of("died") if event.get("at")}
+    found, ends, exits = stuck(history), lost(history), left(history)
+    died = {e["rank"]: e for e in history.of("died") if e.get("at") and e["rank"] not in exits}
     is_late = any(_says(event, _LATE) for event in ends.values())
     is_broken = any(event.get("aborted") and _is_in_collective(event) for event in died.values())
-    died = {rank: event for rank, event in died.items() if rank not in left(history)}
     return {**died, **ends, **found} if found or is_late or is_broken else {}
 
 
