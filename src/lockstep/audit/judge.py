@@ -40,9 +40,9 @@ def judge(folder: Path, settings: Settings, *, failed: bool = False) -> int:
     code = exit_code(history, found, settings, failed)
     if code == INCONCLUSIVE:
         found.notes.append("inconclusive: no rank made a step of a torch optimizer")
-    simple = {"sarif": formats.sarif, "github": formats.github}
-    simple |= {"text": lambda it: formats.text(it, settings.verbose), "json": lambda it: formats.as_json(it, code)}
-    written = simple[settings.format](found)
+    others = {"sarif": formats.sarif, "github": formats.github}
+    written = formats.text(found, settings.verbose) if settings.format == "text" else formats.as_json(found, code)
+    written = others[settings.format](found) if settings.format in others else written
     if settings.output:
         settings.output.write_text(written, encoding="utf-8")
     else:
