@@ -126,7 +126,7 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
                 remedy = "loss.backward() of the mean over the batch of this rank"
                 findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
             what = given.get((event["optimizer"], event["index"], backwards[0]["divisor"]))
-            if what and ops[0].startswith("Div") and len(group) > 1:
+            if what and ops[0].startswith("Div") and not str(ops[1:2]).startswith("['Mul") and len(group) > 1:
                 evidence = f"a loss was divided by {backwards[0]['divisor']:.0f}, the {what} of this step on all ranks"
                 cause = f"the wrapper averages gradients over {len(group)} ranks: they are divided by that once more"
                 remedy = "divide by the number of this rank's batch, or multiply the loss by the number of ranks"
