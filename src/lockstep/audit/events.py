@@ -36,6 +36,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             mapped (of the first epoch: the index below all Subsets
                                                             for each index), defined_in (file of the data set's class),
                                                             sampler_at (where the script made the sampler that deals),
+                                                            dataset_at (where it made the data set),
                                                             by_framework (the script does not iterate itself)
     indices       every 50 batches, and at an epoch's end   loader, epoch, first (number of the first batch), batches:
                                                             [[index, ...], ...] of map-style data; at most 100,000

@@ -219,7 +219,8 @@ def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -
     for patch in _patches():
         after_import(patch.module, functools.partial(_apply, patch))
     files.watch_open()
-    after_import("torch.utils.data.sampler", data.watch_samplers)
+    for module, name in (("sampler", "Sampler"), ("dataset", "Dataset")):
+        after_import(f"torch.utils.data.{module}", functools.partial(data.watch_made, name))
     register_optimizer_step_pre_hook(training.step_begins)
     register_optimizer_step_post_hook(training.step_ends)
 

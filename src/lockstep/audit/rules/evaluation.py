@@ -263,12 +263,10 @@ def _exchanged(history: History, it: Iteration) -> bool:
     """True if a rank exchanged anything in Python, or wrote a file, from the beginning of an evaluation to training."""
     later = [e["number"] for e in history.of("step", rank=it.begin["rank"]) if e["number"] > it.begin["number"]]
     end = min(later, default=float("inf"))
-    told = history.of("collective", "save", rank=it.begin["rank"])
-    found = [e for e in told if it.begin["number"] < e["number"] < end]
-    one = it.begin["rank"] == min(history.ranks)  # the first rank writes checkpoints
-    return any(
-        (e["kind"] == "collective" and e.get("op") not in _WAITS) or (e["kind"] == "save" and not one) for e in found
-    )
+    loops = {str(e.get("at")) for e in history.of("loader")}  # there Accelerate exchanges the states of generators
+    told = [e for e in history.of("collective", "save", rank=it.begin["rank"]) if str(e.get("at")) not in loops]
+    told = [e for e in told if it.begin["number"] < e["number"] < end and e.get("op") not in _WAITS]
+    return any(e["kind"] == "collective" or e["rank"] != min(history.ranks) for e in told)  # rank 0 saves checkpoints
 
 
 @rule("LS802", "data-parallel", "torch.nn.DataParallel", "warning")

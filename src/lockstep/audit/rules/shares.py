@@ -206,9 +206,7 @@ def inputs_differ(history: History) -> Iterable[Finding] | str:
             evidence += "their other fields are equal"
             cause = "each rank prepares the data with numbers of its own, or augments them once, by a seed of its own"
             remedy = "compute what prepares the data on all ranks together, or on one rank, and broadcast it"
-            rows_of = sources.calls((event.get("at") or [None])[0], event.get("dataset"))
-            at = place(event.get("at"))
-            at = at._replace(line=rows_of[0], function="") if at and rows_of else at
+            at = place(event.get("dataset_at") or event.get("at"))
             findings.append(Finding("LS112", at, evidence, cause, remedy, tuple(by_rank), event["step"]))
     return findings if probed else "no samples of data that a sampler deals were compared"
 
@@ -234,7 +232,10 @@ def probes(history: History) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
             if len(events) > 1 and not differ(sizes):
                 common = sorted(set.intersection(*(set(event["samples"]) for event in events.values())), key=int)
                 begin = next(iter(its.values())).begin
-                event = {**next(iter(events.values())), **{n: begin.get(n) for n in ("dataset", "defined_in")}}
+                event = {
+                    **next(iter(events.values())),
+                    **{n: begin.get(n) for n in ("dataset", "dataset_at", "defined_in")},
+                }
                 found.append((event, {r: [e["samples"][index] for index in common] for r, e in events.items()}))
     return found
 

@@ -88,11 +88,6 @@ def returns(path: str, row: int) -> list[int]:
     return sorted(n.lineno for n in own if isinstance(n, ast.Return) and n.value and n.lineno > row)
 
 
-def calls(path: str | None, name: str | None) -> list[int]:
-    """Lines that call a function or class of this name."""
-    return [n.lineno for n in nodes(path or "") if isinstance(n, ast.Call) and name and _name(n) == name]
-
-
 def _is_unordered(node: ast.AST, sets: set[str]) -> bool:
     if isinstance(node, ast.Call):
         return _name(node) in _UNORDERED
