@@ -130,3 +130,22 @@ def test_means_of_roots_are_a_warning():
     script = Script().add("collective", at=at(44), value=lambda rank: 1.5 + rank, result_of="sqrt", **told)
     assert script.found("LS604")[0].where.line == 44
     assert Script().add("collective", at=at(44), value=1.5, result_of="sqrt", **told).found("LS604") == []
+
+
+def test_a_rank_that_never_steps_is_named():
+    script = Script().optimizer(rank=0).step(0).exit(0).exit(1, backwards_left=6)
+    (finding,) = script.found("LS206")
+    assert (finding.where.line, "rank 1 made 6 backward passes and no step" in finding.evidence) == (30, True)
+    assert Script().optimizer(rank=0).step(0).exit().errors() == set()  # rank 1 trains nothing
+
+
+def test_rates_that_the_script_sets_are_named_where_it_sets_them(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("for group in optimizer.param_groups:\n    group['lr'] *= 0.5\nstep()\n")
+    script = Script().optimizer().step(hyperparameters=[{"lr": 0.1}])
+    script.step(hyperparameters=lambda rank: [{"lr": 0.1 + rank}])
+    script.events = [event | {"at": [str(path), 3, "main"]} for event in script.events]
+    (finding,) = script.found("LS301")
+    assert finding.where.line == 2
+    script.add("scheduler", 0, at=at(59), scheduler=0, per_step=6)
+    assert script.found("LS301")[0].where.line == 59

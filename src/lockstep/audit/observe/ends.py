@@ -19,13 +19,12 @@ _copied: dict[int, dict[str, Any]] = {}
 
 def _own_buffers(inner: Any) -> dict[str, torch.Tensor]:
     """Buffers of floating-point numbers that a checkpoint has, without the statistics of normalizations."""
-    return {
-        f"{name}.{key}".removeprefix("."): buffer
-        for name, module in inner.named_modules()
-        if not hasattr(module, "track_running_stats")
-        for key, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_floating_point() and key not in module._non_persistent_buffers_set
-    }
+    found: dict[str, torch.Tensor] = {}
+    for name, module in inner.named_modules():
+        kept = {} if hasattr(module, "track_running_stats") else module._buffers
+        kept = {key: b for key, b in kept.items() if b is not None and key not in module._non_persistent_buffers_set}
+        found |= {f"{name}.{key}".removeprefix("."): each for key, each in kept.items() if each.is_floating_point()}
+    return found
 
 
 def note_parameters(*_: Any, **__: Any) -> After:

@@ -396,7 +396,5 @@ def scaler_steps(scaler: Any, optimizer: Any, *_: Any, **__: Any) -> After:
 
 def at_exit() -> dict[str, Any]:
     """What came after the last optimizer step."""
-    return {
-        "backwards_left": recorder.counts.backwards - passes.state.last_seen or None,
-        "steps": dict(_finished) or None,
-    }
+    left = recorder.counts.backwards - passes.state.last_seen
+    return {"backwards_left": left or None, "steps": dict(_finished) or None}

@@ -75,10 +75,8 @@ def _only_optimizer(history: History, rank: int) -> bool:
 
 
 def _leftover(usual: int, events: list[Event], its: list[Iteration]) -> Finding | None:
-    remedy = (
-        "step at the last batch of an epoch, too: `if (i + 1) % accumulation == 0 or i + 1 == len(loader)`, and divide "
-        "the loss by the number of micro-batches of this step"
-    )
+    remedy = "step at the last batch of an epoch, too: `if (i + 1) % accumulation == 0 or i + 1 == len(loader)`, and "
+    remedy += "divide the loss by the number of micro-batches of this step"
     cause = "the number of batches is no multiple of the accumulation, and the last step of the epoch is missing"
     for number, it in enumerate(its):
         end: Any = it.end

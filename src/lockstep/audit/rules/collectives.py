@@ -116,10 +116,8 @@ def ranks_wait(history: History) -> Iterable[Finding] | str:
     evidence = f"{_since(stuck)}: {each_rank(_where(stuck))}"
     words = waits.differences(stuck)
     cause = words or f"{named([rank])} came to {line(lines[rank])}, and the others did not"
-    remedy = (
-        "a collective is for all ranks (also a barrier, a wrapped model in training, the state_dict of FSDP): "
-        "take it out of `if rank == 0`"
-    )
+    remedy = "a collective is for all ranks (also a barrier, a wrapped model in training, the state_dict of FSDP): "
+    remedy += "take it out of `if rank == 0`"
     step = stuck[rank].get("step")
     at = own.get(rank) or lines[rank]
     for other in own:

@@ -272,10 +272,8 @@ def _uneven(history: History, its: dict[int, Iteration]) -> list[Finding]:
     has_sizes = differ({rank: it.begin.get("dataset_size") for rank, it in its.items()})
     sizes = each_rank({rank: it.begin.get("dataset_size") for rank, it in its.items()})
     cause = f"each rank has a data set of its own size: {sizes}" if has_sizes else None
-    remedy = (
-        "a DistributedSampler over one data set (it makes parts equal), stop all ranks at the smallest number of "
-        "batches, or `with model.join():`"
-    )
+    remedy = "a DistributedSampler over one data set (it makes parts equal), stop all ranks at the smallest number of "
+    remedy += "batches, or `with model.join():`"
     return [Finding("LS104", place(_made(first)), evidence, cause, remedy, tuple(its), first.begin["step"])]
 
 

@@ -172,10 +172,8 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
     if uneven:
         rank, mean = next(iter(uneven.items()))
         value = firsts[rank]["value"]
-        return (
-            f"the number is the mean of {mean['means']} means, each of {mean['least']} to {mean['most']} numbers: "
-            f"{value:.6g}; weighted it is {mean['weighted']:.6g} on rank {rank}"
-        )
+        words = f"the number is the mean of {mean['means']} means, each of {mean['least']} to {mean['most']} numbers: "
+        return words + f"{value:.6g}; weighted it is {mean['weighted']:.6g} on rank {rank}"
     numbers = {rank: mean["numbers"] for rank, mean in means.items()}
     if len(means) == len(firsts) > 1 and min(numbers.values()) * _UNEQUAL < max(numbers.values()):
         return f"each rank gives a mean of its own, of so many numbers: {each_rank(numbers)}"

@@ -349,12 +349,25 @@ def steps_differ(history: History) -> Iterable[Finding] | str:
     for key, by_rank in steps(history).items():
         for group in groups:
             ranks = tuple(rank for rank in group if rank in by_rank)
+            findings += _idle(history, group, by_rank)
             if len(ranks) < 2 or joined:
                 continue
             seen = True
             finding = _left_out(history, key, ranks, by_rank)
             findings += [finding] if finding else []
     return findings if seen else "no ranks of one group made steps of one optimizer"
+
+
+def _idle(history: History, group: tuple[int, ...], by_rank: dict[int, dict[int, Event]]) -> list[Finding]:
+    """A rank that makes backward passes, and no step of any optimizer."""
+    passes_of = {event["rank"]: event.get("backwards_left") for event in history.of("exit")}
+    idle = [rank for rank in group if passes_of.get(rank) and not any(history.of("step", rank=rank))]
+    first = next((events[min(events)] for rank, events in sorted(by_rank.items()) if rank in group), None)
+    if not idle or first is None:
+        return []
+    evidence = f"{named(idle)} made {passes_of[idle[0]]} backward passes and no step, and others made steps"
+    remedy = "every rank steps: their parameters are equal because all do the same"
+    return [Finding("LS206", place(first.get("at")), evidence, None, remedy, group, first["step"])]
 
 
 def _left_out(

@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
-from lockstep.audit.rules import facts
+from lockstep.audit.rules import facts, sources
 
 _NO_STEPS = "no ranks of one group made steps of one optimizer"
 _PLATEAU = "ReduceLROnPlateau"
@@ -36,14 +36,17 @@ def rates_differ(history: History) -> Iterable[Finding] | str:
         index, name, values = found
         schedulers = {e["rank"]: e for e in history.of("scheduler") if e["rank"] in ranks and e["step"] <= index + 1}
         evidence = f"{name} at step {index}: {facts.each_rank(values)}"
-        cause = None
+        at, cause = by_rank[ranks[0]][index].get("at"), None
+        rows = sources.sets_rates(at[0]) if at else []
         if index == 0:
+            at = facts.optimizer_at(history, key)
             cause = f"each rank computes {name} from something of its own before the first step"
         elif schedulers:
-            at = next(iter(schedulers.values())).get("at")
+            at = next(iter(schedulers.values())).get("at") or at
             cause = f"the scheduler of {facts.line(at)} has another state on each rank"
+        elif at and rows:
+            at, cause = [at[0], rows[0], ""], "the script sets the rate from something that differs between ranks"
         remedy = f"compute {name} from values that all ranks share, such as world_size and the step"
-        at = facts.optimizer_at(history, key) if index == 0 else by_rank[ranks[0]][index].get("at")
         findings.append(Finding("LS301", facts.place(at), evidence, cause, remedy, ranks, index))
     return findings if shared else _NO_STEPS
 
@@ -159,10 +162,9 @@ def scalers_differ(history: History) -> Iterable[Finding] | str:
             skipped = {rank: bool(event.get("skipped")) for rank, event in events.items()}
             if facts.differ(scales) or facts.differ(skipped):
                 words = {rank: "skipped" if skips else "made" for rank, skips in skipped.items()}
+                is_skipped = facts.differ(skipped)
                 evidence = (
-                    f"step {index}: {facts.each_rank(words)}"
-                    if facts.differ(skipped)
-                    else f"scale: {facts.each_rank(scales)}"
+                    f"step {index}: {facts.each_rank(words)}" if is_skipped else f"scale: {facts.each_rank(scales)}"
                 )
                 cause = "each rank looks for inf in its own gradients or shards, and decides for itself"
                 remedy = "ShardedGradScaler for shards; otherwise unscale after gradients were exchanged"

@@ -232,10 +232,8 @@ def probes(history: History) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
             if len(events) > 1 and not differ(sizes):
                 common = sorted(set.intersection(*(set(event["samples"]) for event in events.values())), key=int)
                 begin = next(iter(its.values())).begin
-                event = {
-                    **next(iter(events.values())),
-                    **{n: begin.get(n) for n in ("dataset", "dataset_at", "defined_in")},
-                }
+                told = {name: begin.get(name) for name in ("dataset", "dataset_at", "defined_in")}
+                event = {**next(iter(events.values())), **told}
                 found.append((event, {r: [e["samples"][index] for index in common] for r, e in events.items()}))
     return found
 

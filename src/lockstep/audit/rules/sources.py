@@ -140,6 +140,13 @@ def changes_in_place(path: str) -> list[int]:
     return sorted(found)
 
 
+def sets_rates(path: str) -> list[int]:
+    """Lines that set the learning rate of a group of an optimizer: `group["lr"] = ...`."""
+    changed = [(n, n.targets) for n in nodes(path) if isinstance(n, ast.Assign)]
+    changed += [(n, [n.target]) for n in nodes(path) if isinstance(n, ast.AugAssign)]
+    return sorted(n.lineno for n, each in changed if any("['lr']" in ast.unparse(target) for target in each))
+
+
 def for_one_rank(path: str) -> list[int]:
     """Lines of calls that change something, below an `if` that asks for the rank."""
     branches = [node for node in nodes(path) if isinstance(node, ast.If)]
