@@ -187,7 +187,7 @@ CODE_LINES = {
     "tasks/lm/stream.py": 40,
     "trainer/hub.py": 70,
     "tasks/lm/attention.py": 115,
-    "audit": 5_520,
+    "audit": 5_521,
     "audit/rules/sources.py": 104,
     "launch/device_check": 450,
     "cli/check_device.py": 61,

@@ -353,9 +353,8 @@ def steps_differ(history: History) -> Iterable[Finding] | str:
             if len(ranks) < 2 or joined:
                 continue
             seen = True
-            finding = _left_out(history, key, ranks, by_rank)
-            findings += [finding] if finding else []
-    return findings if seen else "no ranks of one group made steps of one optimizer"
+            findings += filter(None, [_left_out(history, key, ranks, by_rank)])
+    return findings if seen or findings else "no ranks of one group made steps of one optimizer"
 
 
 def _idle(history: History, group: tuple[int, ...], by_rank: dict[int, dict[int, Event]]) -> list[Finding]:
