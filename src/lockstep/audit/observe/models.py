@@ -160,19 +160,14 @@ def is_shard_of(name: str, tensor: torch.Tensor) -> bool:
 
 def missing(known: set[int]) -> dict[int, list[str]]:
     """By model, names of trainable parameters whose ids are not known."""
-    return {
-        model.number: [name for name, p in parameters_of(model) if p.requires_grad and id(p) not in known][:_NAMES]
-        for model in told()
-    }
+    found = {m.number: [n for n, p in parameters_of(m) if p.requires_grad and id(p) not in known] for m in told()}
+    return {number: names[:_NAMES] for number, names in found.items()}
 
 
 def left_out(known: set[int]) -> dict[int, list[str]] | None:
     """By model, names of parameters that have a gradient and are in no optimizer."""
-    found = {
-        model.number: [name for name, p in parameters_of(model) if p.grad is not None and id(p) not in known][:_NAMES]
-        for model in told()
-    }
-    return {number: names for number, names in found.items() if names} or None
+    found = {m.number: [n for n, p in parameters_of(m) if p.grad is not None and id(p) not in known] for m in told()}
+    return {number: names[:_NAMES] for number, names in found.items() if names} or None
 
 
 def forward(wrapper: Any, *arguments: Any, **named: Any) -> After:

@@ -11,6 +11,7 @@ from lockstep.audit.findings import Finding
 from lockstep.audit.rules.facts import Key, differ, each_rank, line, named, numbered, place, replicas, rule, some
 from lockstep.audit.rules.loaders import Iteration, Iterations, iterations
 from lockstep.audit.rules.shares import probes
+from lockstep.audit.rules.waiting import waiting
 
 _FEW = 8
 """So many different indices are needed before their order means anything."""
@@ -237,12 +238,13 @@ def uneven_loaders(history: History) -> Iterable[Finding] | str:
     groups, found = replicas(history), iterations(history)
     if not groups:
         return _NO_GROUP
-    findings, seen = [], False
+    findings, seen, waits = [], False, bool(waiting(history))
     for epochs in found.values():
         for by_rank in epochs.values():
             for group in groups:
                 its = {rank: by_rank[rank] for rank in group if rank in by_rank}
-                if len(its) > 1 and any(it.is_training or it.end is None for it in its.values()):
+                is_open = any(it.end is None or (waits and not it.is_complete) for it in its.values())
+                if len(its) > 1 and (is_open or any(it.is_training for it in its.values())):
                     seen = True
                     findings += _uneven(history, its)
             if findings:
@@ -261,7 +263,7 @@ def _uneven(history: History, its: dict[int, Iteration]) -> list[Finding]:
     is_over = {rank for rank, it in its.items() if it.is_complete}
     if differ(lengths) and None not in lengths.values():
         shown = f"len(loader) is {each_rank(lengths)}"
-        if len(backwards) == len(its) and not differ(backwards):
+        if len(backwards) == len(its) and not differ(backwards) and any(backwards.values()):
             return []
     elif None in lengths.values() and is_over and differ(backwards) and differ(given):
         shown = f"batches in this epoch: {each_rank(given)}"
@@ -269,9 +271,8 @@ def _uneven(history: History, its: dict[int, Iteration]) -> list[Finding]:
         return []
     first = next(iter(its.values()))
     evidence = shown + (f"; backward passes: {each_rank(backwards)}" if differ(backwards) else "")
-    has_sizes = differ({rank: it.begin.get("dataset_size") for rank, it in its.items()})
-    sizes = each_rank({rank: it.begin.get("dataset_size") for rank, it in its.items()})
-    cause = f"each rank has a data set of its own size: {sizes}" if has_sizes else None
+    sizes = {rank: it.begin.get("dataset_size") for rank, it in its.items()}
+    cause = f"each rank has a data set of its own size: {each_rank(sizes)}" if differ(sizes) else None
     remedy = "a DistributedSampler over one data set (it makes parts equal), stop all ranks at the smallest number of "
     remedy += "batches, or `with model.join():`"
     return [Finding("LS104", place(_made(first)), evidence, cause, remedy, tuple(its), first.begin["step"])]

@@ -229,9 +229,10 @@ def metric_of_one_rank(history: History) -> Iterable[Finding] | str:
 def _parts_apart(history: History) -> tuple[list[Finding], bool]:
     """Evaluations of a part on each rank after which nothing is exchanged, and nothing is written for each rank."""
     findings, seen = dict[str, Finding](), False
+    by_trainer = uses(history, "transformers")
     groups = [] if uses(history, "lightning") or uses(history, "pytorch_lightning") else replicas(history)
     for epochs in iterations(history).values():
-        turns = [by_rank for by_rank in epochs.values() if _shares_evaluation(by_rank, groups)]
+        turns = [by_rank for by_rank in epochs.values() if _shares_evaluation(by_rank, groups, by_trainer)]
         seen = seen or bool(turns)
         if not turns or any(_exchanged(history, it) for by_rank in turns for it in by_rank.values()):
             continue
@@ -247,11 +248,12 @@ def _parts_apart(history: History) -> tuple[list[Finding], bool]:
     return list(findings.values()), seen
 
 
-def _shares_evaluation(by_rank: dict[int, Iteration], groups: list[tuple[int, ...]]) -> bool:
+def _shares_evaluation(by_rank: dict[int, Iteration], groups: list[tuple[int, ...]], by_trainer: bool) -> bool:
     """True if ranks of a group each evaluate a part of their own with the model that they train."""
     its = list(by_rank.values())
     parts = {rank: (it.begin.get("subset"), it.shards) for rank, it in by_rank.items()}
-    is_whole = all(it.is_complete and not it.begin.get("by_framework") and not it.is_training for it in its)
+    is_whole = all(it.is_complete and not it.is_training for it in its)
+    is_whole = is_whole and not (by_trainer and any(it.begin.get("by_framework") for it in its))
     is_dealt = all(it.shards > 1 for it in its) or (differ(parts) and all(it.begin.get("subset") for it in its))
     is_used = all((it.end or {}).get("forwards_eval") and it.begin["step"] for it in its)
     return is_whole and is_dealt and is_used and any(set(group) == by_rank.keys() for group in groups)

@@ -142,9 +142,9 @@ def changes_in_place(path: str) -> list[int]:
 
 def sets_rates(path: str) -> list[int]:
     """Lines that set the learning rate of a group of an optimizer: `group["lr"] = ...`."""
-    changed = [(n, n.targets) for n in nodes(path) if isinstance(n, ast.Assign)]
-    changed += [(n, [n.target]) for n in nodes(path) if isinstance(n, ast.AugAssign)]
-    return sorted(n.lineno for n, each in changed if any("['lr']" in ast.unparse(target) for target in each))
+    single = [n.target for n in nodes(path) if isinstance(n, ast.AugAssign)]
+    targets = [*single, *(target for n in nodes(path) if isinstance(n, ast.Assign) for target in n.targets)]
+    return sorted(target.lineno for target in targets if "['lr']" in ast.unparse(target))
 
 
 def for_one_rank(path: str) -> list[int]:
