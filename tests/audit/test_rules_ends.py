@@ -149,3 +149,11 @@ def test_rates_that_the_script_sets_are_named_where_it_sets_them(tmp_path):
     assert finding.where.line == 2
     script.add("scheduler", 0, at=at(59), scheduler=0, per_step=6)
     assert script.found("LS301")[0].where.line == 59
+
+
+def test_a_loss_without_some_parameters_is_named_where_the_model_was_wrapped():
+    script = Script().optimizer().step(digest=str, synced=True)
+    message = "Expected to have finished reduction in the prior iteration: `find_unused_parameters=True`"
+    script.exit(code=1, error={"type": "RuntimeError", "message": message, "at": at(25)})
+    (finding,) = script.found("LS201")
+    assert (finding.where.line, "leaves out parameters" in finding.cause) == (5, True)

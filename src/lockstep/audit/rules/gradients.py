@@ -217,6 +217,8 @@ def _parted(history: History, parting: Parting) -> Finding:
         cause = "gradients are equal: something else than the optimizer has changed parameters on one rank"
         rows = sources.changes_in_place(at[0]) if at else []
         at = [at[0], rows[0], ""] if at and len(rows) == 1 else at
+    if any("find_unused_parameters" in str((e.get("error") or {}).get("message")) for e in history.of("exit")):
+        at, cause = _wrapped_at(history, parting), "the loss leaves out parameters, and the wrapper waits for theirs"
     return Finding("LS201", place(at), parting.evidence, cause, remedy, parting.ranks, parting.first["step"])
 
 
