@@ -80,6 +80,7 @@ Whatever ends a rank, the events until then are judged.
 | SIGKILL, or a launcher that kills all ranks | a report; under your launcher nobody can: `lockstep audit --read DIR` |
 | Ctrl-C | `lockstep audit` ends the ranks, and reports what was seen; under a launcher of yours: `--read FOLDER` |
 | a hang | after `--patience` seconds `lockstep audit` ends the ranks, and exits with code 4 |
+| a collective that times out or breaks | the report says where each rank was (also after SIGABRT), then code 1 |
 | a script that is not there, a notebook, a wrong option | exit code 2 |
 
 ## Exit codes
@@ -156,8 +157,8 @@ compared.
 in one folder, and judge them with `lockstep audit --read FOLDER`.
 - A notebook cannot be observed, and is told so. Save it as a script: `jupyter nbconvert --to script NOTEBOOK.ipynb`.
 - Not every fault has a rule. Of 40 faults in scripts by somebody who had not seen the audit, 32 were named at the right
-line, 4 at another line, and 4 were not seen. On 40 right scripts of the same author there were two false errors: one is
-repaired, the other accuses experts that differ by rank on purpose
+line, 4 at another line, and 4 were not seen. On 40 right scripts of the same author there were two false errors. The
+eight and the two are repaired since then, which says nothing of other scripts
 ([what was found, and what was not](../benchmarks/RESULTS.md#lockstep-audit-on-scripts-of-others)).
 [Public examples](audit_found.md): real faults in known projects, false alarms, and what was missed.
 - The line of a finding is that of the cause where this is known: where a sampler, a module or a copy was made, where

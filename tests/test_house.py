@@ -166,7 +166,7 @@ def test_folders_stand_on_few_floors():
 
 CODE_LINES = {
     "core": 9_973,
-    "": 42_935,
+    "": 43_085,
     "mesh": 306,
     "updates": 355,
     "adapters": 1_780,
@@ -187,8 +187,8 @@ CODE_LINES = {
     "tasks/lm/stream.py": 40,
     "trainer/hub.py": 70,
     "tasks/lm/attention.py": 115,
-    "audit": 5_400,
-    "audit/rules/sources.py": 75,
+    "audit": 5_521,
+    "audit/rules/sources.py": 104,
     "launch/device_check": 450,
     "cli/check_device.py": 61,
     "cli/replay.py": 70,

@@ -65,7 +65,7 @@ def test_copies_are_named_where_they_were_made_or_are_changed(tmp_path):
 
     def copied(before, changes, is_early=True):
         script = Script(how=None).add("wrap", at=at(5), model=0, how="ddp", parameters=2, trainable=2, before=before)
-        told = {"class": "Net", "at": [path, 9, "main"], "made_at": [path, 1, "main"], "is_early": is_early}
+        told = {"class": "Net", "at": [path, 9, "main"], "made_from": [[path, 1, "main"]], "is_early": is_early}
         return script.optimizer().exit(
             copies=lambda rank: {"0": {**told, "digest": str(rank), "changes": changes(rank)}}
         )

@@ -23,9 +23,7 @@ def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lockstep.audit", allow_abbrev=False)
     get = os.environ.get
     parser.add_argument("--folder", type=Path, default=get(boot.FOLDER), help="where events go")
-    parser.add_argument(
-        "--every", type=int, default=int(get(boot.EVERY, "50")), help="look closely at each so many steps"
-    )
+    parser.add_argument("--every", type=int, default=int(get(boot.EVERY, "50")), help="look closely at each K-th step")
     parser.add_argument("--patience", type=float, default=float(get(boot.PATIENCE, "60")), help="seconds until a hang")
     parser.add_argument("--no-probe", action="store_true", default=get(boot.PROBE) == "0", help="read no samples")
     parser.add_argument("-m", dest="module", help="run a module")
@@ -112,6 +110,7 @@ def run(module: str | None, script: str | None, arguments: list[str]) -> None:
             trace = trace.tb_next
         error.__traceback__ = trace
         recorder.note_exit(1, error)
+        recorder.guard("exit", recorder.end)  # now: others that are lost without this rank may have it killed
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error, trace)
         sys.exit(1)

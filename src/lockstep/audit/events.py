@@ -36,6 +36,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             mapped (of the first epoch: the index below all Subsets
                                                             for each index), defined_in (file of the data set's class),
                                                             sampler_at (where the script made the sampler that deals),
+                                                            dataset_at (where it made the data set),
                                                             by_framework (the script does not iterate itself)
     indices       every 50 batches, and at an epoch's end   loader, epoch, first (number of the first batch), batches:
                                                             [[index, ...], ...] of map-style data; at most 100,000
@@ -98,7 +99,10 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             left_out (the same, of those that have a gradient),
                                                             unwrapped (names that steps have for foreign parameters),
                                                             gradients_none (of its parameters, at this step),
-                                                            unwrapped_at (where the module of these was made),
+                                                            unwrapped_from (where the module of these was made: the
+                                                            innermost line first), partly_at (where other parts of
+                                                            their model were wrapped), initial (before its first
+                                                            step, of some parameters without a wrapper: as in step),
                                                             prepared (by Accelerate)
     step          every step of an optimizer                optimizer, index (its own steps, from 0), backwards: [{at,
                                                             synced (bool: gradients of a watched DDP model were
@@ -130,6 +134,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             evaluation mode; the place of eval(), if known),
                                                             unsynced_at, unsynced_by_user (who called no_sync()),
                                                             loss_at (of the loss, where a framework calls backward),
+                                                            labels (that the loss is a mean of, if some are ignored),
                                                             by_ranks (the function that calls backward knows the
                                                             number of ranks). norm_at (where the script took the
                                                             norm of a shard of a gradient). In clips:
@@ -154,7 +159,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             names: {variable: text} of the calling function,
                                                             parameter (the place of the gradient that is reduced),
                                                             given_at (the call that gave the number to the function),
-                                                            ratio_of (what the number was divided by),
+                                                            ratio_of (what the number was divided by), result_of
+                                                            ("exp" or "sqrt"),
                                                             value (of one number), mean_of: {means, numbers, least,
                                                             most, unequal, weighted} where that number is the mean of
                                                             means that one line computed outside of training
@@ -170,14 +176,19 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             recorder), blocked_in (name of the call the main thread is
                                                             in, if torch's), since_s, moves (the main thread runs
                                                             Python code; false: it is inside one call of C++)
-    exit          the script ends                           code, error: {type, message, at}, collectives: {group:
+    died          SIGTERM or SIGABRT ended the rank:        at, stacks and blocked_in of `stuck`, aborted (SIGABRT)
+                  Python wrote its stacks, `read` makes
+                  the event of them
+    exit          the script ends                           code, error: {type, message, at, stack: [place, ...], the
+                                                            innermost first}, last (collectives of `stuck`, after an
+                                                            error), collectives: {group:
                                                             number of collectives made}, cut: {what: number} of events
                                                             that were left out, joined, backwards_left (passes after
                                                             the last optimizer step), steps: {optimizer: number},
                                                             parameters: {model: {name: digest}, when the process
                                                             group ended or at exit, if the model lived}, buffers (the
                                                             same, of those that no normalization has), copies: {number:
-                                                            {class, at, digest, made_at, is_early (made before any
+                                                            {class, at, digest, made_from, is_early (made before any
                                                             wrapping), changes (of its parameters)}} of modules with
                                                             the names of a wrapped model
     note          an observer could not be installed        what, reason
@@ -188,14 +199,20 @@ on all machines for equal bits, shapes and types.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import os
+import re
+import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 Event = Mapping[str, Any]
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+_OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 
 def path_of(folder: Path, rank: int) -> Path:
@@ -218,17 +235,59 @@ class EventWriter:
         self.number += 1
         os.write(self._file, (json.dumps(event, separators=(",", ":"), default=str) + "\n").encode())
 
+    def watch_signals(self) -> None:
+        """Let a signal that ends the process write its stacks here: in C, so also while the process waits in C++."""
+        if not faulthandler.is_enabled():
+            faulthandler.enable(self._file)
+        with contextlib.suppress(AttributeError):  # not on Windows
+            faulthandler.register(signal.SIGTERM, self._file, chain=True)
+
+
+def forget_signals() -> None:
+    """A forked child of a rank is no rank."""
+    with contextlib.suppress(AttributeError):
+        faulthandler.unregister(signal.SIGTERM)
+    faulthandler.disable()
+
 
 def read(folder: Path) -> list[Event]:
     """The events of all ranks, in the order of rank and number. A line that a kill cut off is left out."""
-    found = []
+    found: list[Event] = []
     for path in sorted(folder.glob("rank-*.jsonl")):
+        own, rest = list[Event](), list[str]()
         for line in path.read_text(errors="replace").splitlines():
             try:
-                found.append(json.loads(line))
+                own.append(json.loads(line))
             except json.JSONDecodeError:
-                continue
+                rest.append(line)
+        found += own + _died(own, rest)
     return found
+
+
+def _died(own: list[Event], rest: list[str]) -> list[Event]:
+    """The event of a signal that ended a rank, from the stacks that Python wrote: the main thread comes last."""
+    stacks: list[list[list[Any]]] = []
+    for line in rest:
+        if "most recent call first" in line:
+            stacks.append([])
+        elif stacks and (frame := _FRAME.fullmatch(line)):
+            stacks[-1].append([frame[1], int(frame[2]), frame[3]])
+    if not own or not stacks or own[-1]["kind"] == "exit":
+        return []
+    stack = [frame for frame in stacks[-1] if not frame[0].startswith(("<", _OWN))]
+    files = {event["at"][0] for event in own if event.get("at")} | {event.get("script") for event in own}
+    at = next((frame for frame in stack if frame[0] in files), None)
+    told = {key: own[-1][key] for key in ("rank", "time", "step")} | {"number": own[-1]["number"] + 1}
+    told |= {"kind": "died", "at": at, "stacks": {"MainThread": stack}, "blocked_in": blocked_in(stack, at)}
+    return [told | {"aborted": any(line.startswith("Fatal Python error: Aborted") for line in rest)}]
+
+
+def blocked_in(stack: list[list[Any]], at: list[Any] | None) -> str | None:
+    """The outermost function of torch below a line of the user, in a stack that begins with the innermost."""
+    inner = stack[: stack.index(at)] if at in stack else []
+    named = [f"{os.path.splitext(file)[0].rpartition('/site-packages/')[2]}/{name}" for file, _, name in inner]
+    outer = (name for name in reversed(named) if name.startswith("torch/") and "c10d_logger" not in name)
+    return next((name.replace("/", ".") for name in outer), None)
 
 
 class History:

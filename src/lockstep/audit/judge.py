@@ -10,7 +10,7 @@ from lockstep.audit import events
 from lockstep.audit.events import History
 from lockstep.audit.report import formats
 from lockstep.audit.report.outcome import HANGS, Outcome, outcome, write_baseline
-from lockstep.audit.rules.collectives import stuck
+from lockstep.audit.rules.waiting import stuck
 from lockstep.audit.settings import Settings
 from lockstep.core.errors import UsageError
 
@@ -40,12 +40,9 @@ def judge(folder: Path, settings: Settings, *, failed: bool = False) -> int:
     code = exit_code(history, found, settings, failed)
     if code == INCONCLUSIVE:
         found.notes.append("inconclusive: no rank made a step of a torch optimizer")
-    written = {
-        "text": lambda: formats.text(found, settings.verbose),
-        "json": lambda: formats.as_json(found, code),
-        "sarif": lambda: formats.sarif(found),
-        "github": lambda: formats.github(found),
-    }[settings.format]()
+    others = {"sarif": formats.sarif, "github": formats.github}
+    written = formats.text(found, settings.verbose) if settings.format == "text" else formats.as_json(found, code)
+    written = others[settings.format](found) if settings.format in others else written
     if settings.output:
         settings.output.write_text(written, encoding="utf-8")
     else:

@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.audit import events
 from lockstep.audit.events import History
 from lockstep.audit.judge import FAILED, HANG, judge
-from lockstep.audit.rules.collectives import stuck
+from lockstep.audit.rules.waiting import stuck
 from lockstep.audit.settings import JUDGED_OUTSIDE, NOTEBOOK, Settings
 from lockstep.core.errors import UsageError
 
@@ -54,9 +54,7 @@ def run(
         UsageError: the script or the folder is not usable.
     """
     if not target or (target[0] == "-m" and len(target) < 2):
-        raise UsageError(
-            "no script", remedy="lockstep audit --nproc 2 train.py, or: lockstep audit --nproc 2 -m module"
-        )
+        raise UsageError("no script", remedy="lockstep audit --nproc 2 train.py, or lockstep audit --nproc 2 -m module")
     if target[0].endswith(".ipynb"):
         raise UsageError("is a notebook", where=target[0], remedy=NOTEBOOK)
     if target[0] != "-m" and not Path(target[0]).is_file():
@@ -146,7 +144,9 @@ class _Tails:
 
 
 def _is_over(event: events.Event, patience: float) -> bool:
-    """True if a rank that is stuck is inside one call of C++, or has made no progress for very long."""
+    """True if a rank that is stuck is inside one call of C++ or of torch.distributed, or for very long anywhere."""
+    if str(event.get("blocked_in")).startswith("torch.distributed."):  # new_group waits in a loop of Python
+        return True
     return event.get("moves") is False or (event.get("since_s") or 0) > _SLOW * patience
 
 

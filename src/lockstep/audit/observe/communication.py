@@ -138,7 +138,7 @@ def _seen(
     """Names that the calling line has for a tensor, which gradient it is, and of which means it is the mean."""
     _named[name] += 1
     told: dict[str, Any] = {}
-    if frame is not None and tensor.numel() == 1 and any(each is tensor for each in places.arguments(frame)):
+    if frame is not None and tensor.numel() == 1 and any(_is_given(each, tensor) for each in places.arguments(frame)):
         told["given_at"] = places.here(places.user_frame(frame.f_back) if frame.f_back else None)
     if _named[name] <= _NAMED:
         if frame is not None and tensor.numel() <= _SMALL:
@@ -149,6 +149,16 @@ def _seen(
     return told | (means.about(given) if given is not None and name != "broadcast" else {})
 
 
+def _is_given(argument: Any, tensor: torch.Tensor) -> bool:
+    """True if an argument of the calling function is this tensor, or the number that the tensor holds."""
+    if argument is tensor or isinstance(argument, bool) or tensor.device.type != "cpu":
+        return argument is tensor
+    if isinstance(argument, torch.Tensor):
+        return argument.numel() == 1 and argument.device.type == "cpu" and bool(argument.detach() == tensor.detach())
+    return isinstance(argument, (int, float)) and abs(float(tensor) - argument) <= _CLOSE * abs(argument)
+
+
+_CLOSE = 1e-6
 _named: Counter[str] = Counter()
 _SMALL = 1024
 

@@ -198,12 +198,8 @@ def _described(loader: Any, known: Loader) -> dict[str, Any]:
     drops = loader.drop_last or any(getattr(s, "drop_last", False) for s in samplers)
     replacement = next((bool(s.replacement) for s in samplers if hasattr(s, "replacement")), None)
     shuffles = shuffles if shuffles is not None else _SHUFFLING.get(kind or "")
-    told: dict[str, Any] = {
-        "loader": known.number,
-        "made_at": known.made_at,
-        "epoch": known.epochs - 1,
-        "subset": known.subset,
-    }
+    told: dict[str, Any] = {"loader": known.number, "made_at": known.made_at, "epoch": known.epochs - 1}
+    told |= {"subset": known.subset, "dataset_at": _sampler_made(loader.dataset)}
     told |= {"dataset": type(loader.dataset).__name__, "dataset_size": _length(loader.dataset), "mapped": mapped}
     told |= {"defined_in": places.file_of(type(loader.dataset)), "shared_twice": is_twice or None}
     told |= {"replacement": replacement, "batches": _length(loader), "batch_size": size, "drop_last": bool(drops)}
@@ -236,16 +232,18 @@ def _sampler_in(thing: Any) -> Any:
     return found
 
 
-def watch_samplers(module: Any) -> None:
-    """Note where the script makes samplers."""
+def watch_made(name: str, module: Any) -> None:
+    """Note where the script makes objects of a class: samplers, data sets."""
+    base = getattr(module, name)
 
-    def made(kind: Any, *_: Any, **__: Any) -> Any:
-        sampler = object.__new__(kind)
+    def made(kind: Any, *arguments: Any, **named: Any) -> Any:
+        outer = super(base, kind).__new__
+        one = outer(kind) if outer is object.__new__ else outer(kind, *arguments, **named)
         if places.is_by_user(sys._getframe(1)):
-            recorder.guard("samplers", _samplers_at.put, sampler, places.here(sys._getframe(1)))
-        return sampler
+            recorder.guard(f"making of {name}", _weak, _samplers_at.put, one, places.here(sys._getframe(1)))
+        return one
 
-    module.Sampler.__new__ = made
+    base.__new__ = made
 
 
 def _sampler_made(sampler: Any) -> list[str | int] | None:

@@ -19,13 +19,12 @@ _copied: dict[int, dict[str, Any]] = {}
 
 def _own_buffers(inner: Any) -> dict[str, torch.Tensor]:
     """Buffers of floating-point numbers that a checkpoint has, without the statistics of normalizations."""
-    return {
-        f"{name}.{key}".removeprefix("."): buffer
-        for name, module in inner.named_modules()
-        if not hasattr(module, "track_running_stats")
-        for key, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_floating_point() and key not in module._non_persistent_buffers_set
-    }
+    found: dict[str, torch.Tensor] = {}
+    for name, module in inner.named_modules():
+        kept = {} if hasattr(module, "track_running_stats") else module._buffers
+        kept = {key: b for key, b in kept.items() if b is not None and key not in module._non_persistent_buffers_set}
+        found |= {f"{name}.{key}".removeprefix("."): each for key, each in kept.items() if each.is_floating_point()}
+    return found
 
 
 def note_parameters(*_: Any, **__: Any) -> After:
@@ -37,10 +36,10 @@ def note_parameters(*_: Any, **__: Any) -> After:
             _last_buffers[model.number] = digests.of_tensors(_own_buffers(model.inner()))
     for copy, (number, at) in models.copies.items():
         found = digests.of_tensors({name: parameter.detach() for name, parameter in copy.named_parameters()})
-        made_at, is_early = made.modules.get(copy) or (None, None)
+        made_from, is_early = made.modules.get(copy) or (None, None)
         changes = sum(0 if parameter.is_inference() else parameter._version for parameter in copy.parameters())
         _copied[number] = {"class": type(copy).__name__, "at": at, "digest": digests.of_numbers(found.values())}
-        _copied[number] |= {"made_at": made_at, "is_early": is_early, "changes": changes}
+        _copied[number] |= {"made_from": made_from, "is_early": is_early, "changes": changes}
     return None
 
 

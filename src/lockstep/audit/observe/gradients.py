@@ -93,12 +93,13 @@ class Gradients:
             line["parameters"] += 1
             if told["work"] is not None and id(told["work"]) not in self.waited:
                 line["unwaited"] = True
-            if told["after"] and parameter.grad is not None and told["op"] == "SUM":
+            if told["after"] and parameter.grad is not None and told["op"] in ("SUM", "AVG"):
                 left = (self.sum() if told["is_flat"] else _size(parameter.grad)) / told["after"]
                 came = told["before"] / told["first"] if told.get("first") else 1.0
                 world = dist.get_world_size()
-                line.setdefault("factor", left * came)
-                line.setdefault("divided", abs(left * came * world - 1) < 0.01)
+                own = left * came / (world if told["op"] == "AVG" else 1)
+                line.setdefault("factor", own)
+                line.setdefault("divided", told["op"] == "AVG" or abs(own * world - 1) < 0.01)
             elif told["op"] == "AVG":
                 line["divided"] = True
         self.waited.clear()
@@ -141,7 +142,7 @@ class Reduction:
     """An all-reduce, perhaps of a gradient."""
 
     def __init__(self, tensor: torch.Tensor, at: list[str | int] | None, op: str) -> None:
-        self.parameter = gradients.find(tensor)
+        self.parameter = None if models.hooks else gradients.find(tensor)
         self.tensor, self.at, self.op = tensor, at, op
         self.is_sampled = bool(gradients.after_backward)
         self.before = _size(tensor) if self.parameter is not None and self.is_sampled else None

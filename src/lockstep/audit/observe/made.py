@@ -13,15 +13,16 @@ from lockstep.audit.observe.objects import Registry
 
 has_wrapped = False
 """Whether a model was wrapped."""
-modules: Registry[tuple[list[str | int] | None, bool]] = Registry()
-"""Where each module was made or copied, and whether that was before any model was wrapped."""
+modules: Registry[tuple[list[list[str | int]], bool]] = Registry()
+"""Where each module was made or copied, the innermost line first, and whether that was before any wrapping."""
+_LINES = 3
 freed_at: dict[int, list[str | int] | None] = {}
 """Where the script called requires_grad_() of a parameter, by the parameter's id."""
 
 
 def made(module: Any, *_: Any, **__: Any) -> None:
     """Module.__init__, and Module.__setstate__ of a copy. Constructors of the module itself are passed over."""
-    own = places.outside(lambda frame: frame.f_code.co_name == "__init__" and owner_of(frame) is module)
+    own = places.outside(lambda frame: frame.f_code.co_name == "__init__" and owner_of(frame) is module, _LINES)
     modules.put(module, (own, not has_wrapped))
 
 
@@ -30,11 +31,18 @@ def owner_of(frame: Any) -> Any:
     return next(iter(places.arguments(frame)), None)
 
 
-def made_at(parameters: Iterable[torch.Tensor]) -> list[str | int] | None:
+def made_from(parameters: Iterable[torch.Tensor]) -> list[list[str | int]] | None:
     """Where the module was made that has one of these parameters."""
     wanted = {id(parameter) for parameter in parameters}
     found = (at for module, (at, _) in modules.items() for p in module._parameters.values() if id(p) in wanted)
     return next(found, None)
+
+
+def holds(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
+    """True if one module has parameters of both."""
+    both = {id(parameter) for parameter in some}, {id(parameter) for parameter in others}
+    own = ({id(parameter) for parameter in module.parameters()} for module, _ in modules.items() if all(both))
+    return any(ids & both[0] and ids & both[1] for ids in own)
 
 
 def freed(thing: Any, requires_grad: bool = True) -> None:

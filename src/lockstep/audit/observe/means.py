@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ summed: Registry[list[str | int] | None] = Registry()
 
 def loss(output: Any, target: Any = None, *arguments: Any, **named: Any) -> After:
     """A loss of torch.nn.functional, outside of training. In training: the weights of classes, and where it is."""
-    global _last_loss
+    global _last_loss, _last_labels
     if torch.is_grad_enabled():
-        _last_loss = places.here()
+        _last_loss, _last_labels = places.here(), _counted(target, **named)
         recorder.guard("labels of gathered features", _note_labels, output, target, _last_loss)
         _note_weights(named.get("weight") if named.get("pos_weight") is None else named["pos_weight"], target)
     if torch.is_grad_enabled() or named.get("reduction", "mean") != "mean" or not isinstance(target, torch.Tensor):
@@ -38,6 +38,14 @@ def loss(output: Any, target: Any = None, *arguments: Any, **named: Any) -> Afte
     if not target.is_floating_point():
         count = int((target != named.get("ignore_index", -100)).sum())
     return lambda result, error: _keep(result, count)
+
+
+def _counted(target: Any, ignore_index: int = -100, reduction: str = "mean", **_: Any) -> int | None:
+    """The number of labels that a mean is taken over, if some are ignored."""
+    if reduction != "mean" or not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
+        return None
+    counted = int((target != ignore_index).sum()) if target.device.type == "cpu" else target.numel()
+    return counted if counted < target.numel() else None
 
 
 def _note_weights(weight: Any, target: Any) -> None:
@@ -65,6 +73,12 @@ def _keep(result: Any, count: int) -> None:
 
 
 _last_loss: list[str | int] | None = None
+_last_labels: int | None = None
+
+
+def last_labels() -> int | None:
+    """Of how many labels the last loss in training is the mean. None: of all, or it is no such mean."""
+    return _last_labels
 
 
 def last_loss() -> list[str | int] | None:
@@ -102,6 +116,7 @@ def forget() -> None:
     """Training goes on."""
     _means.clear()
     _ratios.clear()
+    _curved.clear()
 
 
 _ratios: list[tuple[torch.Tensor, float]] = []
@@ -117,14 +132,29 @@ def divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:
     return lambda result, error: _ratios.append((result, by)) if error is None else None
 
 
+_curved: deque[tuple[Any, str]] = deque(maxlen=64)
+"""Results of roots and exponentials of single numbers, outside of training."""
+
+
+def curved(name: str, number: Any, *_: Any, **__: Any) -> After:
+    """exp and sqrt of one number."""
+    if torch.is_grad_enabled() and isinstance(number, torch.Tensor) and number.requires_grad:
+        return None
+    if isinstance(number, torch.Tensor) and (number.ndim or number.device.type != "cpu"):
+        return None
+    return lambda result, error: _curved.append((result, name)) if error is None else None
+
+
 def about(tensor: torch.Tensor) -> dict[str, Any]:
     """The value of one number that ranks exchange. If it is the mean of means: of how many, and of how many numbers."""
     if tensor.numel() != 1 or tensor.device.type != "cpu" or not tensor.is_floating_point() or tensor.requires_grad:
         return {}
     value = float(tensor)
     told: dict[str, Any] = {"value": value}
-    quotients = [by for result, by in _ratios if value and abs(float(result) - value) <= _CLOSE * abs(value)]
+    quotients = [by for result, by in _ratios if abs(float(result) - value) <= _CLOSE * abs(value)]
     told |= {"ratio_of": quotients[-1]} if quotients else {}
+    curved = [name for result, name in _curved if value and abs(float(result) - value) <= _CLOSE * abs(value)]
+    told |= {"result_of": curved[-1]} if curved and abs(value - 1) > _CLOSE else {}
     for line in _means.values():
         values, counts = [float(each) for each, _ in line], [count for _, count in line]
         plain = sum(values) / len(values)

@@ -160,19 +160,14 @@ def is_shard_of(name: str, tensor: torch.Tensor) -> bool:
 
 def missing(known: set[int]) -> dict[int, list[str]]:
     """By model, names of trainable parameters whose ids are not known."""
-    return {
-        model.number: [name for name, p in parameters_of(model) if p.requires_grad and id(p) not in known][:_NAMES]
-        for model in told()
-    }
+    found = {m.number: [n for n, p in parameters_of(m) if p.requires_grad and id(p) not in known] for m in told()}
+    return {number: names[:_NAMES] for number, names in found.items()}
 
 
 def left_out(known: set[int]) -> dict[int, list[str]] | None:
     """By model, names of parameters that have a gradient and are in no optimizer."""
-    found = {
-        model.number: [name for name, p in parameters_of(model) if p.grad is not None and id(p) not in known][:_NAMES]
-        for model in told()
-    }
-    return {number: names for number, names in found.items() if names} or None
+    found = {m.number: [n for n, p in parameters_of(m) if p.grad is not None and id(p) not in known] for m in told()}
+    return {number: names[:_NAMES] for number, names in found.items() if names} or None
 
 
 def forward(wrapper: Any, *arguments: Any, **named: Any) -> After:
@@ -315,11 +310,9 @@ def _is_copy(module: Any, names: list[str]) -> bool:
 def _expects_copies() -> bool:
     """True if a module has the names of a wrapped model, and nobody has called it so far."""
     firsts = {next(iter(model.trainable), "").partition(".")[0] for model in told()}
-    return any(
-        id(module) not in _seen and _is_copy(module, [name for name, _ in module.named_parameters()])
-        for module, _ in made.modules.items()
-        if {*module._modules, *module._parameters} & firsts
-    )
+    others = [each for each, _ in made.modules.items() if {*each._modules, *each._parameters} & firsts]
+    others = [each for each in others if id(each) not in _seen]
+    return any(_is_copy(each, [name for name, _ in each.named_parameters()]) for each in others)
 
 
 def _called_past(module: Any, model: Model) -> None:
@@ -331,7 +324,7 @@ def _called_past(module: Any, model: Model) -> None:
         if model.bypassed == 1:
             parts = {id(part) for part in module.modules()}
             at = places.outside(lambda frame: id(made.owner_of(frame)) in parts)
-            recorder.emit("bypass", at=at, model=model.number, forwards_bypassed=1)
+            recorder.emit("bypass", at=at[0] if at else None, model=model.number, forwards_bypassed=1)
 
 
 def mode_set(module: Any, mode: bool = True) -> After:
@@ -343,10 +336,15 @@ def mode_set(module: Any, mode: bool = True) -> After:
     return None
 
 
+hooks: list[str] = []
+"""Names of communication hooks, which reduce gradients in their own way."""
+
+
 def hooked(wrapper: Any, state: Any, hook: Any, *_: Any, **__: Any) -> After:
     """DDP.register_comm_hook."""
     model = _models.get(wrapper)
     name = getattr(hook, "__qualname__", type(hook).__name__)
+    hooks.append(name)
     if model is not None:
         recorder.emit("hook", limit=20, at=places.here(), model=model.number, name=name)
     return None

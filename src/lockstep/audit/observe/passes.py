@@ -55,7 +55,7 @@ def backward(tensors: Any, *_: Any, **__: Any) -> After:
         told["loss_at"] = means.last_loss()
     means.forget()
     if is_sampled:
-        told |= _loss(tensors)
+        told |= _loss(tensors) | {"labels": means.last_labels()}
         told["by_ranks"] = (frame is not None and _knows_ranks(frame.f_code)) or None
         for function in at_sampled:
             function()

@@ -90,12 +90,16 @@ def arguments(frame: FrameType) -> list[Any]:
     return found
 
 
-def outside(is_inside: Callable[[FrameType], bool]) -> list[str | int] | None:
-    """The place of the innermost frame of the user that is not inside something; of the innermost, if all are."""
+def outside(is_inside: Callable[[FrameType], bool], count: int = 1) -> list[list[str | int]]:
+    """Places of the innermost frames of the user that are not inside something; of the innermost, if all are."""
     first = frame = user_frame()
     while frame is not None and is_inside(frame):
         frame = user_frame(frame.f_back) if frame.f_back is not None else None
-    return here(frame or first) if first is not None else None
+    frame, found = frame or first, list[list[str | int]]()
+    while frame is not None and len(found) < count:
+        found += [at] if (at := here(frame)) else []
+        frame = user_frame(frame.f_back) if frame.f_back is not None else None
+    return found
 
 
 def is_by_user(frame: FrameType | None) -> bool:
@@ -115,11 +119,16 @@ def is_direct(frame: FrameType | None) -> bool:
     return frame is not None and kind_of(frame.f_code)[0] is USER
 
 
+def is_shown(path: str) -> bool:
+    """True of a file that stacks tell of."""
+    return not path.startswith((_LOCKSTEP, "<frozen"))
+
+
 def stack(frame: FrameType | None, limit: int = 40) -> Iterator[list[str | int]]:
     """The places of a stack, the innermost first."""
     while frame is not None and limit > 0:
         path = kind_of(frame.f_code)[1]
-        if not path.startswith((_LOCKSTEP, "<frozen")):
+        if is_shown(path):
             yield [path, frame.f_lineno, frame.f_code.co_name]
             limit -= 1
         frame = frame.f_back

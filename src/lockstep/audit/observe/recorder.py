@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.audit.events import EventWriter, path_of
+from lockstep.audit.events import EventWriter, forget_signals, path_of
 from lockstep.audit.observe import places
 
 LAUNCHER = "LOCKSTEP_AUDIT_LAUNCHER"
 """Environment variable of an observed process and its children: the run id and the port of the launcher's store."""
 _FIRST = 4
 _WAITING = 5000
+_STACK = 60
 
 
 @dataclass
@@ -93,6 +94,7 @@ class Recorder:
             for kind, keys in self._waiting:
                 self._writer.write(kind, **keys)
             self._waiting.clear()
+            self._writer.watch_signals()
         for function in self.on_open:
             self.guard("open", function)
 
@@ -100,6 +102,7 @@ class Recorder:
         """A forked child is no rank before it makes a process group."""
         self._lock = threading.RLock()
         if self.rank is not None:
+            forget_signals()
             self.folder = self.folder if multiprocessing.parent_process() is not None else None
         self.rank, self._writer, self.has_ended = None, None, False
 
@@ -185,13 +188,14 @@ def is_child() -> bool:
 def _told(error: BaseException | None) -> dict[str, Any] | None:
     if error is None or isinstance(error, SystemExit):
         return None
-    place, trace = None, error.__traceback__
+    place, trace, stack = None, error.__traceback__, list[list[str | int]]()
     while trace is not None:
         kind, path = places.kind_of(trace.tb_frame.f_code)
-        if kind is places.USER:
-            place = [path, trace.tb_lineno, trace.tb_frame.f_code.co_name]
+        if places.is_shown(path):
+            stack.insert(0, [path, trace.tb_lineno, trace.tb_frame.f_code.co_name])
+        place = stack[0] if kind is places.USER else place
         trace = trace.tb_next
-    return {"type": type(error).__name__, "message": str(error)[:2000], "at": place}
+    return {"type": type(error).__name__, "message": str(error)[:2000], "at": place, "stack": stack[:_STACK]}
 
 
 recorder = Recorder()

@@ -49,7 +49,8 @@ def begins(scheduler: Any, *_: Any, **__: Any) -> After:
     known = _know(scheduler)
     known.horizon = recorder.guard("lengths of schedules", _horizon, scheduler)
     # A function that was given the number of steps has not computed it: its caller has.
-    known.made_at = places.outside(lambda frame: bool(known.horizon) and known.horizon in _numbers(frame))
+    at = places.outside(lambda frame: bool(known.horizon and known.horizon in _numbers(frame)))
+    known.made_at = at[0] if at else None
     return _leave
 
 

@@ -62,15 +62,20 @@ def _told() -> dict[str, Any]:
     communication.note_groups()
     frames = sys._current_frames()
     main = threading.main_thread()
-    stacks = {
-        thread.name: list(places.stack(frames[thread.ident]))
-        for thread in threading.enumerate()
-        if thread.ident in frames and thread.ident != threading.get_ident()
-    }
+    others = [thread for thread in threading.enumerate() if thread.ident in {*frames} - {threading.get_ident()}]
+    stacks = {thread.name: list(places.stack(frames[thread.ident or 0])) for thread in others}
     frame = frames.get(main.ident or 0)
-    entries = [_entry(entry) for entry in torch_internals.recorded_collectives()[-_ENTRIES:]]
     at = places.here(frame) if frame is not None else None
-    return {"at": at, "stacks": stacks, "collectives": entries, "blocked_in": _blocked_in(frame)}
+    return {"at": at, "stacks": stacks, "collectives": _last(), "blocked_in": _blocked_in(frame)}
+
+
+def _last() -> list[dict[str, Any]]:
+    return [_entry(entry) for entry in torch_internals.recorded_collectives()[-_ENTRIES:]]
+
+
+def at_exit() -> dict[str, Any]:
+    """The last collectives, where an error ends the script."""
+    return {"last": _last() or None} if recorder.error or getattr(sys, "last_value", None) else {}
 
 
 def _entry(entry: dict[str, Any]) -> dict[str, Any]:

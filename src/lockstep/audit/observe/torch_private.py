@@ -36,6 +36,8 @@ from lockstep.audit.observe.gradients import gradients
 from lockstep.audit.observe.recorder import is_child, recorder
 
 Observer = Callable[..., data.After]
+_LIGHTNING, _SCHEDULERS = ("lightning.pytorch", "pytorch_lightning"), ("LRScheduler", "LambdaLR")
+_FREED = (("torch.nn.modules.module", "Module.requires_grad_"), ("torch", "Tensor.requires_grad_"))
 _FLOOR = ("__floordiv__", "__ifloordiv__", "floor_divide", "floor_divide_")
 
 
@@ -63,16 +65,13 @@ def _patches() -> list[Patch]:
     found = [
         Patch(loader, "DataLoader.__init__", data.loader_made),
         Patch(loader, "DataLoader.__iter__", data.iteration_begins),
-        Patch(loader, "_BaseDataLoaderIter.__init__", data.iterator_made),
-        Patch(loader, "_BaseDataLoaderIter._reset", data.iterator_made),
+        *(Patch(loader, f"_BaseDataLoaderIter.{name}", data.iterator_made) for name in ("__init__", "_reset")),
         Patch(loader, "_BaseDataLoaderIter.__next__", data.batch_asked),
         Patch("torch.utils.data.dataset", "random_split", data.splitted, ("torch.utils.data",)),
         Patch("torch.utils.data.distributed", "DistributedSampler.set_epoch", data.epoch_set),
         Patch("torch.nn.modules.module", "Module.train", models.mode_set),
-        Patch("torch.nn.modules.module", "Module.__init__", made.made),
-        Patch("torch.nn.modules.module", "Module.__setstate__", made.made),
-        Patch("torch.nn.modules.module", "Module.requires_grad_", made.freed),
-        Patch("torch", "Tensor.requires_grad_", made.freed),
+        *(Patch("torch.nn.modules.module", f"Module.{name}", made.made) for name in ("__init__", "__setstate__")),
+        *(Patch(*owner, made.freed) for owner in _FREED),
         Patch(ddp, "DistributedDataParallel.__init__", wrapped["ddp"]),
         Patch(ddp, "DistributedDataParallel.forward", models.forward),
         Patch(ddp, "DistributedDataParallel.register_comm_hook", models.hooked),
@@ -102,14 +101,18 @@ def _patches() -> list[Patch]:
         Patch("accelerate.accelerator", "Accelerator.gather", frameworks.gathers),
         Patch("accelerate.optimizer", "AcceleratedOptimizer.__init__", training.prepared),
         Patch("accelerate.data_loader", "IterableDatasetShard.__init__", contents.shard_made),
-        Patch("lightning.pytorch.core.module", "LightningModule.log", frameworks.logged),
-        Patch("pytorch_lightning.core.module", "LightningModule.log", frameworks.logged),
+        *(Patch(f"{name}.core.module", "LightningModule.log", frameworks.logged) for name in _LIGHTNING),
         *_of_files(),
     ]
     found += [Patch("torch.nn.functional", name, means.loss) for name in means.LOSSES]
     found += [Patch("torch", f"Tensor.{name}", means.floor_divided) for name in _FLOOR]
     found += [Patch("torch", "Tensor.mean", means.mean), Patch("torch", "arange", means.arranged)]
     found += [Patch("torch", "Tensor.__truediv__", means.divided)]
+    for name in ("exp", "sqrt"):
+        curve = functools.partial(means.curved, name)
+        found += [Patch(module, name, curve) for module in ("torch", "math")] + [
+            Patch("torch", f"Tensor.{name}", curve)
+        ]
     norms = (("torch.linalg", "vector_norm"), ("torch.linalg", "norm"), ("torch", "norm"), ("torch", "Tensor.norm"))
     found += [Patch(module, name, _norm) for module, name in norms]
     found += [Patch("torch", name, passes.drawn) for name in ("randn", "rand", "randn_like", "rand_like", "randint")]
@@ -141,15 +144,12 @@ def _of_files() -> list[Patch]:
         Patch(safe, "save_file", saved["safetensors"]),
         Patch(safe, "load_file", loaded["safetensors"]),
         Patch(dcp, "save", saved["dcp"]),
-        Patch("os", "rename", files.renamed),
-        Patch("os", "replace", files.renamed),
-        Patch("shutil", "copyfile", files.renamed),
-        Patch("shutil", "copytree", files.renamed),
+        *(Patch("os", name, files.renamed) for name in ("rename", "replace")),
+        *(Patch("shutil", name, files.renamed) for name in ("copyfile", "copytree")),
         Patch(dcp, "load", files.loaded_in_place),
         Patch("torch.nn.modules.module", "Module.load_state_dict", restored["model"]),
         Patch("torch.optim.optimizer", "Optimizer.load_state_dict", restored["optimizer"]),
-        Patch("torch.optim.lr_scheduler", "LRScheduler.load_state_dict", restored["scheduler"]),
-        Patch("torch.optim.lr_scheduler", "LambdaLR.load_state_dict", restored["scheduler"]),
+        *(Patch("torch.optim.lr_scheduler", f"{name}.load_state_dict", restored["scheduler"]) for name in _SCHEDULERS),
         Patch("torch.amp.grad_scaler", "GradScaler.load_state_dict", restored["scaler"]),
     ]
 
@@ -213,13 +213,14 @@ def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -
     """Install all observers: at once, or once the module of each is imported."""
     recorder.on_open.append(stuck.start)
     data.on_loader.append(contents.remember)
-    recorder.at_exit += [each.at_exit for each in (contents, data, training, schedules, ends, communication)]
+    recorder.at_exit += [each.at_exit for each in (contents, data, training, schedules, ends, communication, stuck)]
     recorder.emit("start", **_start())
     recorder.find_rank()
     for patch in _patches():
         after_import(patch.module, functools.partial(_apply, patch))
     files.watch_open()
-    after_import("torch.utils.data.sampler", data.watch_samplers)
+    for module, name in (("sampler", "Sampler"), ("dataset", "Dataset")):
+        after_import(f"torch.utils.data.{module}", functools.partial(data.watch_made, name))
     register_optimizer_step_pre_hook(training.step_begins)
     register_optimizer_step_post_hook(training.step_ends)
 

@@ -14,11 +14,9 @@ def groups() -> list[dict[str, Any]]:
     if not dist.is_initialized():
         return []
     world = dist.distributed_c10d._world
-    return [
-        {"name": str(name), "ranks": sorted(world.pg_group_ranks[group]), "backend": world.pg_map[group][0]}
-        | {"timeout_s": _timeout(group)}
-        for group, name in list(world.pg_names.items())
-    ]
+    ranks, backends, named = world.pg_group_ranks, world.pg_map, list(world.pg_names.items())
+    told = [{"name": str(name), "ranks": sorted(ranks[one]), "backend": backends[one][0]} for one, name in named]
+    return [each | {"timeout_s": _timeout(one)} for each, (one, _) in zip(told, named, strict=True)]
 
 
 def _timeout(group: dist.ProcessGroup) -> float | None:

@@ -264,7 +264,12 @@ def _tell_optimizer(step: Step) -> None:
     event |= {"owned": sum(owner is not None for owner in owners), "foreign": sum(owner is None for owner in owners)}
     event |= {"missing": models.missing(_known_parameters), "left_out": models.left_out(_known_parameters)}
     event |= {"unwrapped": _unwrapped(step.optimizer) if any(owners) else None}
-    event |= {"unwrapped_at": made.made_at([p for p, owner in zip(parameters, owners, strict=True) if owner is None])}
+    bare = [parameter for parameter, owner in zip(parameters, owners, strict=True) if owner is None]
+    owned = [parameter for parameter, owner in zip(parameters, owners, strict=True) if owner is not None]
+    event |= {"unwrapped_from": made.made_from(bare)}
+    if made.holds(bare, owned):
+        event["partly_at"] = next(owner[0].at for owner in reversed(owners) if owner)
+    event |= {"initial": _digests(step.optimizer, "parameters").get("parameters") if bare else None}
     event |= {"prepared": step.known.is_prepared or None}
     event |= {"gradients_none": sum(parameter.grad is None for parameter in parameters)}
     recorder.emit("optimizer", limit=100, **event)
@@ -391,7 +396,5 @@ def scaler_steps(scaler: Any, optimizer: Any, *_: Any, **__: Any) -> After:
 
 def at_exit() -> dict[str, Any]:
     """What came after the last optimizer step."""
-    return {
-        "backwards_left": recorder.counts.backwards - passes.state.last_seen or None,
-        "steps": dict(_finished) or None,
-    }
+    left = recorder.counts.backwards - passes.state.last_seen
+    return {"backwards_left": left or None, "steps": dict(_finished) or None}

@@ -67,15 +67,10 @@ def _row(finding: Finding) -> dict[str, Any]:
 
 def as_json(outcome: Outcome, exit_code: int) -> str:
     """The report for programs."""
-    told = {
-        "schema": 1,
-        "exit_code": exit_code,
-        "findings": [_row(finding) for finding in outcome.findings],
-        "switched_off": [_row(finding) | {"reason": reason} for finding, reason in outcome.switched_off],
-        "checked": outcome.checked,
-        "not_exercised": outcome.not_exercised,
-        "notes": outcome.notes,
-    }
+    told: dict[str, Any] = {"schema": 1, "exit_code": exit_code}
+    told["findings"] = [_row(finding) for finding in outcome.findings]
+    told["switched_off"] = [_row(finding) | {"reason": reason} for finding, reason in outcome.switched_off]
+    told |= {"checked": outcome.checked, "not_exercised": outcome.not_exercised, "notes": outcome.notes}
     return json.dumps(told, indent=1) + "\n"
 
 

@@ -75,10 +75,8 @@ def _only_optimizer(history: History, rank: int) -> bool:
 
 
 def _leftover(usual: int, events: list[Event], its: list[Iteration]) -> Finding | None:
-    remedy = (
-        "step at the last batch of an epoch, too: `if (i + 1) % accumulation == 0 or i + 1 == len(loader)`, and divide "
-        "the loss by the number of micro-batches of this step"
-    )
+    remedy = "step at the last batch of an epoch, too: `if (i + 1) % accumulation == 0 or i + 1 == len(loader)`, and "
+    remedy += "divide the loss by the number of micro-batches of this step"
     cause = "the number of batches is no multiple of the accumulation, and the last step of the epoch is missing"
     for number, it in enumerate(its):
         end: Any = it.end
@@ -135,15 +133,29 @@ def unequal_weights(history: History) -> Iterable[Finding] | str:
                 counts = {
                     r: [m["valid"] for m in e.get("micro_batches") or () if "valid" in m] for r, e in events.items()
                 }
-                flat = [count for each in counts.values() for count in each]
+                backwards = [each for event in events.values() for each in passes(event)]
+                by_hand = {r: [_count(each) for each in passes(e)] for r, e in events.items()}
+                given = {r: [m.get("samples") for m in e.get("micro_batches") or ()] for r, e in events.items()}
+                is_by_hand = len(backwards) > 1 and all(all(each) for each in by_hand.values())
+                is_by_hand = is_by_hand and by_hand != given and not any(history.of("hand_reduce", "hook"))
+                told: dict[int, list[Any]] = by_hand if is_by_hand else counts
+                flat = [count for each in told.values() for count in each if count]
                 if len(flat) < 2:
                     continue
                 known = True
-                backwards = [each for event in events.values() for each in passes(event)]
-                is_plain = all("ops" in each and _is_mean(each["ops"]) for each in backwards)
+                is_plain = is_by_hand or all("ops" in each and _is_mean(each["ops"]) for each in backwards)
                 if min(flat) * _UNEQUAL < max(flat) and is_plain and backwards:
-                    return [_unequal(events[ranks[0]], backwards, counts, tuple(ranks))]
+                    return [_unequal(events[ranks[0]], backwards, told, tuple(ranks))]
     return findings if known else "no step had several micro-batches with labels that are masked"
+
+
+def _count(backward: Event) -> int | None:
+    """The number of labels that a loss is the mean of: of a mean that leaves some out, or that divides a sum."""
+    ops, divisor = backward.get("ops") or [], backward.get("divisor") or 0
+    is_quotient = len(ops) > 1 and ops[0].startswith("Div") and ops[1].startswith("Sum")
+    if is_quotient and divisor > 1 and divisor == int(divisor):
+        return int(divisor)
+    return backward.get("labels") if _is_mean(ops) else None
 
 
 def _unequal(event: Event, backwards: list[Event], counts: dict[int, list[int]], ranks: tuple[int, ...]) -> Finding:
@@ -151,9 +163,7 @@ def _unequal(event: Event, backwards: list[Event], counts: dict[int, list[int]],
         f"labels that count, by micro-batch: {each_rank(counts)}; each mean has the same weight in step {event['step']}"
     )
     cause = "a loss that is a mean over unmasked labels weights a label of a short batch more than one of a long batch"
-    remedy = (
-        "sum the loss, and divide by the number of labels of the whole step over all ranks (times world_size for DDP)"
-    )
+    remedy = "sum the loss, and divide by the number of labels of the step on all ranks (times world_size for DDP)"
     return Finding("LS403", place(backwards[0].get("at")), evidence, cause, remedy, ranks, event["step"])
 
 

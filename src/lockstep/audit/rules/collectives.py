@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
 from lockstep.audit.rules import sources
+from lockstep.audit.rules import waiting as waits
 from lockstep.audit.rules.facts import differ, each_rank, line, named, place, rule, some
 
 _WHOLE = (
@@ -18,45 +19,6 @@ _WHOLE = (
 """Calls that every rank of a group makes alike."""
 _SHAPED = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
 """Calls whose tensors have the same shape on all ranks."""
-_GONE = ("connection closed", "connection reset", "closed by peer", "broken pipe", "connect", "timed out", "timeout")
-_MOVES = ("step", "loader", "batch", "collective", "wrap", "optimizer")
-"""Events that only a script that goes on writes; an end by a signal also writes others."""
-
-
-def stuck(history: History) -> dict[int, Event]:
-    """The last `stuck` event of each rank that went no further after it."""
-    found: dict[int, Event] = {}
-    for event in sorted(history.events, key=lambda event: int(event["number"])):
-        if event["kind"] == "stuck":
-            found[event["rank"]] = event
-        elif event["kind"] in _MOVES or (event["kind"] == "exit" and not _is_lost(event) and _went_on(event)):
-            found.pop(event["rank"], None)
-    return found
-
-
-def _went_on(event: Event) -> bool:
-    """True if a rank ended by itself, or by an error of its own."""
-    return event.get("error", {}).get("type") not in (None, "KeyboardInterrupt") or not event.get("code")
-
-
-def waits_at(event: Event) -> Place | None:
-    """The line of the script where the main thread waits."""
-    if event.get("at"):
-        return place(event["at"])
-    stacks: Mapping[str, Sequence[Any]] = event.get("stacks") or {}
-    frames = next((each for name, each in stacks.items() if "main" in name.lower()), next(iter(stacks.values()), []))
-    return place(frames[-1]) if frames else None
-
-
-def left(history: History) -> dict[int, Event]:
-    """The `exit` events of ranks."""
-    return {event["rank"]: event for event in history.of("exit")}
-
-
-def _is_lost(event: Event) -> bool:
-    """True if a rank failed because it could not reach another."""
-    error = event.get("error") or {}
-    return any(word in str(error.get("message", "")).lower() for word in _GONE)
 
 
 @rule("LS501", "collectives-mismatch", "ranks make different collectives in the same place")
@@ -73,12 +35,14 @@ def collectives_mismatch(history: History) -> Iterable[Finding] | str:
         if differ(what):
             lines = {rank: f"{what[rank]} at {line(event.get('at'))}" for rank, event in by_rank.items()}
             evidence = f"call {sequence} in group {group}: {each_rank(lines)}"
-            event = by_rank[_odd(history, {rank: place(each.get("at")) for rank, each in by_rank.items()})]
+            event = by_rank[waits.odd(history, {rank: place(each.get("at")) for rank, each in by_rank.items()})]
             cause = "ranks took different ways through the script before this call" if _ops(by_rank) else None
             remedy = "make the same collectives with the same shapes in the same order on all ranks"
             ranks = tuple(by_rank)
             return [Finding("LS501", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])]
-    recorded = {rank: event["collectives"] for rank, event in stuck(history).items() if event.get("collectives")}
+    recorded = {
+        rank: event["collectives"] for rank, event in waits.waiting(history).items() if event.get("collectives")
+    }
     return _recorded(history, recorded) if calls or recorded else "no collective was seen in Python"
 
 
@@ -94,22 +58,6 @@ def _ops(by_rank: Mapping[int, Event]) -> bool:
     return differ({rank: event["op"] for rank, event in by_rank.items()})
 
 
-def _odd(history: History, lines: Mapping[int, Place | None], ahead: Iterable[int] = ()) -> int:
-    """The rank whose line the fewest other ranks have ever come to; of these, one that is ahead, or the first."""
-    came: dict[int, set[tuple[str, int]]] = {rank: set() for rank in history.ranks}
-    for event in history.events:
-        passes = event.get("backwards") if event["kind"] == "step" else ()  # of loader_end: a number
-        for each in (event, *(passes or ())):
-            if each.get("at"):
-                came[event["rank"]].add(tuple(each["at"][:2]))
-
-    def visitors(rank: int) -> int:
-        at = lines[rank]
-        return sum(at is None or at[:2] in came[other] for other in came if other != rank)
-
-    return min(lines, key=lambda rank: (visitors(rank), rank not in set(ahead)))
-
-
 def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Finding]:
     """From the flight recorder: one number that is not the same collective on all ranks."""
     by_number: dict[tuple[str, int], dict[int, str]] = defaultdict(dict)
@@ -121,7 +69,7 @@ def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Findin
                 by_number[str(entry.get("group")), entry["sequence"]][rank] = words
     for (group, number), what in sorted(by_number.items(), key=lambda item: item[0][1]):
         if len(what) > 1 and differ(what):
-            lines = {rank: waits_at(stuck(history)[rank]) for rank in what}
+            lines = {rank: waits.waits_at(waits.waiting(history)[rank]) for rank in what}
             if differ(lines):
                 continue  # LS502
             at = next(iter(lines.values()))
@@ -156,77 +104,43 @@ def other_order(history: History) -> Iterable[Finding] | str:
 @rule("LS502", "ranks-wait", "ranks wait for each other in different places")
 def ranks_wait(history: History) -> Iterable[Finding] | str:
     """Ranks that are stuck on different lines: one took a way that the others did not take."""
-    waiting = stuck(history)
-    if not waiting:
+    stuck = waits.waiting(history)
+    if not stuck:
         return "no rank was stuck"
-    gone = {rank: event for rank, event in left(history).items() if rank not in waiting}
-    lines = {rank: waits_at(event) for rank, event in waiting.items()}
-    ways = _ways(waiting)
-    where = {
-        rank: f"{line(at)} ({waiting[rank].get('blocked_in') or 'no call of torch.distributed'})"
-        for rank, at in lines.items()
-    }
-    if gone or not differ(where):
+    gone = {rank: event for rank, event in waits.left(history).items() if rank not in stuck}
+    lines = {rank: waits.waits_at(event) for rank, event in stuck.items()}
+    if gone or not waits.in_other_places(stuck):
         return []
-    rank = _odd(history, ways or lines, _ahead(waiting))
-    evidence = f"nothing moved for {max(e.get('since_s') or 0 for e in waiting.values()):.0f} s: {each_rank(where)}"
-    words = _differences(waiting)
+    own = waits.ways(stuck)
+    rank = waits.odd(history, own or lines, waits.ahead(stuck))
+    evidence = f"{_since(stuck)}: {each_rank(_where(stuck))}"
+    words = waits.differences(stuck)
     cause = words or f"{named([rank])} came to {line(lines[rank])}, and the others did not"
-    remedy = (
-        "a collective is for all ranks (also a barrier, a wrapped model in training, the state_dict of FSDP): "
-        "take it out of `if rank == 0`"
-    )
-    step = waiting[rank].get("step")
-    at = ways.get(rank) or lines[rank]
-    for other in ways:
-        rows = sources.ways_out(ways[rank].file, ways[other].line, ways[rank].line) if at else []
-        at = ways[rank]._replace(line=rows[-1]) if rows else at
-    return [Finding("LS502", at, evidence, cause, remedy, tuple(waiting), step)]
+    remedy = "a collective is for all ranks (also a barrier, a wrapped model in training, the state_dict of FSDP): "
+    remedy += "take it out of `if rank == 0`"
+    step = stuck[rank].get("step")
+    at = own.get(rank) or lines[rank]
+    for other in own:
+        rows = sources.ways_out(own[rank].file, own[other].line, own[rank].line) if at else []
+        at = own[rank]._replace(line=rows[-1]) if rows else at
+    return [Finding("LS502", at, evidence, cause, remedy, tuple(stuck), step)]
 
 
-def _ways(waiting: Mapping[int, Event]) -> dict[int, Place]:
-    """The lines on which ranks are in the innermost function that all of them are in. Empty: there is no such."""
-    stacks = {
-        rank: list(reversed((event.get("stacks") or {}).get("MainThread") or ())) for rank, event in waiting.items()
-    }
-    for frames in zip(*stacks.values(), strict=False):
-        if differ(dict(enumerate(frames))):
-            is_same = not differ({number: (frame[0], frame[2]) for number, frame in enumerate(frames)})
-            is_own = any(event.get("at") and event["at"][0] == frames[0][0] for event in waiting.values())
-            return dict(zip(stacks, (Place(*frame) for frame in frames), strict=True)) if is_same and is_own else {}
-    return {}
+def _where(stuck: Mapping[int, Event]) -> dict[int, str]:
+    nothing = "no call of torch.distributed"
+    return {r: f"{line(waits.waits_at(event))} ({event.get('blocked_in') or nothing})" for r, event in stuck.items()}
 
 
-def _ahead(waiting: Mapping[int, Event]) -> set[int]:
-    """The ranks that have made the most collectives."""
-    made = {
-        r: max((e.get("sequence") or 0 for e in event.get("collectives") or ()), default=0)
-        for r, event in waiting.items()
-    }
-    return {rank for rank, number in made.items() if number == max(made.values())}
-
-
-def _differences(waiting: Mapping[int, Event]) -> str | None:
-    """What the flight recorder knows of how the ranks differ, in words."""
-    from lockstep.launch import flight_recorder  # imports torch
-
-    last: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
-    for rank, event in waiting.items():
-        for entry in event.get("collectives") or ():
-            if entry.get("sequence") is not None:
-                known = {"number": entry["sequence"], "name": str(entry.get("name")), "state": entry.get("state")}
-                known |= {"sizes": entry.get("sizes") or [], "dtypes": entry.get("dtypes") or []}
-                last[str(entry.get("group"))][rank] = known
-    words = [each for by_rank in last.values() if len(by_rank) > 1 for each in flight_recorder.differences(by_rank)]
-    return words[0] if words else None
+def _since(stuck: Mapping[int, Event]) -> str:
+    """How long nothing moved, or that the script broke off."""
+    seconds = max(event.get("since_s") or 0 for event in stuck.values())
+    return f"nothing moved for {seconds:.0f} s" if seconds else "when a timeout or a signal ended the script"
 
 
 @rule("LS503", "rank-left", "a rank has left while others wait for it")
 def rank_left(history: History) -> Iterable[Finding] | str:
     """A rank that ended without an error, or with one of its own, while the others still make collectives."""
-    exits, waiting = left(history), stuck(history)
-    lost = {rank: event for rank, event in exits.items() if _is_lost(event)}
-    needy = {**lost, **waiting}
+    exits, needy = waits.left(history), {**waits.lost(history), **waits.waiting(history)}
     gone = {rank: event for rank, event in exits.items() if rank not in needy and not event.get("error")}
     if not needy:
         return "no rank was stuck, and none lost another"
@@ -234,9 +148,7 @@ def rank_left(history: History) -> Iterable[Finding] | str:
         return []
     rank = min(gone)
     ends = {rank: event["step"] for rank, event in {**gone, **needy}.items()}
-    where = {
-        r: waits_at(e) if e["kind"] == "stuck" else place((e.get("error") or {}).get("at")) for r, e in needy.items()
-    }
+    where = {rank: waits.waits_at(event) for rank, event in needy.items()}
     at = next((each for each in where.values() if each), None)
     evidence = f"{named(gone)} ended without an error after {ends[rank]} steps, while "
     evidence += each_rank({r: f"step {ends[r]} waits at {line(each)}" for r, each in where.items()})
@@ -246,7 +158,10 @@ def rank_left(history: History) -> Iterable[Finding] | str:
             count, loop = event.get("batches"), line(event.get("at"))
             cause = f"{named([rank])} left the loop of {loop} after {count} batches: a `break` or an exit of one rank"
     last = [event for event in history.of("step", "collective", "save", "scheduler", rank=rank) if event.get("at")]
-    if last:
+    alone = next((r for r in where if waits.is_alone(history, needy[r], rank)), None)
+    if alone is not None:
+        at, cause = where[alone], f"{named([alone])} came to {line(where[alone])}, and {named([rank])} never did"
+    elif last:
         at = place(last[-1]["at"]) or at
     remedy = "decide on all ranks together whether to stop: all_reduce the flag, and make loaders equally long"
     return [Finding("LS503", at, evidence, cause, remedy, tuple(sorted({**gone, **needy})), ends[rank])]
@@ -270,18 +185,19 @@ def no_group(history: History) -> Iterable[Finding] | str:
 @rule("LS504", "stuck", "the script is stuck")
 def is_stuck(history: History) -> Iterable[Finding] | str:
     """Ranks that are all stuck in the same place, or outside of torch."""
-    waiting = stuck(history)
-    if not waiting:
+    stuck = waits.waiting(history)
+    if not stuck:
         return "no rank was stuck"
-    lines = {rank: f"{line(waits_at(e))} ({e.get('blocked_in') or 'no collective'})" for rank, e in waiting.items()}
-    if (set(left(history)) - set(waiting)) or differ(lines):
+    if (set(waits.left(history)) - set(stuck)) or waits.in_other_places(stuck):
         return []
-    first = next(iter(waiting.values()))
-    evidence = f"nothing moved for {first.get('since_s') or 0:.0f} s: {each_rank(lines)}"
+    first = next(iter(stuck.values()))
+    evidence = f"{_since(stuck)}: {each_rank(_where(stuck))}"
     silent = sorted(set(range(_world(history))) - set(history.ranks))
-    cause = f"{named(silent)} never began" if silent else _differences(waiting)
+    cause = f"{named(silent)} never began" if silent else waits.differences(stuck)
+    if not cause and not any(event["kind"] == "stuck" for event in stuck.values()):
+        return []  # a timeout of a slow machine or network
     remedy = "see the stacks of all threads in the events; a rank may wait for a file, a lock, or a data worker"
-    return [Finding("LS504", waits_at(first), evidence, cause, remedy, tuple(waiting), first.get("step"))]
+    return [Finding("LS504", waits.waits_at(first), evidence, cause, remedy, tuple(stuck), first.get("step"))]
 
 
 def _world(history: History) -> int:

@@ -11,6 +11,7 @@ from lockstep.audit.findings import Finding
 from lockstep.audit.rules.facts import Key, differ, each_rank, line, named, numbered, place, replicas, rule, some
 from lockstep.audit.rules.loaders import Iteration, Iterations, iterations
 from lockstep.audit.rules.shares import probes
+from lockstep.audit.rules.waiting import waiting
 
 _FEW = 8
 """So many different indices are needed before their order means anything."""
@@ -125,11 +126,9 @@ def _same_data(iteration: Iteration, ranks: tuple[int, ...], evidence: str, worl
     else:
         sampler = begin.get("sampler_kind") or "sampler"
         cause = f"no DistributedSampler: the {sampler} draws the same order on every rank, where seeds are equal"
-    remedy = (
-        "give each rank its own part inside __iter__: itertools.islice(samples, rank, None, world_size)"
-        if begin.get("is_iterable")
-        else "DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)"
-    )
+    remedy = "DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)"
+    if begin.get("is_iterable"):
+        remedy = "give each rank its own part inside __iter__: itertools.islice(samples, rank, None, world_size)"
     said = f"in epoch {begin.get('epoch', 0)} of this loader, {evidence} on {named(ranks)}"
     return Finding("LS101", place(_made(iteration)), said, cause, remedy, ranks, begin["step"])
 
@@ -180,25 +179,16 @@ def _same_epochs(history: History, its: list[Iteration], ranks: tuple[int, ...])
     first = some(map(str, its[0].indices), 5)
     evidence = f"{len(its)} epochs of this loader had the same order: {first}, ..."
     if not dealt:
-        cause, remedy = (
-            "the generator of the sampler begins with the same seed in each epoch",
-            "seed it once, or by epoch",
-        )
+        cause = "the generator of the sampler begins with the same seed in each epoch"
+        remedy = "seed it once, or by epoch"
     elif calls:
         cause = f"sampler.set_epoch was called {calls} times with the same number, {dealt.get('epoch')}"
         remedy = "sampler.set_epoch(epoch) with the number of the epoch"
     else:
         cause = "nobody called set_epoch of the DistributedSampler, which shuffles by seed + epoch"
         remedy = "sampler.set_epoch(epoch) before each `for batch in loader`"
-    return Finding(
-        "LS102",
-        place((not begin.get("by_framework") and begin.get("at")) or _made(its[0])),
-        evidence,
-        cause,
-        remedy,
-        ranks,
-        its[1].begin["step"],
-    )
+    at = place((not begin.get("by_framework") and begin.get("at")) or _made(its[0]))
+    return Finding("LS102", at, evidence, cause, remedy, ranks, its[1].begin["step"])
 
 
 @rule("LS103", "split-differs", "ranks split the data set in different ways")
@@ -236,12 +226,8 @@ def _is_dealt(by_rank: dict[int, Iteration]) -> bool:
 
 
 def _split(event: Event, ranks: tuple[int, ...], what: str) -> Finding:
-    evidence = (
-        f"{what} drew other indices on {named(ranks)}, and the ranks then share the part as if they were the same"
-    )
-    cause = (
-        "the split depends on the rank's random numbers: training samples of one rank are validation samples of another"
-    )
+    evidence = f"{what} drew other indices on {named(ranks)}, and ranks then share the part as if they were the same"
+    cause = "the split depends on the rank's random numbers: training samples of one are validation samples of another"
     remedy = "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), or split before ranks begin"
     return Finding("LS103", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])
 
@@ -252,12 +238,13 @@ def uneven_loaders(history: History) -> Iterable[Finding] | str:
     groups, found = replicas(history), iterations(history)
     if not groups:
         return _NO_GROUP
-    findings, seen = [], False
+    findings, seen, waits = [], False, bool(waiting(history))
     for epochs in found.values():
         for by_rank in epochs.values():
             for group in groups:
                 its = {rank: by_rank[rank] for rank in group if rank in by_rank}
-                if len(its) > 1 and any(it.is_training or it.end is None for it in its.values()):
+                is_open = any(it.end is None or (waits and not it.is_complete) for it in its.values())
+                if len(its) > 1 and (is_open or any(it.is_training for it in its.values())):
                     seen = True
                     findings += _uneven(history, its)
             if findings:
@@ -276,7 +263,7 @@ def _uneven(history: History, its: dict[int, Iteration]) -> list[Finding]:
     is_over = {rank for rank, it in its.items() if it.is_complete}
     if differ(lengths) and None not in lengths.values():
         shown = f"len(loader) is {each_rank(lengths)}"
-        if len(backwards) == len(its) and not differ(backwards):
+        if len(backwards) == len(its) and not differ(backwards) and any(backwards.values()):
             return []
     elif None in lengths.values() and is_over and differ(backwards) and differ(given):
         shown = f"batches in this epoch: {each_rank(given)}"
@@ -284,13 +271,10 @@ def _uneven(history: History, its: dict[int, Iteration]) -> list[Finding]:
         return []
     first = next(iter(its.values()))
     evidence = shown + (f"; backward passes: {each_rank(backwards)}" if differ(backwards) else "")
-    has_sizes = differ({rank: it.begin.get("dataset_size") for rank, it in its.items()})
-    sizes = each_rank({rank: it.begin.get("dataset_size") for rank, it in its.items()})
-    cause = f"each rank has a data set of its own size: {sizes}" if has_sizes else None
-    remedy = (
-        "a DistributedSampler over one data set (it makes parts equal), stop all ranks at the smallest number of "
-        "batches, or `with model.join():`"
-    )
+    sizes = {rank: it.begin.get("dataset_size") for rank, it in its.items()}
+    cause = f"each rank has a data set of its own size: {each_rank(sizes)}" if differ(sizes) else None
+    remedy = "a DistributedSampler over one data set (it makes parts equal), stop all ranks at the smallest number of "
+    remedy += "batches, or `with model.join():`"
     return [Finding("LS104", place(_made(first)), evidence, cause, remedy, tuple(its), first.begin["step"])]
 
 
@@ -373,7 +357,5 @@ def _whole(iteration: Iteration, ranks: tuple[int, ...]) -> Finding:
     size = iteration.begin.get("dataset_size")
     evidence = f"each of {named(ranks)} read all of {size} indices in one epoch, in an order of its own"
     cause = f"no DistributedSampler around this {line(_made(iteration))} loader, unless each rank reads other files"
-    remedy = (
-        "sampler=DistributedSampler(dataset): or write `# lockstep: ignore[LS106]` where each rank has files of its own"
-    )
+    remedy = "sampler=DistributedSampler(dataset): or `# lockstep: ignore[LS106]` where each rank has files of its own"
     return Finding("LS106", place(_made(iteration)), evidence, cause, remedy, ranks, iteration.begin["step"])

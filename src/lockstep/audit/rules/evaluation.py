@@ -8,30 +8,31 @@ from typing import Any
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
 from lockstep.audit.rules import sources
-from lockstep.audit.rules.facts import differ, each_rank, group_of, keys, line, named, place, replicas, rule, some
-from lockstep.audit.rules.loaders import iterations
+from lockstep.audit.rules.facts import differ, each_rank, group_of, keys, line, named, place, replicas, rule, some, uses
+from lockstep.audit.rules.loaders import Iteration, iterations
 
 _UNEQUAL = 1.25
 """Parts whose sizes differ by this factor are unequal."""
 _WHOLE = 1e-6
+_WAITS = ("barrier", "monitored_barrier")
+"""Collectives that exchange nothing."""
 
 
-@rule("LS601", "eval-duplicates", "an evaluation counts samples twice", "warning")
+@rule("LS601", "eval-duplicates", "an evaluation counts samples twice, or leaves some out", "warning")
 def eval_duplicates(history: History) -> Iterable[Finding] | str:
     """Padding of a sampler that an evaluation counts, unless the script takes duplicates out."""
     findings, seen = [], False
     for epochs in iterations(history).values():
         for by_rank in list(epochs.values())[:1]:
+            findings += _dropped(by_rank)
             its = {rank: it for rank, it in by_rank.items() if it.shards > 1 and it.end and not it.is_training}
             its = {rank: it for rank, it in its.items() if (it.end or {}).get("forwards_eval") and it.is_complete}
             if not its:
                 continue
             seen = True
             first = next(iter(its.values()))
-            size, given = (
-                first.begin.get("dataset_size"),
-                sum((it.end or {}).get("samples") or 0 for it in its.values()),
-            )
+            size = first.begin.get("dataset_size")
+            given = sum((it.end or {}).get("samples") or 0 for it in its.values())
             if len(its) < first.shards or size is None or given <= size:
                 continue
             if any((it.end or {}).get("gathered") for it in its.values()):
@@ -53,6 +54,25 @@ def eval_duplicates(history: History) -> Iterable[Finding] | str:
     return findings if seen else "no evaluation on data that a sampler deals to ranks"
 
 
+def _dropped(by_rank: dict[int, Iteration]) -> list[Finding]:
+    """Samples that no rank evaluates, because samplers or batches drop the last."""
+    its = [it for it in by_rank.values() if it.is_complete and not it.is_training and it.begin.get("drop_last")]
+    its = [it for it in its if (it.end or {}).get("forwards_eval")]
+    if not its or len(its) < its[0].shards:
+        return []
+    first, given = its[0], sum((it.end or {}).get("samples") or 0 for it in its)
+    given = given if first.shards > 1 else (first.end or {})["samples"]
+    size, dealt = first.begin.get("dataset_size"), first.begin.get("distributed") or {}
+    if size is None or not 0 < given < size or first.begin.get("batch_size") is None:
+        return []
+    at = first.begin.get("made_at") or first.begin.get("at")
+    at = first.begin.get("sampler_at", at) if dealt.get("drop_last") else at
+    evidence = f"{given} samples were evaluated, and the data set has {size}"
+    cause = "drop_last=True leaves out the last samples: of a rank, or of the sampler"
+    remedy = "drop_last=False in evaluations"
+    return [Finding("LS601", place(at), evidence, cause, remedy, tuple(by_rank), first.begin["step"])]
+
+
 @rule("LS602", "eval-buffers-differ", "ranks evaluate with different buffers", "warning")
 def eval_buffers_differ(history: History) -> Iterable[Finding] | str:
     """Running statistics that differ between ranks when an evaluation begins."""
@@ -71,11 +91,8 @@ def eval_buffers_differ(history: History) -> Iterable[Finding] | str:
         places.setdefault(key, event)
     findings = []
     for model, digests in by_model.items():
-        names = [
-            name
-            for name in next(iter(digests.values()))
-            if differ({rank: each.get(name) for rank, each in digests.items()})
-        ]
+        of_one = next(iter(digests.values()))
+        names = [name for name in of_one if differ({rank: each.get(name) for rank, each in digests.items()})]
         if names and len(digests) > 1:
             evidence = f"{len(names)} buffers differ between {named(digests)}: {some(names)}"
             cause = "each rank has the statistics of its own batches since the last forward pass in training"
@@ -121,11 +138,8 @@ def integer_mean(history: History) -> Iterable[Finding] | str:
     for event in history.of("floor_division"):
         if event.get("remainder"):
             evidence = f"a sum over ranks was divided by {event['divisor']} with //, and left a remainder"
-            at, ranks, remedy = (
-                place(event.get("at")),
-                tuple(history.ranks),
-                "divide with /, or add counts and divide once",
-            )
+            at, ranks = place(event.get("at")), tuple(history.ranks)
+            remedy = "divide with /, or add counts and divide once"
             findings[str(at)] = Finding("LS603", at, evidence, "// rounds down", remedy, ranks, event["step"])
     return list(findings.values()) if any(history.of("collective")) else "no collective was seen in Python"
 
@@ -146,6 +160,7 @@ def mean_of_means(history: History) -> Iterable[Finding] | str:
             file, row, function = next(iter(firsts.values())).get("given_at") or (file, row, function)
             remedy = "add the sums and the counts of all batches and ranks, and divide once"
             cause = "the parts have unequal sizes, and each mean has the same weight"
+            cause = "a root or an exponential of a mean is no mean" if "()" in words else cause
             found = Finding("LS604", Place(file, row, function), words, cause, remedy, tuple(by_rank), step)
             findings.setdefault(f"{file}:{row}", found)
     return list(findings.values()) if turns else "no single number was exchanged by ranks"
@@ -157,10 +172,8 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
     if uneven:
         rank, mean = next(iter(uneven.items()))
         value = firsts[rank]["value"]
-        return (
-            f"the number is the mean of {mean['means']} means, each of {mean['least']} to {mean['most']} numbers: "
-            f"{value:.6g}; weighted it is {mean['weighted']:.6g} on rank {rank}"
-        )
+        words = f"the number is the mean of {mean['means']} means, each of {mean['least']} to {mean['most']} numbers: "
+        return words + f"{value:.6g}; weighted it is {mean['weighted']:.6g} on rank {rank}"
     numbers = {rank: mean["numbers"] for rank, mean in means.items()}
     if len(means) == len(firsts) > 1 and min(numbers.values()) * _UNEQUAL < max(numbers.values()):
         return f"each rank gives a mean of its own, of so many numbers: {each_rank(numbers)}"
@@ -169,8 +182,12 @@ def _unequal_means(firsts: dict[int, Event]) -> str | None:
 
 def _unequal_ratios(history: History, firsts: dict[int, Event]) -> str | None:
     """Shares of right answers, as numbers between 0 and 1, of unequal numbers of samples."""
+    curves = {rank: event["result_of"] for rank, event in firsts.items() if "result_of" in event}
+    if len(curves) == len(firsts) > 1 and differ({rank: event["value"] for rank, event in firsts.items()}):
+        name = next(iter(curves.values()))
+        return f"each rank gives a result of {name}() of its own part, and the mean of these is not that of the whole"
     ratios = {r: e["ratio_of"] for r, e in firsts.items() if "ratio_of" in e and e.get("reduce_op") in ("SUM", "AVG")}
-    if len(ratios) == len(firsts) and differ(ratios):
+    if len(ratios) == len(firsts) and differ(ratios) and any(event["value"] for event in firsts.values()):
         shown = each_rank({rank: f"{by:.6g}" for rank, by in ratios.items()})
         return f"each rank gives a quotient of its own, which was divided by {shown}"
     counts: dict[int, int] = {}
@@ -204,7 +221,52 @@ def metric_of_one_rank(history: History) -> Iterable[Finding] | str:
             cause = "each rank logs its own part; what is shown, kept as the best or stopped by is that of rank 0"
             remedy = f'self.log("{name}", ..., sync_dist=True), or a metric of torchmetrics'
             findings.append(Finding("LS605", Place(file, row, function), evidence, cause, remedy, tuple(by_rank), None))
-    return findings if any(history.of("log")) else "no Lightning module logged in an evaluation on several ranks"
+    parts, seen = _parts_apart(history)
+    is_known = seen or any(history.of("log"))
+    return [*findings, *parts] if is_known else "no evaluation on data that a sampler deals to ranks"
+
+
+def _parts_apart(history: History) -> tuple[list[Finding], bool]:
+    """Evaluations of a part on each rank after which nothing is exchanged, and nothing is written for each rank."""
+    findings, seen = dict[str, Finding](), False
+    by_trainer = uses(history, "transformers")
+    groups = [] if uses(history, "lightning") or uses(history, "pytorch_lightning") else replicas(history)
+    for epochs in iterations(history).values():
+        turns = [by_rank for by_rank in epochs.values() if _shares_evaluation(by_rank, groups, by_trainer)]
+        seen = seen or bool(turns)
+        if not turns or any(_exchanged(history, it) for by_rank in turns for it in by_rank.values()):
+            continue
+        by_rank, first = turns[0], next(iter(turns[0].values()))
+        samples = each_rank({rank: (it.end or {}).get("samples") for rank, it in by_rank.items()})
+        evidence = f"an evaluation on a part of the data ({samples} samples), and no collective until training goes on"
+        cause = "each rank has the metric of its own part; what is shown, kept as the best or stopped by is that part's"
+        remedy = "all_reduce the sums and the counts of the evaluation, and divide once"
+        at = place(first.begin.get("at"))
+        rows = sources.returns(at.file, at.line) if at else []
+        at = at._replace(line=rows[0]) if at and rows else at
+        findings[str(at)] = Finding("LS605", at, evidence, cause, remedy, tuple(by_rank), first.begin["step"])
+    return list(findings.values()), seen
+
+
+def _shares_evaluation(by_rank: dict[int, Iteration], groups: list[tuple[int, ...]], by_trainer: bool) -> bool:
+    """True if ranks of a group each evaluate a part of their own with the model that they train."""
+    its = list(by_rank.values())
+    parts = {rank: (it.begin.get("subset"), it.shards) for rank, it in by_rank.items()}
+    is_whole = all(it.is_complete and not it.is_training for it in its)
+    is_whole = is_whole and not (by_trainer and any(it.begin.get("by_framework") for it in its))
+    is_dealt = all(it.shards > 1 for it in its) or (differ(parts) and all(it.begin.get("subset") for it in its))
+    is_used = all((it.end or {}).get("forwards_eval") and it.begin["step"] for it in its)
+    return is_whole and is_dealt and is_used and any(set(group) == by_rank.keys() for group in groups)
+
+
+def _exchanged(history: History, it: Iteration) -> bool:
+    """True if a rank exchanged anything in Python, or wrote a file, from the beginning of an evaluation to training."""
+    later = [e["number"] for e in history.of("step", rank=it.begin["rank"]) if e["number"] > it.begin["number"]]
+    end = min(later, default=float("inf"))
+    loops = {str(e.get("at")) for e in history.of("loader")}  # there Accelerate exchanges the states of generators
+    told = [e for e in history.of("collective", "save", rank=it.begin["rank"]) if str(e.get("at")) not in loops]
+    told = [e for e in told if it.begin["number"] < e["number"] < end and e.get("op") not in _WAITS]
+    return any(e["kind"] == "collective" or e["rank"] != min(history.ranks) for e in told)  # rank 0 saves checkpoints
 
 
 @rule("LS802", "data-parallel", "torch.nn.DataParallel", "warning")
@@ -213,12 +275,8 @@ def data_parallel(history: History) -> Iterable[Finding] | str:
     found = [event for event in history.of("wrap") if event["how"] == "data_parallel"]
     remedy = "DistributedDataParallel with a process for each GPU: torchrun --nproc-per-node N"
     cause = "it copies the model to all GPUs in each step, in threads of one process"
-    return [
-        Finding(
-            "LS802", place(event.get("at")), "the model is wrapped in DataParallel", cause, remedy, (event["rank"],), 0
-        )
-        for event in found[:1]
-    ]
+    evidence = "the model is wrapped in DataParallel"
+    return [Finding("LS802", place(e.get("at")), evidence, cause, remedy, (e["rank"],), 0) for e in found[:1]]
 
 
 @rule("LS801", "shared-gpu", "several ranks use one GPU")
@@ -232,11 +290,8 @@ def shared_gpu(history: History) -> Iterable[Finding] | str:
             by_gpu.setdefault((hosts.get(event["rank"]), event["uuid"]), []).append(event["rank"])
             places[event["rank"]] = event.get("at")
     groups = replicas(history)
-    shared = {
-        gpu: sorted(set(ranks))
-        for gpu, ranks in by_gpu.items()
-        if any(len({*ranks} & {*group}) > 1 for group in groups)
-    }
+    together = {gpu for gpu, ranks in by_gpu.items() if any(len({*ranks} & {*group}) > 1 for group in groups)}
+    shared = {gpu: sorted(set(by_gpu[gpu])) for gpu in together}
     findings = []
     for (_, uuid), ranks in shared.items():
         evidence = f"{each_rank(dict.fromkeys(ranks, f'GPU {uuid}'))}"

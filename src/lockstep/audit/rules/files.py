@@ -41,9 +41,7 @@ def _written(history: History, id: str, saved: bool) -> list[Finding] | str:
         how = event.get("how")
         evidence = f"{named(ranks)} wrote {os.path.basename(path)} at step {event['step']} with {how} ({path})"
         cause = "each rank writes, and the writes may mix" if saved else "each rank empties the file of the others"
-        remedy = (
-            "`if dist.get_rank() == 0:` around the write, and a barrier before others read; or the rank in the name"
-        )
+        remedy = "`if dist.get_rank() == 0:` around the write, and a barrier before others read; or a file a rank"
         findings[at] = Finding(id, place(event.get("at")), evidence, cause, remedy, ranks, event["step"])
     any_save = any((event.get("how") != "open") == saved for event in history.of("save"))
     return list(findings.values()) if any_save else "the script wrote no such file"
@@ -75,12 +73,9 @@ def _resumed(history: History) -> list[tuple[Event, Event]]:
 
 def _trained(history: History, rank: int) -> list[tuple[Key, Iteration]]:
     """The training iterations of a rank, in their order."""
-    found = [
-        (key, by_rank[rank])
-        for key, epochs in iterations(history).items()
-        for by_rank in epochs.values()
-        if rank in by_rank and (by_rank[rank].is_training or by_rank[rank].end is None)
-    ]
+    turns = [(key, by_rank) for key, epochs in iterations(history).items() for by_rank in epochs.values()]
+    found = [(key, by_rank[rank]) for key, by_rank in turns if rank in by_rank]
+    found = [(key, it) for key, it in found if it.is_training or it.end is None]
     return sorted(found, key=lambda each: int(each[1].begin["number"]))
 
 
@@ -118,9 +113,7 @@ def _repeated(before: list[tuple[Key, Iteration]], after: tuple[Key, Iteration],
             length = min(len(it.indices), len(fresh))
             if _is_shuffled(it) and length >= _FEW and it.indices[:length] == fresh[:length]:
                 number = (it.begin.get("distributed") or {}).get("epoch", it.begin.get("epoch"))
-                evidence = (
-                    f"the file was saved after epoch {number}, and the first {length} indices of this run are its own"
-                )
+                evidence = f"the file was saved after epoch {number}, and the first {length} indices here are its own"
                 return evidence, "the run begins with an epoch that was over when the checkpoint was saved"
         return _left_out(same, again)
     used = _used_before(last, save)
@@ -261,9 +254,7 @@ def loaded_on_some_ranks(history: History) -> Iterable[Finding] | str:
         ):
             others = sorted(set(group) - set(by_rank))
             evidence = f"load_state_dict was called on {named(by_rank)}, and not on {named(others)}"
-            cause = (
-                f"FSDP at {line(wraps[group[0], digest].get('at'))} shards what each rank has, and broadcasts nothing"
-            )
+            cause = f"FSDP at {line(wraps[group[0], digest].get('at'))} shards what each rank has, without a broadcast"
             remedy = "load on all ranks, or set_model_state_dict(model, state, options=StateDictOptions("
             remedy += "full_state_dict=True, broadcast_from_rank0=True)) after fully_shard"
             return [Finding("LS708", place(event.get("at")), evidence, cause, remedy, tuple(group), event["step"])]

@@ -36,11 +36,8 @@ class Parting:
 
     @property
     def evidence(self) -> str:
-        what = [
-            f"{len(names)} of {self.of} {kind} differ ({some(names)})"
-            for kind, names in (("gradients", self.gradients), ("parameters", self.parameters))
-            if names
-        ]
+        both = (("gradients", self.gradients), ("parameters", self.parameters))
+        what = [f"{len(names)} of {self.of} {kind} differ ({some(names)})" for kind, names in both if names]
         return f"at step {self.first['step']}, {' and '.join(what)} between {named(self.ranks)}"
 
 
@@ -53,7 +50,7 @@ def partings(history: History) -> tuple[list[Parting], bool]:
     if not groups and not any(history.of("wrap")):
         groups = replicas(history)
     averaged = any(history.of("hand_average")) or averages(history)
-    ignored = {name for wrap in history.of("wrap") for name in wrap.get("ignored") or ()}
+    ignored = {name for wrap in history.of("wrap") for name in wrap.get("ignored") or ()} | own_from_the_start(history)
     for by_rank in steps(history).values():
         for group in groups:
             ranks = tuple(rank for rank in group if rank in by_rank)
@@ -67,6 +64,23 @@ def partings(history: History) -> tuple[list[Parting], bool]:
     return found, compared
 
 
+def own_from_the_start(history: History) -> set[str]:
+    """Parameters that each rank has for itself, such as experts: they begin unequal, and nothing exchanges them.
+
+    Others of the model must be equal, and the script must know how to exchange: by hand, or with an all-to-all.
+    """
+    is_known = any(str(call.get("op")).startswith("all_to_all") for call in history.of("collective"))
+    if not is_known and (any(history.of("wrap")) or not any(history.of("hand_reduce"))):
+        return set()
+    first = {event["rank"]: event.get("initial") or {} for event in reversed(list(history.of("optimizer")))}
+    names = set.union(*map(set, first.values())) if first else set()
+    apart = {name for name in names if differ({rank: each.get(name) for rank, each in first.items()})}
+    for by_rank in steps(history).values() if len(apart) < len(names) else ():
+        for each in list(compared_steps(by_rank, tuple(by_rank), set()))[:1]:
+            return apart & {*each.gradients}
+    return set()
+
+
 def compared_steps(
     by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...], ignored: set[str]
 ) -> Iterator[Parting]:
@@ -74,14 +88,10 @@ def compared_steps(
         events = {rank: by_rank[rank][index] for rank in ranks}
         if all("parameters" in event for event in events.values()):
             names = set.intersection(*(set(event["parameters"]) for event in events.values())) - ignored
-            kinds = [
-                [
-                    name
-                    for name in sorted(names)
-                    if differ({r: (e.get(kind) or {}).get(name) for r, e in events.items()})
-                ]
-                for kind in ("gradients", "parameters")
-            ]
+            kinds: list[list[str]] = []
+            for kind in ("gradients", "parameters"):
+                told = {rank: event.get(kind) or {} for rank, event in events.items()}
+                kinds += [[name for name in sorted(names) if differ({r: each.get(name) for r, each in told.items()})]]
             yield Parting(ranks, events, kinds[0], kinds[1], len(names))
 
 
@@ -205,6 +215,10 @@ def _parted(history: History, parting: Parting) -> Finding:
         at = _wrapped_at(history, parting) or at
     elif not parting.gradients:
         cause = "gradients are equal: something else than the optimizer has changed parameters on one rank"
+        rows = sources.changes_in_place(at[0]) if at else []
+        at = [at[0], rows[0], ""] if at and len(rows) == 1 else at
+    if any("find_unused_parameters" in str((e.get("error") or {}).get("message")) for e in history.of("exit")):
+        at, cause = _wrapped_at(history, parting), "the loss leaves out parameters, and the wrapper waits for theirs"
     return Finding("LS201", place(at), parting.evidence, cause, remedy, parting.ranks, parting.first["step"])
 
 
@@ -235,20 +249,15 @@ def unfrozen_late(history: History) -> Iterable[Finding] | str:
                 added = set(event.get("added") or ()) & set(names)
                 at = place((event.get("at") if not added else None) or _wrapped_at(history, parting))
                 wrapped = line(_wrapped_at(history, parting))
-                cause = f"{some(names)} came to the model after {wrapped}, so the wrapper does not know them"
-                cause = (
-                    cause
-                    if added
-                    else f"{some(names)} did not require gradients at {wrapped}, so the wrapper does not exchange them"
-                )
+                cause = f"{some(names)} did not require gradients at {wrapped}, so the wrapper does not exchange them"
+                if added:
+                    cause = f"{some(names)} came to the model after {wrapped}, so the wrapper does not know them"
                 remedy = "unfreeze, and add layers, before DistributedDataParallel(...), or wrap the model anew"
                 step = parting.first["step"]
                 findings.append(Finding("LS203", at, parting.evidence, cause, remedy, parting.ranks, step))
     for event in history.of("unfrozen") if compared and not findings else ():
         if event.get("unowned"):
-            evidence = (
-                f"{some(event['unowned'])} require gradients since step {event['step']}, and no optimizer has them"
-            )
+            evidence = f"{some(event['unowned'])} need gradients since step {event['step']}, and no optimizer has them"
             cause = "the wrapper and the optimizer were made while these parameters were frozen"
             remedy = "unfreeze before the model is wrapped and the optimizer is made, or make both anew"
             at, ranks = place(event.get("at")), tuple(history.ranks)
@@ -294,6 +303,8 @@ def sum_not_divided(history: History) -> Iterable[Finding] | str:
             continue
         if _counts_before(history, event) or _divided_loss(history, event):
             continue
+        if event.get("factor", 1.0) * len(history.ranks) < 1:
+            continue  # LS211
         seen.add(at)
         count, world = event.get("parameters"), len(history.ranks)
         evidence = f"{count} gradients were summed over {world} ranks, and the step took the sum"
@@ -307,14 +318,10 @@ def sum_not_divided(history: History) -> Iterable[Finding] | str:
 
 def _counts_before(history: History, event: Event) -> bool:
     """True if a number was summed over ranks before the gradients were: a loss over the global batch."""
-    return any(
-        call.get("op") == "all_reduce"
-        and call["number"] < event["number"]
-        and call["step"] == event["step"]
-        and _elements(call) <= _NUMBERS
-        and (call.get("at") or [])[:2] != (event.get("at") or [])[:2]
-        for call in history.of("collective", rank=event["rank"])
-    )
+    calls = [call for call in history.of("collective", rank=event["rank"]) if call.get("op") == "all_reduce"]
+    calls = [call for call in calls if call["number"] < event["number"] and call["step"] == event["step"]]
+    at = (event.get("at") or [])[:2]
+    return any(_elements(call) <= _NUMBERS and (call.get("at") or [])[:2] != at for call in calls)
 
 
 def _elements(call: Event) -> int:
@@ -344,12 +351,24 @@ def steps_differ(history: History) -> Iterable[Finding] | str:
     for key, by_rank in steps(history).items():
         for group in groups:
             ranks = tuple(rank for rank in group if rank in by_rank)
+            findings += _idle(history, group, by_rank)
             if len(ranks) < 2 or joined:
                 continue
             seen = True
-            finding = _left_out(history, key, ranks, by_rank)
-            findings += [finding] if finding else []
-    return findings if seen else "no ranks of one group made steps of one optimizer"
+            findings += filter(None, [_left_out(history, key, ranks, by_rank)])
+    return findings if seen or findings else "no ranks of one group made steps of one optimizer"
+
+
+def _idle(history: History, group: tuple[int, ...], by_rank: dict[int, dict[int, Event]]) -> list[Finding]:
+    """A rank that makes backward passes, and no step of any optimizer."""
+    passes_of = {event["rank"]: event.get("backwards_left") for event in history.of("exit")}
+    idle = [rank for rank in group if passes_of.get(rank) and not any(history.of("step", rank=rank))]
+    first = next((events[min(events)] for rank, events in sorted(by_rank.items()) if rank in group), None)
+    if not idle or first is None:
+        return []
+    evidence = f"{named(idle)} made {passes_of[idle[0]]} backward passes and no step, and others made steps"
+    remedy = "every rank steps: their parameters are equal because all do the same"
+    return [Finding("LS206", place(first.get("at")), evidence, None, remedy, group, first["step"])]
 
 
 def _left_out(
@@ -364,20 +383,12 @@ def _left_out(
         if differ(sums):
             event = by_rank[max(sums, key=lambda rank: sums[rank])][index]
             backwards = event.get("backwards") or [{}]
-            evidence = (
-                f"before step {index} of this optimizer, backward passes that exchange gradients: {each_rank(sums)}"
-            )
-            cause = (
-                "a rank left out a step after a backward pass: its gradients are then paired with those of other steps"
-            )
+            evidence = f"before step {index} of this optimizer, backward passes with an exchange: {each_rank(sums)}"
+            cause = "a rank left out a step after a backward pass: its gradients are then paired with other steps'"
             at = place(backwards[0].get("at") or event.get("at"))
             step_at = place(event.get("at"))
-            row = (
-                sources.condition(at.file, at.line, step_at.line)
-                if at and step_at and at.file == step_at.file
-                else None
-            )
-            at = at._replace(line=row) if at and row else at
+            if at and step_at and at.file == step_at.file:
+                at = at._replace(line=sources.condition(at.file, at.line, step_at.line) or at.line)
             return Finding("LS206", at, evidence, cause, remedy, ranks, index)
     counts = {rank: len(by_rank[rank]) for rank in ranks}
     exits = {event["rank"]: event for event in history.of("exit")}

@@ -81,10 +81,7 @@ def _mark_used(history: History, by_id: dict[tuple[int, int, int], Iteration]) -
     for step in history.of("step"):
         for micro in step.get("micro_batches") or ():
             number = micro.get("loader")
-            begun = [
-                iteration
-                for (rank, loader, _), iteration in by_id.items()
-                if rank == step["rank"] and loader == number and iteration.begin["number"] < step["number"]
-            ]
+            mine = (it for (*of, _), it in by_id.items() if of == [step["rank"], number])
+            begun = [iteration for iteration in mine if iteration.begin["number"] < step["number"]]
             if begun and step.get("backwards"):
                 max(begun, key=lambda iteration: int(iteration.begin["number"])).used = True

@@ -7,37 +7,24 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
-from lockstep.audit.rules.facts import (
-    Key,
-    differ,
-    each_rank,
-    keys,
-    line,
-    optimizer_at,
-    place,
-    replicas,
-    rule,
-    some,
-    steps,
-    uses,
-)
+from lockstep.audit.rules import facts, sources
 
 _NO_STEPS = "no ranks of one group made steps of one optimizer"
 _PLATEAU = "ReduceLROnPlateau"
 
 
-def _shared(history: History) -> list[tuple[Key, tuple[int, ...], dict[int, dict[int, Event]]]]:
+def _shared(history: History) -> list[tuple[facts.Key, tuple[int, ...], dict[int, dict[int, Event]]]]:
     """Optimizers that several ranks of one group step: key, ranks, steps."""
     found = []
-    for key, by_rank in steps(history).items():
-        for group in replicas(history):
+    for key, by_rank in facts.steps(history).items():
+        for group in facts.replicas(history):
             ranks = tuple(rank for rank in group if rank in by_rank)
             if len(ranks) > 1:
                 found.append((key, ranks, by_rank))
     return found
 
 
-@rule("LS301", "rates-differ", "hyperparameters of an optimizer differ between ranks")
+@facts.rule("LS301", "rates-differ", "hyperparameters of an optimizer differ between ranks")
 def rates_differ(history: History) -> Iterable[Finding] | str:
     """Learning rates and the like that differ at the same step."""
     shared, findings = _shared(history), []
@@ -48,16 +35,19 @@ def rates_differ(history: History) -> Iterable[Finding] | str:
             continue
         index, name, values = found
         schedulers = {e["rank"]: e for e in history.of("scheduler") if e["rank"] in ranks and e["step"] <= index + 1}
-        evidence = f"{name} at step {index}: {each_rank(values)}"
-        cause = None
+        evidence = f"{name} at step {index}: {facts.each_rank(values)}"
+        at, cause = by_rank[ranks[0]][index].get("at"), None
+        rows = sources.sets_rates(at[0]) if at else []
         if index == 0:
+            at = facts.optimizer_at(history, key)
             cause = f"each rank computes {name} from something of its own before the first step"
         elif schedulers:
-            at = next(iter(schedulers.values())).get("at")
-            cause = f"the scheduler of {line(at)} has another state on each rank"
+            at = next(iter(schedulers.values())).get("at") or at
+            cause = f"the scheduler of {facts.line(at)} has another state on each rank"
+        elif at and rows:
+            at, cause = [at[0], rows[0], ""], "the script sets the rate from something that differs between ranks"
         remedy = f"compute {name} from values that all ranks share, such as world_size and the step"
-        at = optimizer_at(history, key) if index == 0 else by_rank[ranks[0]][index].get("at")
-        findings.append(Finding("LS301", place(at), evidence, cause, remedy, ranks, index))
+        findings.append(Finding("LS301", facts.place(at), evidence, cause, remedy, ranks, index))
     return findings if shared else _NO_STEPS
 
 
@@ -67,50 +57,46 @@ def _first_difference(ranks: tuple[int, ...], by_rank: dict[int, dict[int, Event
     for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))):
         for rank in ranks:
             now[rank] = by_rank[rank][index].get("hyperparameters") or now.get(rank) or []
-        if differ({rank: len(groups) for rank, groups in now.items()}) or not differ(now):
+        if facts.differ({rank: len(groups) for rank, groups in now.items()}) or not facts.differ(now):
             continue
         for number in range(len(now[ranks[0]])):
             for name in now[ranks[0]][number]:
                 values = {rank: now[rank][number].get(name) for rank in ranks}
-                if differ(values):
+                if facts.differ(values):
                     return index, name, values
     return None
 
 
 def _plateaus(history: History) -> list[tuple[Event, dict[int, Any]]]:
     """Steps of ReduceLROnPlateau whose metric differs by rank: an event, and the metric by rank."""
-    known = keys(history, "scheduler", "scheduler", "at")
+    known = facts.keys(history, "scheduler", "scheduler", "at")
     found: dict[Any, dict[int, Event]] = {}
     for event in history.of("scheduler"):
         if event.get("metric") is not None and event.get("class", _PLATEAU) == _PLATEAU:
             key = known[event["rank"], event["scheduler"]], event["step"]
             found.setdefault(key, {})[event["rank"]] = event
-    groups = replicas(history)
-    return [
-        (next(iter(events.values())), metrics)
-        for events in found.values()
-        for metrics in [{rank: event["metric"] for rank, event in events.items()}]
-        if differ(metrics) and any(set(metrics) <= set(group) for group in groups)
-    ]
+    groups = facts.replicas(history)
+    told = [(next(iter(e.values())), {rank: event["metric"] for rank, event in e.items()}) for e in found.values()]
+    return [each for each in told if facts.differ(each[1]) and any(set(each[1]) <= set(group) for group in groups)]
 
 
-@rule("LS302", "local-plateau", "ReduceLROnPlateau decides from the metric of one rank")
+@facts.rule("LS302", "local-plateau", "ReduceLROnPlateau decides from the metric of one rank")
 def local_plateau(history: History) -> Iterable[Finding] | str:
     """A metric that differs between ranks: their learning rates will, too."""
     findings = []
     for event, metrics in _plateaus(history)[:1]:
-        evidence = f"scheduler.step got {each_rank(metrics)}"
+        evidence = f"scheduler.step got {facts.each_rank(metrics)}"
         rates = [found for _, ranks, by_rank in _shared(history) if (found := _first_difference(ranks, by_rank))]
-        evidence += f"; {rates[0][1]} then differs: {each_rank(rates[0][2])}" if rates else ""
+        evidence += f"; {rates[0][1]} then differs: {facts.each_rank(rates[0][2])}" if rates else ""
         cause = "each rank gives its own metric, so each decides for itself when to lower the learning rate"
         remedy = "all_reduce the metric (mean) before scheduler.step(metric)"
-        at = place(event.get("at"))
+        at = facts.place(event.get("at"))
         findings.append(Finding("LS302", at, evidence, cause, remedy, tuple(metrics), event["step"]))
     has_plateau = any(event.get("metric") is not None for event in history.of("scheduler"))
     return findings if has_plateau else "no ReduceLROnPlateau"
 
 
-@rule("LS303", "optimizer-owns-nothing", "the optimizer has no parameter of the trained model")
+@facts.rule("LS303", "optimizer-owns-nothing", "the optimizer has no parameter of the trained model")
 def optimizer_owns_nothing(history: History) -> Iterable[Finding] | str:
     """An optimizer that was made before the model was sharded or replaced: its steps change nothing."""
     wrapped = {(event["rank"], event["model"]): event for event in history.of("wrap")}
@@ -127,19 +113,21 @@ def optimizer_owns_nothing(history: History) -> Iterable[Finding] | str:
         at = event.get("made_at") or event.get("at")
         wraps = [w for (rank, model), w in wrapped.items() if rank == event["rank"] and str(model) in missing]
         names = next(iter(missing.values()))
-        evidence = f"none of its {held} parameters has a gradient; the model has {some(names)}, which no optimizer has"
+        evidence = (
+            f"none of its {held} parameters has a gradient; the model has {facts.some(names)}, which no optimizer has"
+        )
         cause = None
         if wraps:
-            how, wrapped_at = wraps[0]["how"], line(wraps[0].get("at"))
+            how, wrapped_at = wraps[0]["how"], facts.line(wraps[0].get("at"))
             cause = f"{how} at {wrapped_at} made new parameters after the optimizer took the old ones"
         remedy = "make the optimizer after the model is wrapped, sharded and moved"
         key = str(at)
         ranks = (*findings[key].ranks, event["rank"]) if key in findings else (event["rank"],)
-        findings[key] = Finding("LS303", place(at), evidence, cause, remedy, ranks, event["step"])
+        findings[key] = Finding("LS303", facts.place(at), evidence, cause, remedy, ranks, event["step"])
     return list(findings.values()) if made else "no optimizer made a step"
 
 
-@rule("LS304", "clip-before-unscale", "gradients are clipped while they are scaled")
+@facts.rule("LS304", "clip-before-unscale", "gradients are clipped while they are scaled")
 def clip_before_unscale(history: History) -> Iterable[Finding] | str:
     """clip_grad_norm_ before scaler.unscale_: the limit then holds for gradients that are thousands of times larger."""
     findings: dict[str, Finding] = {}
@@ -152,17 +140,15 @@ def clip_before_unscale(history: History) -> Iterable[Finding] | str:
         at = clips[0].get("at")
         if str(at) in findings:
             continue
-        evidence = (
-            f"the gradients were multiplied by {scaler['scale']:g} when they were clipped to {clips[0].get('limit')}"
-        )
+        evidence = f"gradients were multiplied by {scaler['scale']:g} when they were clipped to {clips[0].get('limit')}"
         cause = "scaler.unscale_(optimizer) was not called before"
         remedy = "scaler.unscale_(optimizer) between scaler.scale(loss).backward() and clip_grad_norm_"
         ranks = tuple(history.ranks)
-        findings[str(at)] = Finding("LS304", place(at), evidence, cause, remedy, ranks, event["step"])
+        findings[str(at)] = Finding("LS304", facts.place(at), evidence, cause, remedy, ranks, event["step"])
     return list(findings.values()) if seen else "no step clipped gradients under a GradScaler"
 
 
-@rule("LS305", "scalers-differ", "loss scales differ between ranks")
+@facts.rule("LS305", "scalers-differ", "loss scales differ between ranks")
 def scalers_differ(history: History) -> Iterable[Finding] | str:
     """A GradScaler that skips a step on some ranks only, or whose scale differs."""
     findings, seen = [], False
@@ -174,36 +160,37 @@ def scalers_differ(history: History) -> Iterable[Finding] | str:
             seen = True
             scales = {rank: event["scaler"].get("scale") for rank, event in events.items()}
             skipped = {rank: bool(event.get("skipped")) for rank, event in events.items()}
-            if differ(scales) or differ(skipped):
+            if facts.differ(scales) or facts.differ(skipped):
                 words = {rank: "skipped" if skips else "made" for rank, skips in skipped.items()}
-                evidence = f"step {index}: {each_rank(words)}" if differ(skipped) else f"scale: {each_rank(scales)}"
+                is_skipped = facts.differ(skipped)
+                evidence = (
+                    f"step {index}: {facts.each_rank(words)}" if is_skipped else f"scale: {facts.each_rank(scales)}"
+                )
                 cause = "each rank looks for inf in its own gradients or shards, and decides for itself"
                 remedy = "ShardedGradScaler for shards; otherwise unscale after gradients were exchanged"
                 at = events[ranks[0]].get("at")
-                findings.append(Finding("LS305", place(at), evidence, cause, remedy, ranks, index))
+                findings.append(Finding("LS305", facts.place(at), evidence, cause, remedy, ranks, index))
                 break
     return findings if seen else "no GradScaler on several ranks"
 
 
-@rule("LS306", "scheduler-too-fast", "the scheduler steps several times for each optimizer step", "warning")
+@facts.rule("LS306", "scheduler-too-fast", "the scheduler steps several times for each optimizer step", "warning")
 def scheduler_too_fast(history: History) -> Iterable[Finding] | str:
     """A learning rate that falls N times too fast. Accelerate does this by design, and is left out."""
     stepped = [event for event in history.of("scheduler") if event.get("per_step") is not None]
-    if uses(history, "accelerate"):
+    if facts.uses(history, "accelerate"):
         return "Accelerate steps schedulers once for each rank by design"
     findings = {}
     for event in stepped:
         at = event.get("at")
         if event["per_step"] >= 2 and event["step"] > 0 and str(at) not in findings:
-            evidence = (
-                f"{event['per_step']} steps of {event.get('class', 'the scheduler')} since the last optimizer step"
-            )
+            evidence = f"{event['per_step']} steps of {event.get('class', 'a scheduler')} since the last optimizer step"
             cause = None
             if event["per_step"] == len(history.ranks):
                 cause = f"the factor is the number of ranks, {len(history.ranks)}"
             remedy = "scheduler.step() once, after optimizer.step()"
             ranks = (event["rank"],)
-            findings[str(at)] = Finding("LS306", place(at), evidence, cause, remedy, ranks, event["step"])
+            findings[str(at)] = Finding("LS306", facts.place(at), evidence, cause, remedy, ranks, event["step"])
         elif event["per_step"] == 1:
             findings.pop(str(at), None)
     return list(findings.values()) if stepped else "no scheduler"

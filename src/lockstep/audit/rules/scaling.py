@@ -42,9 +42,7 @@ def labels_of_rank_0(history: History) -> Iterable[Finding] | str:
     told = list(history.of("labels"))
     for event in told:
         if event["rank"] and not event["first"]:
-            evidence = (
-                f"rank {event['rank']} has labels from 0 on for its {event['rows']} rows, as rank 0 has, and the "
-            )
+            evidence = f"rank {event['rank']} has labels from 0 on for its {event['rows']} rows, as rank 0, and the "
             evidence += f"loss has {event['rows'] * len(history.ranks)} columns"
             cause = "the columns of a rank begin at rank * rows, so its labels point at the features of rank 0"
             remedy = "labels = torch.arange(rows) + rank * rows"
@@ -103,7 +101,14 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
     """loss / world_size under a wrapper that averages, or loss / accumulation where a framework divides, too."""
     groups = [] if any(history.of("hook", "hand_reduce")) else replicas(history, "ddp", "fsdp2", "fsdp1")
     findings: dict[str, Finding] = {}
-    seen = False
+    seen, given = any(history.of("hand_reduce")), _given(history)
+    for event in history.of("hand_reduce"):
+        if abs(event.get("factor", 0.0) * len(history.ranks) ** 2 - 1) < _SAME and len(history.ranks) > 1:
+            evidence = f"gradients were summed over {len(history.ranks)} ranks, and divided by their number two times"
+            remedy = "divide once: before the sum, after it, or by ReduceOp.AVG"
+            at, ranks = place(event.get("at")), tuple(history.ranks)
+            found_twice = Finding("LS211", at, evidence, None, remedy, ranks, event["step"])
+            findings.setdefault(str(event.get("at")), found_twice)
     for group in groups:
         for event in history.of("step"):
             backwards = passes(event)
@@ -120,7 +125,26 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
                 cause = "the wrapper averages gradients over ranks: nothing is left to divide"
                 remedy = "loss.backward() of the mean over the batch of this rank"
                 findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
+            what = given.get((event["optimizer"], event["index"], backwards[0]["divisor"]))
+            if what and ops[0].startswith("Div") and not str(ops[1:2]).startswith("['Mul") and len(group) > 1:
+                evidence = f"a loss was divided by {backwards[0]['divisor']:.0f}, the {what} of this step on all ranks"
+                cause = f"the wrapper averages gradients over {len(group)} ranks: they are divided by that once more"
+                remedy = "divide by the number of this rank's batch, or multiply the loss by the number of ranks"
+                findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
     return list(findings.values()) if seen else "no wrapped model was trained, or a hook exchanges in its own way"
+
+
+def _given(history: History) -> dict[tuple[int, int, float], str]:
+    """By optimizer, step and number: what all ranks together were given in this step."""
+    sums: dict[tuple[int, int, str], dict[int, int]] = {}
+    for event in history.of("step"):
+        for what in ("samples", "valid"):
+            counts = [each.get(what) for each in event.get("micro_batches") or ()]
+            if counts and None not in counts:
+                sums.setdefault((event["optimizer"], event["index"], what), {})[event["rank"]] = sum(counts)
+    words = {"samples": "samples", "valid": "labels that count"}
+    full = {key: by_rank for key, by_rank in sums.items() if len(by_rank) == len(history.ranks) > 1}
+    return {(*key[:2], float(sum(by_rank.values()))): words[key[2]] for key, by_rank in full.items()}
 
 
 def _squared(backwards: list[Event]) -> tuple[str, str, str] | None:

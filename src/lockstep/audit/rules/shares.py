@@ -64,13 +64,8 @@ def _twice(at: Any, evidence: str, ranks: tuple[int, ...]) -> Finding:
 
 def _apart(streams: list[list[Any]]) -> bool:
     """True if the first samples of streams are not the same in any field that is known."""
-    pairs = [
-        (a, b)
-        for one, other in combinations(streams, 2)
-        for samples in zip(one, other, strict=False)
-        for a, b in zip(samples[0] or (), samples[1] or (), strict=False)
-        if a is not None and b is not None
-    ]
+    samples = [both for one, other in combinations(streams, 2) for both in zip(one, other, strict=False)]
+    pairs = [pair for both in samples for pair in zip(both[0] or (), both[1] or (), strict=False) if None not in pair]
     labels = [(a, b) for a, b in pairs if isinstance(a, list) and len(a) == 1]  # augmented inputs keep them
     others = [pair for pair in pairs if pair not in labels]
     known = bool(labels) or any(isinstance(a, list) for a, _ in others)
@@ -88,25 +83,21 @@ def shares_wrong(history: History) -> Iterable[Finding] | str:
             evidence = f"the sampler deals to {first.shards} ranks, and there are {len(history.ranks)}"
             findings.append(_wrong(first, evidence, "num_replicas is not the number of ranks", tuple(its)))
             continue
-        shares = {
-            rank: _share(it, (rank, it.begin["loader"]) in fixed)
-            for rank, it in its.items()
-            if any(rank in group for group in groups)
-        }
+        mine = {rank: it for rank, it in its.items() if any(rank in group for group in groups)}
+        shares = {rank: _share(it, (rank, it.begin["loader"]) in fixed) for rank, it in mine.items()}
         known = {rank: share for rank, share in shares.items() if share}
         seen = seen or len(known) > 1
         for one, other in combinations(sorted(known), 2):
             found = _overlap(its[one], its[other], known[one], known[other], len(its))
             if found:
                 seeds = {rank: (it.begin.get("distributed") or {}).get("seed") for rank, it in its.items()}
-                cause = "each rank deals from an order of its own" + (
-                    f": the seed of the sampler is {each_rank(seeds)}" if differ(seeds) else ""
-                )
+                cause = "each rank deals from an order of its own"
+                cause += f": the seed of the sampler is {each_rank(seeds)}" if differ(seeds) else ""
                 findings.append(_wrong(first, f"{found} {named([one, other])}", cause, tuple(its)))
                 break
-    return (
-        findings if groups and (seen or findings) else "no whole epoch whose indices are known" if groups else _NO_GROUP
-    )
+    if groups and (seen or findings):
+        return findings
+    return "no whole epoch whose indices are known" if groups else _NO_GROUP
 
 
 def _wrong(first: Iteration, evidence: str, cause: str, ranks: tuple[int, ...]) -> Finding:
@@ -200,6 +191,30 @@ def ids_differ(history: History) -> Iterable[Finding] | str:
     return findings if seen else "no samples of data that a sampler deals were compared"
 
 
+@rule("LS112", "inputs-differ", "the same samples have other inputs on each rank", "warning")
+def inputs_differ(history: History) -> Iterable[Finding] | str:
+    """Inputs that ranks prepare in ways of their own, such as with the mean of a part of the data."""
+    findings, probed = [], probes(history)
+    for event, by_rank in probed:
+        rows = [row for row in zip(*by_rank.values(), strict=False) if len({len(fields) for fields in row}) == 1]
+        columns = [
+            [parts for parts in column if None not in parts] for column in zip(*map(_fields, rows), strict=False)
+        ]
+        known = [[len(set(map(str, parts))) > 1 for parts in column] for column in columns if column]
+        if len(known) > 1 and len(rows) > 1 and any(map(all, known)) and not all(map(any, known)):
+            evidence = f"samples of the same number, read twice at the end, have other inputs on {named(by_rank)}, and "
+            evidence += "their other fields are equal"
+            cause = "each rank prepares the data with numbers of its own, or augments them once, by a seed of its own"
+            remedy = "compute what prepares the data on all ranks together, or on one rank, and broadcast it"
+            at = place(event.get("dataset_at") or event.get("at"))
+            findings.append(Finding("LS112", at, evidence, cause, remedy, tuple(by_rank), event["step"]))
+    return findings if probed else "no samples of data that a sampler deals were compared"
+
+
+def _fields(row: tuple[list[Any], ...]) -> list[tuple[Any, ...]]:
+    return list(zip(*row, strict=True))
+
+
 def _pairs(parts: list[Any]) -> list[tuple[int, int]]:
     is_whole = len(parts) == 2 and all(isinstance(part, list) for part in parts) and len(parts[0]) == len(parts[1])
     return list(zip(*parts, strict=True)) if is_whole else []
@@ -217,7 +232,8 @@ def probes(history: History) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
             if len(events) > 1 and not differ(sizes):
                 common = sorted(set.intersection(*(set(event["samples"]) for event in events.values())), key=int)
                 begin = next(iter(its.values())).begin
-                event = {**next(iter(events.values())), **{n: begin.get(n) for n in ("dataset", "defined_in")}}
+                told = {name: begin.get(name) for name in ("dataset", "dataset_at", "defined_in")}
+                event = {**next(iter(events.values())), **told}
                 found.append((event, {r: [e["samples"][index] for index in common] for r, e in events.items()}))
     return found
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 _UNORDERED = ("set", "frozenset", "listdir", "scandir", "glob", "iglob", "rglob", "iterdir")
 _ORDERING = ("list", "tuple", "enumerate", "dict", "fromkeys", "join", "zip")
 _OF_ONE_RANK = ("rank", "main", "master")
+_HARMLESS = ("requires_grad_", "detach_")
 _CHANGES = ("update", "step", "average", "lerp", "mul_", "add_", "copy_", "load_state_dict")
 
 
@@ -37,15 +39,53 @@ def unordered(paths: Iterable[str | None]) -> list[tuple[str, int]]:
     """Lines that take the elements of a set, or the files of a folder, in the order in which they come."""
     found = []
     for path in dict.fromkeys(path for path in paths if path):
-        sets = {""}
-        for node in nodes(path):
-            if isinstance(node, ast.Assign) and _is_unordered(node.value, sets):
-                sets |= {_name(target) for target in node.targets}
-        for node in nodes(path):
-            taken = [node.iter] if isinstance(node, (ast.For, ast.comprehension)) else []
-            taken = node.args if isinstance(node, ast.Call) and _name(node) in _ORDERING else taken
-            found += [(path, each.lineno) for each in taken if _is_unordered(each, sets)]
+        members = {t.attr for n in nodes(path) for t in _made_sets(n) if isinstance(t, ast.Attribute)}
+        scopes = [n for n in nodes(path) if isinstance(n, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef))]
+        shared = set[str]()
+        for scope in scopes:
+            own = list(_own_nodes(scope))
+            sets = {"", *members, *shared} | {_name(target) for node in own for target in _made_sets(node)}
+            shared |= sets if isinstance(scope, ast.Module) else set()
+            for node in own:
+                taken = [node.iter] if isinstance(node, (ast.For, ast.comprehension)) else []
+                taken = node.args if isinstance(node, ast.Call) and _name(node) in _ORDERING else taken
+                found += [(path, each.lineno) for each in taken if _is_unordered(each, sets)]
     return sorted(set(found))
+
+
+def _made_sets(node: ast.AST) -> list[ast.expr]:
+    """The variables and attributes that are given a set."""
+    return node.targets if isinstance(node, ast.Assign) and _is_unordered(node.value, set()) else []
+
+
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function without those of functions in it; of a file, those outside of functions."""
+    for child in ast.iter_child_nodes(scope):
+        yield child
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from _own_nodes(child)
+
+
+def outside_factories(places: Sequence[Sequence[Any]]) -> Sequence[Any] | None:
+    """The first place of a stack, the innermost first, whose function does not return what the line makes."""
+    return next((at for at in places if not _is_returned(at[0], at[1])), places[-1] if places else None)
+
+
+def _is_returned(path: str, row: int) -> bool:
+    functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and _holds(n, row)]
+    if not functions:
+        return False
+    inside = list(_own_nodes(max(functions, key=lambda function: function.lineno)))
+    names = {_name(t) for n in inside if isinstance(n, ast.Assign) and _holds(n, row) for t in n.targets} - {""}
+    ends = [node for node in inside if isinstance(node, ast.Return) and node.value]
+    return any(_holds(end, row) or _name(end.value) in names for end in ends)
+
+
+def returns(path: str, row: int) -> list[int]:
+    """Lines where the innermost function around a line gives something back behind it."""
+    functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and _holds(n, row)]
+    own = _own_nodes(max(functions, key=lambda function: function.lineno)) if functions else ()
+    return sorted(n.lineno for n in own if isinstance(n, ast.Return) and n.value and n.lineno > row)
 
 
 def _is_unordered(node: ast.AST, sets: set[str]) -> bool:
@@ -77,22 +117,39 @@ def cuts(path: str) -> bool:
 
 def condition(path: str, before: int, after: int) -> int | None:
     """The first `if` behind a line that decides whether a later line is reached."""
-    found = [
-        node.lineno
-        for node in nodes(path)
-        if isinstance(node, ast.If)
-        and before < node.lineno < after
-        and (_holds(node, after) or any(isinstance(each, (ast.Continue, ast.Break)) for each in ast.walk(node)))
-    ]
-    return min(found, default=None)
+    found = [node for node in nodes(path) if isinstance(node, ast.If) and before < node.lineno < after]
+    ways = (ast.Continue, ast.Break)
+    found = [n for n in found if _holds(n, after) or any(isinstance(each, ways) for each in ast.walk(n))]
+    return min((node.lineno for node in found), default=None)
+
+
+def changes_in_place(path: str) -> list[int]:
+    """Lines of statements that change a parameter in place: `weight.add_(...)`, `p.data = ...`, `p[...] = ...`."""
+    words, found = ("param", "weight", "data", "bias", "embed", "code"), set[int]()
+    for node in nodes(path):
+        call = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        is_change = isinstance(call, ast.Attribute) and call.attr.endswith("_") and call.attr not in _HARMLESS
+        changed = [call.value] if is_change and isinstance(call, ast.Attribute) else []
+        others = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+        )
+        changed += [each for each in others if not isinstance(each, ast.Name)]
+        parts = {_name(inner).lower() for each in changed for inner in ast.walk(each)} - {""}
+        is_self = parts == {"p"} or any(part in words or part.endswith(("weight", "bias")) for part in parts)
+        found |= {getattr(node, "lineno", 0)} if is_self and "grad" not in parts else set()
+    return sorted(found)
+
+
+def sets_rates(path: str) -> list[int]:
+    """Lines that set the learning rate of a group of an optimizer: `group["lr"] = ...`."""
+    single = [n.target for n in nodes(path) if isinstance(n, ast.AugAssign)]
+    targets = [*single, *(target for n in nodes(path) if isinstance(n, ast.Assign) for target in n.targets)]
+    return sorted(target.lineno for target in targets if "['lr']" in ast.unparse(target))
 
 
 def for_one_rank(path: str) -> list[int]:
     """Lines of calls that change something, below an `if` that asks for the rank."""
-    return sorted(
-        each.lineno
-        for node in nodes(path)
-        if isinstance(node, ast.If) and any(w in _name(n).lower() for n in ast.walk(node.test) for w in _OF_ONE_RANK)
-        for each in node.body
-        if isinstance(each, ast.Expr) and any(word in _name(each.value).lower() for word in _CHANGES)
-    )
+    branches = [node for node in nodes(path) if isinstance(node, ast.If)]
+    branches = [b for b in branches if any(w in _name(n).lower() for n in ast.walk(b.test) for w in _OF_ONE_RANK)]
+    found = [each for branch in branches for each in branch.body if isinstance(each, ast.Expr)]
+    return sorted(each.lineno for each in found if any(word in _name(each.value).lower() for word in _CHANGES))

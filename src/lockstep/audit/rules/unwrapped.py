@@ -7,46 +7,44 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
-from lockstep.audit.rules import sources
-from lockstep.audit.rules.facts import (
-    differ,
-    each_rank,
-    keys,
-    line,
-    named,
-    optimizer_at,
-    place,
-    replicas,
-    rule,
-    some,
-    steps,
-    uses,
-)
-from lockstep.audit.rules.gradients import averages, compared_steps, hooked, partings, unwrapped
+from lockstep.audit.rules import facts, sources
+from lockstep.audit.rules.gradients import averages, compared_steps, hooked, own_from_the_start, partings, unwrapped
 
 
-@rule("LS207", "never-exchanged", "ranks share out the data, and nothing exchanges gradients")
+@facts.rule("LS207", "never-exchanged", "ranks share out the data, and nothing exchanges gradients")
 def never_exchanged(history: History) -> Iterable[Finding] | str:
     """An optimizer of a model without a wrapper: each rank trains its own model on its part of the data."""
     trained = _reads_a_part(history)
     if len(trained) < 2:
         return "no training on data that a sampler deals to ranks"
+    alone = [w for w in history.of("wrap") if len(facts.group_of(history, w)) == 1 and w["how"] != "data_parallel"]
     exchanged = any(history.of("hand_reduce", "hand_average")) or averages(history) or hooked(history)
-    if exchanged or uses(history, "deepspeed"):
+    if exchanged or facts.uses(history, "deepspeed"):
         return []
-    known, findings, beside = keys(history, "optimizer", "optimizer"), [], unwrapped(history)
+    own = own_from_the_start(history)
+    known, findings, beside = facts.keys(history, "optimizer", "optimizer"), [], unwrapped(history)
     owned = {known[event["rank"], event["optimizer"]] for event in history.of("optimizer") if event.get("owned")}
-    for key, by_rank in steps(history).items():
+    for key, by_rank in facts.steps(history).items():
         ranks = tuple(sorted(trained & by_rank.keys()))
         pairs = list(compared_steps(by_rank, ranks, set())) if len(ranks) > 1 else []
+        pairs = [each for each in pairs if not {*each.parameters} <= own]
+        if pairs and alone and key in owned and all(each.gradients and each.parameters for each in pairs):
+            at, words = facts.place(alone[0].get("at")), "the process group of the wrapper has this rank alone"
+            remedy = "DistributedDataParallel(model) with the group of all ranks that train the model"
+            findings.append(Finding("LS207", at, pairs[0].evidence, words, remedy, ranks, pairs[0].first["step"]))
+            continue
         wrong = [{*each.gradients} if key not in owned else {*each.gradients} & beside for each in pairs]
         if pairs and all(names and each.parameters for names, each in zip(wrong, pairs, strict=True)):
             cause = "no wrapper has the model of this optimizer, and the script does not reduce its gradients"
             if key in owned:
-                cause = f"{some(sorted(wrong[0]))} of the optimizer are in no wrapped model: their gradients stay local"
+                cause = f"{facts.some(sorted(wrong[0]))} of the optimizer are in no wrapped model, and stay local"
             remedy = "train through DistributedDataParallel(model); of a framework, do not take the model out before"
-            made = (event.get("unwrapped_at") for event in history.of("optimizer") if known.get(_id(event)) == key)
-            at = place((key in owned and next(made, None)) or optimizer_at(history, key))
+            made = next((event for event in history.of("optimizer") if known.get(_id(event)) == key), {})
+            at = facts.place(facts.optimizer_at(history, key))
+            if key in owned:
+                parts = made.get("partly_at")
+                cause += f"; {facts.line(parts)} wraps other parts of their model" if parts else ""
+                at = facts.place(parts or sources.outside_factories(made.get("unwrapped_from") or [])) or at
             findings.append(Finding("LS207", at, pairs[0].evidence, cause, remedy, ranks, pairs[0].first["step"]))
     return findings
 
@@ -58,11 +56,8 @@ def _id(event: Event) -> tuple[int, int]:
 def _reads_a_part(history: History) -> set[int]:
     """Ranks that train on a part of the data: that a sampler deals, or other batches in a script with a wrapper."""
     trained, first = set(), dict[tuple[Any, ...], dict[int, Any]]()
-    dealt = {
-        (event["rank"], event["loader"])
-        for event in history.of("loader")
-        if (event.get("distributed") or {}).get("replicas", 1) > 1
-    }
+    loaders = [e for e in history.of("loader") if (e.get("distributed") or {}).get("replicas", 1) > 1]
+    dealt = {(event["rank"], event["loader"]) for event in loaders}
     for event in history.of("loader_end"):
         if event.get("backwards") and (event["rank"], event["loader"]) in dealt:
             trained.add(event["rank"])
@@ -75,16 +70,17 @@ def _reads_a_part(history: History) -> set[int]:
 def _copied(history: History, copies: dict[int, Event]) -> tuple[Place | None, str]:
     """Why copies differ: made of unequal models, or updated on some ranks only."""
     copy, changes = next(iter(copies.values())), {rank: each.get("changes") for rank, each in copies.items()}
-    if copy.get("is_early") and differ({event["rank"]: event.get("before") for event in history.of("wrap")}):
-        return place(copy.get("made_at")), "each rank copied its own model, before the wrapper made the models equal"
+    if copy.get("is_early") and facts.differ({event["rank"]: event.get("before") for event in history.of("wrap")}):
+        at = sources.outside_factories(copy.get("made_from") or [])
+        return facts.place(at), "each rank made or copied its own model, before the wrapper made the models equal"
     rows = sources.for_one_rank(copy["at"][0])
-    if differ(changes):
-        at = Place(copy["at"][0], rows[0], "") if rows else place(copy["at"])
-        return at, f"only some ranks update it: changes of its weights are {each_rank(changes)}"
-    return place(copy["at"]), "each rank made it before the models were equal, or only some ranks update it"
+    if facts.differ(changes):
+        at = Place(copy["at"][0], rows[0], "") if rows else facts.place(copy["at"])
+        return at, f"only some ranks update it: changes of its weights are {facts.each_rank(changes)}"
+    return facts.place(copy["at"]), "each rank made it before the models were equal, or only some ranks update it"
 
 
-@rule("LS214", "copies-part", "copies of a model differ between ranks", "warning")
+@facts.rule("LS214", "copies-part", "copies of a model differ between ranks", "warning")
 def copies_part(history: History) -> Iterable[Finding] | str:
     """An average or a teacher that ranks call, whose weights are not the same on all ranks."""
     told: dict[str, dict[int, Event]] = {}
@@ -93,13 +89,12 @@ def copies_part(history: History) -> Iterable[Finding] | str:
             told.setdefault(number, {})[event["rank"]] = copy
     findings = []
     for by_rank in told.values() if not any(partings(history)[0]) else ():
-        for group in replicas(history):
+        for group in facts.replicas(history):
             found = {rank: by_rank[rank] for rank in group if rank in by_rank}
-            if len(found) == len(group) and differ({rank: copy["digest"] for rank, copy in found.items()}):
+            if len(found) == len(group) and facts.differ({rank: copy["digest"] for rank, copy in found.items()}):
                 copy = next(iter(found.values()))
-                evidence = (
-                    f"the {copy['class']} that {line(copy['at'])} calls differs between {named(found)} at the end"
-                )
+                evidence = f"the {copy['class']} that {facts.line(copy['at'])} calls is another at the end"
+                evidence += f" on {facts.named(found)}"
                 at, cause = _copied(history, found)
                 remedy = "copy the model after DistributedDataParallel(...) made it equal, and update on all ranks"
                 findings.append(Finding("LS214", at, evidence, cause, remedy, tuple(found), None))
