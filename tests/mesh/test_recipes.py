@@ -8,9 +8,11 @@ from tests.ranks import run_ranks
 from tests.risk_cases import make_task, volume_table
 from tests.selection import mainly
 
-WORDS_CUT = {"config": lm_cases.LLAMA, "loss_chunk": None}  # the embedding and the last layer, too
+GATHERED = {"config": lm_cases.LLAMA, "loss_chunk": None}  # logits of all words
 QWEN = {"config": lm_cases.LLAMA | {"model_type": "qwen3", "head_dim": 4}}  # norms within each head
-MODELS = {"small": lm_cases.SMALL, "llama": {"config": lm_cases.LLAMA}, "words": WORDS_CUT, "qwen3": QWEN}
+UNTIED = {"small": lm_cases.SMALL["small"] | {"tie": False}, "loss_chunk": 20}
+MODELS = {"small": {**lm_cases.SMALL, "loss_chunk": 20}, "untied": UNTIED, "llama": {"config": lm_cases.LLAMA}}
+MODELS |= {"gathered": GATHERED, "qwen3": QWEN}
 
 
 @pytest.fixture(scope="module")
@@ -18,20 +20,24 @@ def corpus(tmp_path_factory):
     return lm_cases.corpus(tmp_path_factory.mktemp("texts"))
 
 
+MESHES = {"1x1x2": (2, "ddp"), "1x2x2": (4, "fsdp"), "2x1x2": (4, "ddp")}
+
+
+def settings_of(strategy, micro=2, **more):
+    """20 steps of 8 rows, which have other numbers of tokens; the norm is clipped in most of them."""
+    sections = {"batch": {"global": 8, "micro": micro}, "log": {"every_steps": 1}}
+    sections["optim"] = {"name": "SGD", "lr": 0.5, "weight_decay": 0.0, "clip_norm": 0.5}
+    return runs.config(**sections, parallel={"strategy": strategy, "tensor": 2}, **more)
+
+
 @pytest.mark.parametrize(
-    ("kind", "world"), mainly([("words", 2)], [(kind, world) for kind in MODELS for world in (2, 4)])
+    ("kind", "mesh"), mainly([("small", "1x1x2")], [(kind, mesh) for kind in MODELS for mesh in MESHES])
 )
-def test_a_language_model(corpus, kind, world):
+def test_a_language_model(corpus, kind, mesh):
     options = {"train": corpus, **MODELS[kind]}
-    plain, losses = lm_cases.by_hand(options, 6, 8, 0.5)
-    settings = runs.config(
-        batch={"global": 8, "micro": 2},
-        train={"steps": 6},
-        optim={"name": "SGD", "lr": 0.5, "weight_decay": 0.0},
-        log={"every_steps": 1},
-        parallel={"strategy": "fsdp", "tensor": 2},
-    )
-    for weights, results in run_ranks(world, lm_cases.train, options, settings):
+    plain, losses = lm_cases.by_hand(options, 20, 8, 0.5, clip_norm=0.5)
+    world, strategy = MESHES[mesh]
+    for weights, results in run_ranks(world, lm_cases.train, options, settings_of(strategy)):
         assert lm_cases.difference(weights, plain) < 1e-10
         assert results["train/loss"] == pytest.approx(losses[-1], rel=1e-10)
 

@@ -57,11 +57,16 @@ def test_a_plan_of_transformers_leaves_ends_whole_that_cannot_be_cut():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
-    for options in ({"vocab_size": 9}, {"vocab_size": 10, "tie_word_embeddings": True}):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, **options))
-        styles, notes = plan(model)
-        assert len(styles) == 7
-        assert [note.split()[0] for note in sorted(notes)] == ["lm_head", "model.embed_tokens"]
+    for tie in (False, True):
+        sizes |= {"tie_word_embeddings": tie}
+        uneven, even = (
+            plan(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=v)))
+            for v in (9, 10)
+        )
+        assert len(uneven.styles) == 7
+        assert [note.split()[0] for note in sorted(uneven.notes)] == ["lm_head", "model.embed_tokens"]
+        assert (len(even.styles), even.notes, uneven.tied) == (9, [], [])
+        assert even.tied == [("lm_head", "model.embed_tokens")] * tie
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=10))
     with pytest.raises(UsageError, match="num_key_value_heads=1"):
         plan(model)

@@ -5,15 +5,15 @@ What other ranks would send has the right size, and nothing else: the results of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.mesh import plans
+from lockstep.mesh.group import Alone, Note
 
-_Note = Callable[[str, int], None]
 _KEPT, _COPIED, _SUMMED = ("same", "same"), ("same", "added"), ("added", "same")
 _WAYS = {
     "colwise": (0, _COPIED, _KEPT),
@@ -26,13 +26,12 @@ _WAYS = {
 of the activation in the forward pass, and of its gradient in the backward pass."""
 
 
-def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: _Note) -> list[str]:
+def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: Note) -> list[str]:
     """Give the layers of `model` the parameters that one rank of a tensor group holds. They have `cut_over`: `ranks`.
 
     Args:
         own: what `Task.tensor_plan` returned.
-        note: called for each collective of the group in forward and backward passes, with its name (`all_reduce`,
-            `all_gather`) and the bytes of the whole tensor that each rank has afterwards.
+        note: called for each collective of the group in forward and backward passes.
 
     Returns:
         lines about layers that stay whole.
@@ -62,10 +61,14 @@ def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: _
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
+        if style == plans.WORDS:
+            vars(module)["tensor_group"] = Alone(ranks, note)
+    for one, other in plan.tied:
+        model.get_submodule(one).weight = model.get_submodule(other).weight
     return plan.notes
 
 
-def _after(way: str, tensor: Tensor, ranks: int, note: _Note) -> Tensor:
+def _after(way: str, tensor: Tensor, ranks: int, note: Note) -> Tensor:
     """What a rank has after an exchange."""
     if way == "added":
         note("all_reduce", tensor.nbytes)

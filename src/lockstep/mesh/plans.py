@@ -21,7 +21,10 @@ _CUT = {
 """The styles that cut a layer: the class of such layers, and the number that must divide."""
 SUMMED = "replicated_with_grad_allreduce"
 """The style of a layer that every rank holds whole and applies to its part of the heads: its gradients are summed."""
-_AT_THE_ENDS = ("embedding_rowwise", "colwise_gather_output")  # stay whole where a model's plan cannot cut them
+WORDS = "colwise_gather_output"
+"""The style of a last layer: it is cut over its outputs, and gives all of them."""
+WORDS_IN = "embedding_rowwise"
+_AT_THE_ENDS = (WORDS_IN, WORDS)  # stay whole where a model's plan cannot cut them
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "n_heads", "n_head", "heads")
 
 
@@ -32,6 +35,8 @@ class Plan(NamedTuple):
     """By name of a module: its style."""
     notes: list[str]
     """Lines for the log."""
+    tied: list[tuple[str, str]]
+    """Pairs of a last layer and an embedding whose one weight is cut."""
 
 
 def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan:
@@ -58,7 +63,15 @@ def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan
         )
     names = _matched(model, wanted, where, is_own=own is not None)
     notes: list[str] = []
-    for name in _tied(model) & names.keys():
+    tied: list[tuple[str, str]] = []
+    whole: set[str] = set()
+    for sharing in _sharing(model):
+        ends = {names.get(name): name for name in sharing}
+        if len(sharing) == 2 and ends.keys() == {*_AT_THE_ENDS}:  # both are cut over the same words
+            tied.append((ends[WORDS], ends[WORDS_IN]))
+        else:
+            whole |= sharing
+    for name in sorted(whole & names.keys()):
         if own is not None:
             what, remedy = f"{name} shares its weight with another module", "leave both out of the plan"
             raise UsageError(what, where=where, remedy=remedy)
@@ -69,11 +82,12 @@ def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan
     for name in [name for name in uneven if own is None and names.get(name) in _AT_THE_ENDS]:
         notes.append(f"  {name} stays whole: {uneven.pop(name)} cannot be divided by {ranks}")
         del names[name]
+    tied = [ends for ends in tied if ends[0] in names]
     if uneven:
         shown = listed([f"{name} ({what})" for name, what in uneven.items()], _SHOWN)
         remedy = "use a parallel.tensor that divides these numbers, or leave the modules out of Task.tensor_plan"
         raise UsageError(f"{shown} cannot be divided by {ranks}", where=f"parallel.tensor={ranks}", remedy=remedy)
-    return Plan(names, notes)
+    return Plan(names, notes, tied)
 
 
 def _of_transformers(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -106,12 +120,12 @@ def _matched(model: nn.Module, wanted: Mapping[str, str], where: str, *, is_own:
     return found
 
 
-def _tied(model: nn.Module) -> set[str]:
-    """Names of the modules that have a parameter in common with another module."""
+def _sharing(model: nn.Module) -> list[set[str]]:
+    """Names of the modules that have a parameter in common, for each such parameter."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
-    return {name for sharing in owners.values() if len(sharing) > 1 for name in sharing}
+    return [names for names in owners.values() if len(names) > 1]
 
 
 def _check_types(model: nn.Module, names: Mapping[str, str], where: str) -> None:

@@ -21,6 +21,7 @@ from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.parallel.strategy import Forward, Losses, Waits
 from lockstep.core.parallel.world import World
 from lockstep.mesh import plans
+from lockstep.mesh.group import Joined
 
 _ROWS_SHOWN = 16
 
@@ -71,15 +72,20 @@ class MeshFSDP(FSDP):
         model = forward.model
         plan = plans.plan_of(model, forward.tensor_plan(), self.world.tensor)
         attributes = {name: vars(parameter) for name, parameter in model.named_parameters()}
-        styles = _styles()
+        styles, mesh = _styles(), self.mesh["tensor"]
+        group = Joined(self.world.tensor, mesh.get_local_rank(), mesh.get_group())
         for name, style in plan.styles.items():
             module = model.get_submodule(name)
             if style == plans.SUMMED:
                 self._summed |= {f"{name}.{key}" for key, _ in module.named_parameters()}
             else:
-                parallelize_module(module, self.mesh["tensor"], styles[style](), src_data_rank=None)
+                parallelize_module(module, mesh, styles[style](), src_data_rank=None)
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(_copied)
+            if style == plans.WORDS:
+                vars(module)["tensor_group"] = group  # for a loss that needs no whole logits
+        for one, other in plan.tied:
+            model.get_submodule(one).weight = model.get_submodule(other).weight
         for name, parameter in model.named_parameters():
             vars(parameter).update(attributes[name])  # those that a model sets; torch makes new objects
         count = sum(style != plans.SUMMED for style in plan.styles.values())

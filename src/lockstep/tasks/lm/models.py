@@ -18,13 +18,6 @@ from lockstep.tasks.text import hugging_face as text_models
 PLAIN_HEADS = ("gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3")
 """Models of transformers whose logits are their last layer, and nothing more."""
 _WHAT = "language"
-_SMALL_PLAN = {
-    "model.layers.*.self_attn.[qkv]_proj": "colwise",
-    "model.layers.*.self_attn.o_proj": "rowwise",
-    "model.layers.*.mlp.gate_proj": "colwise",
-    "model.layers.*.mlp.up_proj": "colwise",
-    "model.layers.*.mlp.down_proj": "rowwise",
-}
 _LEAK = 1e-3  # share of the largest logit. Rounding in float32 explains 1e-5; a model that sees other documents, 1e-1
 
 
@@ -121,20 +114,6 @@ def make_model(options: LmOptions, config: Any, *, trained: bool) -> tuple[nn.Mo
     dtype = adapters.DTYPES[lora.base_dtype]
     made = hugging_face.make_model(auto, config, options.model, what=_WHAT, new_head=False, dtype=dtype)
     return adapters.adapt(*made, options, lora), []
-
-
-def tensor_plan(options: LmOptions, config: Any) -> dict[str, str] | None:
-    """How `parallel.tensor` cuts a model. None: as the model says.
-
-    A loss in chunks uses the weight of the last layer, which stays whole then.
-    """
-    if options.is_small:
-        return _SMALL_PLAN
-    plan = getattr(config, "base_model_tp_plan", None)
-    if options.loss_chunk is None or not plan:
-        return None
-    kind = import_transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return {f"{kind.base_model_prefix}.{pattern}": style for pattern, style in plan.items()}
 
 
 def called(model: nn.Module, ids: Tensor, positions: Tensor | None = None, mask: Any = None, **options: Any) -> Any:

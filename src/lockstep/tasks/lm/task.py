@@ -210,9 +210,6 @@ class LanguageModel(Task):
         attention.use(model, self.options.attention)
         return model
 
-    def tensor_plan(self) -> dict[str, str] | None:
-        return models.tensor_plan(self.options, self.config)
-
     def loss_chunk(self, model: Any, device: torch.device) -> int | None:
         """The tokens whose loss is computed at a time. None: all. It is the same on all ranks.
 
