@@ -24,22 +24,44 @@ MESHES = {"1x1x2": (2, "ddp"), "1x2x2": (4, "fsdp"), "2x1x2": (4, "ddp")}
 
 
 def settings_of(strategy, micro=2, **more):
-    """20 steps of 8 rows, which have other numbers of tokens; the norm is clipped in most of them."""
+    """Steps of 8 rows, which have other numbers of tokens; the norm is clipped."""
     sections = {"batch": {"global": 8, "micro": micro}, "log": {"every_steps": 1}}
     sections["optim"] = {"name": "SGD", "lr": 0.5, "weight_decay": 0.0, "clip_norm": 0.5}
     return runs.config(**sections, parallel={"strategy": strategy, "tensor": 2}, **more)
 
 
-@pytest.mark.parametrize(
-    ("kind", "mesh"), mainly([("small", "1x1x2")], [(kind, mesh) for kind in MODELS for mesh in MESHES])
-)
-def test_a_language_model(corpus, kind, mesh):
+CASES = [(kind, mesh, 20) for kind in MODELS for mesh in MESHES]
+
+
+@pytest.mark.parametrize(("kind", "mesh", "steps"), mainly([("small", "1x1x2", 4)], [("small", "1x1x2", 4), *CASES]))
+def test_a_language_model(corpus, kind, mesh, steps):
     options = {"train": corpus, **MODELS[kind]}
-    plain, losses = lm_cases.by_hand(options, 20, 8, 0.5, clip_norm=0.5)
-    world, strategy = MESHES[mesh]
-    for weights, results in run_ranks(world, lm_cases.train, options, settings_of(strategy)):
+    plain, losses = lm_cases.by_hand(options, steps, 8, 0.5, clip_norm=0.5)
+    (world, strategy), train = MESHES[mesh], {"steps": steps}
+    for weights, results in run_ranks(world, lm_cases.train, options, settings_of(strategy, train=train)):
         assert lm_cases.difference(weights, plain) < 1e-10
         assert results["train/loss"] == pytest.approx(losses[-1], rel=1e-10)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["small", "llama"])
+def test_evaluations_and_texts_of_a_language_model_and_its_checkpoints(corpus, kind, tmp_path):
+    """The run goes on with one process from what the mesh saved."""
+    options = {"train": corpus, **MODELS[kind], "eval_fraction": 0.3, "new_tokens": 5}
+
+    def trained(ranks, folder, steps):
+        train = {"steps": steps, "eval_every_steps": 3}
+        settings = settings_of("fsdp", train=train, checkpoint={"mode": "sync"})
+        return run_ranks(ranks, lm_cases.train, options, settings, tmp_path / folder)
+
+    ((alone, expected),) = trained(1, "one", 3)
+    for weights, results in trained(4, "cut", 3):
+        assert lm_cases.difference(weights, alone) < 1e-10
+        for key in ("loss", "perplexity", "bits_per_byte", "accuracy"):
+            assert results[f"eval/{key}"] == pytest.approx(expected[f"eval/{key}"], rel=1e-10)
+    ((on, found),), ((alone, expected),) = trained(1, "cut", 6), trained(1, "one", 6)
+    assert lm_cases.difference(on, alone) < 1e-10
+    assert found["eval/perplexity"] == pytest.approx(expected["eval/perplexity"], rel=1e-10)
 
 
 @pytest.mark.parametrize("chunk", mainly([2], [None, 2]))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.mesh import plans
+from lockstep.mesh import plans, tokens
 from lockstep.mesh.group import Alone, Note
 
 _KEPT, _COPIED, _SUMMED = ("same", "same"), ("same", "added"), ("added", "same")
@@ -40,9 +40,10 @@ def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: N
         UsageError: as `plans.plan_of`.
     """
     plan = plans.plan_of(model, own, ranks)
+    group = Alone(ranks, note)
     exchanged: Any = _Exchanged.apply
     for name, style in plan.styles.items():
-        if style == plans.SUMMED:
+        if style not in plans.CUT:
             continue
         module, (dimension, before, after) = model.get_submodule(name), _WAYS[style]
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -59,12 +60,15 @@ def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: N
         def leave(_: Any, __: Any, output: Tensor, ways: Any = after) -> Any:
             return exchanged(output, ways, ranks, note)
 
+        if name in plan.inside:
+            continue
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
         if style == plans.WORDS:
-            vars(module)["tensor_group"] = Alone(ranks, note)
+            vars(module)["tensor_group"] = group
     for one, other in plan.tied:
         model.get_submodule(one).weight = model.get_submodule(other).weight
+    tokens.arrange(model, plan, group)
     return plan.notes
 
 

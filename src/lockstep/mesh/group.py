@@ -26,6 +26,9 @@ class Group(Protocol):
     def add(self, tensor: Tensor) -> None:
         """Put the sum over the ranks in the place of `tensor`."""
 
+    def scatter(self, parts: list[Tensor]) -> Tensor:
+        """The sum over the ranks of the part that is this rank's, of one for each rank."""
+
 
 class Joined(Group):
     """Ranks of a process group."""
@@ -40,6 +43,11 @@ class Joined(Group):
 
     def add(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
+
+    def scatter(self, parts: list[Tensor]) -> Tensor:
+        found = torch.empty_like(parts[0])
+        dist.reduce_scatter(found, parts, group=self.group)
+        return found
 
 
 class Alone(Group):
@@ -56,3 +64,7 @@ class Alone(Group):
 
     def add(self, tensor: Tensor) -> None:
         self.note("all_reduce", tensor.nbytes)
+
+    def scatter(self, parts: list[Tensor]) -> Tensor:
+        self.note("reduce_scatter", sum(part.nbytes for part in parts))
+        return parts[0].clone()
