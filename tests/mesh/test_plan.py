@@ -26,7 +26,7 @@ from tests.selection import mainly
 NUMBER = 8  # bytes: the model is in float64
 
 
-def collectives_of_a_step(given):
+def collectives_of_a_step(given, options):
     """What torch's flight recorder has of the third step: group, collective, and the numbers of the rank's input."""
     found, step = [], loop.train_step
 
@@ -39,21 +39,21 @@ def collectives_of_a_step(given):
 
     loop.train_step = recorded
     try:
-        mesh_cases.fit(given)
+        mesh_cases.fit(given, options)
     finally:
         loop.train_step = step
     sizes = [(e["process_group"][1], e["profiling_name"], math.prod(e["input_sizes"][0])) for e in found]
     return [each for each, entry in zip(sizes, found, strict=True) if entry["input_dtypes"] == ["Double"]]
 
 
-def counted(given, ranks, shape):
+def counted(given, options, ranks, shape):
     """By group and collective: how many there are in a step, and the bytes of the whole tensors, on the first rank,
     which has most rows.
 
     The sums of units and of the norm have one number, and a group of one rank sends nothing.
     """
     found = collections.defaultdict(lambda: [0, 0])
-    for group, name, size in run_ranks(ranks, collectives_of_a_step, given)[0]:
+    for group, name, size in run_ranks(ranks, collectives_of_a_step, given, options)[0]:
         group = "tensor" if group == "default_pg" else group.removeprefix("mesh_")  # a tensor group of all ranks
         if size == 1 or shape[group] == 1:
             continue
@@ -66,10 +66,15 @@ def counted(given, ranks, shape):
 
 CASES = [(name, accumulate, False) for name in ("1x1x2", "1x2x2", "2x1x2", "2x2x2") for accumulate in (1, 2)]
 CASES += [("1x2x2", 1, True), ("each micro-batch", 3, False)]
+CASES = [(*case, plan) for case in CASES for plan in ("PLAN", "BY_TOKENS")]
 
 
-@pytest.mark.parametrize(("name", "accumulate", "recompute"), mainly([("1x1x2", 2, False)], CASES))
-def test_the_collectives_of_a_step_are_those_that_ranks_make(name, accumulate, recompute):
+@pytest.mark.parametrize(
+    ("name", "accumulate", "recompute", "plan"),
+    mainly([("1x1x2", 2, False, "PLAN"), ("1x1x2", 1, False, "BY_TOKENS")], CASES),
+)
+def test_the_collectives_of_a_step_are_those_that_ranks_make(name, accumulate, recompute, plan):
+    options = {"plan": getattr(mesh_cases, plan)}
     ranks, parallel = MESHES[name]
     compute = {"compute": {"activation_checkpointing": recompute}}
     given = sections(name, accumulate, train={"steps": 3}, **compute)
@@ -86,14 +91,15 @@ def test_the_collectives_of_a_step_are_those_that_ranks_make(name, accumulate, r
         tensor=2,
     )
     config = config_file.parse(runs.config(**given), needs_task=False)
-    facts = facts_of(mesh_cases.Cut(), config, device="cpu", precisions=("fp32",), recompute=(recompute,))
+    facts = facts_of(mesh_cases.Cut(**options), config, device="cpu", precisions=("fp32",), recompute=(recompute,))
     planned = collections.defaultdict(lambda: (0, 0))
     for each in estimate(facts, setting).communication.traffic:
         if each.group != "all":
-            count, size = planned[each.group, each.collective]
-            planned[each.group, each.collective] = count + each.times, size + each.bytes
+            kind = "all_reduce" if each.group == "tensor" and "reduce" in each.collective else each.collective
+            count, size = planned[each.group, kind]  # of a tensor group: gloo reduces all in both
+            planned[each.group, kind] = count + each.times, size + each.bytes
     shape = {"replicate": setting.replicas, "shard": setting.shards, "tensor": 2}
-    assert counted(given, ranks, shape) == planned
+    assert counted(given, options, ranks, shape) == planned
 
 
 # ---- bytes

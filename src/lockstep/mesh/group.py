@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # torch 2.13 renamed it
 Note = Callable[[str, int], None]
 """Called for a collective: with its name, and the bytes of the whole tensor that each rank has before or after it."""
 
@@ -46,7 +47,7 @@ class Joined(Group):
 
     def scatter(self, parts: list[Tensor]) -> Tensor:
         found = torch.empty_like(parts[0])
-        dist.reduce_scatter(found, parts, group=self.group)
+        _reduce_scatter(found, torch.stack(parts).flatten(0, 1), group=self.group)
         return found
 
 

@@ -116,6 +116,27 @@ def make_model(options: LmOptions, config: Any, *, trained: bool) -> tuple[nn.Mo
     return adapters.adapt(*made, options, lora), []
 
 
+def cut_tokens(model: Any) -> None:
+    """Let the plan of a model say that ranks of a tensor group hold parts of the tokens in its blocks.
+
+    Attention of transformers looks at the shape of its input, and so gets all tokens.
+
+    Raises:
+        UsageError: the model has no plan, or its plan has no layers in repeated blocks.
+    """
+    plan = dict(getattr(model, "_tp_plan", None) or {})
+    cut = [pattern.partition(".*.") for pattern, style in plan.items() if style == "colwise" and ".*." in pattern]
+    for list_of_blocks, _, inside in cut:
+        parent = inside.rpartition(".")[0]
+        plan[f"{list_of_blocks}.*"] = "sequence_parallel"
+        if "att" in parent:
+            plan[f"{list_of_blocks}.*.{parent}"] = "sequence_gather"
+    if not cut:
+        what, remedy = f"{type(model).__name__} has no plan of blocks that are cut", "set task.cut_tokens=false"
+        raise UsageError(what, where="task.cut_tokens", remedy=remedy)
+    model._tp_plan = plan
+
+
 def called(model: nn.Module, ids: Tensor, positions: Tensor | None = None, mask: Any = None, **options: Any) -> Any:
     """The output of a model: `logits`, and `past_key_values` where they were asked for.
 

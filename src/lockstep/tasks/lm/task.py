@@ -198,6 +198,8 @@ class LanguageModel(Task):
         models.check_lengths(self.config, self.options.length, self.options.packing)
         model, self.new_weights = models.make_model(self.options, self.config, trained=self._trained)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        if self.options.cut_tokens:
+            models.cut_tokens(model)
         if self.options.is_small:
             return model
         if torch.empty(0).device.type != "meta":
