@@ -13,6 +13,8 @@ QWEN = {"config": lm_cases.LLAMA | {"model_type": "qwen3", "head_dim": 4}}  # no
 UNTIED = {"small": lm_cases.SMALL["small"] | {"tie": False}, "loss_chunk": 20}
 MODELS = {"small": {**lm_cases.SMALL, "loss_chunk": 20}, "untied": UNTIED, "llama": {"config": lm_cases.LLAMA}}
 MODELS |= {"gathered": GATHERED, "qwen3": QWEN}
+BY_TOKENS = {"cut_tokens": True, "length": 31}  # of which a rank has 16
+MODELS |= {f"{kind}, tokens": MODELS[kind] | BY_TOKENS for kind in ("small", "llama", "qwen3")}
 
 
 @pytest.fixture(scope="module")
