@@ -33,20 +33,37 @@ def settings_of(strategy, micro=2, **more):
 
 
 CASES = [(kind, mesh, 20) for kind in MODELS for mesh in MESHES]
+KEPT = [("small", "1x1x2", 3), ("llama, tokens", "1x1x2", 3)]
 
 
-@pytest.mark.parametrize(("kind", "mesh", "steps"), mainly([("small", "1x1x2", 4)], [("small", "1x1x2", 4), *CASES]))
+def scores_by_hand(options, weights):
+    """Perplexity and accuracy of the evaluation, from all logits of each document."""
+    task = lm_cases.small_task(**options)
+    model, rows = task.model().double(), task.eval_data()
+    model.load_state_dict(weights)
+    pairs = [pair for row in range(len(rows)) for pair in lm_cases.pieces(rows[row])]
+    with torch.no_grad():
+        logits = torch.cat([model(input_ids=ids[None]).logits[0] for ids, _ in pairs])
+    targets = torch.cat([targets for _, targets in pairs])
+    right = (logits.argmax(-1) == targets)[targets != -100]
+    return float(torch.nn.functional.cross_entropy(logits, targets).exp()), float(right.double().mean())
+
+
+@pytest.mark.parametrize(("kind", "mesh", "steps"), mainly(KEPT, [*KEPT, *CASES]))
 def test_a_language_model(corpus, kind, mesh, steps):
-    options = {"train": corpus, **MODELS[kind]}
+    options = {"train": corpus, **MODELS[kind], "eval_fraction": 0.3, "prompts": []}
     plain, losses = lm_cases.by_hand(options, steps, 8, 0.5, clip_norm=0.5)
+    perplexity, accuracy = scores_by_hand(options, plain)
     (world, strategy), train = MESHES[mesh], {"steps": steps}
     for weights, results in run_ranks(world, lm_cases.train, options, settings_of(strategy, train=train)):
         assert lm_cases.difference(weights, plain) < 1e-10
         assert results["train/loss"] == pytest.approx(losses[-1], rel=1e-10)
+        assert results["eval/perplexity"] == pytest.approx(perplexity, rel=1e-10)
+        assert results["eval/accuracy"] == pytest.approx(accuracy, rel=1e-10)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["small", "llama"])
+@pytest.mark.parametrize("kind", ["small", "llama", "llama, tokens"])
 def test_evaluations_and_texts_of_a_language_model_and_its_checkpoints(corpus, kind, tmp_path):
     """The run goes on with one process from what the mesh saved."""
     options = {"train": corpus, **MODELS[kind], "eval_fraction": 0.3, "new_tokens": 5}

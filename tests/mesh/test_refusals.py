@@ -30,6 +30,17 @@ REFUSED = [
     (layers(a=nn.LayerNorm(4)), {"a": "colwise"}, "a is a torch.nn.modules.normalization.LayerNorm"),
     (layers(a=nn.Linear(4, 4), b=nn.SyncBatchNorm(4)), {"a": "colwise"}, "SyncBatchNorm would count"),
     (layers(a=nn.Embedding(5, 4)), {"a": "embedding_rowwise"}, r"num_embeddings=5"),
+    (
+        layers(a=layers(b=nn.Linear(4, 4))),
+        {"a": "sequence_parallel", "a.b": "colwise_gather_output"},
+        "a.b has the style colwise_gather_output in a, which has sequence_parallel",
+    ),
+    (layers(a=layers(b=nn.Linear(4, 4))), {"a": "sequence_gather"}, "a has the style sequence_gather in no block"),
+    (
+        layers(a=layers(b=nn.Linear(4, 4), c=nn.BatchNorm1d(4))),
+        {"a": "sequence_parallel", "a.b": "colwise"},
+        "a.c would see the tokens of one rank",
+    ),
 ]
 
 

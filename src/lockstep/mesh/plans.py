@@ -59,7 +59,8 @@ def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan
         what = "SyncBatchNorm would count the samples of a tensor group several times"
         raise UsageError(what, where=f"parallel.tensor={ranks}", remedy="use GroupNorm or LayerNorm")
     wanted = dict(_of_transformers(model)) if own is None else dict(own)
-    if not wanted:
+    names = _matched(model, wanted, where, is_own=own is not None)
+    if not names:
         raise UsageError(
             f"nothing says how {type(model).__name__} could be cut over {ranks} ranks",
             where=where,
@@ -67,7 +68,6 @@ def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan
             "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}; or use parallel.strategy=fsdp with "
             "parallel.tensor=1, which needs no plan",
         )
-    names = _matched(model, wanted, where, is_own=own is not None)
     notes: list[str] = []
     tied: list[tuple[str, str]] = []
     whole: set[str] = set()
@@ -102,7 +102,10 @@ def _of_transformers(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in seen):
             continue
-        if hasattr(module, "_tp_plan") and hasattr(module, "config"):
+        has_plan = hasattr(type(module), "_tp_plan") or "_tp_plan" in vars(
+            module
+        )  # adapters show that of the model inside
+        if has_plan and hasattr(module, "config"):
             prefix = f"{name}." if name else ""
             seen.append(prefix)
             yield from ((f"{prefix}{pattern}", style) for pattern, style in (module._tp_plan or {}).items())

@@ -1,9 +1,9 @@
 """Blocks that hold the activations between their cut layers for a part of the tokens on each rank.
 
-This is sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). A block gets and gives all tokens.
-Inside, each rank has its part of them: norms, dropout and sums see this part. A `colwise` layer gathers the parts, and
-a `rowwise` layer gives each rank the sum of its part. What is kept for the backward pass of a `colwise` layer is the
-part, which is gathered again then.
+This is sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2). A block gets and gives all
+tokens. Inside, each rank has its part of them: norms, dropout and sums see this part. A `colwise` layer gathers the
+parts, and a `rowwise` layer gives each rank the sum of its part. What a `colwise` layer keeps for the backward pass is
+the part, which is gathered again then.
 """
 
 from __future__ import annotations
