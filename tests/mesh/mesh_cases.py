@@ -83,6 +83,11 @@ class Cut(Masked):
         return model(batch[0])
 
 
+class ByTokens(Cut):
+    def tensor_plan(self):
+        return BY_TOKENS
+
+
 class Measured(Cut):
     """It has metrics, of the training too."""
 

@@ -105,24 +105,26 @@ def test_the_collectives_of_a_step_are_those_that_ranks_make(name, accumulate, r
 # ---- bytes
 
 
-def parsed(file=mesh_cases.__file__, **given):
-    return config_file.parse(runs.config(task={"kind": f"{file}:Cut"}, **given))
+def parsed(file=mesh_cases.__file__, kind="Cut", **given):
+    return config_file.parse(runs.config(task={"kind": f"{file}:{kind}"}, **given))
 
 
-def measured(given):
-    return measure(parsed(**given))
+def measured(given, kind):
+    return measure(parsed(kind=kind, **given))
 
 
 @pytest.mark.exhaustive  # at a load of 40 on two cores, the state of the optimizer once measured 3 % less
+@pytest.mark.parametrize("kind", ["Cut", "ByTokens"])
 @pytest.mark.parametrize("name", ["1x1x2", "1x2x2", "2x1x2"])
-def test_a_rank_holds_the_bytes_that_the_plan_tells(name):
+def test_a_rank_holds_the_bytes_that_the_plan_tells(name, kind):
     given = sections(name)
-    found = run_ranks(MESHES[name][0], measured, given)[0]
-    setting, rows = compare(parsed(**given), found, 0.4)
+    found = run_ranks(MESHES[name][0], measured, given, kind)[0]
+    setting, rows = compare(parsed(kind=kind, **given), found, 0.4)
     assert (setting.tensor, setting.data_ranks) == (2, found.world // 2)
     off = {row.part: row.off for row in rows}
     assert [off[part] for part in ("parameters", "gradients", "optimizer")] == [0, 0, 0]
     assert off["kept by a forward pass"] == pytest.approx(0, abs=0.02)
+    assert off["operations of a sample"] == 0
 
 
 def test_layers_are_cut_and_activations_have_the_sizes_of_a_rank():

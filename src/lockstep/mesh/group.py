@@ -27,8 +27,8 @@ class Group(Protocol):
     def add(self, tensor: Tensor) -> None:
         """Put the sum over the ranks in the place of `tensor`."""
 
-    def scatter(self, parts: list[Tensor]) -> Tensor:
-        """The sum over the ranks of the part that is this rank's, of one for each rank."""
+    def scatter(self, parts: Tensor) -> Tensor:
+        """The sum over the ranks of the part that is this rank's, of one for each rank: (ranks, *shape)."""
 
 
 class Joined(Group):
@@ -45,9 +45,9 @@ class Joined(Group):
     def add(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
 
-    def scatter(self, parts: list[Tensor]) -> Tensor:
+    def scatter(self, parts: Tensor) -> Tensor:
         found = torch.empty_like(parts[0])
-        _reduce_scatter(found, torch.stack(parts).flatten(0, 1), group=self.group)
+        _reduce_scatter(found, parts.flatten(0, 1), group=self.group)
         return found
 
 
@@ -66,6 +66,6 @@ class Alone(Group):
     def add(self, tensor: Tensor) -> None:
         self.note("all_reduce", tensor.nbytes)
 
-    def scatter(self, parts: list[Tensor]) -> Tensor:
-        self.note("reduce_scatter", sum(part.nbytes for part in parts))
+    def scatter(self, parts: Tensor) -> Tensor:
+        self.note("reduce_scatter", parts.nbytes)
         return parts[0].clone()

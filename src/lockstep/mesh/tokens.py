@@ -81,7 +81,7 @@ class Tokens:
         """This rank's part of the sum over ranks."""
         missing = self.of_part * self.group.ranks - whole.shape[-2]
         filled = functional.pad(whole, (0, 0, 0, missing)) if missing else whole
-        return self.group.scatter([part.contiguous() for part in filled.chunk(self.group.ranks, dim=-2)])
+        return self.group.scatter(filled.unflatten(-2, (self.group.ranks, -1)).movedim(-3, 0).contiguous())
 
 
 # ---- what is exchanged in the forward pass, and of the gradient in the backward pass
