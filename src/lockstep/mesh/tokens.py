@@ -81,7 +81,8 @@ class Tokens:
         """This rank's part of the sum over ranks."""
         missing = self.of_part * self.group.ranks - whole.shape[-2]
         filled = functional.pad(whole, (0, 0, 0, missing)) if missing else whole
-        return self.group.scatter(filled.unflatten(-2, (self.group.ranks, -1)).movedim(-3, 0).contiguous())
+        parts = filled.reshape(*whole.shape[:-2], self.group.ranks, self.of_part, whole.shape[-1])
+        return self.group.scatter(parts.movedim(-3, 0).contiguous())
 
 
 # ---- what is exchanged in the forward pass, and of the gradient in the backward pass
