@@ -54,7 +54,7 @@ def test_a_language_model(corpus, kind, mesh, steps):
     options = {"train": corpus, **MODELS[kind], "eval_fraction": 0.3, "prompts": []}
     plain, losses = lm_cases.by_hand(options, steps, 8, 0.5, clip_norm=0.5)
     perplexity, accuracy = scores_by_hand(options, plain)
-    (world, strategy), train = MESHES[mesh], {"steps": steps}
+    (world, strategy), train = MESHES[mesh], {"steps": steps, "eval_every_steps": steps}
     for weights, results in run_ranks(world, lm_cases.train, options, settings_of(strategy, train=train)):
         assert lm_cases.difference(weights, plain) < 1e-10
         assert results["train/loss"] == pytest.approx(losses[-1], rel=1e-10)

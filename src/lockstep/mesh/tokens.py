@@ -65,7 +65,7 @@ class Tokens:
     def whole(self, part: Tensor) -> Tensor:
         """All tokens, gathered from the parts of all ranks."""
         found = torch.cat([*self.group.gather(part)], dim=-2)
-        return found if found.shape[-2] == self.count else found.narrow(-2, 0, self.count).contiguous()
+        return found if found.shape[-2] == self.count else found.narrow(-2, 0, self.count).clone()
 
     def whole_once(self, part: Tensor, dtype: torch.dtype) -> Tensor:
         """`whole`, which is gathered once for layers in a row that get the same part."""
