@@ -55,12 +55,20 @@ class Chunks(Logits):
         return sum(checkpoint(of_chunk, *part, use_reentrant=False) for part in parts) / TOKENS
 
 
+class Parts(Chunks):
+    """The same; between cut layers, each rank has its part of the tokens."""
+
+    def tensor_plan(self):
+        blocks = {"model.layers.*": "sequence_parallel", "model.layers.*.self_attn": "sequence_gather"}
+        return super().tensor_plan() | blocks
+
+
 def main() -> None:
     from lockstep.plan.facts import facts_of
 
     print("GB of one text in bf16, at the largest moment of the passes, and kept for the backward pass\n")
     print("| loss | recomputed | tensor | largest | kept | of kept, whole on each GPU |\n|---|---|---:|---:|---:|---:|")
-    for task in (Logits, Chunks):
+    for task in (Logits, Chunks, Parts):
         for again in (False, True):
             kept: dict[int, float] = {}
             for tensor in (1, 8):

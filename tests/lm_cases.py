@@ -74,7 +74,7 @@ def loss_of_each(model, row):
     return torch.stack(losses).sum(), tokens
 
 
-def by_hand(options, steps, global_batch, lr, make=None):
+def by_hand(options, steps, global_batch, lr, make=None, clip_norm=None):
     """Train by SGD, document by document, with the mean over all tokens of a step.
 
     Args:
@@ -99,6 +99,8 @@ def by_hand(options, steps, global_batch, lr, make=None):
         loss = torch.stack(sums).sum() / sum(counts)
         optimizer.zero_grad()
         loss.backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         losses.append(loss.item())
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, losses

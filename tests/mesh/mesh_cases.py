@@ -19,6 +19,9 @@ PLAN = {
     "blocks.*.down": "rowwise",
 }
 
+BY_TOKENS = PLAN | {"blocks.*": "sequence_parallel"}
+"""Ranks have parts of the five tokens between cut layers, of which the last is filled up."""
+
 
 class Block(nn.Module):
     """Attention of 4 heads between five tokens, a norm within each head, and a feed-forward layer; all with biases.
@@ -78,6 +81,11 @@ class Cut(Masked):
 
     def predict(self, model, batch):
         return model(batch[0])
+
+
+class ByTokens(Cut):
+    def tensor_plan(self):
+        return BY_TOKENS
 
 
 class Measured(Cut):

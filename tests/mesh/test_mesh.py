@@ -1,5 +1,7 @@
 """Models that are cut across ranks: weights, norms, logs and evaluations are those of one process in plain torch."""
 
+import itertools
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -39,17 +41,17 @@ def expected():
     return {clip: runs.by_hand(mesh_cases.Cut(), clip_norm=clip) for clip in (None, 0.5)}
 
 
+CASES = itertools.product(MESHES, (1, 2, 3), (None, 0.5), ("PLAN", "BY_TOKENS"))
+
+
 @pytest.mark.parametrize(
-    ("name", "accumulate", "clip_norm"),
-    mainly(
-        [("1x2x2", 2, 0.5)],
-        [(name, accumulate, clip) for name in MESHES for accumulate in (1, 2, 3) for clip in (None, 0.5)],
-    ),
+    ("name", "accumulate", "clip_norm", "plan"),
+    mainly([("1x2x2", 2, 0.5, "PLAN"), ("1x1x2", 1, 0.5, "BY_TOKENS")], CASES),
 )
-def test_weights_and_norms_after_20_steps_are_those_of_plain_torch(expected, name, accumulate, clip_norm):
+def test_weights_and_norms_after_20_steps_are_those_of_plain_torch(expected, name, accumulate, clip_norm, plan):
     weights, norms = expected[clip_norm]
     given = sections(name, accumulate, optim={"clip_norm": clip_norm})
-    answers = run_ranks(MESHES[name][0], mesh_cases.fit, given)
+    answers = run_ranks(MESHES[name][0], mesh_cases.fit, given, {"plan": getattr(mesh_cases, plan)})
     for found, results in answers:
         assert found.pop("calls") == 20 * accumulate
         assert runs.difference(found, without_calls(weights)) < 1e-10

@@ -17,7 +17,8 @@ from lockstep.plan.facts import facts_of
 from lockstep.plan.inputs import Setting, World
 from lockstep.plan.measure import compare, measure
 from lockstep.recipes import config_file
-from tests import runs
+from lockstep.verify.comparable_task import ComparableTask, TaskChanges
+from tests import lm_cases, runs
 from tests.mesh import mesh_cases
 from tests.mesh.test_mesh import MESHES, sections
 from tests.ranks import run_ranks
@@ -26,7 +27,7 @@ from tests.selection import mainly
 NUMBER = 8  # bytes: the model is in float64
 
 
-def collectives_of_a_step(given):
+def collectives_of_a_step(fit, *arguments):
     """What torch's flight recorder has of the third step: group, collective, and the numbers of the rank's input."""
     found, step = [], loop.train_step
 
@@ -39,21 +40,21 @@ def collectives_of_a_step(given):
 
     loop.train_step = recorded
     try:
-        mesh_cases.fit(given)
+        fit(*arguments)
     finally:
         loop.train_step = step
     sizes = [(e["process_group"][1], e["profiling_name"], math.prod(e["input_sizes"][0])) for e in found]
     return [each for each, entry in zip(sizes, found, strict=True) if entry["input_dtypes"] == ["Double"]]
 
 
-def counted(given, ranks, shape):
+def counted(ranks, shape, *training):
     """By group and collective: how many there are in a step, and the bytes of the whole tensors, on the first rank,
     which has most rows.
 
     The sums of units and of the norm have one number, and a group of one rank sends nothing.
     """
     found = collections.defaultdict(lambda: [0, 0])
-    for group, name, size in run_ranks(ranks, collectives_of_a_step, given)[0]:
+    for group, name, size in run_ranks(ranks, collectives_of_a_step, *training)[0]:
         group = "tensor" if group == "default_pg" else group.removeprefix("mesh_")  # a tensor group of all ranks
         if size == 1 or shape[group] == 1:
             continue
@@ -64,12 +65,28 @@ def counted(given, ranks, shape):
     return {key: tuple(values) for key, values in found.items()}
 
 
+def planned(facts, setting):
+    """As `counted`, from the plan."""
+    found = collections.defaultdict(lambda: (0, 0))
+    for each in estimate(facts, setting).communication.traffic:
+        if each.group != "all":
+            kind = "all_reduce" if each.group == "tensor" and "reduce" in each.collective else each.collective
+            count, size = found[each.group, kind]  # of a tensor group: gloo reduces all in both
+            found[each.group, kind] = count + each.times, size + each.bytes
+    return found
+
+
 CASES = [(name, accumulate, False) for name in ("1x1x2", "1x2x2", "2x1x2", "2x2x2") for accumulate in (1, 2)]
 CASES += [("1x2x2", 1, True), ("each micro-batch", 3, False)]
+CASES = [(*case, plan) for case in CASES for plan in ("PLAN", "BY_TOKENS")]
 
 
-@pytest.mark.parametrize(("name", "accumulate", "recompute"), mainly([("1x1x2", 2, False)], CASES))
-def test_the_collectives_of_a_step_are_those_that_ranks_make(name, accumulate, recompute):
+@pytest.mark.parametrize(
+    ("name", "accumulate", "recompute", "plan"),
+    mainly([("1x1x2", 2, False, "PLAN"), ("1x1x2", 1, False, "BY_TOKENS")], CASES),
+)
+def test_the_collectives_of_a_step_are_those_that_ranks_make(name, accumulate, recompute, plan):
+    options = {"plan": getattr(mesh_cases, plan)}
     ranks, parallel = MESHES[name]
     compute = {"compute": {"activation_checkpointing": recompute}}
     given = sections(name, accumulate, train={"steps": 3}, **compute)
@@ -86,37 +103,47 @@ def test_the_collectives_of_a_step_are_those_that_ranks_make(name, accumulate, r
         tensor=2,
     )
     config = config_file.parse(runs.config(**given), needs_task=False)
-    facts = facts_of(mesh_cases.Cut(), config, device="cpu", precisions=("fp32",), recompute=(recompute,))
-    planned = collections.defaultdict(lambda: (0, 0))
-    for each in estimate(facts, setting).communication.traffic:
-        if each.group != "all":
-            count, size = planned[each.group, each.collective]
-            planned[each.group, each.collective] = count + each.times, size + each.bytes
+    facts = facts_of(mesh_cases.Cut(**options), config, device="cpu", precisions=("fp32",), recompute=(recompute,))
     shape = {"replicate": setting.replicas, "shard": setting.shards, "tensor": 2}
-    assert counted(given, ranks, shape) == planned
+    assert counted(ranks, shape, mesh_cases.fit, given, options) == planned(facts, setting)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("more", [{}, {"cut_tokens": True}])
+def test_the_collectives_of_a_language_model_are_those_that_ranks_make(tmp_path, more):
+    options = {"train": lm_cases.corpus(tmp_path), **lm_cases.SMALL, "loss_chunk": 20, **more}
+    optim = {"name": "SGD", "weight_decay": 0.0}
+    given = runs.config(batch={"global": 4, "micro": 2}, train={"steps": 3}, parallel={"tensor": 2}, optim=optim)
+    task = ComparableTask(lm_cases.small_task(**options), TaskChanges(float64=True))
+    config = config_file.parse(given, needs_task=False)
+    facts = facts_of(task, config, device="cpu", precisions=("fp32",), recompute=(False,))
+    found = counted(2, {"replicate": 1, "shard": 1, "tensor": 2}, lm_cases.train, options, given)
+    assert found == planned(facts, Setting(World(2, 2), "ddp", "fp32", 2, 2, tensor=2))
 
 
 # ---- bytes
 
 
-def parsed(file=mesh_cases.__file__, **given):
-    return config_file.parse(runs.config(task={"kind": f"{file}:Cut"}, **given))
+def parsed(file=mesh_cases.__file__, kind="Cut", **given):
+    return config_file.parse(runs.config(task={"kind": f"{file}:{kind}"}, **given))
 
 
-def measured(given):
-    return measure(parsed(**given))
+def measured(given, kind):
+    return measure(parsed(kind=kind, **given))
 
 
 @pytest.mark.exhaustive  # at a load of 40 on two cores, the state of the optimizer once measured 3 % less
+@pytest.mark.parametrize("kind", ["Cut", "ByTokens"])
 @pytest.mark.parametrize("name", ["1x1x2", "1x2x2", "2x1x2"])
-def test_a_rank_holds_the_bytes_that_the_plan_tells(name):
+def test_a_rank_holds_the_bytes_that_the_plan_tells(name, kind):
     given = sections(name)
-    found = run_ranks(MESHES[name][0], measured, given)[0]
-    setting, rows = compare(parsed(**given), found, 0.4)
+    found = run_ranks(MESHES[name][0], measured, given, kind)[0]
+    setting, rows = compare(parsed(kind=kind, **given), found, 0.4)
     assert (setting.tensor, setting.data_ranks) == (2, found.world // 2)
     off = {row.part: row.off for row in rows}
     assert [off[part] for part in ("parameters", "gradients", "optimizer")] == [0, 0, 0]
     assert off["kept by a forward pass"] == pytest.approx(0, abs=0.02)
+    assert off["operations of a sample"] == 0
 
 
 def test_layers_are_cut_and_activations_have_the_sizes_of_a_rank():

@@ -30,6 +30,17 @@ REFUSED = [
     (layers(a=nn.LayerNorm(4)), {"a": "colwise"}, "a is a torch.nn.modules.normalization.LayerNorm"),
     (layers(a=nn.Linear(4, 4), b=nn.SyncBatchNorm(4)), {"a": "colwise"}, "SyncBatchNorm would count"),
     (layers(a=nn.Embedding(5, 4)), {"a": "embedding_rowwise"}, r"num_embeddings=5"),
+    (
+        layers(a=layers(b=nn.Linear(4, 4))),
+        {"a": "sequence_parallel", "a.b": "colwise_gather_output"},
+        "a.b has the style colwise_gather_output in a, which has sequence_parallel",
+    ),
+    (layers(a=layers(b=nn.Linear(4, 4))), {"a": "sequence_gather"}, "a has the style sequence_gather in no block"),
+    (
+        layers(a=layers(b=nn.Linear(4, 4), c=nn.BatchNorm1d(4))),
+        {"a": "sequence_parallel", "a.b": "colwise"},
+        "a.c would see the tokens of one rank",
+    ),
 ]
 
 
@@ -57,11 +68,16 @@ def test_a_plan_of_transformers_leaves_ends_whole_that_cannot_be_cut():
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
-    for options in ({"vocab_size": 9}, {"vocab_size": 10, "tie_word_embeddings": True}):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, **options))
-        styles, notes = plan(model)
-        assert len(styles) == 7
-        assert [note.split()[0] for note in sorted(notes)] == ["lm_head", "model.embed_tokens"]
+    for tie in (False, True):
+        sizes |= {"tie_word_embeddings": tie}
+        uneven, even = (
+            plan(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=v)))
+            for v in (9, 10)
+        )
+        assert len(uneven.styles) == 7
+        assert [note.split()[0] for note in sorted(uneven.notes)] == ["lm_head", "model.embed_tokens"]
+        assert (len(even.styles), even.notes, uneven.tied) == (9, [], [])
+        assert even.tied == [("lm_head", "model.embed_tokens")] * tie
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=10))
     with pytest.raises(UsageError, match="num_key_value_heads=1"):
         plan(model)

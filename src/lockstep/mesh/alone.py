@@ -5,15 +5,15 @@ What other ranks would send has the right size, and nothing else: the results of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.mesh import plans
+from lockstep.mesh import plans, tokens
+from lockstep.mesh.group import Alone, Note
 
-_Note = Callable[[str, int], None]
 _KEPT, _COPIED, _SUMMED = ("same", "same"), ("same", "added"), ("added", "same")
 _WAYS = {
     "colwise": (0, _COPIED, _KEPT),
@@ -26,13 +26,12 @@ _WAYS = {
 of the activation in the forward pass, and of its gradient in the backward pass."""
 
 
-def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: _Note) -> list[str]:
+def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: Note) -> list[str]:
     """Give the layers of `model` the parameters that one rank of a tensor group holds. They have `cut_over`: `ranks`.
 
     Args:
         own: what `Task.tensor_plan` returned.
-        note: called for each collective of the group in forward and backward passes, with its name (`all_reduce`,
-            `all_gather`) and the bytes of the whole tensor that each rank has afterwards.
+        note: called for each collective of the group in forward and backward passes.
 
     Returns:
         lines about layers that stay whole.
@@ -41,9 +40,10 @@ def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: _
         UsageError: as `plans.plan_of`.
     """
     plan = plans.plan_of(model, own, ranks)
+    group = Alone(ranks, note)
     exchanged: Any = _Exchanged.apply
     for name, style in plan.styles.items():
-        if style == plans.SUMMED:
+        if style not in plans.CUT:
             continue
         module, (dimension, before, after) = model.get_submodule(name), _WAYS[style]
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -60,12 +60,19 @@ def part_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int, note: _
         def leave(_: Any, __: Any, output: Tensor, ways: Any = after) -> Any:
             return exchanged(output, ways, ranks, note)
 
+        if name in plan.inside:
+            continue
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
+        if style == plans.WORDS:
+            vars(module)["tensor_group"] = group
+    for one, other in plan.tied:
+        model.get_submodule(one).weight = model.get_submodule(other).weight
+    tokens.arrange(model, plan, group)
     return plan.notes
 
 
-def _after(way: str, tensor: Tensor, ranks: int, note: _Note) -> Tensor:
+def _after(way: str, tensor: Tensor, ranks: int, note: Note) -> Tensor:
     """What a rank has after an exchange."""
     if way == "added":
         note("all_reduce", tensor.nbytes)

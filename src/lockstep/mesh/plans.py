@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.core.errors import UsageError, did_you_mean, listed
 
 _SHOWN = 5
-_CUT = {
+CUT = {
     "colwise": (nn.Linear, "out_features"),
     "colwise_gather_output": (nn.Linear, "out_features"),
     "rowwise": (nn.Linear, "in_features"),
@@ -21,7 +21,14 @@ _CUT = {
 """The styles that cut a layer: the class of such layers, and the number that must divide."""
 SUMMED = "replicated_with_grad_allreduce"
 """The style of a layer that every rank holds whole and applies to its part of the heads: its gradients are summed."""
-_AT_THE_ENDS = ("embedding_rowwise", "colwise_gather_output")  # stay whole where a model's plan cannot cut them
+SEQUENCE = "sequence_parallel"
+"""The style of a block in which each rank has a part of the tokens between cut layers."""
+SEES = "sequence_gather"
+"""The style of a module in such a block that gets all tokens, because it looks at the shape of its input."""
+WORDS = "colwise_gather_output"
+"""The style of a last layer: it is cut over its outputs, and gives all of them."""
+WORDS_IN = "embedding_rowwise"
+_AT_THE_ENDS = (WORDS_IN, WORDS)  # stay whole where a model's plan cannot cut them
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "n_heads", "n_head", "heads")
 
 
@@ -32,6 +39,10 @@ class Plan(NamedTuple):
     """By name of a module: its style."""
     notes: list[str]
     """Lines for the log."""
+    tied: list[tuple[str, str]]
+    """Pairs of a last layer and an embedding whose one weight is cut."""
+    inside: dict[str, str]
+    """By name of a module in a block with `sequence_parallel` that works on parts: the block."""
 
 
 def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan:
@@ -48,7 +59,8 @@ def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan
         what = "SyncBatchNorm would count the samples of a tensor group several times"
         raise UsageError(what, where=f"parallel.tensor={ranks}", remedy="use GroupNorm or LayerNorm")
     wanted = dict(_of_transformers(model)) if own is None else dict(own)
-    if not wanted:
+    names = _matched(model, wanted, where, is_own=own is not None)
+    if not names:
         raise UsageError(
             f"nothing says how {type(model).__name__} could be cut over {ranks} ranks",
             where=where,
@@ -56,9 +68,16 @@ def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan
             "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}; or use parallel.strategy=fsdp with "
             "parallel.tensor=1, which needs no plan",
         )
-    names = _matched(model, wanted, where, is_own=own is not None)
     notes: list[str] = []
-    for name in _tied(model) & names.keys():
+    tied: list[tuple[str, str]] = []
+    whole: set[str] = set()
+    for sharing in _sharing(model):
+        ends = {names.get(name): name for name in sharing}
+        if len(sharing) == 2 and ends.keys() == {*_AT_THE_ENDS}:  # both are cut over the same words
+            tied.append((ends[WORDS], ends[WORDS_IN]))
+        else:
+            whole |= sharing
+    for name in sorted(whole & names.keys()):
         if own is not None:
             what, remedy = f"{name} shares its weight with another module", "leave both out of the plan"
             raise UsageError(what, where=where, remedy=remedy)
@@ -69,11 +88,12 @@ def plan_of(model: nn.Module, own: Mapping[str, str] | None, ranks: int) -> Plan
     for name in [name for name in uneven if own is None and names.get(name) in _AT_THE_ENDS]:
         notes.append(f"  {name} stays whole: {uneven.pop(name)} cannot be divided by {ranks}")
         del names[name]
+    tied = [ends for ends in tied if ends[0] in names]
     if uneven:
         shown = listed([f"{name} ({what})" for name, what in uneven.items()], _SHOWN)
         remedy = "use a parallel.tensor that divides these numbers, or leave the modules out of Task.tensor_plan"
         raise UsageError(f"{shown} cannot be divided by {ranks}", where=f"parallel.tensor={ranks}", remedy=remedy)
-    return Plan(names, notes)
+    return Plan(names, notes, tied, _inside(model, names, where))
 
 
 def _of_transformers(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -82,7 +102,10 @@ def _of_transformers(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in seen):
             continue
-        if hasattr(module, "_tp_plan") and hasattr(module, "config"):
+        has_plan = hasattr(type(module), "_tp_plan") or "_tp_plan" in vars(
+            module
+        )  # adapters show that of the model inside
+        if has_plan and hasattr(module, "config"):
             prefix = f"{name}." if name else ""
             seen.append(prefix)
             yield from ((f"{prefix}{pattern}", style) for pattern, style in (module._tp_plan or {}).items())
@@ -91,10 +114,12 @@ def _of_transformers(model: nn.Module) -> Iterator[tuple[str, str]]:
 def _matched(model: nn.Module, wanted: Mapping[str, str], where: str, *, is_own: bool) -> dict[str, str]:
     """The style of each module that a pattern matches; of several patterns, the first."""
     modules = [name for name, _ in model.named_modules() if name]
-    known = (*_CUT, SUMMED)
+    known = (*CUT, SUMMED, SEQUENCE, SEES)
     found: dict[str, str] = {}
     for pattern, style in wanted.items():
         matching = [name for name in modules if fnmatchcase(name, pattern)]
+        if style in (SEQUENCE, SEES):  # of a block, and not of all that is in it
+            matching = [name for name in matching if name.count(".") == pattern.count(".")]
         if not matching and is_own:
             remedy = f"use patterns over the names of modules, such as: {listed(modules, _SHOWN)}"
             raise UsageError(f"no module matches {pattern!r}", where=where, remedy=remedy)
@@ -106,20 +131,43 @@ def _matched(model: nn.Module, wanted: Mapping[str, str], where: str, *, is_own:
     return found
 
 
-def _tied(model: nn.Module) -> set[str]:
-    """Names of the modules that have a parameter in common with another module."""
+def _inside(model: nn.Module, names: Mapping[str, str], where: str) -> dict[str, str]:
+    """By name of each module of the plan in a block with `sequence_parallel`: the block."""
+    found: dict[str, str] = {}
+    blocks = [name for name, style in names.items() if style == SEQUENCE]
+    for name, style in names.items():
+        around = [block for block in blocks if name.startswith(f"{block}.")]
+        is_plain = style in ("colwise", "rowwise") and type(model.get_submodule(name)).forward is nn.Linear.forward
+        if (around and not is_plain and style not in (SUMMED, SEES)) or (not around and style == SEES):
+            what = f"{name} has the style {style} " + (
+                f"in {around[0]}, which has {SEQUENCE}" if around else "in no block"
+            )
+            remedy = f"in a block with {SEQUENCE}, use colwise, rowwise, {SUMMED} and {SEES}"
+            raise UsageError(what, where=where, remedy=remedy)
+        if around and style != SUMMED:
+            found[name] = around[0]
+    norms = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+    for name, module in model.named_modules():
+        if isinstance(module, norms) and any(f"{name}.".startswith(f"{block}.") for block in blocks):
+            what, remedy = f"{name} would see the tokens of one rank", "use LayerNorm or RMSNorm"
+            raise UsageError(what, where=where, remedy=remedy)
+    return found
+
+
+def _sharing(model: nn.Module) -> list[set[str]]:
+    """Names of the modules that have a parameter in common, for each such parameter."""
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
-    return {name for sharing in owners.values() if len(sharing) > 1 for name in sharing}
+    return [names for names in owners.values() if len(names) > 1]
 
 
 def _check_types(model: nn.Module, names: Mapping[str, str], where: str) -> None:
     for name, style in names.items():
         module = model.get_submodule(name)
-        if style in _CUT and not isinstance(module, _CUT[style][0]):
+        if style in CUT and not isinstance(module, CUT[style][0]):
             kind = f"{type(module).__module__}.{type(module).__name__}"
-            what = f"{name} is a {kind}, and {style} cuts a torch.nn.{_CUT[style][0].__name__}"
+            what = f"{name} is a {kind}, and {style} cuts a torch.nn.{CUT[style][0].__name__}"
             remedy = "name the Linear and Embedding modules inside, or use parallel.tensor=1"
             raise UsageError(what, where=where, remedy=remedy)
 
@@ -138,7 +186,7 @@ def _uneven(model: nn.Module, names: Mapping[str, str], ranks: int) -> dict[str,
             if bad:
                 found[named] = ", ".join(bad)
     for name, style in names.items():
-        key = _CUT[style][1] if style in _CUT else ""
+        key = CUT[style][1] if style in CUT else ""
         number = getattr(model.get_submodule(name), key, None) if key else None
         if _is_uneven(number, ranks):
             found[name] = f"{key}={number}"

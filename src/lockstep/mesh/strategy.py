@@ -20,7 +20,8 @@ from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.parallel.strategy import Forward, Losses, Waits
 from lockstep.core.parallel.world import World
-from lockstep.mesh import plans
+from lockstep.mesh import plans, tokens
+from lockstep.mesh.group import Joined
 
 _ROWS_SHOWN = 16
 
@@ -71,18 +72,26 @@ class MeshFSDP(FSDP):
         model = forward.model
         plan = plans.plan_of(model, forward.tensor_plan(), self.world.tensor)
         attributes = {name: vars(parameter) for name, parameter in model.named_parameters()}
-        styles = _styles()
+        styles, mesh = _styles(), self.mesh["tensor"]
+        group = Joined(self.world.tensor, mesh.get_local_rank(), mesh.get_group())
         for name, style in plan.styles.items():
             module = model.get_submodule(name)
-            if style == plans.SUMMED:
+            if style in (plans.SUMMED, plans.SEQUENCE):
                 self._summed |= {f"{name}.{key}" for key, _ in module.named_parameters()}
+            elif name in plan.inside:
+                _spread(module, mesh, style)
             else:
-                parallelize_module(module, self.mesh["tensor"], styles[style](), src_data_rank=None)
+                parallelize_module(module, mesh, styles[style](), src_data_rank=None)
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(_copied)
+            if style == plans.WORDS:
+                vars(module)["tensor_group"] = group  # for a loss that needs no whole logits
+        for one, other in plan.tied:
+            model.get_submodule(one).weight = model.get_submodule(other).weight
+        tokens.arrange(model, plan, group)
         for name, parameter in model.named_parameters():
             vars(parameter).update(attributes[name])  # those that a model sets; torch makes new objects
-        count = sum(style != plans.SUMMED for style in plan.styles.values())
+        count = sum(style in plans.CUT for style in plan.styles.values())
         self._messages += [f"  {count} layers are cut over each tensor group", *plan.notes]
         if forward.tensor_plan() is not None:
             self._messages.append("  lockstep verify --checks strategies shows whether Task.tensor_plan fits the model")
@@ -115,6 +124,17 @@ class MeshFSDP(FSDP):
 def _copied(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
     """A copy of what a cut embedding gives: it may be a unit of FSDP, which must not give a view."""
     return output.clone()
+
+
+def _spread(module: nn.Module, mesh: Any, style: str) -> None:
+    """Cut the parameters of a layer, which works as before. `tokens.arrange` says how it works on parts of them."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        whole = style == "rowwise" and key == "bias"
+        placed = [Replicate() if whole else Shard(int(style == "rowwise"))]
+        made = distribute_tensor(parameter.detach(), mesh, placed, src_data_rank=None)
+        setattr(module, key, nn.Parameter(made, parameter.requires_grad))
 
 
 def _styles() -> dict[str, Callable[[], Any]]:

@@ -91,7 +91,7 @@ class FlopCount:
             return
         finally:
             micro_batch.let_go()
-        self.per_element = operations.total / _elements(micro_batch) / self.world.tensor  # a group counts whole layers
+        self.per_element = operations.total / _elements(micro_batch)
 
     def take(self) -> float | None:
         """Floating-point operations of this rank since the last call. None: they are not known."""
@@ -130,7 +130,9 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         formula = self.formulas.get(func._overloadpacket)
         if formula is not None:
-            counted = formula(*args, **(kwargs or {}), out_val=result)
+            # An operation of a layer that is cut over ranks is seen as that of the whole layer; others as they are.
+            ranks = next((each.device_mesh.size() for each in args if hasattr(each, "device_mesh")), 1)
+            counted = formula(*args, **(kwargs or {}), out_val=result) // ranks
             again = counted if _is_recomputation() else 0
             self.recomputed, self.total = self.recomputed + again, self.total + counted - again
         return result

@@ -67,7 +67,7 @@ class ComparableTask(Task):
         self.task, self.changes, self.weight_calls = task, changes, 0
         self.generator_states: list[str] = []
         self.presenter = lambda _: task.presenter(task)  # type: ignore[assignment]
-        unchanged = ["setup", "coefficients", "optimizer", "schedule", "tensor_plan"]
+        unchanged = ["setup", "calls_vary", "coefficients", "optimizer", "schedule", "tensor_plan"]
         prepares = changes.same_in_each_epoch or (changes.no_augmentation and not is_default(task.prepare))
         unchanged += [] if prepares else ["prepare"]
         unchanged += [] if changes.reverse else ["collate"]

@@ -6,7 +6,7 @@ So `AutoModelForCausalLM` loads what `lockstep export` writes, and a test compar
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,15 @@ class SmallModel(nn.Module):
 
     takes_groups = True
     """Documents of a batch may be given as `attention.Groups`."""
+    _tp_plan: ClassVar[dict[str, str]] = {  # under the name of transformers, too
+        "model.layers.*.self_attn.[qkv]_proj": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.gate_proj": "colwise",
+        "model.layers.*.mlp.up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+        "model.embed_tokens": "embedding_rowwise",
+        "lm_head": "colwise_gather_output",
+    }
 
     def __init__(self, config: Any, dropout: float = 0.0) -> None:
         super().__init__()

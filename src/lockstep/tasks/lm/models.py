@@ -18,13 +18,6 @@ from lockstep.tasks.text import hugging_face as text_models
 PLAIN_HEADS = ("gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi", "phi3", "qwen2", "qwen3", "smollm3")
 """Models of transformers whose logits are their last layer, and nothing more."""
 _WHAT = "language"
-_SMALL_PLAN = {
-    "model.layers.*.self_attn.[qkv]_proj": "colwise",
-    "model.layers.*.self_attn.o_proj": "rowwise",
-    "model.layers.*.mlp.gate_proj": "colwise",
-    "model.layers.*.mlp.up_proj": "colwise",
-    "model.layers.*.mlp.down_proj": "rowwise",
-}
 _LEAK = 1e-3  # share of the largest logit. Rounding in float32 explains 1e-5; a model that sees other documents, 1e-1
 
 
@@ -123,18 +116,25 @@ def make_model(options: LmOptions, config: Any, *, trained: bool) -> tuple[nn.Mo
     return adapters.adapt(*made, options, lora), []
 
 
-def tensor_plan(options: LmOptions, config: Any) -> dict[str, str] | None:
-    """How `parallel.tensor` cuts a model. None: as the model says.
+def cut_tokens(model: Any) -> None:
+    """Let the plan of a model say that ranks of a tensor group hold parts of the tokens in its blocks.
 
-    A loss in chunks uses the weight of the last layer, which stays whole then.
+    Attention of transformers looks at the shape of its input, and so gets all tokens.
+
+    Raises:
+        UsageError: the model has no plan, or its plan has no layers in repeated blocks.
     """
-    if options.is_small:
-        return _SMALL_PLAN
-    plan = getattr(config, "base_model_tp_plan", None)
-    if options.loss_chunk is None or not plan:
-        return None
-    kind = import_transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return {f"{kind.base_model_prefix}.{pattern}": style for pattern, style in plan.items()}
+    plan = dict(getattr(model, "_tp_plan", None) or {})
+    cut = [pattern.partition(".*.") for pattern, style in plan.items() if style == "colwise" and ".*." in pattern]
+    for list_of_blocks, _, inside in cut:
+        parent = inside.rpartition(".")[0]
+        plan[f"{list_of_blocks}.*"] = "sequence_parallel"
+        if "att" in parent:
+            plan[f"{list_of_blocks}.*.{parent}"] = "sequence_gather"
+    if not cut:
+        what, remedy = f"{type(model).__name__} has no plan of blocks that are cut", "set task.cut_tokens=false"
+        raise UsageError(what, where="task.cut_tokens", remedy=remedy)
+    model._tp_plan = plan
 
 
 def called(model: nn.Module, ids: Tensor, positions: Tensor | None = None, mask: Any = None, **options: Any) -> Any:

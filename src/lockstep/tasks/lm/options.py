@@ -102,6 +102,9 @@ class LmOptions(TableOptions):
     """Compute the loss of so many tokens at a time, with its gradient, so that the logits of all tokens are never held.
     `auto`: as many as suit vocabulary and device, for the own model and usual ones of transformers; all where
     `compute.compile=model` compiles it as a whole. None: all."""
+    cut_tokens: bool = False
+    """With `parallel.tensor`: each rank of a group holds what is between cut layers (norms, dropout, sums) for its part
+    of the tokens of a row, which takes less memory: docs/mesh.md."""
     loss_on: Literal["answers", "all"] = "answers"
     """The tokens of prompts and answers, and of chats, that are learned. Of plain text all are learned."""
     separator: Annotated[str, Field(min_length=1)] | None = None

@@ -198,6 +198,8 @@ class LanguageModel(Task):
         models.check_lengths(self.config, self.options.length, self.options.packing)
         model, self.new_weights = models.make_model(self.options, self.config, trained=self._trained)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        if self.options.cut_tokens:
+            models.cut_tokens(model)
         if self.options.is_small:
             return model
         if torch.empty(0).device.type != "meta":
@@ -209,9 +211,6 @@ class LanguageModel(Task):
                 models.check_head(*checked)
         attention.use(model, self.options.attention)
         return model
-
-    def tensor_plan(self) -> dict[str, str] | None:
-        return models.tensor_plan(self.options, self.config)
 
     def loss_chunk(self, model: Any, device: torch.device) -> int | None:
         """The tokens whose loss is computed at a time. None: all. It is the same on all ranks.
