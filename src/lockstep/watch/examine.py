@@ -13,6 +13,7 @@ from lockstep.core.build import Run
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import listed
 from lockstep.core.parallel.posing import posing_as
+from lockstep.core.parallel.world import World
 from lockstep.launch.device_check.run import wrong_answers
 from lockstep.watch import operations
 from lockstep.watch.evidence import device_name
@@ -48,8 +49,7 @@ class Experiments:
 
     def gathered(self, value: Any) -> list[Any]:
         """The `value` of every rank, on every rank."""
-        found: list[Any] = self.run.world.broadcast(self.run.world.gather(value))
-        return found
+        return _of_all(self.run.world, value)
 
     def _read(self, share: Share) -> MicroBatch:
         batches, device = self.run.batches, self.run.world.device
@@ -82,7 +82,7 @@ class Experiments:
             return None
         if found.how in ("repeats", "tie") and (code := self._of_code(found, share, same)) is not None:
             return code
-        return self._of_device(found, first)
+        return judged_device(self.run.world, found, first)
 
     def _first(self, found: Finding, dispute: Dispute) -> str:
         """The first tensor that differs."""
@@ -161,23 +161,34 @@ class Experiments:
 
         return next((name for name in self.gathered(operations.first_difference(plain, posing)) if name), "")
 
-    def _of_device(self, found: Finding, first: str) -> Verdict:
-        names = self.gathered(f"{socket.gethostname()}, {device_name(self.run.world.device)}")
-        wrong = self.gathered(wrong_answers(self.run.world.device))
-        ranks = found.ranks
-        if found.how in ("tie", "nobody"):
-            liars = tuple(rank for rank, faults in enumerate(wrong) if faults)
-            if not liars:
-                those = named(ranks or tuple(range(len(names))), "or")
-                text = f"{those}: the results differ, and nothing says which is right"
-                return Verdict("unclear", ranks, text, first)
-            ranks = liars
-        how = {
-            "unstable": "it differs from itself on the same inputs",
-            "repeats": "it gives another result than the others on the same inputs, each time",
-            "once": "it gave another result, and not when it was repeated",
-        }.get(found.how, "it gets known answers wrong")
-        where = "; ".join(f"rank {rank} ({names[rank]})" for rank in ranks)
-        known = "; ".join(f"rank {rank} also gets {', '.join(wrong[rank])} wrong" for rank in ranks if wrong[rank])
-        text = f"the device of {where}: {how}{f', first in {first}' if first else ''}{f'. {known}' if known else ''}"
-        return Verdict("device", ranks, text, first, guilty=ranks)
+
+def _of_all(world: World, value: Any) -> list[Any]:
+    found: list[Any] = world.broadcast(world.gather(value))
+    return found
+
+
+def judged_device(world: World, found: Finding, first: str) -> Verdict:
+    """The verdict where ranks compute other results of the same. All ranks call it alike.
+
+    Args:
+        first: the first result that differs, for people.
+    """
+    names = _of_all(world, f"{socket.gethostname()}, {device_name(world.device)}")
+    wrong = _of_all(world, wrong_answers(world.device))
+    ranks = found.ranks
+    if found.how in ("tie", "nobody"):
+        liars = tuple(rank for rank, faults in enumerate(wrong) if faults)
+        if not liars:
+            those = named(ranks or tuple(range(len(names))), "or")
+            text = f"{those}: the results differ, and nothing says which is right"
+            return Verdict("unclear", ranks, text, first)
+        ranks = liars
+    how = {
+        "unstable": "it differs from itself on the same inputs",
+        "repeats": "it gives another result than the others on the same inputs, each time",
+        "once": "it gave another result, and not when it was repeated",
+    }.get(found.how, "it gets known answers wrong")
+    where = "; ".join(f"rank {rank} ({names[rank]})" for rank in ranks)
+    known = "; ".join(f"rank {rank} also gets {', '.join(wrong[rank])} wrong" for rank in ranks if wrong[rank])
+    text = f"the device of {where}: {how}{f', first in {first}' if first else ''}{f'. {known}' if known else ''}"
+    return Verdict("device", ranks, text, first, guilty=ranks)

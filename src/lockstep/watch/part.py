@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +29,9 @@ from lockstep.watch.examine import Dispute, Experiments
 from lockstep.watch.gradients import Detail, Seen, digest_of_batch, watched
 from lockstep.watch.history import History
 from lockstep.watch.replicas import Replicas, differing_replicas
-from lockstep.watch.state import state_digest
+from lockstep.watch.state import gathered, state_digest
 from lockstep.watch.trial import Share, trial
+from lockstep.watch.updates import TURNS, Updates
 from lockstep.watch.verdict import Noise, Verdict, named
 
 
@@ -61,7 +63,8 @@ class _Pending:
 
     def __init__(self, state: TrainState, micro_batch: MicroBatch) -> None:
         self.step, self.micro_batch = state.step, micro_batch
-        self.state: Tensor | None = None
+        self.state = torch.zeros(2, dtype=torch.int64)
+        """Digest of the state, where there are replicas."""
         self.share: Share | None = None
         self.leaves: Mapping[str, Tensor] = {}
         self.batch = torch.zeros(2, dtype=torch.int64)
@@ -114,10 +117,13 @@ class Watch(BuiltInPart):
         self.note = f"note: the watch compares replicas alone: {why}" if why else ""
         self.recomputes = not why
         self.replicas = Replicas(state)
+        self.updates = Updates(run, self.every) if self.recomputes and not self.replicas.are_there else None
         unfreezing = tuple(state.unfreezing.steps) if state.unfreezing is not None else ()
         self.due = Due(self.every, state.step, run.stop, unfreezing)
         if self.recomputes and state.world.size > 1:
             run.batches.extra.plans = _extra_plans(run.plan, self.due, state.world.rank)
+        self.confirmed: deque[int | None] = deque(maxlen=TURNS)
+        """What was confirmed before the last checks, which look at all updates together."""
         self.noise: Noise | None = None
         """What rounding explains, where kernels are not deterministic. None: they are, so far."""
         self.has_repeated = False
@@ -149,6 +155,9 @@ class Watch(BuiltInPart):
             return
         with inside.window.excluded():
             self._begin(inside)
+        if self.updates is not None:
+            self.confirmed.append(self.run.confirmed_step)
+            self.updates.begin(inside)
         pending = self.pending
         if pending is not None and pending.share is not None:
             forward = inside.state.strategy.unwrapped
@@ -164,6 +173,9 @@ class Watch(BuiltInPart):
             WatchError: on all ranks, with the verdict.
         """
         assert isinstance(training, Inside)
+        if self.updates is not None:
+            with training.window.excluded():
+                self._judge(training, self.updates.at_rest(training))
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.hooks.close()
@@ -171,10 +183,18 @@ class Watch(BuiltInPart):
                 self._end(training, pending)
 
     def after_step(self, training: Training) -> None:
-        """Drop a check of a step without update, such as one that overflows in fp16."""
+        """Look at the update of a check. A check without update is dropped, such as one that overflows in fp16.
+
+        Raises:
+            WatchError: on all ranks, with the verdict.
+        """
+        assert isinstance(training, Inside)
         if self.pending is not None:
             self.pending.hooks.close()
             self.pending = None
+        if self.updates is not None:
+            with training.window.excluded():
+                self._judge(training, self.updates.end(training))
 
     def before_save(self, training: Training) -> None:
         """Compare the replicas, and confirm the state where the whole check of this step has passed.
@@ -184,10 +204,10 @@ class Watch(BuiltInPart):
         """
         assert isinstance(training, Inside)
         step = training.step
-        if training.ranks > 1 and self.compared_at != step:
+        if self.replicas.are_there and self.compared_at != step:
             self.compared_at = step
             numbers = [self.replicas.shard, *state_digest(training.state).tolist()]
-            rows = [(row[0], (row[1], row[2])) for row in self._gathered(numbers)]
+            rows = [(row[0], (row[1], row[2])) for row in gathered(self.run.world, numbers)]
             self._check_replicas(step, [shard for shard, _ in rows], [pair for _, pair in rows], at=step)
         if self.checked_at == step:
             self.run.confirmed_step = step
@@ -216,12 +236,13 @@ class Watch(BuiltInPart):
                 pending.again = trial(
                     state, dataclasses.replace(pending.micro_batch), own, pending.leaves, detailed=detailed
                 )
-        pending.state = state_digest(state)
+        if self.replicas.are_there:
+            pending.state = state_digest(state)
         self.pending = pending
 
     def _end(self, inside: Inside, pending: _Pending) -> None:
         step = pending.step
-        rows = [_Row.of(numbers) for numbers in self._gathered(self._numbers(inside, pending))]
+        rows = [_Row.of(numbers) for numbers in gathered(self.run.world, self._numbers(inside, pending))]
         shards = [row.shard for row in rows]
         self._check_replicas(step, shards, [row.state for row in rows], at=step + 1)
         whole = True
@@ -242,7 +263,6 @@ class Watch(BuiltInPart):
 
     def _numbers(self, inside: Inside, pending: _Pending) -> list[int]:
         device = inside.state.world.device
-        assert pending.state is not None
         nothing = torch.zeros(2, dtype=torch.int64, device=device)
         parts: list[Tensor] = [pending.state.to(device), self._reduced(inside).to(device)]
         own, other, again = pending.own, pending.other, pending.again
@@ -277,19 +297,16 @@ class Watch(BuiltInPart):
         """The digest of the gradients as the optimizer gets them."""
         named = inside.state.strategy.unwrapped.model.named_parameters()
         grads = {name: sharded_tensor.local(p.grad) for name, p in named if p.grad is not None}
-        if not grads or inside.state.world.size == 1:
+        if not grads or not self.replicas.are_there:
             return torch.zeros(2, dtype=torch.int64)
         return fold(grads)
 
-    def _gathered(self, numbers: list[int]) -> list[list[int]]:
-        world = self.run.world
-        if world.size == 1:
-            return [numbers]
-        vector = torch.tensor(numbers, dtype=torch.int64, device=world.device)
-        rows: list[list[int]] = torch.stack(world.gather_tensors(vector)).tolist()
-        return rows
-
     # ---- where something differs
+
+    def _judge(self, inside: Inside, verdict: Verdict | None) -> None:
+        if verdict is not None:
+            self.run.confirmed_step = self.confirmed[0]
+            self._fire(inside.step, verdict, None, {})
 
     def _check_replicas(self, step: int, shards: Sequence[int], pairs: Sequence[tuple[int, int]], *, at: int) -> None:
         if differing_replicas(shards, pairs):

@@ -37,6 +37,8 @@ class Replicas:
         mesh: Any = getattr(sharded, "device_mesh", None)
         self.shard = 0 if mesh is None else int(mesh.get_local_rank("shard"))
         """Ranks with the same number hold the same rows."""
+        self.are_there = state.world.size > (1 if mesh is None else int(mesh.size(mesh.mesh_dim_names.index("shard"))))
+        """False if each row is held by one rank alone."""
         self.digests: Any = None
         """Of each tensor on this rank, after a difference was found."""
 

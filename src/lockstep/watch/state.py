@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from lockstep.core.parallel import sharded_tensor
+from lockstep.core.parallel.world import World
 from lockstep.core.step import TrainState
 from lockstep.parts.digest import fold
 from lockstep.parts.replicas import tensors_of_state
@@ -31,3 +35,12 @@ def state_digest(state: TrainState) -> Tensor:
     apart = {name: tensor for name, tensor in tensors.items() if name not in here}
     total = fold(here)
     return total + 3 * fold(apart).to(total.device) if apart else total
+
+
+def gathered(world: World, numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers of every rank, on every rank: equally many."""
+    if world.size == 1:
+        return [list(numbers)]
+    vector = torch.tensor(numbers, dtype=torch.int64, device=world.device)
+    rows: list[list[int]] = torch.stack(world.gather_tensors(vector)).tolist()
+    return rows
