@@ -7,7 +7,7 @@
 Each writes a line for each training into `--out FILE` (default: watch-MODE.jsonl), leaves out those that FILE has
 already, and prints a table of all that FILE has. So it may be stopped, and go on, and run in parts beside each other.
 
-`faults`: on rank 1 of three, a bit is flipped (the highest of the mantissa) in an activation, a gradient, a weight, the
+`faults`: on rank 1 of three, or with the strategy `single` on one rank alone, a bit is flipped (the highest of the mantissa) in an activation, a gradient, a weight, the
 optimizer's state or a reduced gradient, in a share of the passes or updates, or the weights drift by 1e-7 in each
 update: `tests/watch/faults.py`. Told are the verdict, and after how many checks it came, from the first time that the
 fault struck. `clean`: the trainings of `same_results_cases.py`, which are those of all recipes at tiny sizes and more,
@@ -52,19 +52,20 @@ def faults(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
             continue
         if (yield name, {}):
             continue
+        world, rank = (1, 0) if strategy == "single" else (3, 1)
         settings = cases.settings(
-            3,
+            world,
             strategy,
             train={"steps": options.steps},
             watch={"every": options.every},
             checkpoint={"every_steps": options.every * 5, "keep_last": 2},
         )
-        fault = {"kind": kind, "share": rate, "after": 25, "seed": 1}
+        fault = {"kind": kind, "share": rate, "after": 25, "seed": 1, "rank": rank}
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder, "run")
-            answers = run_ranks(3, bench.lying, fault, settings, run)
+            answers = run_ranks(world, bench.lying, fault, settings, run)
             verdict = cases.verdict_of(run)
-        struck = answers[1]["struck"]
+        struck = answers[rank]["struck"]
         about = {"struck": len(struck), "verdict": None, "checks": None}
         if verdict is not None and struck:
             # A check of step N comes before its update: what strikes in step N's update is for the next check.

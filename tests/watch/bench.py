@@ -10,6 +10,7 @@ from unittest import mock
 
 from lockstep.core import loop
 from lockstep.watch.part import Watch
+from lockstep.watch.updates import Updates
 
 Job = dict[str, Any]
 
@@ -68,10 +69,14 @@ class Times(contextlib.ExitStack):
 
     def __enter__(self) -> "Times":
         self.checks: list[float] = []
+        """By check, in all its parts."""
         self.steps: dict[bool, list[float]] = {False: [], True: []}
         self.is_checked, watch = False, self
-        for name in ("_begin", "_end"):
-            self.enter_context(mock.patch.object(Watch, name, self._noted(getattr(Watch, name))))
+        parts = [(Watch, "_begin"), (Watch, "_end")]
+        parts += [(Updates, "_make_again"), (Updates, "end"), (Updates, "at_rest")]
+        for kind, name in parts:
+            noted = self._noted(getattr(kind, name), begins=name == "_begin")
+            self.enter_context(mock.patch.object(kind, name, noted))
         make = loop.train_step
 
         def step(*arguments: Any, **options: Any) -> Any:
@@ -85,20 +90,24 @@ class Times(contextlib.ExitStack):
         self.enter_context(mock.patch.object(loop, "train_step", step))
         return super().__enter__()
 
-    def _noted(self, call: Any) -> Any:
-        def noted(*arguments: Any) -> None:
+    def _noted(self, call: Any, *, begins: bool) -> Any:
+        def noted(*arguments: Any) -> Any:
             begun = _processor_s()
-            call(*arguments)
-            self.checks.append(_processor_s() - begun)
-            self.is_checked = True
+            found = call(*arguments)
+            if begins:
+                self.checks.append(0.0)
+                self.is_checked = True
+            if self.checks:
+                self.checks[-1] += _processor_s() - begun
+            return found
 
         return noted
 
     def share(self, every: int) -> float:
-        checks = self.checks[2:] or self.checks
+        checks = self.checks[1:] or self.checks
         usual = statistics.median(self.steps[False])
         longer = statistics.median(self.steps[True]) - usual if self.steps[True] else 0.0
-        return (2 * statistics.mean(checks) + longer) / (every * usual)
+        return (statistics.mean(checks) + longer) / (every * usual)
 
 
 def _processor_s() -> float:

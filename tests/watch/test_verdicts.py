@@ -42,12 +42,6 @@ FAULTS = {
     "ddp 3, drift": ("ddp", 3, {"kind": "drift", "after": 10, "rank": 2}, ("device", [2], "model.", 8)),
     "fsdp 3, activation": ("fsdp", 3, {"kind": "activation", "after": 9}, ("device", [1], "the loss", 9)),
     "fsdp 3, gradient": ("fsdp", 3, {"kind": "gradient", "after": 9}, ("device", [1], "inner.weight", 9)),
-    "fsdp 3, weight": ("fsdp", 3, {"kind": "weight", "after": 9}, ("memory", [1], "scale", 9)),
-    "fsdp 3, optimizer": ("fsdp", 3, {"kind": "optimizer", "after": 9}, ("memory", [1], "scale", 9)),
-    "fsdp 3, drift": ("fsdp", 3, {"kind": "drift", "after": 9}, ("memory", [1], "", 9)),
-    "single, weight": ("single", 1, {"kind": "weight", "after": 9, "rank": 0}, ("memory", [0], "scale", 9)),
-    "single, optimizer": ("single", 1, {"kind": "optimizer", "after": 9, "rank": 0}, ("memory", [0], "scale", 9)),
-    "single, drift": ("single", 1, {"kind": "drift", "after": 9, "rank": 0}, ("memory", [0], "", 9)),
     "fsdp 3, reduced": ("fsdp", 3, {"kind": "reduced", "after": 12}, ("link", [1], "inner.weight", 9)),
 }
 KEPT = [

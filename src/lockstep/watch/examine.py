@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from lockstep.launch.device_check.run import wrong_answers
 from lockstep.watch import operations
 from lockstep.watch.evidence import device_name
 from lockstep.watch.gradients import Detail
+from lockstep.watch.state import of_all
 from lockstep.watch.trial import Share, detail, read, trial
 from lockstep.watch.verdict import Finding, Noise, Same, Verdict, first_difference, named, same_batch, same_bits, who
 
@@ -47,10 +47,6 @@ class Experiments:
         self.repeats: list[tuple[Detail, Detail]] = []
         self.micro_batch: MicroBatch | None = None
 
-    def gathered(self, value: Any) -> list[Any]:
-        """The `value` of every rank, on every rank."""
-        return _of_all(self.run.world, value)
-
     def _read(self, share: Share) -> MicroBatch:
         batches, device = self.run.batches, self.run.world.device
         plan = batches.plan.rank_micro_batches(share.step, share.rank)[0]
@@ -59,7 +55,7 @@ class Experiments:
     def _twice(self, share: Share) -> list[tuple[Detail, Detail]]:
         """What every rank computes of a share, twice, each time read anew."""
         found = [detail(self.run.state, self._read(share), share, self.leaves) for _ in range(2)]
-        return [(first, second) for first, second in self.gathered(found)]
+        return [(first, second) for first, second in of_all(self.run.world, found)]
 
     def verdict(self, dispute: Dispute) -> Verdict | None:
         """What is at fault. None: only rounding, because kernels are not deterministic."""
@@ -108,9 +104,7 @@ class Experiments:
             return Verdict(
                 "data", found.ranks, text + "Task.prepare changes, or draws numbers that the seed does not determine"
             )
-        if found.how == "tie":
-            return Verdict("data", found.ranks, f"{named(found.ranks)} read other bytes for {samples}")
-        more = "" if found.how == "repeats" else ", once: read again, they are those of the other ranks"
+        more = "" if found.how in ("repeats", "tie") else ", once: read again, they are those of the other ranks"
         return Verdict("data", found.ranks, f"{named(found.ranks)} read other bytes for {samples}{more}")
 
     def _not_deterministic(self, found: Finding, share: Share, first: str) -> Verdict:
@@ -124,7 +118,7 @@ class Experiments:
         def once() -> None:
             trial(self.run.state, self._read(share), share, self.leaves)
 
-        names = self.gathered(operations.first_difference(once, once))
+        names = of_all(self.run.world, operations.first_difference(once, once))
         return next((name for name in names if name), "")
 
     def _of_code(self, found: Finding, share: Share, same: Same) -> Verdict | None:
@@ -159,12 +153,7 @@ class Experiments:
             with posing_as(suspect):
                 plain()
 
-        return next((name for name in self.gathered(operations.first_difference(plain, posing)) if name), "")
-
-
-def _of_all(world: World, value: Any) -> list[Any]:
-    found: list[Any] = world.broadcast(world.gather(value))
-    return found
+        return next((name for name in of_all(self.run.world, operations.first_difference(plain, posing)) if name), "")
 
 
 def judged_device(world: World, found: Finding, first: str) -> Verdict:
@@ -173,8 +162,8 @@ def judged_device(world: World, found: Finding, first: str) -> Verdict:
     Args:
         first: the first result that differs, for people.
     """
-    names = _of_all(world, f"{socket.gethostname()}, {device_name(world.device)}")
-    wrong = _of_all(world, wrong_answers(world.device))
+    names = of_all(world, f"{socket.gethostname()}, {device_name(world.device)}")
+    wrong = of_all(world, wrong_answers(world.device))
     ranks = found.ranks
     if found.how in ("tie", "nobody"):
         liars = tuple(rank for rank, faults in enumerate(wrong) if faults)

@@ -38,20 +38,17 @@ def signed_sums(tensor: Tensor, start: int = 0) -> Tensor:
     flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
     dtype = torch.float64 if devices.of(flat.device).has_float64 else torch.float32
     signs, piece = _signs(flat.device, dtype), piece_length(flat.device)
-    found: list[Tensor] = []
-    turns: list[list[float]] = []
-    first = 0
+    found = [torch.zeros(SIGNS + 1, dtype=dtype, device=flat.device)]
+    turns, first = [1.0] * (SIGNS + 1), 0
     while first < len(flat):
         number, within = divmod(start + first, piece)
         part = flat[first : first + piece - within].to(dtype)
         found += [torch.mv(signs[:, within : within + len(part)], part), part.dot(part).reshape(1)]
         bits = derive_seed(4, number)
-        turns.append([*(1.0 - 2 * ((bits >> row) & 1) for row in range(SIGNS)), 1.0])
+        turns += [*(1.0 - 2 * ((bits >> row) & 1) for row in range(SIGNS)), 1.0]
         first += len(part)
-    if not found:
-        return torch.zeros(SIGNS + 1, dtype=dtype, device=flat.device)
-    turned = torch.cat(found).view(-1, SIGNS + 1) * torch.tensor(turns, dtype=dtype, device=flat.device)
-    return turned.sum(0)
+    turned = torch.cat(found) * torch.tensor(turns, dtype=dtype, device=flat.device)
+    return turned.view(-1, SIGNS + 1).sum(0)
 
 
 def stacked(sums: Sequence[Tensor]) -> list[list[float]]:

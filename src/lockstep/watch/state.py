@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,12 @@ def state_digest(state: TrainState) -> Tensor:
     apart = {name: tensor for name, tensor in tensors.items() if name not in here}
     total = fold(here)
     return total + 3 * fold(apart).to(total.device) if apart else total
+
+
+def of_all(world: World, value: Any) -> list[Any]:
+    """The `value` of every rank, on every rank. Any picklable object."""
+    found: list[Any] = world.broadcast(world.gather(value))
+    return found
 
 
 def gathered(world: World, numbers: Sequence[int]) -> list[list[int]]:

@@ -7,9 +7,9 @@ Parameters take turns from check to check, and are copied one at a time.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +21,10 @@ from lockstep.core.build import Run
 from lockstep.core.built_in import Inside
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.sharded_tensor import local
-from lockstep.launch.device_check.run import wrong_answers
 from lockstep.parts.digest import fold
 from lockstep.watch.examine import judged_device
-from lockstep.watch.gradients import Detail
-from lockstep.watch.state import gathered
+from lockstep.watch.gradients import bare
+from lockstep.watch.state import gathered, of_all
 from lockstep.watch.verdict import Verdict, named, same_bits, who
 
 TURNS = 2
@@ -33,153 +32,130 @@ TURNS = 2
 _SAMPLE = 1 << 16
 """Elements of rank 0 that all ranks update."""
 Values = dict[str, Any]
-"""A parameter under `WEIGHT`, and what the optimizer keeps for it."""
+"""A parameter, its gradient, and what the optimizer keeps for it: under its own names."""
 WEIGHT, GRADIENT = "weight", "gradient"
+Place = tuple[str, int, int, Any]
+"""A parameter that is trained: its name, the number of its optimizer, of its group there, and the parameter."""
+Sample = tuple[str, int, int, Values, set[str]]
+"""Rows of rank 0: name, member, group, values, and what stays in the memory of the host."""
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A parameter that is trained, and the rows of it on this rank."""
-
-    name: str
-    optimizer: torch.optim.Optimizer
-    group: int
-    """Number of its group."""
-    parameter: Any
-
-    def values(self) -> Values:
-        """The rows and their state, in the memory in which they are."""
-        with torch.no_grad():  # so that `to_local` is a look-up
-            state = self.optimizer.state.get(self.parameter, {})
-            found = {key: local(one) if isinstance(one, Tensor) else one for key, one in state.items()}
-            return {WEIGHT: local(self.parameter).detach(), **found}
-
-
-def made(
-    optimizer: torch.optim.Optimizer, group: int, values: Mapping[str, Any], gradient: Tensor
-) -> dict[str, Tensor]:
+def made(optimizer: torch.optim.Optimizer, group: int, values: Values) -> dict[str, Tensor]:
     """What an update makes of `values`, which it changes in place. The optimizer itself stays as it is.
 
     Args:
-        optimizer: a class of `torch.optim`, whose class and options the update has. Hooks are not called.
+        optimizer: of `torch.optim`. The update has its class and options. Hooks are not called.
         group: number of the group whose options count.
     """
     options, parameter = optimizer.param_groups[group], nn.Parameter(values[WEIGHT])
-    parameter.grad = gradient
+    parameter.grad = values[GRADIENT]
     others = [one for one in options["params"] if one.grad is not None]
     more = {}
     if options.get("foreach") is None and not _default_to_fused_or_foreach(others, False)[1]:
-        more = {"foreach": False}  # as for all parameters of the group, of which one may be sharded
+        more = {"foreach": False}  # as for all parameters of the group, which may be sharded
     shadow: Any = object.__new__(type(optimizer))
     shadow.__dict__ = vars(optimizer) | {"param_groups": [{**options, **more, "params": [parameter]}]}
-    shadow.state = defaultdict(dict, {parameter: {key: one for key, one in values.items() if key != WEIGHT}})
+    shadow.state = defaultdict(dict, {parameter: {k: v for k, v in values.items() if k not in (WEIGHT, GRADIENT)}})
     step: Any = type(optimizer).step
     step.__wrapped__(shadow)  # without the hooks that torch wraps around it
     return _tensors({WEIGHT: parameter.detach(), **shadow.state[parameter]})
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """Rows of rank 0, which all ranks update."""
-
-    name: str
-    member: int
-    group: int
-    values: Values
-    on_host: set[str]
-    """What stays in the memory of the host on rank 0."""
-
-
 class Updates:
     """Makes the update of a check again, and looks at its rows until the next update. All ranks call it alike."""
 
-    def __init__(self, run: Run, every: int) -> None:
+    def __init__(self, run: Run, every: int, *, is_on: bool) -> None:
         self.run, self.every, self.world = run, every, run.world
         self.members = optimizer_class.members(run.state.optimizer)
         names = {id(parameter): name for name, parameter in run.model.named_parameters()}
-        held = [
-            _Held(names[id(parameter)], member, number, parameter)
-            for member in self.members
-            for number, group in enumerate(member.param_groups)
+        places = [
+            (names[id(parameter)], member, number, parameter)
+            for member, optimizer in enumerate(self.members)
+            for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         ]
-        self.turns: list[list[_Held]] = [[] for _ in range(TURNS)]
-        sizes = [0] * TURNS
-        for one in sorted(held, key=lambda one: -one.parameter.numel()):
-            turn = sizes.index(min(sizes))
-            self.turns[turn].append(one)
-            sizes[turn] += one.parameter.numel()
-        self.why_not = ""
+        places.sort(key=lambda one: -one[-1].numel())
+        self.turns = [places[turn::TURNS] for turn in range(TURNS)]
+        self.why_not = "" if is_on else "it is not wanted"
+        self.confirmed: deque[int | None] = deque(maxlen=TURNS)
+        """What was confirmed before the last checks, which look at all updates together."""
         self.handle: Any = None
-        self.looked: list[_Held] = []
+        self.looked: list[Place] = []
         """What the last check looks at."""
         self.expected: list[Tensor] | None = None
         """What the update must make of it: digests. None: there was no update."""
-        self.sample: _Sample | None = None
-        self.answer: Tensor | None = None
+        self.sample: Sample | None = None
+        self.answer: list[int] = []
         """The digest of what this rank has made of the sample."""
         self.rest: list[list[int]] | None = None
-        """Digests of the rows that must not change until the next update. None: nothing is looked at."""
-        self.versions: list[list[int]] = []
+        """What must not change until the next update: see `_now`. None: nothing is looked at."""
 
     def begin(self, inside: Inside) -> None:
         """Look at the update of the step that begins, after all that changes its gradients."""
-        why_not, self.expected, self.rest = self.why_not or _why_not(self.run), None, None
-        if why_not:
-            if not self.why_not:
-                inside.tell(f"note: the watch does not look at updates: {why_not}")
-            self.why_not = why_not
-            return
-        number, turn = divmod(inside.step // self.every, TURNS)
+        self.expected = self.rest = None
+        self.confirmed.append(self.run.confirmed_step)
         optimizer = self.run.state.optimizer
-        self.handle = optimizer.register_step_pre_hook(lambda *_: self._make_again(inside, self.turns[turn], number))
+        if not self.why_not and (why := _why_not(optimizer)):
+            self.why_not = why
+            inside.tell(f"note: the watch does not look at updates: {why}")
+        if not self.why_not:
+            number, turn = divmod(inside.step // self.every, TURNS)
+            looks = partial(self._make_again, inside, self.turns[turn], number)
+            self.handle = optimizer.register_step_pre_hook(looks)
 
-    def _make_again(self, inside: Inside, turn: Sequence[_Held], number: int) -> None:
+    def _make_again(self, inside: Inside, turn: Sequence[Place], number: int, *_: object) -> None:
         with inside.window.excluded(), torch.no_grad():
-            self.looked = [one for one in turn if one.parameter.grad is not None and local(one.parameter).numel()]
+            self.looked = [one for one in turn if one[-1].grad is not None and local(one[-1]).numel()]
             self.expected = []
             for one in self.looked:
-                copies = {key: _copy(value) for key, value in one.values().items()}
-                self.expected.append(fold(made(one.optimizer, one.group, copies, _copy(local(one.parameter.grad)))))
+                copies = {key: _copy(value) for key, value in self._values(one).items()}
+                self.expected.append(fold(made(self.members[one[1]], one[2], copies)))
             if self.world.size > 1:
                 self.sample = self.world.broadcast(self._taken(number) if self.world.rank == 0 else None)
                 self.answer = self._answered()
 
-    def _taken(self, number: int) -> _Sample | None:
+    @torch.no_grad()  # so that `to_local` is a look-up
+    def _values(self, one: Place) -> Values:
+        """The rows of this rank and their state, in the memory in which they are."""
+        _, member, _, parameter = one
+        found = {GRADIENT: parameter.grad, **self.members[member].state.get(parameter, {})}
+        kept = {key: local(value) if isinstance(value, Tensor) else value for key, value in found.items()}
+        return kept | {WEIGHT: local(parameter).detach()}
+
+    def _taken(self, number: int) -> Sample | None:
         """Rows of this rank, others at each check."""
         if not self.looked:
             return None
         turn, place = divmod(number, len(self.looked))
-        one = self.looked[place]
-        rows = local(one.parameter)
-        first = turn * _SAMPLE % rows.numel()
-        values = {GRADIENT: local(one.parameter.grad), **one.values()}
-        parts = {key: _part(value, rows.shape, first) for key, value in values.items()}
-        on_host = {key for key, value in values.items() if isinstance(value, Tensor) and value.device.type == "cpu"}
-        return _Sample(one.name, self.members.index(one.optimizer), one.group, parts, on_host)
+        name, member, group, _ = self.looked[place]
+        values = self._values(self.looked[place])
+        shape = values[WEIGHT].shape
+        first = turn * _SAMPLE % shape.numel()
+        on_host = {key for key, value in _tensors(values).items() if value.device.type == "cpu"}
+        for key, value in _tensors(values).items():
+            values[key] = value.reshape(-1)[first : first + _SAMPLE].clone() if value.shape == shape else value.clone()
+        return name, member, group, values, on_host
 
-    def _answered(self) -> Tensor:
+    def _answered(self) -> list[int]:
         """The digest of what this rank makes of the sample."""
         if self.sample is None:
-            return torch.zeros(2, dtype=torch.int64)
-        host, sample = torch.device("cpu"), self.sample
-        on = {key: host if key in sample.on_host else self.world.device for key in sample.values}
-        values = {key: _copy(value, on[key]) for key, value in sample.values.items()}
-        gradient = values.pop(GRADIENT)
-        return fold(made(self.members[sample.member], sample.group, values, gradient))
+            return [0, 0]
+        _, member, group, values, on_host = self.sample
+        on = {key: torch.device("cpu") if key in on_host else self.world.device for key in values}
+        copies = {key: _copy(value, on[key]) for key, value in values.items()}
+        return fold(made(self.members[member], group, copies)).tolist()  # type: ignore[no-any-return]
 
     def end(self, inside: Inside) -> Verdict | None:
         """After a step: the verdict on its update, if it was looked at. None: it is right."""
-        if self.handle is None:
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            handle.remove()
+        if handle is None or self.expected is None:
             return None
-        self.handle.remove()
-        self.handle = None
-        if self.expected is None:
-            return None
-        self.rest, self.versions = self._now()
-        wrong = _first_difference(self.rest, _on_host(self.expected))
-        answer = [] if self.answer is None else self.answer.tolist()
-        rows = gathered(self.world, [wrong, *answer])
+        self.rest = self._now(inside)
+        expected = torch.stack(self.expected).tolist() if self.expected else []
+        wrong = [row[:2] != one for row, one in zip(self.rest, expected, strict=True)]
+        rows = gathered(self.world, [_first(wrong), *self.answer])
         verdict = self._judged(inside, [row[0] for row in rows], "are not what its update makes of them again")
         return verdict or self._judged_by_sample([row[1:] for row in rows])
 
@@ -188,89 +164,65 @@ class Updates:
         before, self.rest = self.rest, None
         if before is None:
             return None
-        now, versions = self._now()
-        for one, known, new, old in zip(now, before, versions, self.versions, strict=True):
-            one[:] = known if new != old else one  # torch counts what operations write, such as a clipped embedding
-        wrong = _first_difference(now, before)
-        found = [row[0] for row in gathered(self.world, [wrong])]
-        return self._judged(inside, found, "have changed since the last update")
+        # What an operation of torch has written counts, as of an embedding that is clipped.
+        wrong = [now[:2] != old[:2] and now[2:] == old[2:] for now, old in zip(self._now(inside), before, strict=True)]
+        found = gathered(self.world, [_first(wrong)])
+        return self._judged(inside, [row[0] for row in found], "have changed since the last update")
 
-    def _now(self) -> tuple[list[list[int]], list[list[int]]]:
-        """The digests of what is looked at, and how often operations of torch have written it."""
-        values = [_tensors(one.values()) for one in self.looked]
-        return _on_host([fold(of) for of in values]), [[one._version for one in of.values()] for of in values]
+    def _now(self, inside: Inside) -> list[list[int]]:
+        """By parameter: the digest of what is looked at, and how often operations of torch have written it."""
+        values = [_tensors(self._values(one) | {GRADIENT: None}) for one in self.looked]
+        with inside.window.excluded():
+            digests = torch.stack([fold(of) for of in values]).tolist() if values else []
+        return [[*pair, *(one._version for one in of.values())] for pair, of in zip(digests, values, strict=True)]
 
     def _judged(self, inside: Inside, wrong: Sequence[int], what: str) -> Verdict | None:
-        """The verdict, where ranks have a row that is wrong: its number, or -1."""
+        """The verdict, where ranks have rows that are wrong: the number of the parameter, or -1."""
         ranks = tuple(rank for rank, number in enumerate(wrong) if number >= 0)
         if not ranks:
             return None
         own = wrong[self.world.rank]
-        names = self.world.broadcast(self.world.gather(self.looked[own].name if own >= 0 else ""))
-        of = "; ".join(f"rows of {names[rank]} on rank {rank}" for rank in ranks)
+        names = of_all(self.world, self.looked[own][0] if own >= 0 else "")
         if 1 < len(ranks) == self.world.size:
-            self.why_not, self.rest = (
-                f"on all ranks, rows {what}, so that code outside of the optimizer changes them",
-                None,
-            )
+            self.rest, self.why_not = None, f"on all ranks, rows {what}: code changes them beside the optimizer"
             inside.tell(f"warning: step {inside.step}: the watch does not look at updates any more: {self.why_not}")
             return None
-        wrongs = self.world.broadcast(self.world.gather(wrong_answers(self.world.device)))
-        known = "; ".join(f"rank {rank} also gets {', '.join(wrongs[rank])} wrong" for rank in ranks if wrongs[rank])
+        of = "; ".join(f"rows of {names[rank]} on rank {rank}" for rank in ranks)
         more = "" if self.world.size > 1 else ", unless code writes weights outside of the optimizer, through .data"
-        text = f"{of} {what}: the memory or the device of {named(ranks)}{more}{f'. {known}' if known else ''}"
-        return Verdict("device" if known else "memory", ranks, text, names[ranks[0]], guilty=ranks)
+        text = f"{of} {what}: the memory or the device of {named(ranks)}{more}"
+        return Verdict("memory", ranks, text, names[ranks[0]], guilty=ranks)
 
     def _judged_by_sample(self, answers: Sequence[Sequence[int]]) -> Verdict | None:
         """The verdict, where ranks make different rows of the same."""
         if self.sample is None or all(one == answers[0] for one in answers):
             return None
-        own = [self._answered().tolist() for _ in range(2)]
-        repeats = [(_detail(a), _detail(b)) for a, b in self.world.broadcast(self.world.gather(own))]
-        found = who([(rank, _detail(one)) for rank, one in enumerate(answers)], repeats, same_bits)
-        return judged_device(self.run.world, found, f"the update of {self.sample.name}")
+        repeats = of_all(self.world, (bare(self._answered()), bare(self._answered())))
+        found = who([(rank, bare(one)) for rank, one in enumerate(answers)], repeats, same_bits)
+        return judged_device(self.world, found, f"the update of {self.sample[0]}")
 
 
-def _why_not(run: Run) -> str:
+def _why_not(optimizer: torch.optim.Optimizer) -> str:
     """Why updates are not made again; empty where they are."""
-    optimizer, members = run.state.optimizer, optimizer_class.members(run.state.optimizer)
-    classes = optimizer_class.classes(optimizer)
-    if not optimizer_class.is_of_torch(optimizer):
-        return f"{classes} is no class of torch.optim"
+    members = optimizer_class.members(optimizer)
     try:
         for member in members:
             optimizer_class.check_shardable(member)
     except UsageError:
-        return f"{classes} does not update each element by itself"
+        return f"{optimizer_class.classes(optimizer)} does not update each element by itself"
+    if not optimizer_class.is_of_torch(optimizer):
+        return f"{optimizer_class.classes(optimizer)} is no class of torch.optim"
     hooks = [hook for one in {optimizer, *members} for hook in one._optimizer_step_post_hooks.values()]
-    if not all(getattr(hook, "__module__", "").startswith("lockstep.") for hook in hooks):
-        return "the optimizer has hooks after it"
-    return ""
+    others = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("lockstep.")]
+    return "the optimizer has hooks after it" if others else ""
 
 
 def _copy(value: Any, device: torch.device | None = None) -> Any:
     return value.detach().to(device or value.device, copy=True) if isinstance(value, Tensor) else value
 
 
-def _part(value: Any, shape: torch.Size, first: int) -> Any:
-    is_cut = isinstance(value, Tensor) and value.shape == shape
-    return value.reshape(-1)[first : first + _SAMPLE].clone() if is_cut else _copy(value)
-
-
 def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: one for key, one in sorted(values.items()) if isinstance(one, Tensor)}
 
 
-def _on_host(folded: Sequence[Tensor]) -> list[list[int]]:
-    """Digests on the host, which waits once."""
-    found: list[list[int]] = torch.stack(list(folded)).tolist() if folded else []
-    return found
-
-
-def _first_difference(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> int:
-    """The number of the first digest that differs, or -1."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), -1)
-
-
-def _detail(numbers: Sequence[int]) -> Detail:
-    return Detail({}, {}, {}, {}, folded=tuple(numbers))
+def _first(wrong: Sequence[bool]) -> int:
+    return wrong.index(True) if True in wrong else -1
