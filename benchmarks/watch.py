@@ -7,11 +7,12 @@
 Each writes a line for each training into `--out FILE` (default: watch-MODE.jsonl), leaves out those that FILE has
 already, and prints a table of all that FILE has. So it may be stopped, and go on, and run in parts beside each other.
 
-`faults`: on rank 1 of three, or with the strategy `single` on one rank alone, a bit is flipped (the highest of the mantissa) in an activation, a gradient, a weight, the
-optimizer's state or a reduced gradient, in a share of the passes or updates, or the weights drift by 1e-7 in each
-update: `tests/watch/faults.py`. Told are the verdict, and after how many checks it came, from the first time that the
-fault struck. `clean`: the trainings of `same_results_cases.py`, which are those of all recipes at tiny sizes and more,
-longer, each with and without `compute.deterministic`, with a check every few steps. A verdict there is false.
+`faults`: on rank 1 of three, or with the strategy `single` on one rank alone, a bit is flipped (the highest of the
+mantissa) in an activation, a gradient, a weight, the optimizer's state or a reduced gradient, in a share of the passes
+or updates, or the weights drift by 1e-7 in each update: `tests/watch/faults.py`. Told are the verdict, and after how
+many checks it came, from the first time that the fault struck. `clean`: the trainings of `same_results_cases.py`, which
+are those of all recipes at tiny sizes and more, longer, each with and without `compute.deterministic`, with a check
+every few steps. A verdict there is false.
 `cost`: the processor time of a rank, with the watch and without in turns, with one micro-batch in a step; and the share
 of it that is spent on checks, which a busy machine disturbs less.
 """

@@ -31,7 +31,7 @@ from lockstep.watch.replicas import Replicas, differing_replicas
 from lockstep.watch.state import gathered, of_all, state_digest
 from lockstep.watch.trial import Share, trial
 from lockstep.watch.updates import Updates
-from lockstep.watch.verdict import Noise, Verdict, named
+from lockstep.watch.verdict import ROUNDING, Noise, Verdict, named
 
 
 def other_rank(step: int, every: int, rank: int, world: int) -> int:
@@ -350,12 +350,15 @@ class Watch(BuiltInPart):
         is_known = bool(noise.relative)
         for mine, _, twice in found:
             noise.add(mine, twice)
+        if noise.of_loss > ROUNDING and not is_known:
+            what = f"a loss computed again differs by {noise.of_loss:.0%}: it draws numbers without a seed, or its terms cancel"
+            inside.tell(f"warning: step {pending.step + 1}: {what}. No check confirms this run")
         for owner, recomputer in pairs:
             one, two = found[owner][0], found[recomputer][1]
             if one.batch != two.batch or not noise.same(one, two):
                 dispute = Dispute(dataclasses.replace(_share(pending), rank=owner), recomputer, one, two)
                 return self._resolve(inside, pending, dispute)
-        return is_known
+        return is_known and noise.of_loss <= ROUNDING
 
     def _check_exchange(self, inside: Inside, pending: _Pending, rows: Sequence[_Row]) -> None:
         """Compare the gradients after the exchange: replicas with each other, and all with what the ranks gave."""

@@ -100,8 +100,7 @@ class Updates:
             inside.tell(f"note: the watch does not look at updates: {why}")
         if not self.why_not:
             number, turn = divmod(inside.step // self.every, TURNS)
-            looks = partial(self._make_again, inside, self.turns[turn], number)
-            self.handle = optimizer.register_step_pre_hook(looks)
+            self.handle = optimizer.register_step_pre_hook(partial(self._make_again, inside, self.turns[turn], number))
 
     def _make_again(self, inside: Inside, turn: Sequence[Place], number: int, *_: object) -> None:
         with inside.window.excluded(), torch.no_grad():
@@ -143,7 +142,7 @@ class Updates:
         _, member, group, values, on_host = self.sample
         on = {key: torch.device("cpu") if key in on_host else self.world.device for key in values}
         copies = {key: _copy(value, on[key]) for key, value in values.items()}
-        return fold(made(self.members[member], group, copies)).tolist()  # type: ignore[no-any-return]
+        return fold(made(self.members[member], group, copies)).tolist()
 
     def end(self, inside: Inside) -> Verdict | None:
         """After a step: the verdict on its update, if it was looked at. None: it is right."""
@@ -154,8 +153,8 @@ class Updates:
             return None
         self.rest = self._now(inside)
         expected = torch.stack(self.expected).tolist() if self.expected else []
-        wrong = [row[:2] != one for row, one in zip(self.rest, expected, strict=True)]
-        rows = gathered(self.world, [_first(wrong), *self.answer])
+        wrong = [number for number, row in enumerate(self.rest) if row[:2] != expected[number]]
+        rows = gathered(self.world, [*wrong, -1][:1] + self.answer)
         verdict = self._judged(inside, [row[0] for row in rows], "are not what its update makes of them again")
         return verdict or self._judged_by_sample([row[1:] for row in rows])
 
@@ -165,8 +164,9 @@ class Updates:
         if before is None:
             return None
         # What an operation of torch has written counts, as of an embedding that is clipped.
-        wrong = [now[:2] != old[:2] and now[2:] == old[2:] for now, old in zip(self._now(inside), before, strict=True)]
-        found = gathered(self.world, [_first(wrong)])
+        pairs = enumerate(zip(self._now(inside), before, strict=True))
+        wrong = [number for number, (now, old) in pairs if now[:2] != old[:2] and now[2:] == old[2:]]
+        found = gathered(self.world, [*wrong, -1][:1])
         return self._judged(inside, [row[0] for row in found], "have changed since the last update")
 
     def _now(self, inside: Inside) -> list[list[int]]:
@@ -222,7 +222,3 @@ def _copy(value: Any, device: torch.device | None = None) -> Any:
 
 def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: one for key, one in sorted(values.items()) if isinstance(one, Tensor)}
-
-
-def _first(wrong: Sequence[bool]) -> int:
-    return wrong.index(True) if True in wrong else -1
