@@ -351,8 +351,8 @@ class Watch(BuiltInPart):
         for mine, _, twice in found:
             noise.add(mine, twice)
         if noise.of_loss > ROUNDING and not is_known:
-            what = f"a loss computed again differs by {noise.of_loss:.0%}: it draws numbers without a seed, or its terms cancel"
-            inside.tell(f"warning: step {pending.step + 1}: {what}. No check confirms this run")
+            what = f"a loss computed again differs by {noise.of_loss:.0%}: it draws numbers without a seed"
+            inside.tell(f"warning: step {pending.step + 1}: {what}, or its terms cancel. No check confirms this run")
         for owner, recomputer in pairs:
             one, two = found[owner][0], found[recomputer][1]
             if one.batch != two.batch or not noise.same(one, two):
