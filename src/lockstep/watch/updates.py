@@ -69,7 +69,7 @@ class Updates:
         self.members = optimizer_class.members(run.state.optimizer)
         names = {id(parameter): name for name, parameter in run.model.named_parameters()}
         places = [
-            (names[id(parameter)], member, number, parameter)
+            (names.get(id(parameter), "a parameter outside of the model"), member, number, parameter)
             for member, optimizer in enumerate(self.members)
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
@@ -92,7 +92,7 @@ class Updates:
 
     def begin(self, inside: Inside) -> None:
         """Look at the update of the step that begins, after all that changes its gradients."""
-        self.expected = self.rest = None
+        self.expected = None
         self.confirmed.append(self.run.confirmed_step)
         optimizer = self.run.state.optimizer
         if not self.why_not and (why := _why_not(optimizer)):
