@@ -33,7 +33,7 @@ class Checked:
 
 
 def check(
-    state: TrainState, own: Seen, place: int, replicas: int, micro_batches: int, reduced_in: str | None = None
+    state: TrainState, own: Seen, names: Sequence[str], mine: Sequence[str], micro_batches: int, reduced_in: str | None
 ) -> Checked:
     """Compare the reduced gradients with what the ranks gave, with one small reduction. All ranks call it alike.
 
@@ -43,17 +43,16 @@ def check(
 
     Args:
         own: what this rank computed, with its sums over all micro-batches.
-        place: of this rank among those that hold the same rows.
-        replicas: how many ranks hold the same rows.
+        names: of the parameters that are looked at, the same on all ranks.
+        mine: those whose gradients this rank sums up after the exchange. Ranks that hold the same rows share the work:
+            their digests say that they have the same bits.
         micro_batches: of each rank in this step.
         reduced_in: `parallel.reduce_dtype`, the number format of the exchange, where it is another than that of the
             gradients.
     """
-    world, names = state.world.size, list(own.sizes)
-    nothing = [0.0] * (SIGNS + 1)
+    world, nothing = state.world.size, [0.0] * (SIGNS + 1)
     given = dict(zip(own.sums, stacked(list(own.sums.values())), strict=True))
-    # Replicas have the same bits, as their digests say, so that each sums some of them up.
-    reduced = _reduced(state, names[place::replicas])
+    reduced = _reduced(state, mine)
     flat: list[float] = []
     for name in names:
         *sums, square = given.get(name, nothing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -88,9 +88,9 @@ def bare(folded: Sequence[int], batch: Sequence[int] = (0, 0)) -> Detail:
 
 @contextlib.contextmanager
 def watched(
-    forward: nn.Module, leaves: Mapping[str, Tensor], *, sums: bool = False, each: bool = False
+    forward: nn.Module, leaves: Mapping[str, Tensor], *, sums: Collection[str] = (), each: bool = False
 ) -> Generator[Seen, None, None]:
-    """Inside, the first forward pass and its backward pass are seen. With `sums`, these add up over later passes.
+    """Inside, the first forward pass and its backward pass are seen. The `sums` of these add up over later passes.
 
     Args:
         forward: the `Forward` of the strategy.
@@ -108,7 +108,7 @@ def watched(
             seen.losses = {head: value.detach() for head, value in losses.items()}
 
     def look(name: str, gradient: Tensor) -> None:
-        if sums:
+        if name in sums:
             found = signed_sums(gradient)
             seen.sums[name] = seen.sums[name] + found if name in seen.sums else found
         if passes != 1:

@@ -28,7 +28,7 @@ from lockstep.watch.examine import Dispute, Experiments
 from lockstep.watch.gradients import Detail, Seen, bare, digest_of_batch, watched
 from lockstep.watch.history import History
 from lockstep.watch.replicas import Replicas, differing_replicas
-from lockstep.watch.state import gathered, of_all, state_digest
+from lockstep.watch.state import gathered, in_turn, of_all, state_digest
 from lockstep.watch.trial import Share, trial
 from lockstep.watch.updates import Updates
 from lockstep.watch.verdict import ROUNDING, Noise, Verdict, named
@@ -65,6 +65,8 @@ class _Pending:
         self.state = self.batch = self.other_batch = torch.zeros(2, dtype=torch.int64)
         self.share: Share | None = None
         self.leaves: Mapping[str, Tensor] = {}
+        self.summed: list[str] = []
+        """The parameters whose exchange is checked."""
         self.own: Seen | None = None
         self.other: Seen | None = None
         self.again: Seen | None = None
@@ -150,7 +152,8 @@ class Watch(BuiltInPart):
         pending = self.pending
         if pending is not None and pending.share is not None:
             forward, detailed = inside.state.strategy.unwrapped, self.noise is not None
-            seen = watched(forward, pending.leaves, sums=detailed or inside.ranks > 1, each=detailed)
+            pending.summed = in_turn(pending.leaves, inside.step // self.every) if inside.ranks > 1 else []
+            seen = watched(forward, pending.leaves, sums=pending.leaves if detailed else pending.summed, each=detailed)
             pending.own = pending.hooks.enter_context(seen)
 
     def before_update(self, training: Training) -> None:
@@ -218,7 +221,7 @@ class Watch(BuiltInPart):
             if world.size > 1 and (detailed or not self.has_repeated):
                 pending.again = trial(state, same, own, pending.leaves, detailed=detailed)
         if self.replicas.are_there:
-            pending.state = state_digest(state)
+            pending.state = state_digest(state, state.step // self.every)
         self.pending = pending
 
     def _end(self, inside: Inside, pending: _Pending) -> None:
@@ -366,13 +369,13 @@ class Watch(BuiltInPart):
         before = "gradients were right before they were exchanged, as another rank has computed them again"
         if different := differing_replicas(shards, [row.reduced for row in rows]):
             self._link(pending, different, f"{before}, and differ afterwards on {named(different)}", "")
-        if own is None or state.world.size == 1 or not own.sums or not self.sees_exchange:
+        if own is None or not pending.summed or not self.sees_exchange:
             return
         count = len(set(shards))
         reduced_in = self.run.config.parallel.reduce_dtype if count > 1 else None
         replicas, micro_batches = state.world.size // count, self.run.plan.count(pending.step)
-        place = shards[: inside.rank].count(self.replicas.shard)
-        found = exchange.check(state, own, place, replicas, micro_batches, reduced_in)
+        mine = pending.summed[shards[: inside.rank].count(self.replicas.shard) :: replicas]
+        found = exchange.check(state, own, pending.summed, mine, micro_batches, reduced_in)
         if not found.name:
             return
         given: list[Tensor] = []

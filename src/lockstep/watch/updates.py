@@ -24,11 +24,9 @@ from lockstep.core.parallel.sharded_tensor import local
 from lockstep.parts.digest import fold
 from lockstep.watch.examine import judged_device
 from lockstep.watch.gradients import bare
-from lockstep.watch.state import gathered, of_all
+from lockstep.watch.state import TURNS, gathered, in_turn, of_all
 from lockstep.watch.verdict import Verdict, named, same_bits, who
 
-TURNS = 2
-"""So many checks look at all parameters."""
 _SAMPLE = 1 << 16
 """Elements of rank 0 that all ranks update."""
 Values = dict[str, Any]
@@ -68,14 +66,12 @@ class Updates:
         self.run, self.every, self.world = run, every, run.world
         self.members = optimizer_class.members(run.state.optimizer)
         names = {id(parameter): name for name, parameter in run.model.named_parameters()}
-        places = [
+        self.places: list[Place] = [
             (names.get(id(parameter), "a parameter outside of the model"), member, number, parameter)
             for member, optimizer in enumerate(self.members)
             for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         ]
-        places.sort(key=lambda one: -one[-1].numel())
-        self.turns = [places[turn::TURNS] for turn in range(TURNS)]
         self.why_not = "" if is_on else "it is not wanted"
         self.confirmed: deque[int | None] = deque(maxlen=TURNS)
         """What was confirmed before the last checks, which look at all updates together."""
@@ -99,19 +95,23 @@ class Updates:
             self.why_not = why
             inside.tell(f"note: the watch does not look at updates: {why}")
         if not self.why_not:
-            number, turn = divmod(inside.step // self.every, TURNS)
-            self.handle = optimizer.register_step_pre_hook(partial(self._make_again, inside, self.turns[turn], number))
+            check = inside.step // self.every
+            self.handle = optimizer.register_step_pre_hook(partial(self._make_again, inside, check))
 
-    def _make_again(self, inside: Inside, turn: Sequence[Place], number: int, *_: object) -> None:
+    def _make_again(self, inside: Inside, check: int, *_: object) -> None:
         with inside.window.excluded(), torch.no_grad():
-            self.looked = [one for one in turn if one[-1].grad is not None and local(one[-1]).numel()]
-            self.expected = []
-            for one in self.looked:
-                copies = {key: _copy(value) for key, value in self._values(one).items()}
-                self.expected.append(fold(made(self.members[one[1]], one[2], copies)))
+            names = in_turn({one[0]: one[-1] for one in self.places}, check)
+            looked = [one for one in self.places if one[0] in names and one[-1].grad is not None]
+            self.looked = [one for one in looked if local(one[-1]).numel()]
+            self.expected = [self._made_again(one) for one in self.looked]
             if self.world.size > 1:
-                self.sample = self.world.broadcast(self._taken(number) if self.world.rank == 0 else None)
+                self.sample = self.world.broadcast(self._taken(check // TURNS) if self.world.rank == 0 else None)
                 self.answer = self._answered()
+
+    def _made_again(self, one: Place) -> Tensor:
+        """The digest of what its update makes of a copy, which is let go of."""
+        copies = {key: _copy(value) for key, value in self._values(one).items()}
+        return fold(made(self.members[one[1]], one[2], copies))
 
     @torch.no_grad()  # so that `to_local` is a look-up
     def _values(self, one: Place) -> Values:
@@ -126,22 +126,20 @@ class Updates:
         if not self.looked:
             return None
         turn, place = divmod(number, len(self.looked))
-        name, member, group, _ = self.looked[place]
         values = self._values(self.looked[place])
         shape = values[WEIGHT].shape
         first = turn * _SAMPLE % shape.numel()
         on_host = {key for key, value in _tensors(values).items() if value.device.type == "cpu"}
         for key, value in _tensors(values).items():
             values[key] = value.reshape(-1)[first : first + _SAMPLE].clone() if value.shape == shape else value.clone()
-        return name, member, group, values, on_host
+        return *self.looked[place][:3], values, on_host
 
     def _answered(self) -> list[int]:
         """The digest of what this rank makes of the sample."""
         if self.sample is None:
             return [0, 0]
         _, member, group, values, on_host = self.sample
-        on = {key: torch.device("cpu") if key in on_host else self.world.device for key in values}
-        copies = {key: _copy(value, on[key]) for key, value in values.items()}
+        copies = {key: _copy(value, "cpu" if key in on_host else self.world.device) for key, value in values.items()}
         return fold(made(self.members[member], group, copies)).tolist()
 
     def end(self, inside: Inside) -> Verdict | None:
@@ -216,7 +214,7 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
     return "the optimizer has hooks after it" if others else ""
 
 
-def _copy(value: Any, device: torch.device | None = None) -> Any:
+def _copy(value: Any, device: torch.device | str | None = None) -> Any:
     return value.detach().to(device or value.device, copy=True) if isinstance(value, Tensor) else value
 
 
