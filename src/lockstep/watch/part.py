@@ -111,9 +111,8 @@ class Watch(BuiltInPart):
     def __init__(self, run: Run, rebuild: Callable[[Any], Run] | None = None) -> None:
         self.run, self.rebuild, self.every = run, rebuild, run.config.watch.every
         state = run.state
-        why = _why_no_recomputation(run)
-        self.note = f"note: the watch compares replicas alone: {why}" if why else ""
-        self.recomputes = not why
+        self.why_not = _why_no_recomputation(run)
+        self.recomputes = not self.why_not
         self.replicas = Replicas(state)
         self.updates = Updates(run, self.every, is_on=self.recomputes and not self.replicas.are_there)
         unfreezing = tuple(state.unfreezing.steps) if state.unfreezing is not None else ()
@@ -137,8 +136,8 @@ class Watch(BuiltInPart):
         self.sees_exchange = all(getattr(hook, "__module__", "").startswith("lockstep.") for hook in hooks.values())
         if not self.sees_exchange and training.ranks > 1:
             training.tell("note: the watch does not check the mean of the gradients: the optimizer has hooks before it")
-        if self.note:
-            training.tell(self.note)
+        if self.why_not:
+            training.tell(f"note: the watch compares replicas alone: {self.why_not}")
         if training.ranks == 1 and not self.recomputes:
             training.tell("note: the watch checks nothing on one rank without recomputation")
 

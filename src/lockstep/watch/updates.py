@@ -85,6 +85,8 @@ class Updates:
         """The digest of what this rank has made of the sample."""
         self.rest: list[list[int]] | None = None
         """What must not change until the next update: see `_now`. None: nothing is looked at."""
+        self.has_rested = False
+        """True after the first time between two updates that was looked at."""
 
     def begin(self, inside: Inside) -> None:
         """Look at the update of the step that begins, after all that changes its gradients."""
@@ -95,8 +97,7 @@ class Updates:
             self.why_not = why
             inside.tell(f"note: the watch does not look at updates: {why}")
         if not self.why_not:
-            check = inside.step // self.every
-            self.handle = optimizer.register_step_pre_hook(partial(self._make_again, inside, check))
+            self.handle = optimizer.register_step_pre_hook(partial(self._make_again, inside, inside.step // self.every))
 
     def _make_again(self, inside: Inside, check: int, *_: object) -> None:
         with inside.window.excluded(), torch.no_grad():
@@ -164,8 +165,8 @@ class Updates:
         # What an operation of torch has written counts, as of an embedding that is clipped.
         pairs = enumerate(zip(self._now(inside), before, strict=True))
         wrong = [number for number, (now, old) in pairs if now[:2] != old[:2] and now[2:] == old[2:]]
-        found = gathered(self.world, [*wrong, -1][:1])
-        return self._judged(inside, [row[0] for row in found], "have changed since the last update")
+        found, is_first, self.has_rested = gathered(self.world, [*wrong, -1][:1]), not self.has_rested, True
+        return self._judged(inside, [row[0] for row in found], "have changed since the last update", is_first)
 
     def _now(self, inside: Inside) -> list[list[int]]:
         """By parameter: the digest of what is looked at, and how often operations of torch have written it."""
@@ -174,15 +175,19 @@ class Updates:
             digests = torch.stack([fold(of) for of in values]).tolist() if values else []
         return [[*pair, *(one._version for one in of.values())] for pair, of in zip(digests, values, strict=True)]
 
-    def _judged(self, inside: Inside, wrong: Sequence[int], what: str) -> Verdict | None:
-        """The verdict, where ranks have rows that are wrong: the number of the parameter, or -1."""
+    def _judged(self, inside: Inside, wrong: Sequence[int], what: str, is_first: bool = False) -> Verdict | None:
+        """The verdict, where ranks have rows that are wrong: the number of the parameter, or -1.
+
+        Args:
+            is_first: it was never right before. On one rank alone, code is to blame then.
+        """
         ranks = tuple(rank for rank, number in enumerate(wrong) if number >= 0)
         if not ranks:
             return None
         own = wrong[self.world.rank]
         names = of_all(self.world, self.looked[own][0] if own >= 0 else "")
-        if 1 < len(ranks) == self.world.size:
-            self.rest, self.why_not = None, f"on all ranks, rows {what}: code changes them beside the optimizer"
+        if len(ranks) == self.world.size and (self.world.size > 1 or is_first):
+            self.rest, self.why_not = None, f"on each rank, rows {what}: code changes them beside the optimizer"
             inside.tell(f"warning: step {inside.step}: the watch does not look at updates any more: {self.why_not}")
             return None
         of = "; ".join(f"rows of {names[rank]} on rank {rank}" for rank in ranks)
