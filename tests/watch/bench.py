@@ -43,24 +43,23 @@ def right(config: str, folder: str) -> Job:
     return {"error": ""}
 
 
-def timed(task: str, settings: Job, every: int, rounds: int) -> list[tuple[float, float, float]]:
-    """Processor seconds of this rank for a training without and with the watch, in turns; and the share of the checks.
+def timed(task: str, settings: Job, every: int, rounds: int) -> list[tuple[float, float, float, float]]:
+    """Processor seconds of this rank for a training without and with the watch, in turns; of a check, and of a step.
 
-    The share is the time of the checks, with what steps that are checked take longer than the others, over the time
-    of `every` steps.
+    Those of a check are with what a step that is checked takes longer than the others.
     """
     from tests import runs
 
     made, found = SIZES[task](), []
     for number in range(rounds + 1):
-        pair, share = {}, 0.0
+        pair, check, step = {}, 0.0, 0.0
         for watched in ((False, True), (True, False))[number % 2]:
             begun, times = _processor_s(), Times()
             with times if watched else contextlib.nullcontext():
                 runs.fit_in_memory(made, settings | ({"watch": {"every": every}} if watched else {}))
             pair[watched] = _processor_s() - begun
-            share = times.share(every) if watched else share
-        found.append((pair[False], pair[True], share))
+            check, step = times.of_check_and_step() if watched else (check, step)
+        found.append((pair[False], pair[True], check, step))
     return found[1:]
 
 
@@ -103,11 +102,11 @@ class Times(contextlib.ExitStack):
 
         return noted
 
-    def share(self, every: int) -> float:
+    def of_check_and_step(self) -> tuple[float, float]:
         checks = self.checks[1:] or self.checks
         usual = statistics.median(self.steps[False])
         longer = statistics.median(self.steps[True]) - usual if self.steps[True] else 0.0
-        return (statistics.mean(checks) + longer) / (every * usual)
+        return statistics.mean(checks) + longer, usual
 
 
 def _processor_s() -> float:
