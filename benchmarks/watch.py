@@ -2,16 +2,17 @@
 
     python benchmarks/watch.py faults [--steps 400] [--every 10] [--rates 1 0.1 0.01 0.001] [--strategies ddp fsdp]
     python benchmarks/watch.py clean  [--total 100000] [--each 250] [--every 5] [--part 1/4]
-    python benchmarks/watch.py cost   [--rounds 7] [--steps 200] [--every 100]
+    python benchmarks/watch.py cost   [--rounds 7] [--steps 200] [--every 100] [--sizes small large]
 
 Each writes a line for each training into `--out FILE` (default: watch-MODE.jsonl), leaves out those that FILE has
 already, and prints a table of all that FILE has. So it may be stopped, and go on, and run in parts beside each other.
 
-`faults`: on rank 1 of three, a bit is flipped (the highest of the mantissa) in an activation, a gradient, a weight, the
-optimizer's state or a reduced gradient, in a share of the passes or updates, or the weights drift by 1e-7 in each
-update: `tests/watch/faults.py`. Told are the verdict, and after how many checks it came, from the first time that the
-fault struck. `clean`: the trainings of `same_results_cases.py`, which are those of all recipes at tiny sizes and more,
-longer, each with and without `compute.deterministic`, with a check every few steps. A verdict there is false.
+`faults`: on rank 1 of three, or with the strategy `single` on one rank alone, a bit is flipped (the highest of the
+mantissa) in an activation, a gradient, a weight, the optimizer's state or a reduced gradient, in a share of the passes
+or updates, or the weights drift by 1e-7 in each update: `tests/watch/faults.py`. Told are the verdict, and after how
+many checks it came, from the first time that the fault struck. `clean`: the trainings of `same_results_cases.py`, which
+are those of all recipes at tiny sizes and more, longer, each with and without `compute.deterministic`, with a check
+every few steps. A verdict there is false.
 `cost`: the processor time of a rank, with the watch and without in turns, with one micro-batch in a step; and the share
 of it that is spent on checks, which a busy machine disturbs less.
 """
@@ -52,19 +53,20 @@ def faults(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
             continue
         if (yield name, {}):
             continue
+        world, rank = (1, 0) if strategy == "single" else (3, 1)
         settings = cases.settings(
-            3,
+            world,
             strategy,
             train={"steps": options.steps},
             watch={"every": options.every},
             checkpoint={"every_steps": options.every * 5, "keep_last": 2},
         )
-        fault = {"kind": kind, "share": rate, "after": 25, "seed": 1}
+        fault = {"kind": kind, "share": rate, "after": 25, "seed": 1, "rank": rank}
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder, "run")
-            answers = run_ranks(3, bench.lying, fault, settings, run)
+            answers = run_ranks(world, bench.lying, fault, settings, run)
             verdict = cases.verdict_of(run)
-        struck = answers[1]["struck"]
+        struck = answers[rank]["struck"]
         about = {"struck": len(struck), "verdict": None, "checks": None}
         if verdict is not None and struck:
             # A check of step N comes before its update: what strikes in step N's update is for the next check.
@@ -122,7 +124,7 @@ def cost(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
     from tests import runs
     from tests.ranks import run_ranks
 
-    for size, (ranks, strategy) in itertools.product(bench.SIZES, ((1, "single"), (2, "ddp"), (2, "fsdp"))):
+    for size, (ranks, strategy) in itertools.product(options.sizes, ((1, "single"), (2, "ddp"), (2, "fsdp"))):
         name = f"{size} {strategy} {ranks}"
         if (yield name, {}):
             continue
@@ -135,11 +137,14 @@ def cost(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
             log={"every_steps": 50},
         )
         pairs = run_ranks(ranks, bench.timed, size, settings, options.every, options.rounds, timeout_s=3600)
-        ratios = [watched / plain for of_rank in pairs for plain, watched, _ in of_rank]
-        shares = [share for of_rank in pairs for *_, share in of_rank]
+        ratios = [watched / plain for of_rank in pairs for plain, watched, *_ in of_rank]
+        times = [(check, step) for of_rank in pairs for *_, check, step in of_rank]
         low, middle, high = statistics.quantiles(ratios, n=4)
         about = {"ratio": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)]}
-        about["share"] = round(statistics.median(shares), 4)
+        about["share"] = round(statistics.median(check / (options.every * step) for check, step in times), 4)
+        about["check_ms"], about["step_ms"] = (
+            round(1000 * statistics.median(of), 1) for of in zip(*times, strict=True)
+        )
         yield name, about | {"plain_s": round(statistics.median(plain for plain, *_ in pairs[0]), 3)}
 
 
@@ -180,9 +185,8 @@ def table(mode: str, done: dict[str, Job]) -> None:
                 print(f"  {name}: {line[:300]}")
     else:
         for name, one in done.items():
-            print(
-                f"{name:<16} share of the checks {100 * one['share']:.2f} %; ratio {one['ratio']:.4f}", one["quartiles"]
-            )
+            times = f"{one['check_ms']} ms a check, {one['step_ms']} ms a step"
+            print(f"{name:<16} share of the checks {100 * one['share']:.2f} %: {times}; ratio {one['ratio']:.4f}")
 
 
 def main() -> None:
@@ -198,6 +202,7 @@ def main() -> None:
     parser.add_argument("--part", default="1/1")
     parser.add_argument("--most-ranks", type=int, default=4, help="trainings on more ranks are left out")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sizes", nargs="+", choices=[*bench.SIZES], default=[*bench.SIZES])
     options = parser.parse_args()
     options.every = options.every or {"faults": 10, "clean": 5, "cost": 100}[options.mode]
     out = options.out or Path(f"watch-{options.mode}.jsonl")

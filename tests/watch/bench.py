@@ -10,6 +10,7 @@ from unittest import mock
 
 from lockstep.core import loop
 from lockstep.watch.part import Watch
+from lockstep.watch.updates import Updates
 
 Job = dict[str, Any]
 
@@ -42,24 +43,23 @@ def right(config: str, folder: str) -> Job:
     return {"error": ""}
 
 
-def timed(task: str, settings: Job, every: int, rounds: int) -> list[tuple[float, float, float]]:
-    """Processor seconds of this rank for a training without and with the watch, in turns; and the share of the checks.
+def timed(task: str, settings: Job, every: int, rounds: int) -> list[tuple[float, float, float, float]]:
+    """Processor seconds of this rank for a training without and with the watch, in turns; of a check, and of a step.
 
-    The share is the time of the checks, with what steps that are checked take longer than the others, over the time
-    of `every` steps.
+    Those of a check are with what a step that is checked takes longer than the others.
     """
     from tests import runs
 
     made, found = SIZES[task](), []
     for number in range(rounds + 1):
-        pair, share = {}, 0.0
+        pair, check, step = {}, 0.0, 0.0
         for watched in ((False, True), (True, False))[number % 2]:
             begun, times = _processor_s(), Times()
             with times if watched else contextlib.nullcontext():
                 runs.fit_in_memory(made, settings | ({"watch": {"every": every}} if watched else {}))
             pair[watched] = _processor_s() - begun
-            share = times.share(every) if watched else share
-        found.append((pair[False], pair[True], share))
+            check, step = times.of_check_and_step() if watched else (check, step)
+        found.append((pair[False], pair[True], check, step))
     return found[1:]
 
 
@@ -68,10 +68,14 @@ class Times(contextlib.ExitStack):
 
     def __enter__(self) -> "Times":
         self.checks: list[float] = []
+        """By check, in all its parts."""
         self.steps: dict[bool, list[float]] = {False: [], True: []}
         self.is_checked, watch = False, self
-        for name in ("_begin", "_end"):
-            self.enter_context(mock.patch.object(Watch, name, self._noted(getattr(Watch, name))))
+        parts = [(Watch, "_begin"), (Watch, "_end")]
+        parts += [(Updates, "_make_again"), (Updates, "end"), (Updates, "at_rest")]
+        for kind, name in parts:
+            noted = self._noted(getattr(kind, name), begins=name == "_begin")
+            self.enter_context(mock.patch.object(kind, name, noted))
         make = loop.train_step
 
         def step(*arguments: Any, **options: Any) -> Any:
@@ -85,20 +89,24 @@ class Times(contextlib.ExitStack):
         self.enter_context(mock.patch.object(loop, "train_step", step))
         return super().__enter__()
 
-    def _noted(self, call: Any) -> Any:
-        def noted(*arguments: Any) -> None:
+    def _noted(self, call: Any, *, begins: bool) -> Any:
+        def noted(*arguments: Any) -> Any:
             begun = _processor_s()
-            call(*arguments)
-            self.checks.append(_processor_s() - begun)
-            self.is_checked = True
+            found = call(*arguments)
+            if begins:
+                self.checks.append(0.0)
+                self.is_checked = True
+            if self.checks:
+                self.checks[-1] += _processor_s() - begun
+            return found
 
         return noted
 
-    def share(self, every: int) -> float:
-        checks = self.checks[2:] or self.checks
+    def of_check_and_step(self) -> tuple[float, float]:
+        checks = self.checks[1:] or self.checks
         usual = statistics.median(self.steps[False])
         longer = statistics.median(self.steps[True]) - usual if self.steps[True] else 0.0
-        return (2 * statistics.mean(checks) + longer) / (every * usual)
+        return statistics.mean(checks) + longer, usual
 
 
 def _processor_s() -> float:

@@ -47,6 +47,13 @@ class Trembling(own_tasks.Deep):
         return super().loss(model, [batch[0] * noise, *batch[1:]])
 
 
+class UnseededLoss(own_tasks.Deep):
+    """The loss draws from a generator that nobody seeds."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * (1 + random.SystemRandom().random())
+
+
 class Diverging(own_tasks.Deep):
     """In the second epoch, the model gives numbers that are not finite, on all ranks alike."""
 
@@ -79,7 +86,7 @@ class Single(own_tasks.Deep):
 
 
 OF_OURS = (own_tasks.Deep, own_tasks.Plain)
-OF_THIS_FILE = (Named, OtherBytes, Unseeded, Trembling, Diverging, DivergingTrembling, Faint, Single)
+OF_THIS_FILE = (Named, OtherBytes, Unseeded, UnseededLoss, Trembling, Diverging, DivergingTrembling, Faint, Single)
 KINDS = {kind.__name__: kind for kind in (*OF_THIS_FILE, *OF_OURS)}
 
 

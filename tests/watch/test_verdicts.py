@@ -112,6 +112,12 @@ def test_a_training_that_does_not_repeat_is_compared_within_rounding_and_a_fault
     assert all("device: the device of rank 1" in text for text in texts)
 
 
+def test_a_loss_that_draws_without_a_seed_confirms_nothing(tmp_path):
+    assert run_ranks(1, cases.end_of, None, cases.settings(1, "single"), tmp_path, "UnseededLoss") == [None]
+    assert (tmp_path / "train.log").read_text().count("it draws numbers without a seed, or its terms cancel") == 1
+    assert {one.confirmed_step for one in store.listed(tmp_path / "checkpoints")} == {-1}
+
+
 @pytest.mark.exhaustive
 def test_deterministic_algorithms_leave_no_excuse(tmp_path):
     settings = cases.settings(3, "ddp", compute={"deterministic": True})

@@ -24,8 +24,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def piece_length(device: torch.device) -> int:
-    """Numbers of 8 bytes that are digested together: a cache's worth, or few calls of a GPU."""
-    return 1 << 15 if device.type == "cpu" else 1 << 20
+    """Numbers of 8 bytes that are digested together: a cache's worth, and few calls."""
+    return 1 << 17 if device.type == "cpu" else 1 << 20
 
 
 @functools.cache
@@ -69,22 +69,26 @@ def digest(tensor: Tensor) -> Digest:
 def _sums(words: Tensor, key: int) -> Tensor:
     factors, piece = _factors(words.device), piece_length(words.device)
     whole = [torch.empty(min(piece, len(words)), dtype=torch.int64, device=words.device) for _ in range(2)]
-    first = second = torch.zeros((), dtype=torch.int64, device=words.device)
-    for number, start in enumerate(range(0, len(words), piece)):
+    starts = range(0, len(words), piece)
+    found = torch.empty(2, len(starts), dtype=torch.int64, device=words.device)
+    for number, start in enumerate(starts):
         part = words[start : start + piece]
         mixed, high = (one[: len(part)] for one in whole)  # new memory for each piece would take twice as long
         torch.mul(part, _GOLDEN, out=mixed)
         torch.bitwise_right_shift(mixed, 32, out=high)
         mixed.bitwise_xor_(high.bitwise_and_(_LOW))  # the mask makes the shift logical: torch's copies the sign
-        first = first + _dot(mixed, factors[0, : len(part)], high) * _odd(key, number, 0)
-        second = second + _dot(mixed, factors[1, : len(part)], high) * _odd(key, number, 1)
-    return torch.stack([first + _odd(key, -1, 0), second + _odd(key, -1, 1)])
+        _dot(mixed, factors[0, : len(part)], high, found[0, number])
+        _dot(mixed, factors[1, : len(part)], high, found[1, number])
+    odd = [[_odd(key, number, row) for number in (*range(len(starts)), -1)] for row in range(2)]
+    last = torch.tensor(odd, device=words.device)
+    return (found * last[:, :-1]).sum(1) + last[:, -1]
 
 
-def _dot(one: Tensor, other: Tensor, room: Tensor) -> Tensor:
+def _dot(one: Tensor, other: Tensor, room: Tensor, result: Tensor) -> None:
     if one.device.type == "cpu":  # GPUs have no such product of integers
-        return torch.dot(one, other)
-    return torch.mul(one, other, out=room).sum()
+        torch.dot(one, other, out=result)
+    else:
+        torch.sum(torch.mul(one, other, out=room), 0, out=result)
 
 
 def _odd(*words: int) -> int:

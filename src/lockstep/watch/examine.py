@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -13,10 +12,12 @@ from lockstep.core.build import Run
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import listed
 from lockstep.core.parallel.posing import posing_as
+from lockstep.core.parallel.world import World
 from lockstep.launch.device_check.run import wrong_answers
 from lockstep.watch import operations
 from lockstep.watch.evidence import device_name
 from lockstep.watch.gradients import Detail
+from lockstep.watch.state import of_all
 from lockstep.watch.trial import Share, detail, read, trial
 from lockstep.watch.verdict import Finding, Noise, Same, Verdict, first_difference, named, same_batch, same_bits, who
 
@@ -46,11 +47,6 @@ class Experiments:
         self.repeats: list[tuple[Detail, Detail]] = []
         self.micro_batch: MicroBatch | None = None
 
-    def gathered(self, value: Any) -> list[Any]:
-        """The `value` of every rank, on every rank."""
-        found: list[Any] = self.run.world.broadcast(self.run.world.gather(value))
-        return found
-
     def _read(self, share: Share) -> MicroBatch:
         batches, device = self.run.batches, self.run.world.device
         plan = batches.plan.rank_micro_batches(share.step, share.rank)[0]
@@ -59,7 +55,7 @@ class Experiments:
     def _twice(self, share: Share) -> list[tuple[Detail, Detail]]:
         """What every rank computes of a share, twice, each time read anew."""
         found = [detail(self.run.state, self._read(share), share, self.leaves) for _ in range(2)]
-        return [(first, second) for first, second in self.gathered(found)]
+        return [(first, second) for first, second in of_all(self.run.world, found)]
 
     def verdict(self, dispute: Dispute) -> Verdict | None:
         """What is at fault. None: only rounding, because kernels are not deterministic."""
@@ -82,7 +78,7 @@ class Experiments:
             return None
         if found.how in ("repeats", "tie") and (code := self._of_code(found, share, same)) is not None:
             return code
-        return self._of_device(found, first)
+        return judged_device(self.run.world, found, first)
 
     def _first(self, found: Finding, dispute: Dispute) -> str:
         """The first tensor that differs."""
@@ -108,9 +104,7 @@ class Experiments:
             return Verdict(
                 "data", found.ranks, text + "Task.prepare changes, or draws numbers that the seed does not determine"
             )
-        if found.how == "tie":
-            return Verdict("data", found.ranks, f"{named(found.ranks)} read other bytes for {samples}")
-        more = "" if found.how == "repeats" else ", once: read again, they are those of the other ranks"
+        more = "" if found.how in ("repeats", "tie") else ", once: read again, they are those of the other ranks"
         return Verdict("data", found.ranks, f"{named(found.ranks)} read other bytes for {samples}{more}")
 
     def _not_deterministic(self, found: Finding, share: Share, first: str) -> Verdict:
@@ -124,7 +118,7 @@ class Experiments:
         def once() -> None:
             trial(self.run.state, self._read(share), share, self.leaves)
 
-        names = self.gathered(operations.first_difference(once, once))
+        names = of_all(self.run.world, operations.first_difference(once, once))
         return next((name for name in names if name), "")
 
     def _of_code(self, found: Finding, share: Share, same: Same) -> Verdict | None:
@@ -159,25 +153,31 @@ class Experiments:
             with posing_as(suspect):
                 plain()
 
-        return next((name for name in self.gathered(operations.first_difference(plain, posing)) if name), "")
+        return next((name for name in of_all(self.run.world, operations.first_difference(plain, posing)) if name), "")
 
-    def _of_device(self, found: Finding, first: str) -> Verdict:
-        names = self.gathered(f"{socket.gethostname()}, {device_name(self.run.world.device)}")
-        wrong = self.gathered(wrong_answers(self.run.world.device))
-        ranks = found.ranks
-        if found.how in ("tie", "nobody"):
-            liars = tuple(rank for rank, faults in enumerate(wrong) if faults)
-            if not liars:
-                those = named(ranks or tuple(range(len(names))), "or")
-                text = f"{those}: the results differ, and nothing says which is right"
-                return Verdict("unclear", ranks, text, first)
-            ranks = liars
-        how = {
-            "unstable": "it differs from itself on the same inputs",
-            "repeats": "it gives another result than the others on the same inputs, each time",
-            "once": "it gave another result, and not when it was repeated",
-        }.get(found.how, "it gets known answers wrong")
-        where = "; ".join(f"rank {rank} ({names[rank]})" for rank in ranks)
-        known = "; ".join(f"rank {rank} also gets {', '.join(wrong[rank])} wrong" for rank in ranks if wrong[rank])
-        text = f"the device of {where}: {how}{f', first in {first}' if first else ''}{f'. {known}' if known else ''}"
-        return Verdict("device", ranks, text, first, guilty=ranks)
+
+def judged_device(world: World, found: Finding, first: str) -> Verdict:
+    """The verdict where ranks compute other results of the same. All ranks call it alike.
+
+    Args:
+        first: the first result that differs, for people.
+    """
+    names = of_all(world, f"{socket.gethostname()}, {device_name(world.device)}")
+    wrong = of_all(world, wrong_answers(world.device))
+    ranks = found.ranks
+    if found.how in ("tie", "nobody"):
+        liars = tuple(rank for rank, faults in enumerate(wrong) if faults)
+        if not liars:
+            those = named(ranks or tuple(range(len(names))), "or")
+            text = f"{those}: the results differ, and nothing says which is right"
+            return Verdict("unclear", ranks, text, first)
+        ranks = liars
+    how = {
+        "unstable": "it differs from itself on the same inputs",
+        "repeats": "it gives another result than the others on the same inputs, each time",
+        "once": "it gave another result, and not when it was repeated",
+    }.get(found.how, "it gets known answers wrong")
+    where = "; ".join(f"rank {rank} ({names[rank]})" for rank in ranks)
+    known = "; ".join(f"rank {rank} also gets {', '.join(wrong[rank])} wrong" for rank in ranks if wrong[rank])
+    text = f"the device of {where}: {how}{f', first in {first}' if first else ''}{f'. {known}' if known else ''}"
+    return Verdict("device", ranks, text, first, guilty=ranks)

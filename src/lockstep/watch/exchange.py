@@ -32,7 +32,9 @@ class Checked:
     """For the signed sums of this parameter."""
 
 
-def check(state: TrainState, own: Seen, replicas: int, micro_batches: int, reduced_in: str | None = None) -> Checked:
+def check(
+    state: TrainState, own: Seen, names: Sequence[str], mine: Sequence[str], micro_batches: int, reduced_in: str | None
+) -> Checked:
     """Compare the reduced gradients with what the ranks gave, with one small reduction. All ranks call it alike.
 
     A signed sum of a mean is the mean of the signed sums. Rounding adds an error of random signs to each element, whose
@@ -41,20 +43,20 @@ def check(state: TrainState, own: Seen, replicas: int, micro_batches: int, reduc
 
     Args:
         own: what this rank computed, with its sums over all micro-batches.
-        replicas: how many ranks hold the same rows.
+        names: of the parameters that are looked at, the same on all ranks.
+        mine: those whose gradients this rank sums up after the exchange. Ranks that hold the same rows share the work:
+            their digests say that they have the same bits.
         micro_batches: of each rank in this step.
         reduced_in: `parallel.reduce_dtype`, the number format of the exchange, where it is another than that of the
             gradients.
     """
-    world, names = state.world.size, list(own.sizes)
-    nothing = [0.0] * (SIGNS + 1)
+    world, nothing = state.world.size, [0.0] * (SIGNS + 1)
     given = dict(zip(own.sums, stacked(list(own.sums.values())), strict=True))
-    reduced = _reduced(state)
+    reduced = _reduced(state, mine)
     flat: list[float] = []
     for name in names:
         *sums, square = given.get(name, nothing)
-        flat += [*(one / world for one in sums), square**0.5 / world]
-        flat += [one / replicas for one in reduced.get(name, nothing)[:SIGNS]]
+        flat += [*(one / world for one in sums), square**0.5 / world, *reduced.get(name, nothing)[:SIGNS]]
     total = state.world.all_sum(flat)
     width = 2 * SIGNS + 1
     rows = [total[start : start + width] for start in range(0, len(total), width)]
@@ -115,11 +117,11 @@ def _grads(state: TrainState) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
 
-def _reduced(state: TrainState) -> dict[str, list[float]]:
-    """The signed sums of the gradients that this rank holds, by name."""
-    sums = {}
-    for name, gradient in _grads(state).items():
-        shard = sharded_tensor.local_shard(gradient)
+def _reduced(state: TrainState, names: Sequence[str]) -> dict[str, list[float]]:
+    """The signed sums of the gradients that this rank holds, of these names."""
+    sums, grads = {}, _grads(state)
+    for name in grads.keys() & set(names):
+        shard = sharded_tensor.local_shard(grads[name])
         sums[name] = signed_sums(shard.local, shard.start * _row(shard.shape))
     return dict(zip(sums, stacked(list(sums.values())), strict=True))
 
@@ -147,7 +149,7 @@ def wrong_shards(state: TrainState, found: Checked, gradient: Tensor | None, sha
         part = torch.zeros(SIGNS + 1) if gradient is None else signed_sums(gradient.reshape(-1)[first:last], first)
         flat += [one / world.size for one in part.tolist()[:SIGNS]]
     expected = world.all_sum(flat)[mine * SIGNS : (mine + 1) * SIGNS]
-    held = _reduced(state).get(found.name, [0.0] * SIGNS)[:SIGNS]
+    held = _reduced(state, [found.name]).get(found.name, [0.0] * SIGNS)[:SIGNS]
     is_wrong = any(not abs(b - found.factor * a) <= 2 * found.bound for a, b in zip(expected, held, strict=True))
     of_ranks: list[bool] = world.broadcast(world.gather(is_wrong))
     return [rank for rank, wrong in enumerate(of_ranks) if wrong]

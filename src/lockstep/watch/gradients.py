@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,9 +39,7 @@ class Seen:
     def gradient(self, device: torch.device) -> Tensor:
         """The digest of all gradients together: two int64."""
         small = {name: self.small[name] for name in self.sizes if name in self.small}  # in this order on all ranks
-        parts = [*([fold(small)] if small else []), *self.total]
-        if not parts:
-            return torch.zeros(2, dtype=torch.int64, device=device)
+        parts = [torch.zeros(2, dtype=torch.int64), *([fold(small)] if small else []), *self.total]
         return torch.stack([part.to(device) for part in parts]).sum(0)
 
     def norm(self) -> float:
@@ -55,15 +53,12 @@ class Seen:
 
     def detailed(self) -> Detail:
         """The same on the host, by head and by parameter. `each` and `sums` must be wanted."""
-        losses = {head: float(value) for head, value in sorted(self.losses.items())}
         host = torch.device("cpu")
         pairs = torch.stack(list(self.each.values())).tolist() if self.each else []
-        rows = stacked(list(self.sums.values()))
-        names = list(self.each)
         return Detail(
-            losses,
-            {name: (a, b) for name, (a, b) in zip(names, pairs, strict=True)},
-            dict(zip(self.sums, rows, strict=True)),
+            {head: float(value) for head, value in sorted(self.losses.items())},
+            {name: (a, b) for name, (a, b) in zip(self.each, pairs, strict=True)},
+            dict(zip(self.sums, stacked(list(self.sums.values())), strict=True)),
             {name: float(torch.finfo(of).eps) for name, of in self.dtypes.items()},
             tuple(torch.cat([self.loss(host), self.gradient(host)]).tolist()),
         )
@@ -86,11 +81,16 @@ class Detail:
     """Digest of the inputs."""
 
 
+def bare(folded: Sequence[int], batch: Sequence[int] = (0, 0)) -> Detail:
+    """What a check knows of a result: digests alone."""
+    return Detail({}, {}, {}, {}, folded=tuple(folded), batch=(batch[0], batch[1]))
+
+
 @contextlib.contextmanager
 def watched(
-    forward: nn.Module, leaves: Mapping[str, Tensor], *, sums: bool = False, each: bool = False
+    forward: nn.Module, leaves: Mapping[str, Tensor], *, sums: Collection[str] = (), each: bool = False
 ) -> Generator[Seen, None, None]:
-    """Inside, the first forward pass and its backward pass are seen. With `sums`, these add up over later passes.
+    """Inside, the first forward pass and its backward pass are seen. The `sums` of these add up over later passes.
 
     Args:
         forward: the `Forward` of the strategy.
@@ -108,7 +108,7 @@ def watched(
             seen.losses = {head: value.detach() for head, value in losses.items()}
 
     def look(name: str, gradient: Tensor) -> None:
-        if sums:
+        if name in sums:
             found = signed_sums(gradient)
             seen.sums[name] = seen.sums[name] + found if name in seen.sums else found
         if passes != 1:

@@ -25,12 +25,13 @@ from lockstep.core.step import TrainState
 from lockstep.parts.digest import fold
 from lockstep.watch import evidence, exchange
 from lockstep.watch.examine import Dispute, Experiments
-from lockstep.watch.gradients import Detail, Seen, digest_of_batch, watched
+from lockstep.watch.gradients import Detail, Seen, bare, digest_of_batch, watched
 from lockstep.watch.history import History
 from lockstep.watch.replicas import Replicas, differing_replicas
-from lockstep.watch.state import state_digest
+from lockstep.watch.state import gathered, in_turn, of_all, state_digest
 from lockstep.watch.trial import Share, trial
-from lockstep.watch.verdict import Noise, Verdict, named
+from lockstep.watch.updates import Updates
+from lockstep.watch.verdict import ROUNDING, Noise, Verdict, named
 
 
 def other_rank(step: int, every: int, rank: int, world: int) -> int:
@@ -61,13 +62,13 @@ class _Pending:
 
     def __init__(self, state: TrainState, micro_batch: MicroBatch) -> None:
         self.step, self.micro_batch = state.step, micro_batch
-        self.state: Tensor | None = None
+        self.state = self.batch = self.other_batch = torch.zeros(2, dtype=torch.int64)
         self.share: Share | None = None
         self.leaves: Mapping[str, Tensor] = {}
-        self.batch = torch.zeros(2, dtype=torch.int64)
+        self.summed: list[str] = []
+        """The parameters whose exchange is checked."""
         self.own: Seen | None = None
         self.other: Seen | None = None
-        self.other_batch = torch.zeros(2, dtype=torch.int64)
         self.again: Seen | None = None
         self.buffers: list[tuple[Tensor, Tensor]] = []
         self.hooks = contextlib.ExitStack()
@@ -110,19 +111,18 @@ class Watch(BuiltInPart):
     def __init__(self, run: Run, rebuild: Callable[[Any], Run] | None = None) -> None:
         self.run, self.rebuild, self.every = run, rebuild, run.config.watch.every
         state = run.state
-        why = _why_no_recomputation(run)
-        self.note = f"note: the watch compares replicas alone: {why}" if why else ""
-        self.recomputes = not why
+        self.why_not = _why_no_recomputation(run)
+        self.recomputes = not self.why_not
         self.replicas = Replicas(state)
+        self.updates = Updates(run, self.every, is_on=self.recomputes and not self.replicas.are_there)
         unfreezing = tuple(state.unfreezing.steps) if state.unfreezing is not None else ()
         self.due = Due(self.every, state.step, run.stop, unfreezing)
         if self.recomputes and state.world.size > 1:
             run.batches.extra.plans = _extra_plans(run.plan, self.due, state.world.rank)
         self.noise: Noise | None = None
         """What rounding explains, where kernels are not deterministic. None: they are, so far."""
-        self.has_repeated = False
+        self.has_repeated = self.has_saved = False
         self.sees_exchange = True
-        self.has_saved = False
         self.pending: _Pending | None = None
         self.checked_at = self.compared_at = -1
         self.tell: Callable[[str], None] = lambda text: None
@@ -132,14 +132,12 @@ class Watch(BuiltInPart):
 
     def start(self, training: Training) -> None:
         self.tell = training.tell
-        hooks = getattr(
-            self.run.state.optimizer, "_optimizer_step_pre_hooks", {}
-        )  # private; as `register_...` fills it
+        hooks = self.run.state.optimizer._optimizer_step_pre_hooks  # private; as `register_...` fills it
         self.sees_exchange = all(getattr(hook, "__module__", "").startswith("lockstep.") for hook in hooks.values())
         if not self.sees_exchange and training.ranks > 1:
             training.tell("note: the watch does not check the mean of the gradients: the optimizer has hooks before it")
-        if self.note:
-            training.tell(self.note)
+        if self.why_not:
+            training.tell(f"note: the watch compares replicas alone: {self.why_not}")
         if training.ranks == 1 and not self.recomputes:
             training.tell("note: the watch checks nothing on one rank without recomputation")
 
@@ -149,13 +147,13 @@ class Watch(BuiltInPart):
             return
         with inside.window.excluded():
             self._begin(inside)
+        self.updates.begin(inside)
         pending = self.pending
         if pending is not None and pending.share is not None:
-            forward = inside.state.strategy.unwrapped
-            detailed, exchanges = self.noise is not None, inside.ranks > 1
-            pending.own = pending.hooks.enter_context(
-                watched(forward, pending.leaves, sums=exchanges or detailed, each=detailed)
-            )
+            forward, detailed = inside.state.strategy.unwrapped, self.noise is not None
+            pending.summed = in_turn(pending.leaves, inside.step // self.every) if inside.ranks > 1 else []
+            seen = watched(forward, pending.leaves, sums=pending.leaves if detailed else pending.summed, each=detailed)
+            pending.own = pending.hooks.enter_context(seen)
 
     def before_update(self, training: Training) -> None:
         """End the check.
@@ -164,6 +162,7 @@ class Watch(BuiltInPart):
             WatchError: on all ranks, with the verdict.
         """
         assert isinstance(training, Inside)
+        self._judge(training, self.updates.at_rest(training))
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.hooks.close()
@@ -171,10 +170,16 @@ class Watch(BuiltInPart):
                 self._end(training, pending)
 
     def after_step(self, training: Training) -> None:
-        """Drop a check of a step without update, such as one that overflows in fp16."""
+        """Look at the update of a check. A check without update is dropped, such as one that overflows in fp16.
+
+        Raises:
+            WatchError: on all ranks, with the verdict.
+        """
+        assert isinstance(training, Inside)
         if self.pending is not None:
             self.pending.hooks.close()
             self.pending = None
+        self._judge(training, self.updates.end(training))
 
     def before_save(self, training: Training) -> None:
         """Compare the replicas, and confirm the state where the whole check of this step has passed.
@@ -184,11 +189,10 @@ class Watch(BuiltInPart):
         """
         assert isinstance(training, Inside)
         step = training.step
-        if training.ranks > 1 and self.compared_at != step:
+        if self.replicas.are_there and self.compared_at != step:
             self.compared_at = step
-            numbers = [self.replicas.shard, *state_digest(training.state).tolist()]
-            rows = [(row[0], (row[1], row[2])) for row in self._gathered(numbers)]
-            self._check_replicas(step, [shard for shard, _ in rows], [pair for _, pair in rows], at=step)
+            rows = gathered(self.run.world, [self.replicas.shard, *state_digest(training.state).tolist()])
+            self._check_replicas(step, [row[0] for row in rows], [(row[1], row[2]) for row in rows], at=step)
         if self.checked_at == step:
             self.run.confirmed_step = step
         self.has_saved = True
@@ -208,30 +212,28 @@ class Watch(BuiltInPart):
             pending.buffers = [(buffer, buffer.clone()) for buffer in ModuleBuffers(state.strategy.unwrapped)]
             detailed = self.noise is not None
             pending.batch = digest_of_batch(pending.micro_batch.batch, world.device)
-            given = self.run.batches.extra.given if world.size > 1 else [dataclasses.replace(pending.micro_batch)]
+            same = dataclasses.replace(pending.micro_batch)
+            given = self.run.batches.extra.given if world.size > 1 else [same]
             other = dataclasses.replace(own, rank=other_rank(state.step, self.every, world.rank, world.size))
             pending.other_batch = digest_of_batch(given[0].batch, world.device)
             pending.other = trial(state, given[0], other, pending.leaves, detailed=detailed)
             if world.size > 1 and (detailed or not self.has_repeated):
-                pending.again = trial(
-                    state, dataclasses.replace(pending.micro_batch), own, pending.leaves, detailed=detailed
-                )
-        pending.state = state_digest(state)
+                pending.again = trial(state, same, own, pending.leaves, detailed=detailed)
+        if self.replicas.are_there:
+            pending.state = state_digest(state, state.step // self.every)
         self.pending = pending
 
     def _end(self, inside: Inside, pending: _Pending) -> None:
         step = pending.step
-        rows = [_Row.of(numbers) for numbers in self._gathered(self._numbers(inside, pending))]
+        rows = [_Row.of(numbers) for numbers in gathered(self.run.world, self._numbers(inside, pending))]
         shards = [row.shard for row in rows]
         self._check_replicas(step, shards, [row.state for row in rows], at=step + 1)
         whole = True
         if pending.share is not None:
             whole = self._check_shares(inside, pending, rows)
             is_full = self.run.plan.samples(pending.step) == self.run.plan.global_batch  # few samples vary more
-            for history, values in zip(
-                self.histories, zip(*((r.loss, r.norm) for r in rows), strict=True), strict=True
-            ):
-                if is_full and (text := history.add(values)):
+            for number, history in enumerate(self.histories):
+                if is_full and (text := history.add([(row.loss, row.norm)[number] for row in rows])):
                     inside.tell(f"warning: step {step + 1}: {text}")
         if whole:
             self._check_exchange(inside, pending, rows)
@@ -242,23 +244,18 @@ class Watch(BuiltInPart):
 
     def _numbers(self, inside: Inside, pending: _Pending) -> list[int]:
         device = inside.state.world.device
-        assert pending.state is not None
-        nothing = torch.zeros(2, dtype=torch.int64, device=device)
         parts: list[Tensor] = [pending.state.to(device), self._reduced(inside).to(device)]
         own, other, again = pending.own, pending.other, pending.again
-        itself = False
-        figures = [0.0, 0.0]
+        itself, figures = False, [0.0, 0.0]
         if own is not None and other is not None:
             mine = [pending.batch.to(device), own.loss(device), own.gradient(device)]
             twice = again if again is not None else other if inside.state.world.size == 1 else None
             if twice is not None:
-                same = torch.equal(torch.cat([twice.loss(device), twice.gradient(device)]), torch.cat(mine[1:]))
-                itself = not same
+                itself = not torch.equal(torch.cat([twice.loss(device), twice.gradient(device)]), torch.cat(mine[1:]))
             parts += [*mine, pending.other_batch.to(device), other.loss(device), other.gradient(device)]
             figures = self._figures(inside, pending, own)
-        else:
-            parts += [nothing] * 6
         numbers = torch.cat(parts).tolist()
+        numbers += [0] * (16 - len(numbers))
         bits = torch.tensor(figures, dtype=torch.float64).view(torch.int64).tolist()
         return [self.replicas.shard, *numbers[:4], int(itself), *numbers[4:], *bits]
 
@@ -277,19 +274,14 @@ class Watch(BuiltInPart):
         """The digest of the gradients as the optimizer gets them."""
         named = inside.state.strategy.unwrapped.model.named_parameters()
         grads = {name: sharded_tensor.local(p.grad) for name, p in named if p.grad is not None}
-        if not grads or inside.state.world.size == 1:
-            return torch.zeros(2, dtype=torch.int64)
-        return fold(grads)
-
-    def _gathered(self, numbers: list[int]) -> list[list[int]]:
-        world = self.run.world
-        if world.size == 1:
-            return [numbers]
-        vector = torch.tensor(numbers, dtype=torch.int64, device=world.device)
-        rows: list[list[int]] = torch.stack(world.gather_tensors(vector)).tolist()
-        return rows
+        return fold(grads) if grads and self.replicas.are_there else torch.zeros(2, dtype=torch.int64)
 
     # ---- where something differs
+
+    def _judge(self, inside: Inside, verdict: Verdict | None) -> None:
+        if verdict is not None:
+            self.run.confirmed_step = self.updates.confirmed[0]
+            self._fire(inside.step, verdict, None, {})
 
     def _check_replicas(self, step: int, shards: Sequence[int], pairs: Sequence[tuple[int, int]], *, at: int) -> None:
         if differing_replicas(shards, pairs):
@@ -298,37 +290,27 @@ class Watch(BuiltInPart):
 
     def _check_shares(self, inside: Inside, pending: _Pending, rows: Sequence[_Row]) -> bool:
         """Compare the shares. Returns whether that was possible, so that the check is whole."""
-        world, share = inside.state.world, pending.share
-        assert share is not None
+        world, share = inside.state.world, _share(pending)
         is_first, self.has_repeated = not self.has_repeated, True
         itself = [rank for rank, row in enumerate(rows) if row.differs_from_itself]
         pairs = [(other_rank(share.step, self.every, rank, world.size), rank) for rank in range(world.size)]
         if self.noise is not None:
             return self._check_with_noise(inside, pending, pairs)
         wrong = [pair for pair in pairs if rows[pair[0]].own != rows[pair[1]].other]
-        strict = inside.state.world.device.type == "cpu" and 2 * len(itself) < world.size
-        strict = strict or self.run.config.compute.deterministic
+        strict = self.run.config.compute.deterministic or (world.device.type == "cpu" and 2 * len(itself) < world.size)
         if itself and is_first and not strict:
             self._let_round(inside, pending)
             return False
-        if not wrong and itself:
-            wrong = [(rank, rank) for rank in itself]
-        if not wrong:
+        if not (wrong := wrong or [(rank, rank) for rank in itself]):
             return True
         owner, recomputer = wrong[0]
         one, two = rows[owner].own, rows[recomputer].other
         if owner == recomputer and world.size > 1:  # it differs from itself: what it computed before the step
-            again = (
-                pending.again.loss(world.device).tolist() + pending.again.gradient(world.device).tolist()
-                if pending.again
-                else []
-            )
-            two = (*one[:2], *self._of_rank(owner, again))
-        dispute = Dispute(dataclasses.replace(share, rank=owner), recomputer, _bare(one), _bare(two))
-        return self._resolve(inside, pending, dispute)
-
-    def _of_rank(self, rank: int, value: Any) -> Any:
-        return self.run.world.broadcast(self.run.world.gather(value))[rank]
+            twice, device = pending.again, world.device
+            again = [*twice.loss(device).tolist(), *twice.gradient(device).tolist()] if twice else []
+            two = (*one[:2], *of_all(self.run.world, again)[owner])
+        found, of_owner = [bare(of[2:], of[:2]) for of in (one, two)], dataclasses.replace(share, rank=owner)
+        return self._resolve(inside, pending, Dispute(of_owner, recomputer, *found))
 
     def _resolve(self, inside: Inside, pending: _Pending, dispute: Dispute) -> bool:
         with torch.no_grad():
@@ -337,20 +319,18 @@ class Watch(BuiltInPart):
                     buffer.data.copy_(value)
         experiments = Experiments(self.run, pending.leaves, pending.micro_batch, self.noise)
         verdict = experiments.verdict(dispute)
-        if verdict is None:
-            if self.noise is None:
-                self._let_round(inside, pending)
-            return False
-        facts = {"dispute": dispute, "repeats": experiments.repeats}
-        self._fire(pending.step + 1, verdict, experiments.micro_batch, facts)
+        if verdict is not None:
+            facts = {"dispute": dispute, "repeats": experiments.repeats}
+            self._fire(pending.step + 1, verdict, experiments.micro_batch, facts)
+        if self.noise is None:
+            self._let_round(inside, pending)
         return False
 
     def _let_round(self, inside: Inside, pending: _Pending) -> None:
         """From now on, results are compared within what rounding explains."""
-        assert pending.share is not None
         self.noise = Noise()
         experiments = Experiments(self.run, pending.leaves, pending.micro_batch, self.noise)
-        share = dataclasses.replace(pending.share, rank=0)
+        share = dataclasses.replace(_share(pending), rank=0)
         name = experiments.unstable_operation(share)
         inside.tell(
             f"warning: step {pending.step + 1}: a micro-batch has another loss or gradient when it is computed again"
@@ -368,17 +348,19 @@ class Watch(BuiltInPart):
         other = dataclasses.replace(pending.other.detailed(), batch=(other_batch[0], other_batch[1]))
         again = pending.again.detailed() if pending.again is not None else other
         world = self.run.world
-        found: list[tuple[Detail, Detail, Detail]] = world.broadcast(world.gather((own, other, again)))
-        before = dataclasses.replace(noise, relative=dict(noise.relative))
-        is_known = bool(before.relative)
+        found: list[tuple[Detail, Detail, Detail]] = of_all(world, (own, other, again))
+        is_known = bool(noise.relative)
         for mine, _, twice in found:
             noise.add(mine, twice)
+        if noise.of_loss > ROUNDING and not is_known:
+            what = f"a loss computed again differs by {noise.of_loss:.0%}: it draws numbers without a seed"
+            inside.tell(f"warning: step {pending.step + 1}: {what}, or its terms cancel. No check confirms this run")
         for owner, recomputer in pairs:
             one, two = found[owner][0], found[recomputer][1]
             if one.batch != two.batch or not noise.same(one, two):
                 dispute = Dispute(dataclasses.replace(_share(pending), rank=owner), recomputer, one, two)
                 return self._resolve(inside, pending, dispute)
-        return is_known
+        return is_known and noise.of_loss <= ROUNDING
 
     def _check_exchange(self, inside: Inside, pending: _Pending, rows: Sequence[_Row]) -> None:
         """Compare the gradients after the exchange: replicas with each other, and all with what the ranks gave."""
@@ -386,12 +368,13 @@ class Watch(BuiltInPart):
         before = "gradients were right before they were exchanged, as another rank has computed them again"
         if different := differing_replicas(shards, [row.reduced for row in rows]):
             self._link(pending, different, f"{before}, and differ afterwards on {named(different)}", "")
-        if own is None or state.world.size == 1 or not own.sums or not self.sees_exchange:
+        if own is None or not pending.summed or not self.sees_exchange:
             return
         count = len(set(shards))
         reduced_in = self.run.config.parallel.reduce_dtype if count > 1 else None
         replicas, micro_batches = state.world.size // count, self.run.plan.count(pending.step)
-        found = exchange.check(state, own, replicas, micro_batches, reduced_in)
+        mine = pending.summed[shards[: inside.rank].count(self.replicas.shard) :: replicas]
+        found = exchange.check(state, own, pending.summed, mine, micro_batches, reduced_in)
         if not found.name:
             return
         given: list[Tensor] = []
@@ -438,17 +421,10 @@ def _share(pending: _Pending) -> Share:
     return pending.share
 
 
-def _bare(numbers: Sequence[int]) -> Detail:
-    """What a check knows of a share: digests alone."""
-    return Detail({}, {}, {}, {}, folded=tuple(numbers[2:]), batch=(numbers[0], numbers[1]))
-
-
 def _extra_plans(plan: StepPlan, due: Due, rank: int) -> Callable[[int], Sequence[MicroBatchPlan]]:
     # A function that does not hold the run: the run holds it, and a cycle would be freed late.
     def plans(step: int) -> Sequence[MicroBatchPlan]:
-        if not due(step):
-            return ()
-        return plan.rank_micro_batches(step, other_rank(step, due.every, rank, plan.world))[:1]
+        return plan.rank_micro_batches(step, other_rank(step, due.every, rank, plan.world))[:1] if due(step) else ()
 
     return plans
 

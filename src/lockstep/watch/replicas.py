@@ -37,6 +37,8 @@ class Replicas:
         mesh: Any = getattr(sharded, "device_mesh", None)
         self.shard = 0 if mesh is None else int(mesh.get_local_rank("shard"))
         """Ranks with the same number hold the same rows."""
+        self.are_there = state.world.size > (1 if mesh is None else int(mesh.size(mesh.mesh_dim_names.index("shard"))))
+        """False if each row is held by one rank alone."""
         self.digests: Any = None
         """Of each tensor on this rank, after a difference was found."""
 
@@ -62,7 +64,8 @@ class Replicas:
             rank: by_rank[rank][first.name][2] for rank in range(world.size) if shards[rank] == shards[first.ranks[0]]
         }
         what = f"the ranks do not hold the same state: {who_differs(alike)} in {first.name}{more}"
-        sure = self._is_majority(shards, ranks)
+        # Those that differ are less than half of those that hold the same rows.
+        sure = all(2 * len([r for r in ranks if shards[r] == one]) < shards.count(one) for one in set(shards))
         if rebuild is None:
             return Verdict("memory" if sure else "unclear", ranks, what, first.name, guilty=ranks if sure else ())
         kind, guilty, how = judged_by_replay(run, rebuild, step, self.digests, self.shard, ranks)
@@ -70,7 +73,3 @@ class Replicas:
             kind, guilty = "memory", ranks
         text = f"{what}{f'. {how}' if how else ''}"
         return Verdict(kind, guilty or ranks, text, first.name, guilty=guilty if kind != "code" else ())
-
-    def _is_majority(self, shards: Sequence[int], ranks: Sequence[int]) -> bool:
-        """True if those that differ are less than half of those that hold the same rows."""
-        return all(2 * len([r for r in ranks if shards[r] == shard]) < shards.count(shard) for shard in set(shards))

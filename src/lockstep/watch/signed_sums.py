@@ -38,17 +38,17 @@ def signed_sums(tensor: Tensor, start: int = 0) -> Tensor:
     flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
     dtype = torch.float64 if devices.of(flat.device).has_float64 else torch.float32
     signs, piece = _signs(flat.device, dtype), piece_length(flat.device)
-    total = torch.zeros(SIGNS + 1, dtype=dtype, device=flat.device)
-    first = 0
+    found = [torch.zeros(SIGNS + 1, dtype=dtype, device=flat.device)]
+    turns, first = [1.0] * (SIGNS + 1), 0
     while first < len(flat):
         number, within = divmod(start + first, piece)
         part = flat[first : first + piece - within].to(dtype)
-        of_piece = torch.mv(signs[:, within : within + len(part)], part)
+        found += [torch.mv(signs[:, within : within + len(part)], part), part.dot(part).reshape(1)]
         bits = derive_seed(4, number)
-        turned = [of_piece[row] * (1 - 2 * ((bits >> row) & 1)) for row in range(SIGNS)]
-        total += torch.stack([*turned, part.dot(part)])
+        turns += [*(1.0 - 2 * ((bits >> row) & 1) for row in range(SIGNS)), 1.0]
         first += len(part)
-    return total
+    turned = torch.cat(found) * torch.tensor(turns, dtype=dtype, device=flat.device)
+    return turned.view(-1, SIGNS + 1).sum(0)
 
 
 def stacked(sums: Sequence[Tensor]) -> list[list[float]]:

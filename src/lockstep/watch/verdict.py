@@ -13,6 +13,10 @@ Kind = Literal["data", "not deterministic", "device", "code", "link", "memory", 
 _TIMES = 16.0  # a difference by rounding stays below so many times the rounding that was seen, or that the format has
 
 
+ROUNDING = 0.05
+"""A loss that differs from itself by a larger share differs by more than kernels that add in any order explain."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What lies, and where."""
@@ -114,6 +118,11 @@ class Noise:
         """Two results of one rank for the same inputs."""
         for name, difference in _differences(one, other).items():
             self.relative[name] = max(self.relative.get(name, 0.0), difference)
+
+    @property
+    def of_loss(self) -> float:
+        """The largest relative difference of a loss from itself."""
+        return max((of for name, of in self.relative.items() if name.startswith("the loss")), default=0.0)
 
     def same(self, one: Detail, other: Detail) -> bool:
         """Whether two results differ by no more than rounding explains."""

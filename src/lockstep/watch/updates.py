@@ -1,0 +1,227 @@
+"""The update of rows that one rank holds alone: it is made a second time beside the training, and its rows must rest.
+
+What the optimizer makes of a parameter is compared with what the same class makes of copies of the parameter, its
+gradient and its state. Until the next update, the rows must not change. And all ranks update the same rows of rank 0.
+Parameters take turns from check to check, and are copied one at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _default_to_fused_or_foreach  # private; a test trains with each class
+
+from lockstep.core import optimizer_class
+from lockstep.core.build import Run
+from lockstep.core.built_in import Inside
+from lockstep.core.errors import UsageError
+from lockstep.core.parallel.sharded_tensor import local
+from lockstep.parts.digest import fold
+from lockstep.watch.examine import judged_device
+from lockstep.watch.gradients import bare
+from lockstep.watch.state import TURNS, gathered, in_turn, of_all
+from lockstep.watch.verdict import Verdict, named, same_bits, who
+
+_SAMPLE = 1 << 16
+"""Elements of rank 0 that all ranks update."""
+Values = dict[str, Any]
+"""A parameter, its gradient, and what the optimizer keeps for it: under its own names."""
+WEIGHT, GRADIENT = "weight", "gradient"
+Place = tuple[str, int, int, Any]
+"""A parameter that is trained: its name, the number of its optimizer, of its group there, and the parameter."""
+Sample = tuple[str, int, int, Values, set[str]]
+"""Rows of rank 0: name, member, group, values, and what stays in the memory of the host."""
+
+
+def made(optimizer: torch.optim.Optimizer, group: int, values: Values) -> dict[str, Tensor]:
+    """What an update makes of `values`, which it changes in place. The optimizer itself stays as it is.
+
+    Args:
+        optimizer: of `torch.optim`. The update has its class and options. Hooks are not called.
+        group: number of the group whose options count.
+    """
+    options, parameter = optimizer.param_groups[group], nn.Parameter(values[WEIGHT])
+    parameter.grad = values[GRADIENT]
+    others = [one for one in options["params"] if one.grad is not None]
+    more = {}
+    if options.get("foreach") is None and not _default_to_fused_or_foreach(others, False)[1]:
+        more = {"foreach": False}  # as for all parameters of the group, which may be sharded
+    shadow: Any = object.__new__(type(optimizer))
+    shadow.__dict__ = vars(optimizer) | {"param_groups": [{**options, **more, "params": [parameter]}]}
+    shadow.state = defaultdict(dict, {parameter: {k: v for k, v in values.items() if k not in (WEIGHT, GRADIENT)}})
+    step: Any = type(optimizer).step
+    step.__wrapped__(shadow)  # without the hooks that torch wraps around it
+    return _tensors({WEIGHT: parameter.detach(), **shadow.state[parameter]})
+
+
+class Updates:
+    """Makes the update of a check again, and looks at its rows until the next update. All ranks call it alike."""
+
+    def __init__(self, run: Run, every: int, *, is_on: bool) -> None:
+        self.run, self.every, self.world = run, every, run.world
+        self.members = optimizer_class.members(run.state.optimizer)
+        names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+        self.places: list[Place] = [
+            (names.get(id(parameter), "a parameter outside of the model"), member, number, parameter)
+            for member, optimizer in enumerate(self.members)
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        ]
+        self.why_not = "" if is_on else "it is not wanted"
+        self.confirmed: deque[int | None] = deque(maxlen=TURNS)
+        """What was confirmed before the last checks, which look at all updates together."""
+        self.handle: Any = None
+        self.looked: list[Place] = []
+        """What the last check looks at."""
+        self.expected: list[Tensor] | None = None
+        """What the update must make of it: digests. None: there was no update."""
+        self.sample: Sample | None = None
+        self.answer: list[int] = []
+        """The digest of what this rank has made of the sample."""
+        self.rest: list[list[int]] | None = None
+        """What must not change until the next update: see `_now`. None: nothing is looked at."""
+        self.has_rested = False
+        """True after the first time between two updates that was looked at."""
+
+    def begin(self, inside: Inside) -> None:
+        """Look at the update of the step that begins, after all that changes its gradients."""
+        self.expected = None
+        self.confirmed.append(self.run.confirmed_step)
+        optimizer = self.run.state.optimizer
+        if not self.why_not and (why := _why_not(optimizer)):
+            self.why_not = why
+            inside.tell(f"note: the watch does not look at updates: {why}")
+        if not self.why_not:
+            self.handle = optimizer.register_step_pre_hook(partial(self._make_again, inside, inside.step // self.every))
+
+    def _make_again(self, inside: Inside, check: int, *_: object) -> None:
+        with inside.window.excluded(), torch.no_grad():
+            names = in_turn({one[0]: one[-1] for one in self.places}, check)
+            looked = [one for one in self.places if one[0] in names and one[-1].grad is not None]
+            self.looked = [one for one in looked if local(one[-1]).numel()]
+            self.expected = [self._made_again(one) for one in self.looked]
+            if self.world.size > 1:
+                self.sample = self.world.broadcast(self._taken(check // TURNS) if self.world.rank == 0 else None)
+                self.answer = self._answered()
+
+    def _made_again(self, one: Place) -> Tensor:
+        """The digest of what its update makes of a copy, which is let go of."""
+        copies = {key: _copy(value) for key, value in self._values(one).items()}
+        return fold(made(self.members[one[1]], one[2], copies))
+
+    @torch.no_grad()  # so that `to_local` is a look-up
+    def _values(self, one: Place) -> Values:
+        """The rows of this rank and their state, in the memory in which they are."""
+        _, member, _, parameter = one
+        found = {GRADIENT: parameter.grad, **self.members[member].state.get(parameter, {})}
+        kept = {key: local(value) if isinstance(value, Tensor) else value for key, value in found.items()}
+        return kept | {WEIGHT: local(parameter).detach()}
+
+    def _taken(self, number: int) -> Sample | None:
+        """Rows of this rank, others at each check."""
+        if not self.looked:
+            return None
+        turn, place = divmod(number, len(self.looked))
+        values = self._values(self.looked[place])
+        shape = values[WEIGHT].shape
+        first = turn * _SAMPLE % shape.numel()
+        on_host = {key for key, value in _tensors(values).items() if value.device.type == "cpu"}
+        for key, value in _tensors(values).items():
+            values[key] = value.reshape(-1)[first : first + _SAMPLE].clone() if value.shape == shape else value.clone()
+        return *self.looked[place][:3], values, on_host
+
+    def _answered(self) -> list[int]:
+        """The digest of what this rank makes of the sample."""
+        if self.sample is None:
+            return [0, 0]
+        _, member, group, values, on_host = self.sample
+        copies = {key: _copy(value, "cpu" if key in on_host else self.world.device) for key, value in values.items()}
+        return fold(made(self.members[member], group, copies)).tolist()
+
+    def end(self, inside: Inside) -> Verdict | None:
+        """After a step: the verdict on its update, if it was looked at. None: it is right."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            handle.remove()
+        if handle is None or self.expected is None:
+            return None
+        self.rest = self._now(inside)
+        expected = torch.stack(self.expected).tolist() if self.expected else []
+        wrong = [number for number, row in enumerate(self.rest) if row[:2] != expected[number]]
+        rows = gathered(self.world, [*wrong, -1][:1] + self.answer)
+        verdict = self._judged(inside, [row[0] for row in rows], "are not what its update makes of them again")
+        return verdict or self._judged_by_sample([row[1:] for row in rows])
+
+    def at_rest(self, inside: Inside) -> Verdict | None:
+        """Before an update: the verdict on rows that have changed since the last. None: none has."""
+        before, self.rest = self.rest, None
+        if before is None:
+            return None
+        # What an operation of torch has written counts, as of an embedding that is clipped.
+        pairs = enumerate(zip(self._now(inside), before, strict=True))
+        wrong = [number for number, (now, old) in pairs if now[:2] != old[:2] and now[2:] == old[2:]]
+        found, is_first, self.has_rested = gathered(self.world, [*wrong, -1][:1]), not self.has_rested, True
+        return self._judged(inside, [row[0] for row in found], "have changed since the last update", is_first)
+
+    def _now(self, inside: Inside) -> list[list[int]]:
+        """By parameter: the digest of what is looked at, and how often operations of torch have written it."""
+        values = [_tensors(self._values(one) | {GRADIENT: None}) for one in self.looked]
+        with inside.window.excluded():
+            digests = torch.stack([fold(of) for of in values]).tolist() if values else []
+        return [[*pair, *(one._version for one in of.values())] for pair, of in zip(digests, values, strict=True)]
+
+    def _judged(self, inside: Inside, wrong: Sequence[int], what: str, is_first: bool = False) -> Verdict | None:
+        """The verdict, where ranks have rows that are wrong: the number of the parameter, or -1.
+
+        Args:
+            is_first: it was never right before. On one rank alone, code is to blame then.
+        """
+        ranks = tuple(rank for rank, number in enumerate(wrong) if number >= 0)
+        if not ranks:
+            return None
+        own = wrong[self.world.rank]
+        names = of_all(self.world, self.looked[own][0] if own >= 0 else "")
+        if len(ranks) == self.world.size and (self.world.size > 1 or is_first):
+            self.rest, self.why_not = None, f"on each rank, rows {what}: code changes them beside the optimizer"
+            inside.tell(f"warning: step {inside.step}: the watch does not look at updates any more: {self.why_not}")
+            return None
+        of = "; ".join(f"rows of {names[rank]} on rank {rank}" for rank in ranks)
+        more = "" if self.world.size > 1 else ", unless code writes weights outside of the optimizer, through .data"
+        text = f"{of} {what}: the memory or the device of {named(ranks)}{more}"
+        return Verdict("memory", ranks, text, names[ranks[0]], guilty=ranks)
+
+    def _judged_by_sample(self, answers: Sequence[Sequence[int]]) -> Verdict | None:
+        """The verdict, where ranks make different rows of the same."""
+        if self.sample is None or all(one == answers[0] for one in answers):
+            return None
+        repeats = of_all(self.world, (bare(self._answered()), bare(self._answered())))
+        found = who([(rank, bare(one)) for rank, one in enumerate(answers)], repeats, same_bits)
+        return judged_device(self.world, found, f"the update of {self.sample[0]}")
+
+
+def _why_not(optimizer: torch.optim.Optimizer) -> str:
+    """Why updates are not made again; empty where they are."""
+    members = optimizer_class.members(optimizer)
+    try:
+        for member in members:
+            optimizer_class.check_shardable(member)
+    except UsageError:
+        return f"{optimizer_class.classes(optimizer)} does not update each element by itself"
+    if not optimizer_class.is_of_torch(optimizer):
+        return f"{optimizer_class.classes(optimizer)} is no class of torch.optim"
+    hooks = [hook for one in {optimizer, *members} for hook in one._optimizer_step_post_hooks.values()]
+    others = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("lockstep.")]
+    return "the optimizer has hooks after it" if others else ""
+
+
+def _copy(value: Any, device: torch.device | str | None = None) -> Any:
+    return value.detach().to(device or value.device, copy=True) if isinstance(value, Tensor) else value
+
+
+def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: one for key, one in sorted(values.items()) if isinstance(one, Tensor)}

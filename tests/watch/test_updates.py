@@ -1,0 +1,139 @@
+"""Updates of rows that one rank holds alone: what lies in them, or between them, is found, and what is right is not."""
+
+import contextlib
+import os
+from unittest import mock
+
+import pytest
+import torch
+from torch.optim import adam
+
+from lockstep import Part, Trainer
+from lockstep.core.errors import LockstepError
+from lockstep.core.parallel.sharded_tensor import local
+from tests import own_tasks
+from tests.ranks import run_ranks
+from tests.selection import mainly
+from tests.watch import cases
+
+# Strategy and ranks, fault, the tensor that is named, the step at which it is found, and what is confirmed then: what
+# was confirmed before the last two checks, which look at all rows together.
+FAULTS = {
+    "fsdp 3, weight": ("fsdp", 3, {"kind": "weight"}, "inner.weight", 9, 2),
+    "fsdp 3, optimizer": ("fsdp", 3, {"kind": "optimizer"}, "inner.weight", 9, 2),
+    "fsdp 3, drift": ("fsdp", 3, {"kind": "drift", "rank": 2}, "inner.weight", 9, 2),
+    "single, weight": ("single", 1, {"kind": "weight", "rank": 0}, "scale", 12, 6),
+    "single, low bit": ("single", 1, {"kind": "weight", "rank": 0, "bit": 0}, "scale", 12, 6),
+    "single, optimizer": ("single", 1, {"kind": "optimizer", "rank": 0}, "scale", 12, 6),
+    "single, drift": ("single", 1, {"kind": "drift", "rank": 0}, "inner.weight", 9, 2),
+}
+
+
+@pytest.mark.parametrize("name", mainly(["fsdp 3, optimizer", "single, weight"], list(FAULTS)))
+def test_an_update_that_is_not_what_the_optimizer_makes_is_found(tmp_path, name):
+    strategy, world, fault, tensor, step, confirmed = FAULTS[name]
+    texts = run_ranks(world, cases.end_of, {"after": 9, **fault}, cases.settings(world, strategy), tmp_path)
+    verdict, rank = cases.verdict_of(tmp_path), fault.get("rank", 1)
+    assert (verdict["kind"], verdict["guilty"], verdict["tensor"]) == ("memory", [rank], tensor)
+    for text in texts:
+        assert f"step {step}, watch.every=3: memory: rows of {tensor} on rank {rank} are not what its update" in text
+        assert f"The run is confirmed up to step {confirmed}" in text
+    good = list(range(2, confirmed + 1, 2))
+    assert cases.saved(tmp_path) == (good, list(range(confirmed + 2, step, 2)))
+
+
+class Between(Part):
+    """Changes weights after some steps, on one rank or on all, with or without torch's notice."""
+
+    def __init__(self, steps, ranks, how):
+        self.steps, self.ranks, self.how = steps, ranks, how
+
+    def after_step(self, training):
+        if training.step not in self.steps or training.rank not in self.ranks:
+            return
+        for parameter in training.model.parameters():
+            if self.how == "silent":
+                local(parameter.data).data.add_(1e-12)
+            else:
+                with torch.no_grad():
+                    parameter.add_(1e-12)
+
+
+def between(settings, folder, *arguments):
+    """How a training ends in which weights change between two updates."""
+    try:
+        Trainer(settings, run_dir=folder, quiet=True, parts=[Between(*arguments)]).fit(own_tasks.Deep())
+    except LockstepError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("world", "ranks", "steps", "how", "ends"),
+    [
+        (1, [0], [6], "silent", True),
+        (1, [0], [6], "noticed", False),
+        pytest.param(1, [0], range(1, 12), "silent", False, marks=pytest.mark.exhaustive),
+        pytest.param(3, [1], [6], "silent", True, marks=pytest.mark.exhaustive),
+        pytest.param(3, [0, 1, 2], [6], "silent", False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_rows_that_change_between_updates_are_found_unless_code_has_written_them(
+    tmp_path, world, ranks, steps, how, ends
+):
+    settings = cases.settings(world, "single" if world == 1 else "fsdp")
+    for text in run_ranks(world, between, settings, tmp_path, steps, ranks, how):
+        if ends:
+            assert "step 7, watch.every=3: memory: rows of " in text
+            assert f" on rank {ranks[0]} have changed since the last update" in text
+        else:
+            assert text is None
+    told = "does not look at updates any more: on each rank, rows have changed" in (tmp_path / "train.log").read_text()
+    assert told == (how == "silent" and not ends)
+
+
+def wrong_each_time(settings, folder):
+    """How a training ends in which rank 1 gets the first row of each update wrong, in the same way each time."""
+    update = adam.adam
+
+    def lying(parameters, *arguments, **options):
+        update(parameters, *arguments, **options)
+        for parameter in parameters:
+            local(parameter)[:1] *= 1 + 1e-9
+
+    lies = os.environ["RANK"] == "1"
+    with mock.patch.object(adam, "adam", lying) if lies else contextlib.nullcontext():
+        return cases.end_of(None, settings, folder)
+
+
+@pytest.mark.exhaustive
+def test_a_device_that_updates_wrong_each_time_is_told_by_the_others(tmp_path):
+    for text in run_ranks(3, wrong_each_time, cases.settings(3, "fsdp"), tmp_path):
+        assert "step 3, watch.every=3: device: the device of rank 1 (" in text
+        assert "each time, first in the update of inner.weight" in text
+
+
+OPTIMIZERS = {
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "Adam": {"amsgrad": True, "foreach": True},
+    "AdamW": {"fused": True},
+    **{name: {} for name in ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop")},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_made_again_has_the_same_bits_with_each_class(tmp_path, name, world):
+    optim = {"name": name, "args": OPTIMIZERS[name], "weight_decay": 0.01, "clip_norm": 0.5}
+    settings = cases.settings(world, "single" if world == 1 else "fsdp", optim=optim)
+    assert run_ranks(world, cases.end_of, None, settings, tmp_path, "Single") == [None] * world
+    assert "does not look at updates" not in (tmp_path / "train.log").read_text()
+
+
+@pytest.mark.exhaustive
+def test_an_optimizer_that_needs_whole_matrices_is_not_looked_at_and_that_is_told(tmp_path):
+    settings = cases.settings(1, "single", optim={"name": "Adafactor"})
+    assert run_ranks(1, cases.end_of, None, settings, tmp_path) == [None]
+    told = "note: the watch does not look at updates: Adafactor does not update each element by itself"
+    assert (tmp_path / "train.log").read_text().count(told) == 1
