@@ -202,8 +202,9 @@ def test_a_rank_is_bound_to_the_cpus_near_its_gpu_for_the_training(monkeypatch):
     """torch finds the CPUs. Only its questions to CUDA are answered here, and the check for numactl is left out."""
     numa = cuda.numa
     before = os.sched_getaffinity(0)
-    monkeypatch.setattr(numa, "_get_numa_node_index_for_gpu_index", lambda gpu_index: 0)
-    monkeypatch.setattr(numa, "_get_gpu_count", lambda: 2)
+    of = "gpu" if hasattr(numa, "_get_gpu_count") else "device"  # since torch 2.15
+    monkeypatch.setattr(numa, f"_get_numa_node_index_for_{of}_index", lambda **_: 0)
+    monkeypatch.setattr(numa, f"_get_{of}_count", lambda: 2)
     monkeypatch.setattr(numa, "_raise_if_binding_invalid", lambda **_: None)
     gpus = [cuda.Cuda(torch.device("cuda", index)) for index in range(2)]
     bound = []

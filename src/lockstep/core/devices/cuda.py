@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import subprocess
 import warnings
@@ -38,9 +39,9 @@ class Cuda(Accelerator):
         before = os.sched_getaffinity(0)
         try:
             # Private: torch's public options are those of torchrun, which binds the processes that it starts.
-            numa._maybe_apply_numa_binding_to_current_process(
-                gpu_index=self.device.index, numa_options=numa.NumaOptions(numa.AffinityMode(binding))
-            )
+            bind: Any = numa._maybe_apply_numa_binding_to_current_process
+            device = next(iter(inspect.signature(bind).parameters))  # gpu_index; since torch 2.15, device_index
+            bind(**{device: self.device.index, "numa_options": numa.NumaOptions(numa.AffinityMode(binding))})
         except Exception as error:
             what = f"this process could not be bound to the CPUs near {self.device}: {type(error).__name__}: {error}"
             remedy = "install numactl, which shows the CPUs of each node (numactl --hardware), or leave the key out"
