@@ -138,9 +138,10 @@ def found(name):
     parts = name.split(".")
     value, place = importlib.import_module(parts[0]), 1
     while place < len(parts):
-        if not hasattr(value, parts[place]):
-            importlib.import_module(".".join(parts[: place + 1]))
-        value = getattr(value, parts[place])
+        if not hasattr(value, parts[place]):  # torch.optim hides a module of its own
+            value = importlib.import_module(".".join(parts[: place + 1]))
+        else:
+            value = getattr(value, parts[place])
         place += 1
     return value
 
