@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from lockstep.audit.observe import digests, models, places, torch_state
 from lockstep.audit.observe.objects import Registry
+from lockstep.audit.observe.recorder import recorder
 
 _LOOKS = 8
 _SAME = 1e-3
@@ -30,6 +32,10 @@ class Gradients:
         """Norms of the shards of gradients after the last backward pass, by the id of the parameter."""
         self.norm_at: list[str | int] | None = None
         """Where the script took the norm of a shard of a gradient."""
+        self.scaled_at: list[str | int] | None = None
+        """Where the script multiplied a shard of a gradient last."""
+        self.given: dict[Any, float] = {}
+        """Sums of the gradients that communication hooks were given in this backward pass, by parameter."""
         self._places: dict[int, torch.Tensor] = {}
         self._is_fresh = False
         self._looks = 0
@@ -37,9 +43,10 @@ class Gradients:
     def at_backward(self, is_sampled: bool) -> None:
         """Remember sums of the gradients."""
         self._is_fresh = False
-        self.after_backward, self.shards, self.norm_at = {}, {}, None
+        self.after_backward, self.shards, self.norm_at, self.scaled_at = {}, {}, None, None
         if not torch_state.has_other_ranks():
             return
+        self._tell_given()
         bare = [p for p, _ in self.parameters.items() if models.owner(p) is None] if self._looks < _LOOKS else []
         self._looks += bool(bare)
         looked = [parameter for parameter, _ in self.parameters.items()] if is_sampled else bare
@@ -47,6 +54,17 @@ class Gradients:
             self.after_backward = _norms(looked, 1)
             if is_sampled:
                 self.shards = _norms([parameter for parameter, _ in self.all.items() if models.is_sharded(parameter)])
+
+    def _tell_given(self) -> None:
+        """Sums of gradients before and behind communication hooks."""
+        told: dict[int, dict[str, list[float]]] = {}
+        for parameter, before in self.given.items():
+            owner = models.owner(parameter)
+            if owner and parameter.grad is not None:
+                told.setdefault(owner[0].number, {})[owner[1]] = [before, float(parameter.grad.double().sum())]
+        self.given.clear()
+        for model, sums in told.items():
+            recorder.emit("hook_sums", limit=8, model=model, sums=sums)
 
     def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The parameter whose gradient a tensor is."""
@@ -107,10 +125,21 @@ class Gradients:
 
     def note_norm(self, tensor: Any, *_: Any, **__: Any) -> None:
         """vector_norm and the like."""
-        if self.shards and self.norm_at is None and isinstance(tensor, torch.Tensor) and not _is_sharded(tensor):
-            grads = [parameter.grad for parameter, _ in self.all.items() if parameter.grad is not None]
-            if any(_is_sharded(grad) and digests.local(grad).data_ptr() == tensor.data_ptr() for grad in grads):
-                self.norm_at = places.here()
+        if self.norm_at is None and not _is_sharded(tensor) and self._is_shard(tensor):
+            self.norm_at = places.here()
+
+    def note_scaled(self, tensor: Any, *_: Any, **__: Any) -> None:
+        """mul_ and the like."""
+        if self._is_shard(tensor):
+            self.scaled_at = places.here()
+
+    def _is_shard(self, tensor: Any) -> bool:
+        """True of this rank's shard of a gradient, since the last backward pass."""
+        if not self.shards or not isinstance(tensor, torch.Tensor):
+            return False
+        grads = [parameter.grad for parameter, _ in self.all.items() if parameter.grad is not None]
+        shards = {digests.local(grad).data_ptr() for grad in grads if _is_sharded(grad)}
+        return digests.local(tensor).data_ptr() in shards
 
     def scaling(self, parameters: list[torch.Tensor]) -> float | None:
         """The one factor of this rank's shards of all gradients since the backward pass. None: there is no such."""
@@ -136,6 +165,27 @@ def _size(tensor: torch.Tensor) -> float:
 
 
 gradients = Gradients()
+
+
+def watch_hooks(distributed: Any) -> None:
+    """Compare what communication hooks of DDP give with what they were given."""
+    register = distributed._register_comm_hook
+
+    def registered(reducer: Any, state: Any, hook: Any) -> None:
+        register(reducer, state, functools.partial(_hooked, hook))
+
+    distributed._register_comm_hook = registered
+
+
+def _hooked(hook: Any, state: Any, bucket: Any) -> Any:
+    if recorder.is_sampled(recorder.counts.optimizer_steps):
+        recorder.guard("gradients of a hook", _note_given, bucket)
+    return hook(state, bucket)
+
+
+def _note_given(bucket: Any) -> None:
+    pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+    gradients.given |= {parameter: float(gradient.double().sum()) for parameter, gradient in pairs}
 
 
 class Reduction:

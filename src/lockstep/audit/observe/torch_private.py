@@ -32,7 +32,7 @@ from lockstep.audit.observe import (
     stuck,
     training,
 )
-from lockstep.audit.observe.gradients import gradients
+from lockstep.audit.observe.gradients import gradients, watch_hooks
 from lockstep.audit.observe.recorder import is_child, recorder
 
 Observer = Callable[..., data.After]
@@ -115,6 +115,7 @@ def _patches() -> list[Patch]:
         ]
     norms = (("torch.linalg", "vector_norm"), ("torch.linalg", "norm"), ("torch", "norm"), ("torch", "Tensor.norm"))
     found += [Patch(module, name, _norm) for module, name in norms]
+    found += [Patch("torch", f"Tensor.{name}", _scaled) for name in ("mul_", "div_", "__imul__", "__itruediv__")]
     found += [Patch("torch", name, passes.drawn) for name in ("randn", "rand", "randn_like", "rand_like", "randint")]
     for name in communication.COLLECTIVES:
         observer = functools.partial(communication.collective, name)
@@ -125,6 +126,10 @@ def _patches() -> list[Patch]:
 
 def _norm(*arguments: Any, **named: Any) -> None:
     gradients.note_norm(*arguments, **named)
+
+
+def _scaled(*arguments: Any, **named: Any) -> None:
+    gradients.note_scaled(*arguments, **named)
 
 
 def _ending(*arguments: Any, **named: Any) -> data.After:
@@ -219,6 +224,7 @@ def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -
     for patch in _patches():
         after_import(patch.module, functools.partial(_apply, patch))
     files.watch_open()
+    after_import("torch.distributed", watch_hooks)
     for module, name in (("sampler", "Sampler"), ("dataset", "Dataset")):
         after_import(f"torch.utils.data.{module}", functools.partial(data.watch_made, name))
     register_optimizer_step_pre_hook(training.step_begins)

@@ -206,7 +206,8 @@ def _ready(step: Step) -> None:
         model = owner[0].number if owner else None
         recorder.emit("hand_reduce", limit=4, model=model, optimizer=step.known.number, **line)
     if step.is_sampled:
-        step.told |= _digests(step.optimizer, "gradients") | {"norm_at": gradients.norm_at}
+        scaled_at = None if passes.clips else gradients.scaled_at
+        step.told |= _digests(step.optimizer, "gradients") | {"norm_at": gradients.norm_at or scaled_at}
         step.told["gradient_norm"] = gradient_norm(parameters)
         step.told |= {"scaling": gradients.scaling(parameters), "was_cleared": step.known.was_cleared}
     step.known.was_cleared = None

@@ -10,7 +10,7 @@ from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
 from lockstep.audit.rules.facts import Key, differ, each_rank, line, named, numbered, place, replicas, rule, some
 from lockstep.audit.rules.loaders import Iteration, Iterations, iterations
-from lockstep.audit.rules.shares import probes
+from lockstep.audit.rules.shares import probes, same_noise
 from lockstep.audit.rules.waiting import waiting
 
 _FEW = 8
@@ -104,11 +104,13 @@ def _same_inputs(history: History, groups: list[tuple[int, ...]]) -> list[Findin
             digests = {rank: [event["digest"] for event in by_rank.get(rank, ())] for rank in group}
             first = digests[group[0]]
             if len(first) >= _FEW_INPUTS and len(set(first)) == len(first) and not differ(digests):
-                at, evidence = by_rank[group[0]][0].get("at"), f"the model got equal inputs on {named(group)} in "
+                drawn = [each.where for each in same_noise(history) if isinstance(each, Finding)]
+                at = drawn[0] if drawn else place(by_rank[group[0]][0].get("at"))
+                evidence = f"the model got equal inputs on {named(group)} in "
                 evidence += f"each of the first {len(first)} steps, and other inputs in each step"
                 cause = "the script draws its batches itself, with the same seed on all ranks"
                 remedy = "a generator for the data of each rank: torch.Generator().manual_seed(seed + rank)"
-                return [Finding("LS101", place(at), evidence, cause, remedy, group, 0)]
+                return [Finding("LS101", at, evidence, cause, remedy, group, 0)]
     return []
 
 

@@ -14,6 +14,8 @@ from lockstep.audit.rules.facts import Key, differ, each_rank, line, named, plac
 _NOTHING = "no step of replicas was compared"
 _AVERAGING = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
 _NUMBERS = 4
+_CLOSE = 0.05
+"""So far may a sum be off that ranks exchange with half the bits."""
 _FEW = 8
 """A tensor with no more elements may hold metrics. A larger one may hold parameters."""
 
@@ -313,7 +315,36 @@ def sum_not_divided(history: History) -> Iterable[Finding] | str:
         findings.append(
             Finding("LS205", place(event.get("at")), evidence, cause, remedy, tuple(history.ranks), event["step"])
         )
-    return findings if reduced else "the script does not reduce gradients itself"
+    for event, at in _sums_of_hooks(history):
+        if not _counts_before(history, event) and not _divided_loss(history, event):
+            evidence = f"what the communication hook gives is the sum over {len(history.ranks)} ranks of what they gave"
+            cause = "DistributedDataParallel leaves the division to the hook, and the hook does not divide"
+            remedy = "divide the buffer of the bucket by the number of ranks in the hook"
+            findings.append(Finding("LS205", place(at), evidence, cause, remedy, tuple(history.ranks), event["step"]))
+    if reduced or any(history.of("hook_sums")):
+        return findings
+    return "the script does not reduce gradients itself"
+
+
+def _sums_of_hooks(history: History) -> Iterator[tuple[Event, Any]]:
+    """Hooks of DDP that give the sum of all ranks' gradients: an event of the first rank, and where it was made."""
+    made = {event["model"]: event.get("at") for event in history.of("hook")}
+    for model, at in made.items():
+        told: dict[int, dict[int, Event]] = {}
+        for event in history.of("hook_sums"):
+            if event["model"] == model:
+                told.setdefault(event["step"], {})[event["rank"]] = event
+        full = [by_rank for by_rank in told.values() if len(by_rank) == len(history.ranks) > 1]
+        if len(full) > 1 and all(map(_is_sum, full)):
+            yield full[0][min(full[0])], at
+
+
+def _is_sum(by_rank: dict[int, Event]) -> bool:
+    """True if what a hook gave is the sum of what the ranks gave, for all parameters together."""
+    sums = [event["sums"] for event in by_rank.values()]
+    totals = {name: sum(each[name][0] for each in sums if name in each) for name in sums[0]}
+    apart = sum(abs(sums[0][name][1] - total) for name, total in totals.items())
+    return apart < _CLOSE * sum(map(abs, totals.values()))
 
 
 def _counts_before(history: History, event: Event) -> bool:
