@@ -34,8 +34,8 @@ class Gradients:
         """Where the script took the norm of a shard of a gradient."""
         self.scaled_at: list[str | int] | None = None
         """Where the script multiplied a shard of a gradient last."""
-        self.given: dict[Any, float] = {}
-        """Sums of the gradients that communication hooks were given in this backward pass, by parameter."""
+        self.given: dict[int, float] = {}
+        """Sums of the gradients that communication hooks got in this backward pass, by the id of the parameter."""
         self._places: dict[int, torch.Tensor] = {}
         self._is_fresh = False
         self._looks = 0
@@ -57,14 +57,12 @@ class Gradients:
 
     def _tell_given(self) -> None:
         """Sums of gradients before and behind communication hooks."""
-        told: dict[int, dict[str, list[float]]] = {}
-        for parameter, before in self.given.items():
-            owner = models.owner(parameter)
-            if owner and parameter.grad is not None:
-                told.setdefault(owner[0].number, {})[owner[1]] = [before, float(parameter.grad.double().sum())]
+        for model in models.told() if self.given else ():
+            held = {n: p for n, p in models.parameters_of(model) if id(p) in self.given and p.grad is not None}
+            sums = {name: [self.given[id(p)], float(p.grad.double().sum())] for name, p in held.items()}
+            if sums:
+                recorder.emit("hook_sums", limit=8, model=model.number, sums=sums)
         self.given.clear()
-        for model, sums in told.items():
-            recorder.emit("hook_sums", limit=8, model=model, sums=sums)
 
     def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The parameter whose gradient a tensor is."""
@@ -73,7 +71,8 @@ class Gradients:
             living = [parameter for parameter, _ in self.parameters.items()]
             self._places = {p.grad.data_ptr(): p for p in living if p.grad is not None and not _is_sharded(p.grad)}
         found = self._places.get(tensor.data_ptr()) if not _is_sharded(tensor) else None
-        if found is not None and found.grad is not None and found.grad.shape == tensor.shape:
+        grad = found.grad if found is not None else None  # of a gradient that is gone, something took the memory
+        if grad is not None and grad.shape == tensor.shape and grad.data_ptr() == tensor.data_ptr():
             return found
         with_gradients = [parameter for parameter in self._places.values() if parameter.grad is not None]
         total = sum(parameter.grad.numel() for parameter in with_gradients if parameter.grad is not None)
@@ -169,12 +168,11 @@ gradients = Gradients()
 
 def watch_hooks(distributed: Any) -> None:
     """Compare what communication hooks of DDP give with what they were given."""
-    register = distributed._register_comm_hook
+    distributed._register_comm_hook = functools.partial(_registered, distributed._register_comm_hook)
 
-    def registered(reducer: Any, state: Any, hook: Any) -> None:
-        register(reducer, state, functools.partial(_hooked, hook))
 
-    distributed._register_comm_hook = registered
+def _registered(register: Any, reducer: Any, state: Any, hook: Any) -> None:
+    register(reducer, state, functools.partial(_hooked, hook))
 
 
 def _hooked(hook: Any, state: Any, bucket: Any) -> Any:
@@ -185,7 +183,7 @@ def _hooked(hook: Any, state: Any, bucket: Any) -> Any:
 
 def _note_given(bucket: Any) -> None:
     pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-    gradients.given |= {parameter: float(gradient.double().sum()) for parameter, gradient in pairs}
+    gradients.given |= {id(parameter): float(gradient.double().sum()) for parameter, gradient in pairs}
 
 
 class Reduction:

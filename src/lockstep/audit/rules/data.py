@@ -49,9 +49,8 @@ def _equal_part(pairs: list[tuple[Event, Event]]) -> bool:
     """True if a tensor of the batches, such as the labels, is equal on both ranks, and changes from batch to batch."""
     one = [tuple(pair[0].get("digests") or ()) for pair in pairs]
     other = [tuple(pair[1].get("digests") or ()) for pair in pairs]
-    return any(
-        a == b and len(set(a)) > 1 for a, b in zip(zip(*one, strict=False), zip(*other, strict=False), strict=False)
-    )
+    both = zip(zip(*one, strict=False), zip(*other, strict=False), strict=False)
+    return any(a == b and len(set(a)) > 1 for a, b in both)
 
 
 def _overlap(one: Iteration, other: Iteration) -> bool:
@@ -262,6 +261,8 @@ def _uneven(history: History, its: dict[int, Iteration]) -> list[Finding]:
     if any(event.get("joined") for event in [*ends.values(), *left] if event) or not _exchange(history, its):
         return []
     given = {rank: end["batches"] for rank, end in ends.items() if end}
+    if any(not count and its[rank].begin.get("by_framework") for rank, count in given.items()):
+        return []  # one rank reads for all
     is_over = {rank for rank, it in its.items() if it.is_complete}
     if differ(lengths) and None not in lengths.values():
         shown = f"len(loader) is {each_rank(lengths)}"
