@@ -325,7 +325,7 @@ def _keep_indices(turn: Pass, drawn: Any) -> None:
 
 def _write_indices(turn: Pass) -> None:
     if turn.unwritten:
-        told = {"first": turn.first_unwritten, "batches": turn.unwritten}
+        told: dict[str, Any] = {"first": turn.first_unwritten, "batches": turn.unwritten}
         recorder.emit("indices", loader=turn.loader.number, epoch=turn.epoch, **told)
         turn.first_unwritten, turn.unwritten = turn.first_unwritten + len(turn.unwritten), []
 

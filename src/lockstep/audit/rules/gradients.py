@@ -309,8 +309,8 @@ def sum_not_divided(history: History) -> Iterable[Finding] | str:
         evidence = f"{count} gradients were summed over {world} ranks, and the step took the sum"
         cause = "the loss is a mean over the batch of a rank, and a sum of means grows with the number of ranks"
         remedy = "divide by world_size after all_reduce, use op=ReduceOp.AVG, or divide the loss by the global batch"
-        ranks, where = tuple(history.ranks), place(event.get("at"))
-        findings.append(Finding("LS205", where, evidence, cause, remedy, ranks, event["step"]))
+        told = (evidence, cause, remedy, tuple(history.ranks), event["step"])
+        findings.append(Finding("LS205", place(event.get("at")), *told))
     for event, made in _sums_of_hooks(history):
         if not _counts_before(history, event) and not _divided_loss(history, event):
             evidence = f"what the communication hook gives is the sum over {len(history.ranks)} ranks of what they gave"
@@ -336,7 +336,7 @@ def _is_sum(by_rank: dict[int, Event]) -> bool:
     """True if what a hook gave is the sum of what the ranks gave, for all parameters together."""
     sums = [event["sums"] for event in by_rank.values()]
     totals = {name: sum(each[name][0] for each in sums if name in each) for name in sums[0]}
-    return sum(abs(sums[0][n][1] - total) for n, total in totals.items()) < _CLOSE * sum(map(abs, totals.values()))
+    return bool(sum(abs(sums[0][n][1] - t) for n, t in totals.items()) < _CLOSE * sum(map(abs, totals.values())))
 
 
 def _counts_before(history: History, event: Event) -> bool:
