@@ -166,7 +166,7 @@ def test_folders_stand_on_few_floors():
 
 CODE_LINES = {
     "core": 9_973,
-    "": 43_085,
+    "": 43_165,
     "mesh": 409,
     "mesh/tokens.py": 158,
     "updates": 355,
@@ -188,7 +188,7 @@ CODE_LINES = {
     "tasks/lm/stream.py": 40,
     "trainer/hub.py": 70,
     "tasks/lm/attention.py": 115,
-    "audit": 5_521,
+    "audit": 5_601,
     "audit/rules/sources.py": 104,
     "launch/device_check": 450,
     "cli/check_device.py": 61,

@@ -198,3 +198,25 @@ def test_copies_of_a_model_that_part_are_a_warning():
 
     assert copied(str).found("LS214")[0].where.line == 22
     assert copied(lambda rank: "same").found("LS214") == copied(str, ranks=(0,)).found("LS214") == []
+
+
+def test_a_hook_that_gives_the_sum_is_named():
+    def hooked(got):
+        script = Script().optimizer().add("hook", at=at(12), model=0, name="half")
+        for _ in range(2):
+            script.add("hook_sums", model=0, sums=lambda rank: {"weight": [3.0 + rank, got], "bias": [-1.0, got - 9.0]})
+            script.step()
+        return script.found("LS205")
+
+    assert [finding.where.line for finding in hooked(7.0)] == [12]  # 3 + 4, and -1 - 1
+    assert hooked(3.5) == []
+
+
+def test_numbers_that_one_rank_has_one_for_one_instead_of_others_are_named():
+    def held(numbers):
+        script = Script().optimizer().add("numbers", at=at(29), held=lambda rank: {"ids": numbers(rank)})
+        return script.step().found("LS110")
+
+    assert len(held(lambda rank: [n * (1 + 4 * rank) % 17 for n in range(16)] * 4)) == 1
+    assert held(lambda rank: [n + rank for n in range(16)] * 4) == []  # shifted: each rank has a part
+    assert held(lambda rank: [n * n % (7 + 4 * rank) for n in range(64)]) == []

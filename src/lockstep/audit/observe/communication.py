@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.audit.observe import digests, means, models, places, torch_state
+from lockstep.audit.observe import digests, gathers, means, models, places, torch_state
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.gradients import Reduction, gradients
 from lockstep.audit.observe.recorder import LAUNCHER, recorder
@@ -109,6 +108,8 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
     event |= {"divided_integer": True if reduce_op == "AVG" and tensor is not None and _is_integer(tensor) else None}
     event |= {**seen}
     recorder.emit("collective", limit=_EACH_LINE, **event)
+    if name in ("all_gather", "all_gather_into_tensor"):
+        recorder.guard("gathered features", gathers.note, values, at)
     if name in ("all_reduce", "broadcast") and tensor is not None:
         recorder.guard("parameters averaged by hand", _note_average, name, tensor, at, reduce_op)
     if reduction is None:
@@ -164,14 +165,11 @@ _SMALL = 1024
 
 
 def _names(frame: Any) -> dict[str, str] | None:
-    """The short texts among the variables of a function. What was read of them is not kept alive."""
-    code = frame.f_code
-    if not code.co_flags & _OWN_NAMESPACE:
+    """The short texts among the variables of a function."""
+    if not frame.f_code.co_flags & _OWN_NAMESPACE:
         return None
-    space = frame.f_locals
-    found = {name: space[name] for name in code.co_varnames if isinstance(space.get(name), str)}
-    if sys.version_info < (3, 13) and sys.gettrace() is None:
-        space.clear()  # a copy, which would live as long as the call
+    space = places.variables(frame)
+    found = {name: space[name] for name in frame.f_code.co_varnames if isinstance(space.get(name), str)}
     return {name: text for name, text in found.items() if len(text) <= _LONGEST} or None
 
 

@@ -23,6 +23,9 @@ _STREAMED = 8
 _PLAIN = (int, float, str, bytes, bool, type(None))
 _PATIENCE_S = 5.0
 _waiting: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
+_KEPT = 4
+_kept: list[Any] = []
+"""The first data sets. They live until they were read: a function that trains may end before the process group."""
 
 
 def remember(dataset: Any, described: Mapping[str, Any]) -> None:
@@ -32,6 +35,7 @@ def remember(dataset: Any, described: Mapping[str, Any]) -> None:
         try:
             told = {"at": described["made_at"], "loader": described["loader"], "dataset_size": size}
             _waiting[described["loader"]] = (weakref.ref(dataset), told)
+            _kept.extend([dataset] if recorder.probe and len(_kept) < _KEPT else [])
         except TypeError:  # a list has no weak references
             return
 
@@ -46,6 +50,7 @@ def probe(*_: Any, **__: Any) -> After:
         dataset = reference()
         if dataset is not None and time.monotonic() < end:
             recorder.guard("contents of data sets", _probe, dataset, told)
+    _kept.clear()
     return None
 
 

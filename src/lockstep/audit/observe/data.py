@@ -107,6 +107,7 @@ def iteration_begins(loader: Any) -> After:
             _count += 1
         close_complete()
         recorder.has_loader = True
+        recorder.counts.loops += 1
         if known.open is not None:
             close(known.open, is_complete=False)
         is_map_style = not isinstance(loader.dataset, torch.utils.data.IterableDataset)
@@ -324,9 +325,8 @@ def _keep_indices(turn: Pass, drawn: Any) -> None:
 
 def _write_indices(turn: Pass) -> None:
     if turn.unwritten:
-        recorder.emit(
-            "indices", loader=turn.loader.number, epoch=turn.epoch, first=turn.first_unwritten, batches=turn.unwritten
-        )
+        told: dict[str, Any] = {"first": turn.first_unwritten, "batches": turn.unwritten}
+        recorder.emit("indices", loader=turn.loader.number, epoch=turn.epoch, **told)
         turn.first_unwritten, turn.unwritten = turn.first_unwritten + len(turn.unwritten), []
 
 

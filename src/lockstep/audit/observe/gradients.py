@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from lockstep.audit.observe import digests, models, places, torch_state
 from lockstep.audit.observe.objects import Registry
+from lockstep.audit.observe.recorder import recorder
 
 _LOOKS = 8
 _SAME = 1e-3
@@ -30,6 +32,10 @@ class Gradients:
         """Norms of the shards of gradients after the last backward pass, by the id of the parameter."""
         self.norm_at: list[str | int] | None = None
         """Where the script took the norm of a shard of a gradient."""
+        self.scaled_at: list[str | int] | None = None
+        """Where the script multiplied a shard of a gradient last."""
+        self.given: dict[int, float] = {}
+        """Sums of the gradients that communication hooks got in this backward pass, by the id of the parameter."""
         self._places: dict[int, torch.Tensor] = {}
         self._is_fresh = False
         self._looks = 0
@@ -37,9 +43,10 @@ class Gradients:
     def at_backward(self, is_sampled: bool) -> None:
         """Remember sums of the gradients."""
         self._is_fresh = False
-        self.after_backward, self.shards, self.norm_at = {}, {}, None
+        self.after_backward, self.shards, self.norm_at, self.scaled_at = {}, {}, None, None
         if not torch_state.has_other_ranks():
             return
+        self._tell_given()
         bare = [p for p, _ in self.parameters.items() if models.owner(p) is None] if self._looks < _LOOKS else []
         self._looks += bool(bare)
         looked = [parameter for parameter, _ in self.parameters.items()] if is_sampled else bare
@@ -48,6 +55,15 @@ class Gradients:
             if is_sampled:
                 self.shards = _norms([parameter for parameter, _ in self.all.items() if models.is_sharded(parameter)])
 
+    def _tell_given(self) -> None:
+        """Sums of gradients before and behind communication hooks."""
+        for model in models.told() if self.given else ():
+            held = {n: p for n, p in models.parameters_of(model) if id(p) in self.given and p.grad is not None}
+            sums = {name: [self.given[id(p)], float(p.grad.double().sum())] for name, p in held.items()}
+            if sums:
+                recorder.emit("hook_sums", limit=8, model=model.number, sums=sums)
+        self.given.clear()
+
     def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The parameter whose gradient a tensor is."""
         if not self._is_fresh:
@@ -55,7 +71,8 @@ class Gradients:
             living = [parameter for parameter, _ in self.parameters.items()]
             self._places = {p.grad.data_ptr(): p for p in living if p.grad is not None and not _is_sharded(p.grad)}
         found = self._places.get(tensor.data_ptr()) if not _is_sharded(tensor) else None
-        if found is not None and found.grad is not None and found.grad.shape == tensor.shape:
+        grad = found.grad if found is not None else None  # of a gradient that is gone, something took the memory
+        if grad is not None and grad.shape == tensor.shape and grad.data_ptr() == tensor.data_ptr():
             return found
         with_gradients = [parameter for parameter in self._places.values() if parameter.grad is not None]
         total = sum(parameter.grad.numel() for parameter in with_gradients if parameter.grad is not None)
@@ -107,10 +124,21 @@ class Gradients:
 
     def note_norm(self, tensor: Any, *_: Any, **__: Any) -> None:
         """vector_norm and the like."""
-        if self.shards and self.norm_at is None and isinstance(tensor, torch.Tensor) and not _is_sharded(tensor):
-            grads = [parameter.grad for parameter, _ in self.all.items() if parameter.grad is not None]
-            if any(_is_sharded(grad) and digests.local(grad).data_ptr() == tensor.data_ptr() for grad in grads):
-                self.norm_at = places.here()
+        if self.norm_at is None and not _is_sharded(tensor) and self._is_shard(tensor):
+            self.norm_at = places.here()
+
+    def note_scaled(self, tensor: Any, *_: Any, **__: Any) -> None:
+        """mul_ and the like."""
+        if self._is_shard(tensor):
+            self.scaled_at = places.here()
+
+    def _is_shard(self, tensor: Any) -> bool:
+        """True of this rank's shard of a gradient, since the last backward pass."""
+        if not self.shards or not isinstance(tensor, torch.Tensor):
+            return False
+        grads = [parameter.grad for parameter, _ in self.all.items() if parameter.grad is not None]
+        shards = {digests.local(grad).data_ptr() for grad in grads if _is_sharded(grad)}
+        return digests.local(tensor).data_ptr() in shards
 
     def scaling(self, parameters: list[torch.Tensor]) -> float | None:
         """The one factor of this rank's shards of all gradients since the backward pass. None: there is no such."""
@@ -136,6 +164,26 @@ def _size(tensor: torch.Tensor) -> float:
 
 
 gradients = Gradients()
+
+
+def watch_hooks(distributed: Any) -> None:
+    """Compare what communication hooks of DDP give with what they were given."""
+    distributed._register_comm_hook = functools.partial(_registered, distributed._register_comm_hook)
+
+
+def _registered(register: Any, reducer: Any, state: Any, hook: Any) -> None:
+    register(reducer, state, functools.partial(_hooked, hook))
+
+
+def _hooked(hook: Any, state: Any, bucket: Any) -> Any:
+    if recorder.is_sampled(recorder.counts.optimizer_steps):
+        recorder.guard("gradients of a hook", _note_given, bucket)
+    return hook(state, bucket)
+
+
+def _note_given(bucket: Any) -> None:
+    pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
+    gradients.given |= {id(parameter): float(gradient.double().sum()) for parameter, gradient in pairs}
 
 
 class Reduction:

@@ -32,10 +32,11 @@ def owner_of(frame: Any) -> Any:
 
 
 def made_from(parameters: Iterable[torch.Tensor]) -> list[list[str | int]] | None:
-    """Where the module was made that has one of these parameters."""
+    """Where the largest module was made that has only such parameters, or else one that has one of them."""
     wanted = {id(parameter) for parameter in parameters}
-    found = (at for module, (at, _) in modules.items() for p in module._parameters.values() if id(p) in wanted)
-    return next(found, None)
+    known = [({id(parameter) for parameter in module.parameters()}, at) for module, (at, _) in modules.items()]
+    found = [(len(ids) if ids <= wanted else 0, at) for ids, at in known if ids & wanted]
+    return max(found, key=lambda each: each[0], default=(0, None))[1]
 
 
 def holds(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import digests, means, models, places
+from lockstep.audit.observe import digests, gathers, means, models, places
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.gradients import gradients
 from lockstep.audit.observe.recorder import recorder
@@ -17,6 +17,8 @@ from lockstep.audit.observe.recorder import recorder
 _MOST = 256
 _DRAWN = 8
 """Random numbers are compared in so many first steps, of tensors with at least so many elements."""
+
+_NUMBERS = 512
 
 
 @dataclasses.dataclass
@@ -54,6 +56,9 @@ def backward(tensors: Any, *_: Any, **__: Any) -> After:
     if not places.is_direct(sys._getframe(3)):
         told["loss_at"] = means.last_loss()
     means.forget()
+    recorder.guard("gathered features in a loss", gathers.at_backward, next(digests.tensors_in(tensors), None))
+    if not recorder.counts.backwards and frame is not None and not recorder.has_loader:
+        recorder.guard("numbers of a script", _note_numbers, frame)
     if is_sampled:
         told |= _loss(tensors) | {"labels": means.last_labels()}
         told["by_ranks"] = (frame is not None and _knows_ranks(frame.f_code)) or None
@@ -79,6 +84,14 @@ def backward(tensors: Any, *_: Any, **__: Any) -> After:
 def _leave(result: Any, error: BaseException | None) -> None:
     global _depth
     _depth -= 1
+
+
+def _note_numbers(frame: Any) -> None:
+    """Whole numbers that a script without a DataLoader holds when training begins, if most of them come repeatedly."""
+    whole = {n: t for n, t in places.variables(frame).items() if isinstance(t, torch.Tensor) and t.dtype == torch.int64}
+    held = {name: each.flatten()[:_NUMBERS].tolist() for name, each in list(whole.items())[:_DRAWN] if each.is_cpu}
+    held = {name: each for name, each in held.items() if len(each) >= 2 * len(set(each))}
+    recorder.emit("numbers", at=places.here(frame), held=held)
 
 
 def _knows_ranks(code: Any) -> bool:

@@ -78,16 +78,22 @@ def here(frame: FrameType | None = None) -> list[str | int] | None:
     return None if frame is None else [kind_of(frame.f_code)[1], frame.f_lineno, frame.f_code.co_name]
 
 
-def arguments(frame: FrameType) -> list[Any]:
-    """The arguments of a function that runs, the first first. What was read is not kept alive."""
-    code = frame.f_code
-    if not code.co_flags & _OWN_NAMESPACE:
-        return []
+def variables(frame: FrameType) -> dict[str, Any]:
+    """The variables of a function that runs, or of a file. What was read is not kept alive."""
+    if not frame.f_code.co_flags & _OWN_NAMESPACE:
+        return dict(frame.f_globals)
     space = frame.f_locals
-    found = [space.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+    found = dict(space)
     if sys.version_info < (3, 13) and sys.gettrace() is None:
         space.clear()  # a copy, which would live as long as the call
     return found
+
+
+def arguments(frame: FrameType) -> list[Any]:
+    """The arguments of a function that runs, the first first."""
+    code = frame.f_code
+    found = variables(frame) if code.co_flags & _OWN_NAMESPACE else {}
+    return [found.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if found]
 
 
 def outside(is_inside: Callable[[FrameType], bool], count: int = 1) -> list[list[str | int]]:

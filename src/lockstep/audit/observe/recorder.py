@@ -35,6 +35,8 @@ class Counts:
     collectives_python: int = 0
     gathered: int = 0
     joined: int = 0
+    loops: int = 0
+    """Over loaders."""
 
 
 class Recorder:

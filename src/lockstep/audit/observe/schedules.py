@@ -84,9 +84,8 @@ def _end_of(function: FunctionType) -> int | None:
     """Of the numbers that a factor of the learning rate is made from: the step from which on the factor is zero."""
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     for number in sorted({each for each in cells if isinstance(each, int) and each > _LEAST}):
-        if function(number // 2) > _ZERO and all(
-            abs(function(n)) <= _ZERO for n in (number, 4 * number // 3, 2 * number)
-        ):
+        later = (number, 4 * number // 3, 2 * number)
+        if function(number // 2) > _ZERO and all(abs(function(n)) <= _ZERO for n in later):
             return number
     return None
 

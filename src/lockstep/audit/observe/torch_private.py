@@ -17,22 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.audit.observe import (
-    communication,
-    contents,
-    data,
-    ends,
-    files,
-    frameworks,
-    made,
-    means,
-    models,
-    passes,
-    schedules,
-    stuck,
-    training,
-)
-from lockstep.audit.observe.gradients import gradients
+from lockstep.audit.observe import communication, contents, data, ends, files, made, models, schedules, stuck, training
+from lockstep.audit.observe.frameworks import gathered, gathers, logged
+from lockstep.audit.observe.gradients import gradients, watch_hooks
+from lockstep.audit.observe.means import LOSSES, arranged, curved, divided, floor_divided, loss, mean
+from lockstep.audit.observe.passes import backward, clipped, drawn
 from lockstep.audit.observe.recorder import is_child, recorder
 
 Observer = Callable[..., data.After]
@@ -61,7 +50,7 @@ def _patches() -> list[Patch]:
     loader, ddp = "torch.utils.data.dataloader", "torch.nn.parallel.distributed"
     c10d, fsdp = "torch.distributed.distributed_c10d", "torch.distributed.fsdp"
     wrapped = {how: functools.partial(models.wrapped, how) for how in ("ddp", "fsdp1", "fsdp2", "data_parallel")}
-    clip = {how: functools.partial(passes.clipped, how) for how in ("norm", "value")}
+    clip = {how: functools.partial(clipped, how) for how in ("norm", "value")}
     found = [
         Patch(loader, "DataLoader.__init__", data.loader_made),
         Patch(loader, "DataLoader.__iter__", data.iteration_begins),
@@ -87,7 +76,7 @@ def _patches() -> list[Patch]:
         Patch(fsdp, "fully_shard", wrapped["fsdp2"], (f"{fsdp}._fully_shard", f"{fsdp}._fully_shard._fully_shard")),
         Patch(f"{fsdp}._fully_shard._fsdp_state", "FSDPState._pre_forward", models.forward_of_shards),
         Patch("torch", "compile", models.compiled),
-        Patch("torch.autograd", "backward", passes.backward),
+        Patch("torch.autograd", "backward", backward),
         Patch("torch.nn.utils.clip_grad", "clip_grad_norm_", clip["norm"], ("torch.nn.utils",)),
         Patch("torch.nn.utils.clip_grad", "clip_grad_value_", clip["value"], ("torch.nn.utils",)),
         Patch("torch.optim.optimizer", "Optimizer.__init__", training.optimizer_made),
@@ -97,34 +86,30 @@ def _patches() -> list[Patch]:
         Patch("torch.distributed.rendezvous", "_create_c10d_store", communication.store_made),
         Patch(c10d, "init_process_group", communication.initialized, ("torch.distributed",)),
         Patch(c10d, "new_group", communication.group_made, ("torch.distributed",)),
-        Patch("accelerate.accelerator", "Accelerator.gather_for_metrics", frameworks.gathered),
-        Patch("accelerate.accelerator", "Accelerator.gather", frameworks.gathers),
+        Patch("accelerate.accelerator", "Accelerator.gather_for_metrics", gathered),
+        Patch("accelerate.accelerator", "Accelerator.gather", gathers),
         Patch("accelerate.optimizer", "AcceleratedOptimizer.__init__", training.prepared),
         Patch("accelerate.data_loader", "IterableDatasetShard.__init__", contents.shard_made),
-        *(Patch(f"{name}.core.module", "LightningModule.log", frameworks.logged) for name in _LIGHTNING),
+        *(Patch(f"{name}.core.module", "LightningModule.log", logged) for name in _LIGHTNING),
         *_of_files(),
     ]
-    found += [Patch("torch.nn.functional", name, means.loss) for name in means.LOSSES]
-    found += [Patch("torch", f"Tensor.{name}", means.floor_divided) for name in _FLOOR]
-    found += [Patch("torch", "Tensor.mean", means.mean), Patch("torch", "arange", means.arranged)]
-    found += [Patch("torch", "Tensor.__truediv__", means.divided)]
+    found += [Patch("torch.nn.functional", name, loss) for name in LOSSES]
+    found += [Patch("torch", f"Tensor.{name}", floor_divided) for name in _FLOOR]
+    found += [Patch("torch", "Tensor.mean", mean), Patch("torch", "arange", arranged)]
+    found += [Patch("torch", "Tensor.__truediv__", divided)]
     for name in ("exp", "sqrt"):
-        curve = functools.partial(means.curved, name)
-        found += [Patch(module, name, curve) for module in ("torch", "math")] + [
-            Patch("torch", f"Tensor.{name}", curve)
-        ]
+        curve = functools.partial(curved, name)
+        found += [Patch(*owner, curve) for owner in (("torch", name), ("math", name), ("torch", f"Tensor.{name}"))]
     norms = (("torch.linalg", "vector_norm"), ("torch.linalg", "norm"), ("torch", "norm"), ("torch", "Tensor.norm"))
-    found += [Patch(module, name, _norm) for module, name in norms]
-    found += [Patch("torch", name, passes.drawn) for name in ("randn", "rand", "randn_like", "rand_like", "randint")]
+    found += [Patch(module, name, gradients.note_norm) for module, name in norms]
+    scaling = ("mul_", "div_", "__imul__", "__itruediv__")
+    found += [Patch("torch", f"Tensor.{name}", gradients.note_scaled) for name in scaling]
+    found += [Patch("torch", name, drawn) for name in ("randn", "rand", "randn_like", "rand_like", "randint")]
     for name in communication.COLLECTIVES:
         observer = functools.partial(communication.collective, name)
         found.append(Patch(c10d, name, observer, ("torch.distributed",), is_optional="coalesced" in name))
     schedulers = ("LRScheduler", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler", "CosineAnnealingWarmRestarts")
     return found + [Patch("torch.optim.lr_scheduler", f"{name}.step", schedules.steps) for name in schedulers]
-
-
-def _norm(*arguments: Any, **named: Any) -> None:
-    gradients.note_norm(*arguments, **named)
 
 
 def _ending(*arguments: Any, **named: Any) -> data.After:
@@ -219,6 +204,7 @@ def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -
     for patch in _patches():
         after_import(patch.module, functools.partial(_apply, patch))
     files.watch_open()
+    after_import("torch.distributed", watch_hooks)
     for module, name in (("sampler", "Sampler"), ("dataset", "Dataset")):
         after_import(f"torch.utils.data.{module}", functools.partial(data.watch_made, name))
     register_optimizer_step_pre_hook(training.step_begins)

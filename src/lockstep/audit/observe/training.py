@@ -8,27 +8,18 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import (
-    communication,
-    data,
-    digests,
-    ends,
-    made,
-    models,
-    passes,
-    places,
-    schedules,
-    torch_state,
-)
+from lockstep.audit.observe import communication, data, digests, ends, made, models, passes, places, schedules
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.gradients import gradients
 from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.torch_state import has_other_ranks
 
 _MOST = 256
 _LOOKS = 4
 """So many steps after something unusual are looked at closely."""
 _UNFROZEN_EVERY = 10
+_LOOPS = 12
 
 
 @dataclasses.dataclass
@@ -53,6 +44,8 @@ class Optimizer:
     """So many steps without an exchange of gradients are still looked at closely."""
     looks_now: int = 0
     """So many of the next steps are looked at closely, because parameters were unfrozen."""
+    loops: int = 0
+    """So many loops over loaders had begun at its last step."""
     was_cleared: bool | None = None
     """Whether a backward pass since its last step began without gradients. None: no one has looked."""
 
@@ -141,6 +134,8 @@ def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     at = places.here(frame)
     is_alone = _is_alone() if known.looks else False
     step = Step(optimizer, known, at, frame, recorder.is_sampled(known.index) or is_alone or known.looks_now > 0)
+    step.is_sampled |= known.loops < recorder.counts.loops <= _LOOPS  # something else may have changed parameters
+    known.loops = recorder.counts.loops
     known.looks, known.looks_now = known.looks - is_alone, max(0, known.looks_now - 1)
     _steps.append(step)
     if len(_steps) > 1:  # a step within a step of an optimizer that holds another
@@ -206,7 +201,8 @@ def _ready(step: Step) -> None:
         model = owner[0].number if owner else None
         recorder.emit("hand_reduce", limit=4, model=model, optimizer=step.known.number, **line)
     if step.is_sampled:
-        step.told |= _digests(step.optimizer, "gradients") | {"norm_at": gradients.norm_at}
+        scaled_at = None if passes.clips else gradients.scaled_at
+        step.told |= _digests(step.optimizer, "gradients") | {"norm_at": gradients.norm_at or scaled_at}
         step.told["gradient_norm"] = gradient_norm(parameters)
         step.told |= {"scaling": gradients.scaling(parameters), "was_cleared": step.known.was_cleared}
     step.known.was_cleared = None
@@ -224,7 +220,7 @@ def _digests(optimizer: Any, what: str) -> dict[str, Any]:
     """Digests of gradients or parameters that all ranks should have alike. Shards are left out."""
     tensors: dict[str, torch.Tensor | None] = {}
     numbers: dict[int, None] = {}
-    if not torch_state.has_other_ranks():
+    if not has_other_ranks():
         return {}
     for name, parameter in _named(optimizer):
         owner = models.owner(parameter)

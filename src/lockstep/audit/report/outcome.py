@@ -65,9 +65,8 @@ def outcome(history: History, baseline: Path | None = None, rules: Iterable[Rule
             result.switched_off.append((finding, reason))
         else:
             result.findings.append(finding)
-    result.notes += ignores.notes + [
-        f"rank {event['rank']} could not observe {event['what']}: {event['reason']}" for event in history.of("note")
-    ]
+    result.notes += ignores.notes
+    result.notes += [f"rank {e['rank']} could not observe {e['what']}: {e['reason']}" for e in history.of("note")]
     order = {"error": 0, "warning": 1}
     result.findings.sort(key=lambda finding: (order[BY_ID[finding.rule].severity], finding.rule))
     return result

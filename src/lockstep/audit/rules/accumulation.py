@@ -64,9 +64,8 @@ def leftover_micro_batches(history: History) -> Iterable[Finding] | str:
         if found:
             earlier = findings.get(str(found.where))
             ranks = (*earlier.ranks, rank) if earlier else (rank,)
-            findings[str(found.where)] = Finding(
-                "LS401", found.where, found.evidence, found.cause, found.remedy, ranks, found.step
-            )
+            told = (found.where, found.evidence, found.cause, found.remedy, ranks, found.step)
+            findings[str(found.where)] = Finding("LS401", *told)
     return list(findings.values())
 
 
@@ -130,9 +129,8 @@ def unequal_weights(history: History) -> Iterable[Finding] | str:
             ranks = [rank for rank in group if rank in by_rank]
             for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))) if ranks else ():
                 events = {rank: by_rank[rank][index] for rank in ranks}
-                counts = {
-                    r: [m["valid"] for m in e.get("micro_batches") or () if "valid" in m] for r, e in events.items()
-                }
+                micro = {rank: event.get("micro_batches") or () for rank, event in events.items()}
+                counts = {rank: [m["valid"] for m in each if "valid" in m] for rank, each in micro.items()}
                 backwards = [each for event in events.values() for each in passes(event)]
                 by_hand = {r: [_count(each) for each in passes(e)] for r, e in events.items()}
                 given = {r: [m.get("samples") for m in e.get("micro_batches") or ()] for r, e in events.items()}
@@ -159,9 +157,8 @@ def _count(backward: Event) -> int | None:
 
 
 def _unequal(event: Event, backwards: list[Event], counts: dict[int, list[int]], ranks: tuple[int, ...]) -> Finding:
-    evidence = (
-        f"labels that count, by micro-batch: {each_rank(counts)}; each mean has the same weight in step {event['step']}"
-    )
+    evidence = f"labels that count, by micro-batch: {each_rank(counts)}; each mean has the same weight in step "
+    evidence += str(event["step"])
     cause = "a loss that is a mean over unmasked labels weights a label of a short batch more than one of a long batch"
     remedy = "sum the loss, and divide by the number of labels of the step on all ranks (times world_size for DDP)"
     return Finding("LS403", place(backwards[0].get("at")), evidence, cause, remedy, ranks, event["step"])

@@ -40,9 +40,7 @@ def collectives_mismatch(history: History) -> Iterable[Finding] | str:
             remedy = "make the same collectives with the same shapes in the same order on all ranks"
             ranks = tuple(by_rank)
             return [Finding("LS501", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])]
-    recorded = {
-        rank: event["collectives"] for rank, event in waits.waiting(history).items() if event.get("collectives")
-    }
+    recorded = {rank: e["collectives"] for rank, e in waits.waiting(history).items() if e.get("collectives")}
     return _recorded(history, recorded) if calls or recorded else "no collective was seen in Python"
 
 

@@ -10,7 +10,7 @@ from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
 from lockstep.audit.rules.facts import Key, differ, each_rank, line, named, numbered, place, replicas, rule, some
 from lockstep.audit.rules.loaders import Iteration, Iterations, iterations
-from lockstep.audit.rules.shares import probes
+from lockstep.audit.rules.shares import probes, same_noise
 from lockstep.audit.rules.waiting import waiting
 
 _FEW = 8
@@ -49,9 +49,8 @@ def _equal_part(pairs: list[tuple[Event, Event]]) -> bool:
     """True if a tensor of the batches, such as the labels, is equal on both ranks, and changes from batch to batch."""
     one = [tuple(pair[0].get("digests") or ()) for pair in pairs]
     other = [tuple(pair[1].get("digests") or ()) for pair in pairs]
-    return any(
-        a == b and len(set(a)) > 1 for a, b in zip(zip(*one, strict=False), zip(*other, strict=False), strict=False)
-    )
+    both = zip(zip(*one, strict=False), zip(*other, strict=False), strict=False)
+    return any(a == b and len(set(a)) > 1 for a, b in both)
 
 
 def _overlap(one: Iteration, other: Iteration) -> bool:
@@ -104,11 +103,13 @@ def _same_inputs(history: History, groups: list[tuple[int, ...]]) -> list[Findin
             digests = {rank: [event["digest"] for event in by_rank.get(rank, ())] for rank in group}
             first = digests[group[0]]
             if len(first) >= _FEW_INPUTS and len(set(first)) == len(first) and not differ(digests):
-                at, evidence = by_rank[group[0]][0].get("at"), f"the model got equal inputs on {named(group)} in "
+                drawn = [each.where for each in same_noise(history) if isinstance(each, Finding)]
+                at = drawn[0] if drawn else place(by_rank[group[0]][0].get("at"))
+                evidence = f"the model got equal inputs on {named(group)} in "
                 evidence += f"each of the first {len(first)} steps, and other inputs in each step"
                 cause = "the script draws its batches itself, with the same seed on all ranks"
                 remedy = "a generator for the data of each rank: torch.Generator().manual_seed(seed + rank)"
-                return [Finding("LS101", place(at), evidence, cause, remedy, group, 0)]
+                return [Finding("LS101", at, evidence, cause, remedy, group, 0)]
     return []
 
 
@@ -260,6 +261,8 @@ def _uneven(history: History, its: dict[int, Iteration]) -> list[Finding]:
     if any(event.get("joined") for event in [*ends.values(), *left] if event) or not _exchange(history, its):
         return []
     given = {rank: end["batches"] for rank, end in ends.items() if end}
+    if any(not count and its[rank].begin.get("by_framework") for rank, count in given.items()):
+        return []  # one rank reads for all
     is_over = {rank for rank, it in its.items() if it.is_complete}
     if differ(lengths) and None not in lengths.values():
         shown = f"len(loader) is {each_rank(lengths)}"

@@ -105,9 +105,8 @@ def eval_buffers_differ(history: History) -> Iterable[Finding] | str:
 @rule("LS606", "buffers-part", "buffers of replicas differ", "warning")
 def buffers_part(history: History) -> Iterable[Finding] | str:
     """Averages of a layer's own, such as a codebook, that each rank computes from its own batches."""
-    local = {
-        (w["rank"], str(w["model"])): w for w in history.of("wrap") if w.get("synced") is False and w.get("buffers")
-    }
+    apart = [wrap for wrap in history.of("wrap") if wrap.get("synced") is False and wrap.get("buffers")]
+    local = {(wrap["rank"], str(wrap["model"])): wrap for wrap in apart}
     ends = {event["rank"]: event.get("buffers") or {} for event in history.of("exit")}
     findings = []
     for (rank, model), wrap in local.items():
@@ -192,9 +191,8 @@ def _unequal_ratios(history: History, firsts: dict[int, Event]) -> str | None:
         return f"each rank gives a quotient of its own, which was divided by {shown}"
     counts: dict[int, int] = {}
     for rank, event in firsts.items():
-        ends = [
-            e for e in history.of("loader_end", rank=rank) if e["number"] < event["number"] and not e.get("backwards")
-        ]
+        ends = [e for e in history.of("loader_end", rank=rank) if e["number"] < event["number"]]
+        ends = [e for e in ends if not e.get("backwards")]
         count = ends[-1].get("samples") if ends else None
         hits = event["value"] * (count or 0)
         if not count or not 0 < event["value"] < 1 or abs(hits - round(hits)) > _WHOLE * count:

@@ -246,12 +246,9 @@ def loaded_on_some_ranks(history: History) -> Iterable[Finding] | str:
     for digest, by_rank in loads.items():
         group = [rank for rank, other in wraps if other == digest]
         event = next(iter(by_rank.values()))
-        shared = [
-            c for c in history.of("collective", rank=event["rank"]) if c["number"] > event["number"] and not c["step"]
-        ]
-        if len(by_rank) < len(group) and not any(
-            c.get("op") == "broadcast" or "object" in str(c.get("op")) for c in shared
-        ):
+        calls = [c for c in history.of("collective", rank=event["rank"]) if c["number"] > event["number"]]
+        shared = [str(call.get("op")) for call in calls if not call["step"]]
+        if len(by_rank) < len(group) and not any(op == "broadcast" or "object" in op for op in shared):
             others = sorted(set(group) - set(by_rank))
             evidence = f"load_state_dict was called on {named(by_rank)}, and not on {named(others)}"
             cause = f"FSDP at {line(wraps[group[0], digest].get('at'))} shards what each rank has, without a broadcast"
@@ -276,6 +273,5 @@ def nothing_loaded(history: History) -> Iterable[Finding] | str:
                 remedy = "save model.module.state_dict() (unwrapped), and load with strict=True"
                 at = place(event.get("at"))
                 return [Finding("LS707", at, evidence, cause, remedy, (event["rank"],), event["step"])]
-    return (
-        [] if any(event.get("what") == "model" for event in history.of("state")) else "no state of a model was loaded"
-    )
+    is_loaded = any(event.get("what") == "model" for event in history.of("state"))
+    return [] if is_loaded else "no state of a model was loaded"

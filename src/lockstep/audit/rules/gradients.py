@@ -14,8 +14,14 @@ from lockstep.audit.rules.facts import Key, differ, each_rank, line, named, plac
 _NOTHING = "no step of replicas was compared"
 _AVERAGING = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
 _NUMBERS = 4
+_CLOSE = 0.05
+"""So far may a sum be off that ranks exchange with half the bits."""
 _FEW = 8
 """A tensor with no more elements may hold metrics. A larger one may hold parameters."""
+
+
+Indexed = dict[int, dict[int, Event]]
+"""The steps of an optimizer, by rank and index."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +87,7 @@ def own_from_the_start(history: History) -> set[str]:
     return set()
 
 
-def compared_steps(
-    by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...], ignored: set[str]
-) -> Iterator[Parting]:
+def compared_steps(by_rank: Indexed, ranks: tuple[int, ...], ignored: set[str]) -> Iterator[Parting]:
     for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))):
         events = {rank: by_rank[rank][index] for rank in ranks}
         if all("parameters" in event for event in events.values()):
@@ -95,9 +99,7 @@ def compared_steps(
             yield Parting(ranks, events, kinds[0], kinds[1], len(names))
 
 
-def _at_the_end(
-    history: History, by_rank: dict[int, dict[int, Event]], ranks: tuple[int, ...], ignored: set[str]
-) -> list[Parting]:
+def _at_the_end(history: History, by_rank: Indexed, ranks: tuple[int, ...], ignored: set[str]) -> list[Parting]:
     """The parameters of a model of DDP at the end of the script, as if the last step had been looked at."""
     ends = {event["rank"]: event.get("parameters") or {} for event in history.of("exit") if event["rank"] in ranks}
     lasts = {rank: by_rank[rank][max(by_rank[rank])] for rank in ranks}
@@ -143,9 +145,8 @@ def _wrapped_at(history: History, parting: Parting) -> Any:
 
 def _caused(history: History, kind: str, parting: Parting) -> list[Event]:
     """Events of a kind that the ranks of a parting saw before it."""
-    return [
-        e for e in history.of(kind) if e["rank"] in parting.ranks and e["number"] <= parting.events[e["rank"]]["number"]
-    ]
+    last = {rank: parting.events[rank]["number"] for rank in parting.ranks}
+    return [e for e in history.of(kind) if e["number"] <= last.get(e["rank"], -1)]
 
 
 def _without_sync(parting: Parting) -> bool:
@@ -280,9 +281,7 @@ def step_without_sync(history: History) -> Iterable[Finding] | str:
             at, cause = bare[0].get("made_at"), "Accelerate has not prepared this optimizer, which steps at each pass"
             remedy = "give the optimizer to accelerator.prepare, too"
         elif any(each.get("flag_set_late") for each in _backwards(parting)):
-            cause = (
-                "the forward pass decides whether gradients are exchanged, and no_sync() or the flag was off only later"
-            )
+            cause = "the forward pass decides whether gradients are exchanged, and no_sync() or the flag was off later"
             remedy = "end no_sync(), or set require_backward_grad_sync, before the forward pass of the last micro-batch"
         else:
             cause = "all backward passes before this step were under no_sync()"
@@ -310,10 +309,34 @@ def sum_not_divided(history: History) -> Iterable[Finding] | str:
         evidence = f"{count} gradients were summed over {world} ranks, and the step took the sum"
         cause = "the loss is a mean over the batch of a rank, and a sum of means grows with the number of ranks"
         remedy = "divide by world_size after all_reduce, use op=ReduceOp.AVG, or divide the loss by the global batch"
-        findings.append(
-            Finding("LS205", place(event.get("at")), evidence, cause, remedy, tuple(history.ranks), event["step"])
-        )
-    return findings if reduced else "the script does not reduce gradients itself"
+        told = (evidence, cause, remedy, tuple(history.ranks), event["step"])
+        findings.append(Finding("LS205", place(event.get("at")), *told))
+    for event, made in _sums_of_hooks(history):
+        if not _counts_before(history, event) and not _divided_loss(history, event):
+            evidence = f"what the communication hook gives is the sum over {len(history.ranks)} ranks of what they gave"
+            cause = "DistributedDataParallel leaves the division to the hook, and the hook does not divide"
+            remedy = "divide the buffer of the bucket by the number of ranks in the hook"
+            findings.append(Finding("LS205", place(made), evidence, cause, remedy, tuple(history.ranks), event["step"]))
+    is_seen = reduced or any(history.of("hook_sums"))
+    return findings if is_seen else "the script does not reduce gradients itself"
+
+
+def _sums_of_hooks(history: History) -> Iterator[tuple[Event, Any]]:
+    """Hooks of DDP that give the sum of all ranks' gradients: an event of the first rank, and where it was made."""
+    for model, at in {event["model"]: event.get("at") for event in history.of("hook")}.items():
+        told: dict[int, dict[int, Event]] = {}
+        for event in (each for each in history.of("hook_sums") if each["model"] == model):
+            told.setdefault(event["step"], {})[event["rank"]] = event
+        full = [by_rank for by_rank in told.values() if len(by_rank) == len(history.ranks) > 1]
+        if len(full) > 1 and all(map(_is_sum, full)):
+            yield full[0][min(full[0])], at
+
+
+def _is_sum(by_rank: dict[int, Event]) -> bool:
+    """True if what a hook gave is the sum of what the ranks gave, for all parameters together."""
+    sums = [event["sums"] for event in by_rank.values()]
+    totals = {name: sum(each[name][0] for each in sums if name in each) for name in sums[0]}
+    return bool(sum(abs(sums[0][n][1] - t) for n, t in totals.items()) < _CLOSE * sum(map(abs, totals.values())))
 
 
 def _counts_before(history: History, event: Event) -> bool:
@@ -359,7 +382,7 @@ def steps_differ(history: History) -> Iterable[Finding] | str:
     return findings if seen or findings else "no ranks of one group made steps of one optimizer"
 
 
-def _idle(history: History, group: tuple[int, ...], by_rank: dict[int, dict[int, Event]]) -> list[Finding]:
+def _idle(history: History, group: tuple[int, ...], by_rank: Indexed) -> list[Finding]:
     """A rank that makes backward passes, and no step of any optimizer."""
     passes_of = {event["rank"]: event.get("backwards_left") for event in history.of("exit")}
     idle = [rank for rank in group if passes_of.get(rank) and not any(history.of("step", rank=rank))]
@@ -371,9 +394,7 @@ def _idle(history: History, group: tuple[int, ...], by_rank: dict[int, dict[int,
     return [Finding("LS206", place(first.get("at")), evidence, None, remedy, group, first["step"])]
 
 
-def _left_out(
-    history: History, key: Key, ranks: tuple[int, ...], by_rank: dict[int, dict[int, Event]]
-) -> Finding | None:
+def _left_out(history: History, key: Key, ranks: tuple[int, ...], by_rank: Indexed) -> Finding | None:
     remedy = "decide on all ranks together: all_reduce the flag (MAX) before `continue` or a skipped step"
     sums = dict.fromkeys(ranks, 0)
     for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))):
@@ -400,7 +421,6 @@ def _left_out(
     return Finding("LS206", place(event.get("at")), evidence, None, remedy, ranks, min(counts.values()))
 
 
-def _exchanges(by_rank: dict[int, dict[int, Event]]) -> bool:
-    return any(
-        b.get("synced") for events in by_rank.values() for e in events.values() for b in e.get("backwards") or ()
-    )
+def _exchanges(by_rank: Indexed) -> bool:
+    events = [event for by_index in by_rank.values() for event in by_index.values()]
+    return any(each.get("synced") for event in events for each in event.get("backwards") or ())

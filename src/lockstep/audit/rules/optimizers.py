@@ -113,9 +113,8 @@ def optimizer_owns_nothing(history: History) -> Iterable[Finding] | str:
         at = event.get("made_at") or event.get("at")
         wraps = [w for (rank, model), w in wrapped.items() if rank == event["rank"] and str(model) in missing]
         names = next(iter(missing.values()))
-        evidence = (
-            f"none of its {held} parameters has a gradient; the model has {facts.some(names)}, which no optimizer has"
-        )
+        evidence = f"none of its {held} parameters has a gradient; the model has {facts.some(names)}, which no "
+        evidence += "optimizer has"
         cause = None
         if wraps:
             how, wrapped_at = wraps[0]["how"], facts.line(wraps[0].get("at"))
@@ -163,9 +162,8 @@ def scalers_differ(history: History) -> Iterable[Finding] | str:
             if facts.differ(scales) or facts.differ(skipped):
                 words = {rank: "skipped" if skips else "made" for rank, skips in skipped.items()}
                 is_skipped = facts.differ(skipped)
-                evidence = (
-                    f"step {index}: {facts.each_rank(words)}" if is_skipped else f"scale: {facts.each_rank(scales)}"
-                )
+                evidence = f"scale: {facts.each_rank(scales)}"
+                evidence = f"step {index}: {facts.each_rank(words)}" if is_skipped else evidence
                 cause = "each rank looks for inf in its own gradients or shards, and decides for itself"
                 remedy = "ShardedGradScaler for shards; otherwise unscale after gradients were exchanged"
                 at = events[ranks[0]].get("at")

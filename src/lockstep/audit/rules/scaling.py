@@ -51,6 +51,17 @@ def labels_of_rank_0(history: History) -> Iterable[Finding] | str:
     return [] if told else "no loss compares rows of a rank with columns of all ranks"
 
 
+@rule("LS216", "gathered-constant", "gathered features carry no gradient", "warning")
+def gathered_constant(history: History) -> Iterable[Finding] | str:
+    """all_gather of features that need a gradient: a loss that compares with the result sees numbers."""
+    lines = {tuple((event.get("at") or ["?", 0])[:2]): event for event in history.of("gathered")}
+    remedy = "torch.distributed.nn.functional.all_gather, or put the rank's own features back into their place"
+    cause = "dist.all_gather copies numbers: the gradient by the gathered features, also by the rank's own, is missing"
+    evidence, ranks = "the loss has a product with features that were gathered from all ranks", tuple(history.ranks)
+    found = [Finding("LS216", place(e.get("at")), evidence, cause, remedy, ranks, e["step"]) for e in lines.values()]
+    return found or "no features that need a gradient were gathered and multiplied in a loss"
+
+
 @rule("LS209", "sum-not-awaited", "gradients are used before their sum is there")
 def sum_not_awaited(history: History) -> Iterable[Finding] | str:
     """all_reduce(gradient, async_op=True) without wait() before the step."""
@@ -61,9 +72,8 @@ def sum_not_awaited(history: History) -> Iterable[Finding] | str:
             cause = "all_reduce with async_op=True returns at once; the step may use gradients of this rank alone"
             remedy = "keep the works that all_reduce returns, and call wait() of each before optimizer.step()"
             at, ranks = place(event.get("at")), tuple(history.ranks)
-            findings.setdefault(
-                str(event.get("at")), Finding("LS209", at, evidence, cause, remedy, ranks, event["step"])
-            )
+            finding = Finding("LS209", at, evidence, cause, remedy, ranks, event["step"])
+            findings.setdefault(str(event.get("at")), finding)
     return list(findings.values()) if any(history.of("hand_reduce")) else "the script does not reduce gradients itself"
 
 
@@ -184,12 +194,8 @@ def clip_before_average(history: History) -> Iterable[Finding] | str:
     reduced = {(e["rank"], e["step"]) for e in history.of("hand_reduce")}
     findings: dict[str, Finding] = {}
     for event in history.of("step"):
-        clips = event.get("clips") or []
-        if (
-            (event["rank"], event["step"]) in reduced
-            and clips
-            and not any(each.get("reduced_before") for each in clips)
-        ):
+        clips = event.get("clips") or [] if (event["rank"], event["step"]) in reduced else []
+        if clips and not any(each.get("reduced_before") for each in clips):
             at = clips[0].get("at")
             evidence = "gradients were clipped first and summed over ranks later"
             cause = "each rank scales by the norm of its own gradient, so ranks have unequal weights in the average"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import combinations
@@ -16,6 +17,10 @@ from lockstep.audit.rules.loaders import Iteration, iterations
 _PADDING = 0.05
 """So much of a share may be on another rank, too: samplers repeat samples to make shares equal."""
 _FEW_STEPS = 3
+_LEAST = 8
+"""So many numbers of a script's variables must differ: shares of ranks may have other numbers by chance."""
+_CLASHES = 1.1
+"""Two words may have one number by chance, where numbers come from hash()."""
 _NO_GROUP = "no ranks that train one model together"
 
 
@@ -163,32 +168,55 @@ def workers_repeat(history: History) -> Iterable[Finding] | str:
 
 @rule("LS110", "ids-differ", "ranks give other numbers to the same things")
 def ids_differ(history: History) -> Iterable[Finding] | str:
-    """Words or classes that are numbered in an order of each rank's own, such as that of a set."""
-    findings, seen = [], False
-    for event, by_rank in probes(history):
+    """Words or classes that are numbered in an order of each rank's own, such as that of a set, or by hash()."""
+    findings, seen = dict[str, Finding](), False
+    for event, by_rank in [*probes(history), *_held(history)]:
         columns = list(zip(*by_rank.values(), strict=False))
         seen = seen or bool(columns)
         for number in range(max((len(parts) for row in columns for parts in row), default=0)):
-            pairs = [
-                pair for row in columns for pair in _pairs([p[number] if number < len(p) else None for p in row[:2]])
-            ]
-            forth, back = defaultdict(set), defaultdict(set)
-            for a, b in pairs:
-                forth[a].add(b)
-                back[b].add(a)
-            others = [pair for pair in pairs if pair[0] != pair[1]]
-            is_renamed = all(len(each) == 1 for each in (*forth.values(), *back.values()))
-            if len(others) > 5 and len(set(others)) > 1 and is_renamed:
+            fields = [[p[number] if number < len(p) else None for p in row[:2]] for row in columns]
+            others = _renamed([pair for both in fields for pair in _pairs(both)])
+            if len(others) > 5 and len(set(others)) > event.get("least", 1):
                 shown = some([f"{a} is {b}" for a, b in dict.fromkeys(others)])
                 evidence = f"the same samples have other numbers on ranks 0 and 1, one for one: {shown}"
                 cause = "the numbers follow an order that differs by process: that of a set, or of files in a folder"
                 remedy = "sort before numbering: for number, word in enumerate(sorted(words))"
                 files = [event["at"][0] if event.get("at") else None, event.get("defined_in")]
                 lines = sources.unordered(files)
+                if not lines and (lines := _hashes(files)):
+                    cause = "Python gives hash() of the same text another value in each process"
+                    remedy = "zlib.crc32(text.encode()), or another hash that is the same in every process"
                 at = Place(*lines[0], "") if lines else place(event.get("at"))
-                findings.append(Finding("LS110", at, evidence, cause, remedy, tuple(by_rank), event["step"]))
+                findings[str(at)] = Finding("LS110", at, evidence, cause, remedy, tuple(by_rank), event["step"])
                 break
-    return findings if seen else "no samples of data that a sampler deals were compared"
+    return list(findings.values()) if seen else "no samples of data that a sampler deals were compared"
+
+
+def _hashes(files: list[str | None]) -> list[tuple[str, int]]:
+    """Lines that call hash()."""
+    calls = [(file, n.func) for file in files if file for n in sources.nodes(file) if isinstance(n, ast.Call)]
+    return sorted({(file, name.lineno) for file, name in calls if isinstance(name, ast.Name) and name.id == "hash"})
+
+
+def _renamed(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The pairs that differ, if the numbers of one rank stand one for one for those of the other, and not shifted."""
+    forth, back = defaultdict(set), defaultdict(set)
+    for a, b in pairs:
+        forth[a].add(b)
+        back[b].add(a)
+    is_renamed = len(set(pairs)) <= _CLASHES * min(len(forth), len(back))
+    is_shifted = len({b - a for a, b in pairs}) == 1
+    return [pair for pair in pairs if pair[0] != pair[1]] if is_renamed and not is_shifted else []
+
+
+def _held(history: History) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
+    """Whole numbers that scripts without a loader hold, in the form of `probes`: each variable is a field of one."""
+    told = {event["rank"]: event for event in history.of("numbers")}
+    if len(told) < 2 or not replicas(history):
+        return []
+    names = sorted(set.intersection(*(set(event["held"]) for event in told.values())))
+    rows = {rank: [[event["held"][name] for name in names]] for rank, event in sorted(told.items())}
+    return [({**next(iter(told.values())), "least": _LEAST}, rows)]
 
 
 @rule("LS112", "inputs-differ", "the same samples have other inputs on each rank", "warning")
@@ -197,9 +225,7 @@ def inputs_differ(history: History) -> Iterable[Finding] | str:
     findings, probed = [], probes(history)
     for event, by_rank in probed:
         rows = [row for row in zip(*by_rank.values(), strict=False) if len({len(fields) for fields in row}) == 1]
-        columns = [
-            [parts for parts in column if None not in parts] for column in zip(*map(_fields, rows), strict=False)
-        ]
+        columns = [[p for p in column if None not in p] for column in zip(*map(_fields, rows), strict=False)]
         known = [[len(set(map(str, parts))) > 1 for parts in column] for column in columns if column]
         if len(known) > 1 and len(rows) > 1 and any(map(all, known)) and not all(map(any, known)):
             evidence = f"samples of the same number, read twice at the end, have other inputs on {named(by_rank)}, and "

@@ -120,9 +120,8 @@ def odd(history: History, lines: Mapping[int, Place | None], ahead: Iterable[int
 
 def ways(waiting: Mapping[int, Event]) -> dict[int, Place]:
     """The lines on which ranks are in the innermost function that all of them are in. Empty: there is no such."""
-    stacks = {
-        rank: list(reversed((event.get("stacks") or {}).get("MainThread") or ())) for rank, event in waiting.items()
-    }
+    known = {rank: (event.get("stacks") or {}).get("MainThread") or () for rank, event in waiting.items()}
+    stacks = {rank: list(reversed(frames)) for rank, frames in known.items()}
     for frames in zip(*stacks.values(), strict=False):
         if differ(dict(enumerate(frames))):
             is_same = not differ({number: (frame[0], frame[2]) for number, frame in enumerate(frames)})
@@ -135,10 +134,8 @@ def ahead(waiting: Mapping[int, Event]) -> set[int]:
     """The ranks that have made the most collectives."""
     if not all(event.get("collectives") for event in waiting.values()):
         return set()
-    made = {
-        r: max((e.get("sequence") or 0 for e in event.get("collectives") or ()), default=0)
-        for r, event in waiting.items()
-    }
+    calls = {rank: event.get("collectives") or () for rank, event in waiting.items()}
+    made = {rank: max((call.get("sequence") or 0 for call in each), default=0) for rank, each in calls.items()}
     return {rank for rank, number in made.items() if number == max(made.values())}
 
 
