@@ -22,7 +22,7 @@ WORDS = {
     "Right": "",
     "Across": "the first module that differs is blocks.0.down (",
     "Unsummed": "of_head.",
-    "OneLayer": "parallel.tensor=2: blocks.0.down fails where the model is cut: mat1 and mat2",
+    "OneLayer": "parallel.tensor=2: blocks.0.down fails where the model is cut: ",  # in torch's words
     "Misspelled": "Task.tensor_plan: no module matches 'block.*.up'",
 }
 
