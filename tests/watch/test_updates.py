@@ -51,7 +51,8 @@ class Between(Part):
     def after_step(self, training):
         if training.step not in self.steps or training.rank not in self.ranks:
             return
-        for parameter in training.model.parameters():
+        own = [training.model.scale] if self.how == "of one rank" else training.model.parameters()
+        for parameter in own:
             if self.how == "silent":
                 local(parameter.data).data.add_(1e-12)
             else:
@@ -73,6 +74,8 @@ def between(settings, folder, *arguments):
     [
         (1, [0], [6], "silent", True),
         (1, [0], [6], "noticed", False),
+        (2, [0, 1], [6], "noticed", False),
+        (2, [0, 1], [6], "of one rank", False),
         pytest.param(1, [0], range(1, 12), "silent", False, marks=pytest.mark.exhaustive),
         pytest.param(3, [1], [6], "silent", True, marks=pytest.mark.exhaustive),
         pytest.param(3, [0, 1, 2], [6], "silent", False, marks=pytest.mark.exhaustive),
@@ -136,4 +139,33 @@ def test_an_optimizer_that_needs_whole_matrices_is_not_looked_at_and_that_is_tol
     settings = cases.settings(1, "single", optim={"name": "Adafactor"})
     assert run_ranks(1, cases.end_of, None, settings, tmp_path) == [None]
     told = "note: the watch does not look at updates: Adafactor does not update each element by itself"
+    assert (tmp_path / "train.log").read_text().count(told) == 1
+
+
+class Clamped(own_tasks.Deep):
+    """The step of the optimizer is wrapped in one that limits the weights."""
+
+    def optimizer(self, groups):
+        made = torch.optim.AdamW(groups, lr=0.01)
+        step = made.step
+
+        def limited(*arguments, **options):
+            step(*arguments, **options)
+            with torch.no_grad():
+                for group in made.param_groups:
+                    for parameter in group["params"]:
+                        parameter.clamp_(-0.1, 0.1)
+
+        made.step = limited
+        return made
+
+
+def clamped(settings, folder):
+    """Train it."""
+    Trainer(settings, run_dir=folder, quiet=True).fit(Clamped())
+
+
+def test_an_optimizer_whose_step_is_wrapped_is_not_looked_at_and_that_is_told(tmp_path):
+    run_ranks(1, clamped, cases.settings(1, "single") | {"optim": {}}, tmp_path)
+    told = "note: the watch does not look at updates: code has put another step in the place of the optimizer's"
     assert (tmp_path / "train.log").read_text().count(told) == 1

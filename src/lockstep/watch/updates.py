@@ -173,7 +173,12 @@ class Updates:
         values = [_tensors(self._values(one) | {GRADIENT: None}) for one in self.looked]
         with inside.window.excluded():
             digests = torch.stack([fold(of) for of in values]).tolist() if values else []
-        return [[*pair, *(one._version for one in of.values())] for pair, of in zip(digests, values, strict=True)]
+        found = []
+        for pair, of, (_, member, _, parameter) in zip(digests, values, self.looked, strict=True):
+            # What is written through a sharded tensor counts there alone, and not in its rows.
+            whole = [parameter, *_tensors(self.members[member].state.get(parameter, {})).values()]
+            found.append([*pair, *(one._version for one in [*whole, *of.values()])])
+        return found
 
     def _judged(self, inside: Inside, wrong: Sequence[int], what: str, is_first: bool = False) -> Verdict | None:
         """The verdict, where ranks have rows that are wrong: the number of the parameter, or -1.
@@ -214,6 +219,8 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
         return f"{optimizer_class.classes(optimizer)} does not update each element by itself"
     if not optimizer_class.is_of_torch(optimizer):
         return f"{optimizer_class.classes(optimizer)} is no class of torch.optim"
+    if any("step" in vars(member) for member in members):
+        return "code has put another step in the place of the optimizer's"
     hooks = [hook for one in {optimizer, *members} for hook in one._optimizer_step_post_hooks.values()]
     others = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("lockstep.")]
     return "the optimizer has hooks after it" if others else ""
