@@ -10,7 +10,7 @@ from lockstep.core.errors import LockstepError, TrainingError, UsageError
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.mesh import plans, tokens
 from lockstep.mesh.group import Alone
-from tests import runs
+from tests import lm_cases, runs
 from tests.mesh import mesh_cases
 from tests.ranks import run_ranks
 
@@ -83,6 +83,12 @@ def test_a_block_of_parts_gets_and_gives_tokens(way, given, what):
     tokens.arrange(model, plan(model, {"a": "sequence_parallel", "a.up": "colwise", "a.down": "rowwise"}), group)
     with pytest.raises(TrainingError, match=what):
         model["a"](given)
+
+
+def test_shared_heads_of_the_own_language_model_that_do_not_divide_are_named(tmp_path):
+    options = {"train": lm_cases.corpus(tmp_path), "small": {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1}}
+    with pytest.raises(UsageError, match="num_key_value_heads=1"):
+        plan(lm_cases.small_task(**options).model())
 
 
 def test_heads_that_do_not_divide_are_named_though_rows_do():
