@@ -3,12 +3,14 @@
 import os
 
 import pytest
+import torch
 from torch import nn
 
-from lockstep.core.errors import LockstepError, UsageError
+from lockstep.core.errors import LockstepError, TrainingError, UsageError
 from lockstep.core.parallel.options import ParallelConfig
-from lockstep.mesh import plans
-from tests import runs
+from lockstep.mesh import plans, tokens
+from lockstep.mesh.group import Alone
+from tests import lm_cases, runs
 from tests.mesh import mesh_cases
 from tests.ranks import run_ranks
 
@@ -48,6 +50,45 @@ REFUSED = [
 def test_a_plan_that_does_not_fit(model, own, what):
     with pytest.raises(UsageError, match=what):
         plan(model, own)
+
+
+class _Gives(nn.Module):
+    """A block that gives what `way` makes of its linear layer's outputs."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.up, self.down = way, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, hidden):
+        return self.way(self.down(self.up(hidden)))
+
+
+@pytest.mark.parametrize(
+    ("way", "given", "what"),
+    [
+        (
+            lambda part: (part, part.norm(dim=-1, keepdim=True)),
+            torch.ones(2, 6, 4),
+            r"\(2, 3, 4\), \(2, 3, 1\), and not 3",
+        ),
+        (lambda part: {"hidden": part}, torch.ones(2, 6, 4), "a gives dict, and not 3 of 6 tokens"),
+        (lambda part: part.mean(dim=1), torch.ones(2, 6, 4), r"a gives \(2, 4\), and not 3"),
+        (lambda part: part, torch.ones(2, 4, dtype=torch.int64), r"a gets first torch.int64 of shape \(2, 4\)"),
+    ],
+)
+def test_a_block_of_parts_gets_and_gives_tokens(way, given, what):
+    """Without the errors, each rank would go on with its part alone, or with a part of something else."""
+    model = layers(a=_Gives(way))
+    group = Alone(2, lambda *_: None)
+    tokens.arrange(model, plan(model, {"a": "sequence_parallel", "a.up": "colwise", "a.down": "rowwise"}), group)
+    with pytest.raises(TrainingError, match=what):
+        model["a"](given)
+
+
+def test_shared_heads_of_the_own_language_model_that_do_not_divide_are_named(tmp_path):
+    options = {"train": lm_cases.corpus(tmp_path), "small": {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1}}
+    with pytest.raises(UsageError, match="num_key_value_heads=1"):
+        plan(lm_cases.small_task(**options).model())
 
 
 def test_heads_that_do_not_divide_are_named_though_rows_do():

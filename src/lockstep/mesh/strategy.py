@@ -81,7 +81,9 @@ class MeshFSDP(FSDP):
             elif name in plan.inside:
                 _spread(module, mesh, style)
             else:
+                buffers = dict(module._buffers)
                 parallelize_module(module, mesh, styles[style](), src_data_rank=None)
+                module._buffers.update(buffers)  # whole on each rank, as those of the other layers
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(_copied)
             if style == plans.WORDS:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lockstep.core.errors import TrainingError
+from lockstep.core.errors import TrainingError, listed
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.mesh.group import Group
 from lockstep.mesh.plans import SEES, SEQUENCE, Plan
@@ -186,8 +186,8 @@ def _cut_block(block: nn.Module, tokens: Tokens) -> None:
 
     def enter(_: Any, args: Any, options: Any) -> Any:
         def part(whole: Tensor) -> Any:
-            if whole.ndim < 2:
-                what = f"{tokens.name} gets a tensor of shape {tuple(whole.shape)}, which has no tokens"
+            if whole.ndim < 2 or not whole.is_floating_point():
+                what = f"{tokens.name} gets first {whole.dtype} of shape {tuple(whole.shape)}, which has no tokens"
                 remedy = "give sequence_parallel to blocks whose first argument is (samples, tokens, width)"
                 raise TrainingError(what, where="Task.tensor_plan", remedy=remedy)
             tokens.count = whole.shape[-2]
@@ -197,12 +197,27 @@ def _cut_block(block: nn.Module, tokens: Tokens) -> None:
 
     def leave(_: Any, __: Any, output: Any) -> Any:
         tokens.last.known = None
-        if isinstance(output, tuple):
-            return (_exchanged(output[0], tokens, "leave"), *output[1:])
-        return _exchanged(output, tokens, "leave")
+        given = output if isinstance(output, tuple) else (output,)
+        first, *others = given
+        is_part = isinstance(first, Tensor) and first.shape[-2:-1] == (tokens.of_part,)
+        if not is_part or any(_is_alike(other, first) for other in others):
+            shown = listed([str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in given], 3)
+            raise TrainingError(
+                f"{tokens.name} gives {shown}, and not {tokens.of_part} of {tokens.count} tokens in one tensor",
+                where="Task.tensor_plan",
+                remedy="give sequence_parallel to blocks that give (samples, tokens, width), alone or before what has "
+                "no tokens in a tuple",
+            )
+        whole = _exchanged(first, tokens, "leave")
+        return (whole, *others) if isinstance(output, tuple) else whole
 
     block.register_forward_pre_hook(enter, with_kwargs=True)
     block.register_forward_hook(leave)
+
+
+def _is_alike(other: Any, part: Tensor) -> bool:
+    """Whether a tensor has the samples and tokens of another."""
+    return isinstance(other, Tensor) and other.ndim > 1 and other.shape[:-1] == part.shape[:-1]
 
 
 def _let_see(module: nn.Module, tokens: Tokens) -> None:

@@ -151,7 +151,7 @@ class Updates:
         if handle is None or self.expected is None:
             return None
         self.rest = self._now(inside)
-        expected = torch.stack(self.expected).tolist() if self.expected else []
+        expected = torch.stack([one.to(self.world.device) for one in self.expected]).tolist() if self.expected else []
         wrong = [number for number, row in enumerate(self.rest) if row[:2] != expected[number]]
         rows = gathered(self.world, [*wrong, -1][:1] + self.answer)
         verdict = self._judged(inside, [row[0] for row in rows], "are not what its update makes of them again")
@@ -172,7 +172,7 @@ class Updates:
         """By parameter: the digest of what is looked at, and how often operations of torch have written it."""
         values = [_tensors(self._values(one) | {GRADIENT: None}) for one in self.looked]
         with inside.window.excluded():
-            digests = torch.stack([fold(of) for of in values]).tolist() if values else []
+            digests = torch.stack([fold(of).to(self.world.device) for of in values]).tolist() if values else []
         found = []
         for pair, of, (_, member, _, parameter) in zip(digests, values, self.looked, strict=True):
             # What is written through a sharded tensor counts there alone, and not in its rows.

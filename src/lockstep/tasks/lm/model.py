@@ -151,7 +151,7 @@ class Attention(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.width, width = config.head_dim, config.hidden_size
-        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.config, self.groups = config, config.num_attention_heads // config.num_key_value_heads
         shared = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(width, shared, bias=False)
