@@ -48,7 +48,9 @@ def settings(**changes):
 
 
 def by_torch(task, samples):
-    """Operations of a forward and a backward pass, as torch counts them, with attention, which torch 2.14 leaves out."""
+    """Operations of a forward and a backward pass, as torch counts them;
+    with attention, which torch 2.13 leaves out.
+    """
     model, batch = task.model(), task.train_data()[:samples]
     with FlopCounterMode(display=False) as counter:
         task.loss(model, batch).backward()

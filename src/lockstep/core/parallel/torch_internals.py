@@ -65,7 +65,7 @@ def gathered_parameters(module: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def drop_gathered_gradients(module: Any) -> None:
     """Drop the gradients of gathered parameters that wait for an exchange, see `gathered_parameters`."""
     for of in _sharded(module):
-        of.unsharded_accumulated_grad = None
+        vars(of)["unsharded_accumulated_grad"] = None  # since torch 2.15, the parameter's own `grad` is meant
         if hasattr(of, "_unsharded_param"):
             of._unsharded_param.grad = None
 
