@@ -22,7 +22,7 @@ WORDS = {
     "Right": "",
     "Across": "the first module that differs is blocks.0.down (",
     "Unsummed": "of_head.",
-    "OneLayer": "parallel.tensor=2: blocks.0.down fails where the model is cut: ",  # in torch's words
+    "OneLayer": "parallel.tensor=2: blocks.0.down fails where the model is cut: mat1 and mat2",
     "Misspelled": "Task.tensor_plan: no module matches 'block.*.up'",
 }
 
@@ -30,6 +30,7 @@ WORDS = {
 def test_the_first_difference_of_a_model_that_is_cut_is_named():
     for found in run_ranks(2, plan_cases.first_differences, list(WORDS), ON_TWO):
         assert found["Right"] == ""
+        found["OneLayer"] = found["OneLayer"].replace("cut: addmm: ", "cut: ")  # so says torch 2.15
         assert {name: text for name, text in found.items() if WORDS[name] not in text} == {}
         assert ", and blocks.0.up before it is right." in found["Across"]
 

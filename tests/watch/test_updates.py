@@ -11,6 +11,7 @@ from torch.optim import adam
 from lockstep import Part, Trainer
 from lockstep.core.errors import LockstepError
 from lockstep.core.parallel.sharded_tensor import local
+from lockstep.watch import updates
 from tests import own_tasks
 from tests.ranks import run_ranks
 from tests.selection import mainly
@@ -169,3 +170,12 @@ def test_an_optimizer_whose_step_is_wrapped_is_not_looked_at_and_that_is_told(tm
     run_ranks(1, clamped, cases.settings(1, "single") | {"optim": {}}, tmp_path)
     told = "note: the watch does not look at updates: code has put another step in the place of the optimizer's"
     assert (tmp_path / "train.log").read_text().count(told) == 1
+
+
+def test_the_step_that_a_scheduler_of_torch_wraps_is_that_of_the_class():
+    optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)])
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert "step" in vars(optimizer)
+    assert updates._why_not(optimizer) == ""
+    optimizer.step = lambda: None
+    assert "another step" in updates._why_not(optimizer)

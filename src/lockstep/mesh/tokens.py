@@ -68,11 +68,11 @@ class Tokens:
         return found if found.shape[-2] == self.count else found.narrow(-2, 0, self.count).clone()
 
     def whole_once(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """`whole`, which is gathered once for layers in a row that get the same part."""
+        """`whole`, which is gathered once for layers in a row that get the same part, in no wider format."""
         version = 0 if part.is_inference() else part._version
         key = (part.untyped_storage()._cdata, part.storage_offset(), part.shape, version)
         known, self.last.known = self.last.known, None
-        if known is None or known.key != key:
+        if known is None or known.key != key or torch.promote_types(known.whole.dtype, dtype) != known.whole.dtype:
             known = _Known(key, part, self.whole(part.to(dtype)))
         self.last.known = known = known._replace(whole=known.whole.to(dtype))
         return known.whole
@@ -186,7 +186,7 @@ def _cut_block(block: nn.Module, tokens: Tokens) -> None:
 
     def enter(_: Any, args: Any, options: Any) -> Any:
         def part(whole: Tensor) -> Any:
-            if whole.ndim < 2 or not whole.is_floating_point():
+            if whole.ndim < 3 or not whole.is_floating_point():
                 what = f"{tokens.name} gets first {whole.dtype} of shape {tuple(whole.shape)}, which has no tokens"
                 remedy = "give sequence_parallel to blocks whose first argument is (samples, tokens, width)"
                 raise TrainingError(what, where="Task.tensor_plan", remedy=remedy)

@@ -219,11 +219,18 @@ def _why_not(optimizer: torch.optim.Optimizer) -> str:
         return f"{optimizer_class.classes(optimizer)} does not update each element by itself"
     if not optimizer_class.is_of_torch(optimizer):
         return f"{optimizer_class.classes(optimizer)} is no class of torch.optim"
-    if any("step" in vars(member) for member in members):
+    if any(not _steps_as_its_class(member) for member in members):
         return "code has put another step in the place of the optimizer's"
     hooks = [hook for one in {optimizer, *members} for hook in one._optimizer_step_post_hooks.values()]
     others = [hook for hook in hooks if not getattr(hook, "__module__", "").startswith("lockstep.")]
     return "the optimizer has hooks after it" if others else ""
+
+
+def _steps_as_its_class(member: Any) -> bool:
+    step = member.step
+    if getattr(step, "_wrapped_by_lr_sched", False):  # a scheduler of torch counts the calls
+        step = step.__wrapped__
+    return getattr(step, "__func__", step) is type(member).step
 
 
 def _copy(value: Any, device: torch.device | str | None = None) -> Any:
