@@ -131,7 +131,7 @@ class Profiler(BuiltInPart):
             return
         if self.profile is None and step >= self.first - 1:  # a step early: the profiler's own start takes time
             with apart():
-                self.profile = profile(activities=self.activities)
+                self.profile = profile(activities=self.activities, acc_events=True)
                 self.profile.prepare_trace()
         if step >= self.first:
             if self.label is None:

@@ -310,7 +310,7 @@ def test_the_loss_and_its_gradient_read_no_value_inside_of_torch():
         torch.randn(5, 3, 16, 16, generator=draw).requires_grad_(),
         (20 * torch.rand(5, 4, 16, 16, generator=draw)).requires_grad_(),
     )
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiled:
         sum(center_losses(output, targets).values()).backward()
     names = {event.key for event in profiled.key_averages()}
     assert "aten::sigmoid_backward" in names
