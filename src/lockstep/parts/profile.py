@@ -129,7 +129,8 @@ class Profiler(BuiltInPart):
         if step > min(self.last, self.stop):
             self._write(apart)
             return
-        if self.profile is None and step >= self.first - 1:  # a step early: the profiler's own start takes time
+        # A step early, because the profiler's own start takes time. In torch 2.11 a prepared profiler must be started.
+        if self.profile is None and step >= self.first - 1 and self.first <= self.stop:
             with apart():
                 self.profile = profile(activities=self.activities, acc_events=True)
                 self.profile.prepare_trace()
