@@ -84,6 +84,7 @@ clean:
 	rm -rf .venv runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(DEMO_READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit(sys.version.split()[0] + " is too old: make PYTHON=python3.11, or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) -e .
 	@touch $@

@@ -78,6 +78,13 @@ def test_every_kind_of_task_and_every_recipe_has_its_extras():
     assert needs["imagenet"] == ("images",)
 
 
+def test_every_extra_for_users_is_shown():
+    shown = {*env._BEYOND_RECIPES, *(extra for extras in env._EXTRAS.values() for extra in extras)}
+    of_sets, of_developers = {"lm", "all"}, {"dev", "docs", "cluster-test"}
+    every = metadata.metadata("torch-lockstep").get_all("Provides-Extra")
+    assert shown | of_sets | of_developers == {*every}
+
+
 REQUIRES = [
     "torch>=2.11",
     'pillow>=10.1; extra == "images"',
