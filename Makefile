@@ -36,7 +36,7 @@ test-cluster: $(READY)
 	$(BIN)/python -c 'import site; print(*site.getsitepackages(), "$(CURDIR)/src", sep="\n")' \
 	    > $$(echo $(MODELS)/lib/python*/site-packages)/under.pth
 	$(MODELS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cluster-test]'
-	$(MODELS)/bin/python -m pytest -m cluster --ignore tests/launch/cluster/test_slurm_jobs.py tests/cluster
+	$(MODELS)/bin/python -m pytest -m cluster --ignore tests/launch/cluster/test_slurm_jobs.py tests/launch/cluster
 
 # Generated job scripts under a real SLURM on this machine. Needs root, slurm-wlm and munge; without these it says so.
 test-slurm: $(READY)

@@ -91,3 +91,16 @@ def test_tests_that_pages_name_are_there():
             missing.append(f"{path}::{name}")
     assert len(named) > 20
     assert not missing
+
+
+def test_targets_and_paths_of_the_makefile_are_there():
+    """Also the targets that pages and workflows name, and the paths of workflows."""
+    makefile = (ROOT / "Makefile").read_text()
+    workflows = "".join(path.read_text() for path in [*ROOT.glob(".github/workflows/*.yml"), ROOT / ".ci" / "run"])
+    named = set(re.findall(r"\b(?:tests|benchmarks|examples)/[\w./-]*\w", makefile + workflows))
+    assert "tests/launch/cluster" in named
+    assert not [path for path in named if not (ROOT / path).exists()]
+    asked = re.findall(r"`make ([a-z-]+)", "".join(page.read_text() for page in PAGES))
+    asked += re.findall(r"^(?:.*run: .*)?make ([a-z-]+)", workflows, re.MULTILINE)
+    assert {"test", "check", "test-gpu"} <= set(asked)
+    assert set(asked) <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
