@@ -53,6 +53,13 @@ def test_the_site_has_every_page_of_the_documentation():
     pages = [page for page in PAGES if page.parts[-2] in ("docs", "guide", "audit")]
     assert {str(page.relative_to(ROOT)) for page in pages} <= set(listed)
     assert all((ROOT / page).exists() for page in listed)
+    parts = re.search(r"for part in (.+?);", (ROOT / "Makefile").read_text())[1].split()
+    linked = {path.relative_to(ROOT).parts[0] for pattern in parts for path in ROOT.glob(pattern)}
+    outside = set()
+    for page in PAGES:
+        links = re.findall(r"\]\(([^)#\s:]+)[)#]", re.sub(r"`[^`]*`", "", prose(page)))
+        outside |= {(page.parent / link).resolve().relative_to(ROOT).parts[0] for link in links} - linked
+    assert not outside, "MkDocs finds no such file"
 
 
 def test_the_page_on_commands_has_every_command():
