@@ -63,7 +63,7 @@ docs: $(READY)
 	@$(BIN)/python -c 'import material, mkdocstrings, pymdownx' 2>/dev/null || \
 	    $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	mkdir -p build/site-pages
-	for part in *.md CITATION.cff LICENSE docs benchmarks examples src; do ln -sfn ../../$$part build/site-pages/$$part; done
+	for part in *.md CITATION.cff LICENSE docs benchmarks examples src tests; do ln -sfn ../../$$part build/site-pages/$$part; done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(READY)
