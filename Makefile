@@ -36,7 +36,7 @@ test-cluster: $(READY)
 	$(BIN)/python -c 'import site; print(*site.getsitepackages(), "$(CURDIR)/src", sep="\n")' \
 	    > $$(echo $(MODELS)/lib/python*/site-packages)/under.pth
 	$(MODELS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cluster-test]'
-	$(MODELS)/bin/python -m pytest -m cluster --ignore tests/launch/cluster/test_slurm_jobs.py tests/cluster
+	$(MODELS)/bin/python -m pytest -m cluster --ignore tests/launch/cluster/test_slurm_jobs.py tests/launch/cluster
 
 # Generated job scripts under a real SLURM on this machine. Needs root, slurm-wlm and munge; without these it says so.
 test-slurm: $(READY)
@@ -63,7 +63,7 @@ docs: $(READY)
 	@$(BIN)/python -c 'import material, mkdocstrings, pymdownx' 2>/dev/null || \
 	    $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	mkdir -p build/site-pages
-	for part in README.md docs benchmarks examples src; do ln -sfn ../../$$part build/site-pages/$$part; done
+	for part in *.md CITATION.cff LICENSE docs benchmarks examples src tests; do ln -sfn ../../$$part build/site-pages/$$part; done
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(READY)
@@ -84,6 +84,7 @@ clean:
 	rm -rf .venv runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(DEMO_READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit(sys.version.split()[0] + " is too old: make PYTHON=python3.11, or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(INSTALL) -e .
 	@touch $@

@@ -107,10 +107,11 @@ known.json`. A finding is known by its rule, the name of the file and the text o
 
 ## In CI
 
-On GitHub, annotations come at the lines of a pull request:
+On GitHub, annotations come at the lines of a pull request. Put this step behind those that check out your repository
+and install Python and what the script needs. OWNER is the owner of the repository of Lockstep:
 
 ```
-- uses: OWNER/lockstep@main
+- uses: OWNER/torch-lockstep@main
   with:
     script: train.py --epochs 1
     nproc: 2

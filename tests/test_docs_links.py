@@ -50,8 +50,16 @@ def test_links_lead_somewhere(page):
 
 def test_the_site_has_every_page_of_the_documentation():
     listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text())
-    assert {str(page.relative_to(ROOT)) for page in PAGES if page.parts[-2] in ("docs", "guide")} <= set(listed)
+    pages = [page for page in PAGES if page.parts[-2] in ("docs", "guide", "audit")]
+    assert {str(page.relative_to(ROOT)) for page in pages} <= set(listed)
     assert all((ROOT / page).exists() for page in listed)
+    parts = re.search(r"for part in (.+?);", (ROOT / "Makefile").read_text())[1].split()
+    linked = {path.relative_to(ROOT).parts[0] for pattern in parts for path in ROOT.glob(pattern)}
+    outside = set()
+    for page in PAGES:
+        links = re.findall(r"\]\(([^)#\s:]+)[)#]", re.sub(r"`[^`]*`", "", prose(page)))
+        outside |= {(page.parent / link).resolve().relative_to(ROOT).parts[0] for link in links} - linked
+    assert not outside, "MkDocs finds no such file"
 
 
 def test_the_page_on_commands_has_every_command():
@@ -90,3 +98,16 @@ def test_tests_that_pages_name_are_there():
             missing.append(f"{path}::{name}")
     assert len(named) > 20
     assert not missing
+
+
+def test_targets_and_paths_of_the_makefile_are_there():
+    """Also the targets that pages and workflows name, and the paths of workflows."""
+    makefile = (ROOT / "Makefile").read_text()
+    workflows = "".join(path.read_text() for path in [*ROOT.glob(".github/workflows/*.yml"), ROOT / ".ci" / "run"])
+    named = set(re.findall(r"\b(?:tests|benchmarks|examples)/[\w./-]*\w", makefile + workflows))
+    assert "tests/launch/cluster" in named
+    assert not [path for path in named if not (ROOT / path).exists()]
+    asked = re.findall(r"`make ([a-z-]+)", "".join(page.read_text() for page in PAGES))
+    asked += re.findall(r"^(?:.*run: .*)?make ([a-z-]+)", workflows, re.MULTILINE)
+    assert {"test", "check", "test-gpu"} <= set(asked)
+    assert set(asked) <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))

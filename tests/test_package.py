@@ -75,7 +75,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(made):
         licences = {f"{about}/licenses/{name}" for name in LICENCES}
         assert names == files_of_package() | own | licences
         metadata = email.message_from_bytes(archive.read(f"{about}/METADATA"))
-    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["License-Expression"] == "Apache-2.0 AND CC-BY-4.0 AND MIT AND PSF-2.0"
     assert set(metadata.get_all("License-File")) == LICENCES
     assert set(metadata.get_all("Provides-Extra")) >= {"images", "text", "ct", "lm", "all"}
     assert metadata.get_payload().startswith("# Lockstep")
@@ -87,7 +87,8 @@ def test_the_sdist_has_the_package_and_what_builds_it(made):
     with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     names = {name for name in names if ".egg-info/" not in name}
-    about = {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
+    about = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in"}
+    about |= {"PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
     assert names == {f"src/{name}" for name in files_of_package()} | about
 
 
@@ -136,8 +137,9 @@ def test_extras_have_what_the_remedies_in_the_source_name():
 
 
 def test_addresses_of_the_project_stand_in_one_file():
-    """OWNER stands for the owner of the repository, until there is one."""
-    pattern = re.compile(r"github\.(com|io)[:/]OWNER|OWNER\.github\.io")
+    """OWNER stands for the owner of the repository, until there is one. Then these are the owner's addresses."""
+    owner = re.escape(re.fullmatch(r"https://github\.com/([\w-]+)/torch-lockstep", PROJECT["urls"]["Homepage"])[1])
+    pattern = re.compile(rf"github\.(com|io)[:/]{owner}/torch-lockstep|{owner}\.github\.io")
     paths = [*ROOT.glob("*.*"), *ROOT.glob("docs/**/*.md"), *SOURCE.rglob("*.py"), *ROOT.glob(".github/**/*.*")]
     naming = {
         path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and pattern.search(path.read_text())

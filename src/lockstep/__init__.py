@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from lockstep import adapters as adapters
     from lockstep.core.config.sections import RunConfig
     from lockstep.core.errors import LockstepError
     from lockstep.core.part import Part
@@ -92,6 +93,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> object:
     # Importing torch takes seconds; `import lockstep` and `lockstep --help` must not wait for it.
+    if name == "adapters":
+        return importlib.import_module("lockstep.adapters")
     if name not in _HOMES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     return getattr(importlib.import_module(f"lockstep.{_HOMES[name]}"), name)

@@ -6,6 +6,7 @@ import resource
 import shutil
 import socket
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import lockstep
 from lockstep.cli import env
 from lockstep.cli.application import app
 from lockstep.recipes import registry
+from tests.processes import ROOT
 
 
 def collected(**variables):
@@ -76,6 +78,13 @@ def test_every_kind_of_task_and_every_recipe_has_its_extras():
     assert needs["text"] == needs["lm"] == ("text",)
     assert needs["nlst"] == ("ct",)
     assert needs["imagenet"] == ("images",)
+
+
+def test_every_extra_for_users_is_shown():
+    shown = {*env._BEYOND_RECIPES, *(extra for extras in env._EXTRAS.values() for extra in extras)}
+    of_sets, of_developers = {"lm", "all"}, {"dev", "docs", "cluster-test"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert shown | of_sets | of_developers == set(project["optional-dependencies"])
 
 
 REQUIRES = [

@@ -58,7 +58,7 @@ def run(
     if target[0].endswith(".ipynb"):
         raise UsageError("is a notebook", where=target[0], remedy=NOTEBOOK)
     if target[0] != "-m" and not Path(target[0]).is_file():
-        raise UsageError("is no file", where=target[0], remedy="give the path of the script, or a module behind -m")
+        raise UsageError("is no file", where=target[0], remedy="give the script, or -m MODULE, then its own options")
     with _folder(folder) as place:
         options = ["--folder", str(place), "--every", str(every), "--patience", str(patience)]
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]

@@ -23,7 +23,8 @@ from lockstep.cli.options import Debug
 from lockstep.cli.reporting import reporting
 
 _DISTRIBUTION = "torch-lockstep"
-_LIBRARIES = ("numpy", "pydantic", "typer", "torchmetrics", "tensorboard", "safetensors", "filelock")
+_LIBRARIES = ["numpy", "pydantic", "typer", "torchmetrics", "tensorboard", "safetensors", "filelock", "transformers"]
+_LIBRARIES += ["tokenizers", "datasets", "peft", "accelerate", "lightning", "pytorch-lightning", "optuna", "pillow"]
 _EXTRAS = {
     "toy": (),
     "classification": ("images",),
@@ -36,8 +37,8 @@ _EXTRAS = {
 """What each kind of task needs, as names of extras."""
 _OF_RECIPES: dict[str, tuple[str, ...]] = {"digits": ()}
 """Recipes that need less than their kind of task does."""
-_BEYOND_RECIPES = ("lora", "heic", "timm", "notebook", "wandb", "mlflow", "trackio")
-"""Extras that a recipe needs only where the config asks for more."""
+_BEYOND_RECIPES = ("lora", "heic", "timm", "notebook", "sweep", "lightning", "wandb", "mlflow", "trackio")
+"""Extras that only some configs, commands or scripts need."""
 _LIMITS = {"open files": "RLIMIT_NOFILE", "processes": "RLIMIT_NPROC", "locked memory": "RLIMIT_MEMLOCK"}
 _MEMORY_OF_GROUP = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CPUS_OF_GROUP = "/sys/fs/cgroup/cpu.max"
@@ -189,11 +190,10 @@ def _disk(name: str, path: Path) -> dict[str, str]:
 
 def _file_system(folder: Path) -> str:
     """The kind of file system, such as ext4 or nfs4."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # ValueError: of none is known that it has the folder
         mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
         inside = [mount for mount in mounts if folder.resolve().is_relative_to(mount[0])]
-        if inside:
-            return max(inside, key=lambda mount: len(mount[0]))[1]
+        return max(inside, key=lambda mount: len(mount[0]))[1]
     return "unknown file system"
 
 

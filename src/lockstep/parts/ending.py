@@ -55,7 +55,7 @@ def lines(run: Run, latest: Mapping[str, float], elapsed_s: float) -> str:
         place = shlex.quote(str(run_dir))
         found += [
             f"next: lockstep report {place}        # a page with curves and results",
-            f"      lockstep predict {place} INPUT",
+            f"      lockstep predict {place} INPUT  # of your files, where the task reads some; or --samples 5",
             f"      lockstep export {place} OUT    # the model, for use without Lockstep",
         ]
     return "\n".join(found)
