@@ -12,6 +12,7 @@ from lockstep import Part, Trainer
 from lockstep.core.errors import LockstepError
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.watch import updates
+from lockstep.watch.updates import made
 from tests import own_tasks
 from tests.ranks import run_ranks
 from tests.selection import mainly
@@ -53,8 +54,9 @@ class Between(Part):
         if training.step not in self.steps or training.rank not in self.ranks:
             return
         own = [training.model.scale] if self.how == "of one rank" else training.model.parameters()
+        own = training.model.head.parameters() if self.how == "silent, of some ranks" else own
         for parameter in own:
-            if self.how == "silent":
+            if self.how.startswith("silent"):
                 local(parameter.data).data.add_(1e-12)
             else:
                 with torch.no_grad():
@@ -80,6 +82,8 @@ def between(settings, folder, *arguments):
         pytest.param(1, [0], range(1, 12), "silent", False, marks=pytest.mark.exhaustive),
         pytest.param(3, [1], [6], "silent", True, marks=pytest.mark.exhaustive),
         pytest.param(3, [0, 1, 2], [6], "silent", False, marks=pytest.mark.exhaustive),
+        pytest.param(4, [0, 1, 2, 3], [6], "silent, of some ranks", False, marks=pytest.mark.exhaustive),
+        pytest.param(4, [2], [6], "silent, of some ranks", True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_rows_that_change_between_updates_are_found_unless_code_has_written_them(
@@ -93,7 +97,16 @@ def test_rows_that_change_between_updates_are_found_unless_code_has_written_them
         else:
             assert text is None
     told = "does not look at updates any more: on each rank, rows have changed" in (tmp_path / "train.log").read_text()
-    assert told == (how == "silent" and not ends)
+    assert told == (how.startswith("silent") and not ends)
+
+
+def test_code_is_to_blame_where_all_ranks_that_hold_a_parameter_have_it_wrong():
+    held = [["a", "b"], ["a", "b"], ["a"], ["c"]]
+    assert updates.most_holders([["b"], ["b"], [], []], held) == 2
+    assert updates.most_holders([["b"], ["b"], [], ["c"]], held) == 2
+    assert updates.most_holders([["a", "b"], ["b"], [], []], held) == 0  # ranks 1 and 2 have the right rows of a
+    assert updates.most_holders([[], ["b"], [], []], held) == 0
+    assert updates.most_holders([[], [], [], ["c"]], held) == 1  # no other rank holds it
 
 
 def wrong_each_time(settings, folder):
@@ -133,6 +146,26 @@ def test_an_update_made_again_has_the_same_bits_with_each_class(tmp_path, name, 
     settings = cases.settings(world, "single" if world == 1 else "fsdp", optim=optim)
     assert run_ranks(world, cases.end_of, None, settings, tmp_path, "Single") == [None] * world
     assert "does not look at updates" not in (tmp_path / "train.log").read_text()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "args"), [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adagrad", {})])
+def test_fused_kernels_that_take_no_shards_are_looked_at_on_one_rank(tmp_path, name, args):
+    optim = {"name": name, "args": args, "fused": True, "clip_norm": 0.5}
+    settings, looked = cases.settings(1, "single", optim=optim), []
+    with mock.patch.object(updates, "made", lambda *arguments: looked.append(1) or made(*arguments)):
+        assert cases.end_of(None, settings, tmp_path / "right", "Single") is None
+    assert looked
+    assert "does not look at updates" not in (tmp_path / "right/train.log").read_text()
+    assert "memory: rows of" in cases.end_of({"kind": "weight", "rank": 0}, settings, tmp_path / "wrong", "Single")
+
+
+def test_a_class_is_not_looked_at_only_where_it_does_not_update_each_element_by_itself():
+    def why(kind, **options):
+        return updates._why_not(kind([torch.ones(2, 2, requires_grad=True)], **options))
+
+    assert why(torch.optim.SGD, fused=True) == why(torch.optim.Adagrad, fused=True) == ""
+    assert why(torch.optim.Adafactor) == "Adafactor does not update each element by itself"
 
 
 @pytest.mark.exhaustive

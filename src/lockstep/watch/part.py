@@ -152,7 +152,8 @@ class Watch(BuiltInPart):
         if pending is not None and pending.share is not None:
             forward, detailed = inside.state.strategy.unwrapped, self.noise is not None
             pending.summed = in_turn(pending.leaves, inside.step // self.every) if inside.ranks > 1 else []
-            seen = watched(forward, pending.leaves, sums=pending.leaves if detailed else pending.summed, each=detailed)
+            sums, ranks = pending.leaves if detailed else pending.summed, inside.state.world.size
+            seen = watched(forward, pending.leaves, sums=sums, each=detailed, ranks=ranks)
             pending.own = pending.hooks.enter_context(seen)
 
     def before_update(self, training: Training) -> None:
