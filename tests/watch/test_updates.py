@@ -9,7 +9,9 @@ import torch
 from torch.optim import adam
 
 from lockstep import Part, Trainer
+from lockstep.core.checkpoint import store
 from lockstep.core.errors import LockstepError
+from lockstep.core.parallel import heartbeat
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.watch import updates
 from lockstep.watch.updates import made
@@ -173,6 +175,58 @@ def test_an_optimizer_that_needs_whole_matrices_is_not_looked_at_and_that_is_tol
     settings = cases.settings(1, "single", optim={"name": "Adafactor"})
     assert run_ranks(1, cases.end_of, None, settings, tmp_path) == [None]
     told = "note: the watch does not look at updates: Adafactor does not update each element by itself"
+    assert (tmp_path / "train.log").read_text().count(told) == 1
+
+
+ALL = {
+    "train": {"ema_decay": 0.9, "unfreeze": [{"epoch": 1, "match": ["inner.*"]}]},
+    "optim": {"groups": [{"name": "biases", "match": ["*bias"], "lr": 0.02, "weight_decay": 0.0}], "clip_norm": 0.5},
+}
+TRAININGS = {
+    "single, all": (1, {"strategy": "single"}, ALL),
+    "single, in pieces": (1, {"strategy": "single"}, {}),
+    "fsdp 2, all": (2, {"strategy": "fsdp"}, ALL),
+    "fsdp 2, accumulated": (2, {"strategy": "fsdp"}, {"batch": {"micro": 3}}),
+    "fsdp 2, offloaded": (2, {"strategy": "fsdp", "cpu_offload": True}, ALL),
+    "hybrid 2x2": (4, {"strategy": "fsdp", "shard_ranks": 2}, ALL),
+}
+
+
+@pytest.mark.parametrize("name", mainly(["single, all", "single, in pieces"], list(TRAININGS)))
+def test_nothing_is_found_where_nobody_lies_and_all_is_confirmed(tmp_path, name, monkeypatch):
+    world, parallel, sections = TRAININGS[name]
+    if "pieces" in name:
+        monkeypatch.setattr(updates, "piece_length", lambda device: 16)
+    settings = cases.settings(world, "", parallel=parallel, **sections)
+    if world == 1:
+        assert cases.end_of(None, settings, tmp_path) is None
+    else:
+        assert run_ranks(world, cases.end_of, None, settings, tmp_path) == [None] * world
+    assert "the watch" not in (tmp_path / "train.log").read_text()
+    assert store.listed(tmp_path / "checkpoints")[0].confirmed_step == 12
+
+
+class Overflowing(cases.Single):
+    """The gradients of the sixth step overflow."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * (1e33 if heartbeat.own().step == 5 else 1.0)
+
+
+def test_a_check_whose_update_is_skipped_is_told_and_the_next_looks_at_what_it_left_out(tmp_path):
+    looked, make_again = [], updates.Updates._make_again
+
+    def noted(self, *arguments):
+        make_again(self, *arguments)
+        looked.append({name for name, *_ in self.looked})
+
+    settings = cases.settings(1, "single") | {"precision": "fp16"}
+    with mock.patch.object(updates.Updates, "_make_again", noted):
+        Trainer(settings, run_dir=tmp_path, quiet=True).fit(Overflowing())
+    first, second, third = looked
+    assert first == third
+    assert first.isdisjoint(second)
+    told = "note: step 6: the watch has checked nothing: the update was skipped"
     assert (tmp_path / "train.log").read_text().count(told) == 1
 
 

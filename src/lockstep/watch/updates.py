@@ -61,8 +61,8 @@ def made(optimizer: torch.optim.Optimizer, group: int, values: Values) -> dict[s
 class Updates:
     """Makes the update of a check again, and looks at its rows until the next update. All ranks call it alike."""
 
-    def __init__(self, run: Run, every: int, *, is_on: bool) -> None:
-        self.run, self.every, self.world = run, every, run.world
+    def __init__(self, run: Run, *, is_on: bool) -> None:
+        self.run, self.world = run, run.world
         self.members = optimizer_class.members(run.state.optimizer)
         names = {id(parameter): name for name, parameter in run.model.named_parameters()}
         self.places: list[Place] = [
@@ -74,6 +74,8 @@ class Updates:
         self.why_not = "" if is_on else "it is not wanted"
         self.confirmed: deque[int | None] = deque(maxlen=TURNS)
         """What was confirmed before the last checks, which look at all updates together."""
+        self.checks = 0
+        """So many looked at an update. Others had none, because it was skipped."""
         self.handle: Any = None
         self.looked: list[Place] = []
         """What the last check looks at."""
@@ -90,15 +92,16 @@ class Updates:
     def begin(self, inside: Inside) -> None:
         """Look at the update of the step that begins, after all that changes its gradients."""
         self.expected = None
-        self.confirmed.append(self.run.confirmed_step)
-        optimizer = self.run.state.optimizer
+        optimizer, confirmed = self.run.state.optimizer, self.run.confirmed_step
         if not self.why_not and (why := _why_not(optimizer)):
             self.why_not = why
             inside.tell(f"note: the watch does not look at updates: {why}")
         if not self.why_not:
-            self.handle = optimizer.register_step_pre_hook(partial(self._make_again, inside, inside.step // self.every))
+            self.handle = optimizer.register_step_pre_hook(partial(self._make_again, inside, confirmed))
 
-    def _make_again(self, inside: Inside, check: int, *_: object) -> None:
+    def _make_again(self, inside: Inside, confirmed: int | None, *_: object) -> None:
+        self.confirmed.append(confirmed)
+        check, self.checks = self.checks, self.checks + 1
         with inside.window.excluded(), torch.no_grad():
             names = in_turn({one[0]: one[-1] for one in self.places}, check)
             looked = [one for one in self.places if one[0] in names and one[-1].grad is not None]
