@@ -13,6 +13,7 @@ from lockstep.core.checkpoint import store
 from lockstep.core.errors import LockstepError
 from lockstep.core.parallel import heartbeat
 from lockstep.core.parallel.sharded_tensor import local
+from lockstep.parts.digest import piece_length
 from lockstep.watch import updates
 from lockstep.watch.updates import made
 from tests import own_tasks
@@ -148,6 +149,27 @@ def test_an_update_made_again_has_the_same_bits_with_each_class(tmp_path, name, 
     settings = cases.settings(world, "single" if world == 1 else "fsdp", optim=optim)
     assert run_ranks(world, cases.end_of, None, settings, tmp_path, "Single") == [None] * world
     assert "does not look at updates" not in (tmp_path / "train.log").read_text()
+
+
+FUSED = {f"fused {name}": {"fused": True} for name in ("SGD", "Adam", "Adagrad")}
+
+
+@pytest.mark.parametrize("name", mainly(["AdamW"], [*OPTIMIZERS, *FUSED]))
+def test_an_update_made_in_pieces_is_that_of_the_whole(name):
+    length, kind = piece_length(torch.device("cpu")), getattr(torch.optim, name.removeprefix("fused "))
+    args = (OPTIMIZERS | FUSED)[name]
+    first, *gradients = torch.randn(4, 2 * length + 3, generator=torch.Generator().manual_seed(0))
+    parameter = torch.nn.Parameter(first)
+    optimizer = kind([parameter], weight_decay=0.1, **args)
+    for gradient in gradients:
+        parameter.grad = gradient
+        values = {"weight": parameter.detach(), "gradient": gradient, **optimizer.state[parameter]}
+        pieces = [made(optimizer, 0, updates._cut(values, start, length)) for start in (0, length, 2 * length)]
+        optimizer.step()
+        for key, value in {"weight": parameter.detach(), **optimizer.state[parameter]}.items():
+            if isinstance(value, torch.Tensor):
+                whole = torch.cat([piece[key] for piece in pieces]) if value.ndim else pieces[0][key]
+                assert torch.equal(whole, value), key
 
 
 @pytest.mark.exhaustive
