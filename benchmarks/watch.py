@@ -128,8 +128,8 @@ def cost(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
         name = f"{size} {strategy} {ranks}"
         if (yield name, {}):
             continue
-        steps = options.steps if size == "small" else max(options.every, options.steps // 2)
-        # A training ends with a check, which `every` steps must pay for.
+        # A training ends with a check, which `every` steps must pay for. Only what lies between two others is whole.
+        steps = max(3 * options.every, options.steps if size == "small" else options.steps // 2)
         settings = runs.config(
             batch={"global": 32 * ranks, "micro": 32},
             train={"steps": -(-steps // options.every) * options.every},

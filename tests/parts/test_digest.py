@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lockstep.core.data.order import derive_seed
 from lockstep.parts import digest as module
-from lockstep.parts.digest import digest, fold
+from lockstep.parts.digest import digest, fold, quick_sums
 from lockstep.verify.digest import digest_of_batch
 
 MASK = (1 << 64) - 1
@@ -154,8 +154,8 @@ def by_hand(name, values, row, piece):
     for place, word in enumerate(values):
         number, within = divmod(place, piece)
         factor = derive_seed(within, state=derive_seed(row + 1)) | 1
-        mixed = (word * 0x9E3779B97F4A7C15) & MASK
-        total += (mixed ^ (mixed >> 32)) * factor * (derive_seed(key, number, row) | 1)
+        signed = word - (1 << 64) if word >> 63 else word
+        total += (signed >> 32 * row) * factor * (derive_seed(key, number, row) | 1)
     return total & MASK
 
 
@@ -206,3 +206,21 @@ def test_a_batch_is_the_tensors_in_it_in_their_order():
     assert len(known) == 5
     assert digest_of_batch([a, b]) == digest_of_batch({"x": a.clone(), "y": (b.clone(), "name")})
     assert digest_of_batch(["no tensor"]) == digest_of_batch([])
+
+
+def test_quick_sums_are_those_of_rows_and_columns_and_what_is_left():
+    words = torch.randint(-(2**63), 2**63 - 1, (3 * 64 * 256 + 5,), generator=torch.Generator().manual_seed(1))
+    sums = []
+    for matrix in words[:-5].view(3, 64, 256).tolist():
+        sums += [sum(column) for column in zip(*matrix, strict=True)] + [sum(row) for row in matrix]
+    expected = torch.tensor([(number + 2**63) % 2**64 - 2**63 for number in sums] + words[-5:].tolist())
+    assert torch.equal(quick_sums(words), expected)
+    assert torch.equal(quick_sums(words.view(torch.bfloat16)), expected)
+    for dtype, places in ((torch.float32, [1, 3]), (torch.bfloat16, [3, 7, 1027]), (torch.float64, [0, 256])):
+        other = words.clone().view(dtype)
+        other[places] = -other[places]
+        assert not torch.equal(quick_sums(other), expected)
+    length = module.piece_length(words.device)
+    for dtype in (torch.uint8, torch.float16, torch.float32, torch.float64):
+        tensor = torch.arange(2 * length + 3).to(dtype)
+        assert torch.equal(torch.cat([quick_sums(piece) for piece in tensor.split(length)]), quick_sums(tensor))

@@ -64,7 +64,10 @@ def timed(task: str, settings: Job, every: int, rounds: int) -> list[tuple[float
 
 
 class Times(contextlib.ExitStack):
-    """Inside, the processor times of steps and of checks are noted. The first check of a training is left out."""
+    """Inside, the processor times of steps and of checks are noted.
+
+    Left out are the first check of a training, which repeats more, and the last, after which no rows are looked at.
+    """
 
     def __enter__(self) -> "Times":
         self.checks: list[float] = []
@@ -103,7 +106,7 @@ class Times(contextlib.ExitStack):
         return noted
 
     def of_check_and_step(self) -> tuple[float, float]:
-        checks = self.checks[1:] or self.checks
+        checks = self.checks[1:-1] or self.checks[1:] or self.checks
         usual = statistics.median(self.steps[False])
         longer = statistics.median(self.steps[True]) - usual if self.steps[True] else 0.0
         return statistics.mean(checks) + longer, usual

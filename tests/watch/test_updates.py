@@ -9,9 +9,13 @@ import torch
 from torch.optim import adam
 
 from lockstep import Part, Trainer
+from lockstep.core.checkpoint import store
 from lockstep.core.errors import LockstepError
+from lockstep.core.parallel import heartbeat
 from lockstep.core.parallel.sharded_tensor import local
+from lockstep.parts.digest import piece_length
 from lockstep.watch import updates
+from lockstep.watch.updates import made
 from tests import own_tasks
 from tests.ranks import run_ranks
 from tests.selection import mainly
@@ -53,8 +57,9 @@ class Between(Part):
         if training.step not in self.steps or training.rank not in self.ranks:
             return
         own = [training.model.scale] if self.how == "of one rank" else training.model.parameters()
+        own = training.model.head.parameters() if self.how == "silent, of some ranks" else own
         for parameter in own:
-            if self.how == "silent":
+            if self.how.startswith("silent"):
                 local(parameter.data).data.add_(1e-12)
             else:
                 with torch.no_grad():
@@ -80,6 +85,8 @@ def between(settings, folder, *arguments):
         pytest.param(1, [0], range(1, 12), "silent", False, marks=pytest.mark.exhaustive),
         pytest.param(3, [1], [6], "silent", True, marks=pytest.mark.exhaustive),
         pytest.param(3, [0, 1, 2], [6], "silent", False, marks=pytest.mark.exhaustive),
+        pytest.param(4, [0, 1, 2, 3], [6], "silent, of some ranks", False, marks=pytest.mark.exhaustive),
+        pytest.param(4, [2], [6], "silent, of some ranks", True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_rows_that_change_between_updates_are_found_unless_code_has_written_them(
@@ -93,7 +100,16 @@ def test_rows_that_change_between_updates_are_found_unless_code_has_written_them
         else:
             assert text is None
     told = "does not look at updates any more: on each rank, rows have changed" in (tmp_path / "train.log").read_text()
-    assert told == (how == "silent" and not ends)
+    assert told == (how.startswith("silent") and not ends)
+
+
+def test_code_is_to_blame_where_all_ranks_that_hold_a_parameter_have_it_wrong():
+    held = [["a", "b"], ["a", "b"], ["a"], ["c"]]
+    assert updates.most_holders([["b"], ["b"], [], []], held) == 2
+    assert updates.most_holders([["b"], ["b"], [], ["c"]], held) == 2
+    assert updates.most_holders([["a", "b"], ["b"], [], []], held) == 0  # ranks 1 and 2 have the right rows of a
+    assert updates.most_holders([[], ["b"], [], []], held) == 0
+    assert updates.most_holders([[], [], [], ["c"]], held) == 1  # no other rank holds it
 
 
 def wrong_each_time(settings, folder):
@@ -135,11 +151,104 @@ def test_an_update_made_again_has_the_same_bits_with_each_class(tmp_path, name, 
     assert "does not look at updates" not in (tmp_path / "train.log").read_text()
 
 
+FUSED = {f"fused {name}": {"fused": True} for name in ("SGD", "Adam", "Adagrad")}
+
+
+@pytest.mark.parametrize("name", mainly(["AdamW"], [*OPTIMIZERS, *FUSED]))
+def test_an_update_made_in_pieces_is_that_of_the_whole(name):
+    length, kind = piece_length(torch.device("cpu")), getattr(torch.optim, name.removeprefix("fused "))
+    args = (OPTIMIZERS | FUSED)[name]
+    first, *gradients = torch.randn(4, 2 * length + 3, generator=torch.Generator().manual_seed(0))
+    parameter = torch.nn.Parameter(first)
+    optimizer = kind([parameter], weight_decay=0.1, **args)
+    for gradient in gradients:
+        parameter.grad = gradient
+        values = {"weight": parameter.detach(), "gradient": gradient, **optimizer.state[parameter]}
+        pieces = [made(optimizer, 0, updates._cut(values, start, length)) for start in (0, length, 2 * length)]
+        optimizer.step()
+        for key, value in {"weight": parameter.detach(), **optimizer.state[parameter]}.items():
+            if isinstance(value, torch.Tensor):
+                whole = torch.cat([piece[key] for piece in pieces]) if value.ndim else pieces[0][key]
+                assert torch.equal(whole, value), key
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "args"), [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adagrad", {})])
+def test_fused_kernels_that_take_no_shards_are_looked_at_on_one_rank(tmp_path, name, args):
+    optim = {"name": name, "args": args, "fused": True, "clip_norm": 0.5}
+    settings, looked = cases.settings(1, "single", optim=optim), []
+    with mock.patch.object(updates, "made", lambda *arguments: looked.append(1) or made(*arguments)):
+        assert cases.end_of(None, settings, tmp_path / "right", "Single") is None
+    assert looked
+    assert "does not look at updates" not in (tmp_path / "right/train.log").read_text()
+    assert "memory: rows of" in cases.end_of({"kind": "weight", "rank": 0}, settings, tmp_path / "wrong", "Single")
+
+
+def test_a_class_is_not_looked_at_only_where_it_does_not_update_each_element_by_itself():
+    def why(kind, **options):
+        return updates._why_not(kind([torch.ones(2, 2, requires_grad=True)], **options))
+
+    assert why(torch.optim.SGD, fused=True) == why(torch.optim.Adagrad, fused=True) == ""
+    assert why(torch.optim.Adafactor) == "Adafactor does not update each element by itself"
+
+
 @pytest.mark.exhaustive
 def test_an_optimizer_that_needs_whole_matrices_is_not_looked_at_and_that_is_told(tmp_path):
     settings = cases.settings(1, "single", optim={"name": "Adafactor"})
     assert run_ranks(1, cases.end_of, None, settings, tmp_path) == [None]
     told = "note: the watch does not look at updates: Adafactor does not update each element by itself"
+    assert (tmp_path / "train.log").read_text().count(told) == 1
+
+
+ALL = {
+    "train": {"ema_decay": 0.9, "unfreeze": [{"epoch": 1, "match": ["inner.*"]}]},
+    "optim": {"groups": [{"name": "biases", "match": ["*bias"], "lr": 0.02, "weight_decay": 0.0}], "clip_norm": 0.5},
+}
+TRAININGS = {
+    "single, all": (1, {"strategy": "single"}, ALL),
+    "single, in pieces": (1, {"strategy": "single"}, {}),
+    "fsdp 2, all": (2, {"strategy": "fsdp"}, ALL),
+    "fsdp 2, accumulated": (2, {"strategy": "fsdp"}, {"batch": {"micro": 3}}),
+    "fsdp 2, offloaded": (2, {"strategy": "fsdp", "cpu_offload": True}, ALL),
+    "hybrid 2x2": (4, {"strategy": "fsdp", "shard_ranks": 2}, ALL),
+}
+
+
+@pytest.mark.parametrize("name", mainly(["single, all", "single, in pieces"], list(TRAININGS)))
+def test_nothing_is_found_where_nobody_lies_and_all_is_confirmed(tmp_path, name, monkeypatch):
+    world, parallel, sections = TRAININGS[name]
+    if "pieces" in name:
+        monkeypatch.setattr(updates, "piece_length", lambda device: 16)
+    settings = cases.settings(world, "", parallel=parallel, **sections)
+    if world == 1:
+        assert cases.end_of(None, settings, tmp_path) is None
+    else:
+        assert run_ranks(world, cases.end_of, None, settings, tmp_path) == [None] * world
+    assert "the watch" not in (tmp_path / "train.log").read_text()
+    assert store.listed(tmp_path / "checkpoints")[0].confirmed_step == 12
+
+
+class Overflowing(cases.Single):
+    """The gradients of the sixth step overflow."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * (1e33 if heartbeat.own().step == 5 else 1.0)
+
+
+def test_a_check_whose_update_is_skipped_is_told_and_the_next_looks_at_what_it_left_out(tmp_path):
+    looked, make_again = [], updates.Updates._make_again
+
+    def noted(self, *arguments):
+        make_again(self, *arguments)
+        looked.append({name for name, *_ in self.looked})
+
+    settings = cases.settings(1, "single") | {"precision": "fp16"}
+    with mock.patch.object(updates.Updates, "_make_again", noted):
+        Trainer(settings, run_dir=tmp_path, quiet=True).fit(Overflowing())
+    first, second, third = looked
+    assert first == third
+    assert first.isdisjoint(second)
+    told = "note: step 6: the watch has checked nothing: the update was skipped"
     assert (tmp_path / "train.log").read_text().count(told) == 1
 
 

@@ -25,7 +25,7 @@ _REFUSED = {
 """Classes of torch.optim, and why they cannot train."""
 # Found by training with every class of torch.optim (tests/core/parallel/test_sharding.py). Muon would silently train
 # another model.
-_NEED_WHOLE_MATRICES = ("Muon", "Adafactor", "Rprop")
+NEED_WHOLE_MATRICES = ("Muon", "Adafactor", "Rprop")
 _NO_SHARDED_KERNEL = ("SGD", "Adagrad")
 _UPDATE = 2**32  # a word of seeds that no rank is
 # Rows of a matrix of 66 columns, and of its two parts. A part has less than 4096 elements: some classes treat it apart.
@@ -214,12 +214,12 @@ def check_shardable(optimizer: torch.optim.Optimizer) -> None:
     """
     kind = type(optimizer)
     remedy = "use AdamW, SGD or another optimizer that updates each element by itself, or parallel.strategy=ddp"
-    fused = any(group.get("fused") for group in optimizer.param_groups)
     if kind in _of_torch().values():
-        by_kernel = fused and kind.__name__ in _NO_SHARDED_KERNEL
-        if kind.__name__ in _NEED_WHOLE_MATRICES or by_kernel:
-            what = f"{'fused ' * by_kernel}{kind.__name__} cannot train sharded parameters"
-            raise UsageError(what, where="optim.name", remedy=remedy)
+        if kind.__name__ in NEED_WHOLE_MATRICES:
+            raise UsageError(f"{kind.__name__} cannot train sharded parameters", where="optim.name", remedy=remedy)
+        if kind.__name__ in _NO_SHARDED_KERNEL and any(group.get("fused") for group in optimizer.param_groups):
+            text = f"torch's fused kernel of {kind.__name__} takes no sharded parameters"
+            raise UsageError(text, where="optim.fused", remedy="leave fused out, or use parallel.strategy=ddp")
         return
     whole, parts = (_updated(optimizer, cuts) for cuts in (_ROWS[:1], _ROWS[1:]))
     if whole is None:

@@ -19,7 +19,8 @@ Digest = tuple[int, int]
 
 SMALL = 1 << 16
 """Elements: smaller tensors are put together before they are digested."""
-_GOLDEN, _LOW = -7046029254386353131, 0xFFFFFFFF  # 2**64 / golden ratio, odd; the lower half of a word
+_BLOCK = (64, 256)
+"""Rows and columns of words, which `quick_sums` adds up."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -38,16 +39,29 @@ def _factors(device: torch.device) -> Tensor:
 def fold(tensors: Mapping[str, Tensor]) -> Tensor:
     """The digest of all tensors together: two int64 on the device of the first.
 
-    Each is a sum modulo 2**64, over the words of 8 bytes, of the mixed word times a random odd factor that its place
-    has. Words are mixed, because a change of high bits alone would vanish in products: two flipped signs would add to
-    2**64. A change of one word is never missed, and others with about 2**-32, for each of the two sums by itself. Names
-    and numbers of elements count, too.
+    Both are sums modulo 2**64, over the words of 8 bytes, of products with a random odd factor that the place has: one
+    of the words, the other of their upper halves, because a change of high bits alone would vanish in products: two
+    flipped signs would add to 2**64. A change of one word is never missed, and others with at most about 2**-32: where
+    lower halves change, by the first sum, and else by the second. Names and numbers of elements count, too.
     """
     device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
     total = torch.zeros(2, dtype=torch.int64, device=device)
     for key, words in _groups(tensors, device):
         total += _sums(words, key)
     return total
+
+
+def quick_sums(tensor: Tensor) -> Tensor:
+    """Sums that change with a tensor, for what a rank compares with itself: their `fold` takes less than half the time.
+
+    The words of 8 bytes are laid out as matrices, and the sums modulo 2**64 of all rows and columns are given, then the
+    words that are left. Changes of up to three words change a sum. What changes none is missed: the least are four
+    words at the corners of a rectangle in a matrix, all by the same number, and with signs in turn. Of pieces of
+    `piece_length` elements, the sums are those of the whole.
+    """
+    words, block = _words([_flat(tensor)]), _BLOCK[0] * _BLOCK[1]
+    matrices = words[: len(words) // block * block].view(-1, *_BLOCK)
+    return torch.cat([torch.cat([matrices.sum(1), matrices.sum(2)], 1).flatten(), words[matrices.numel() :]])
 
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, Digest]:
@@ -68,17 +82,15 @@ def digest(tensor: Tensor) -> Digest:
 
 def _sums(words: Tensor, key: int) -> Tensor:
     factors, piece = _factors(words.device), piece_length(words.device)
-    whole = [torch.empty(min(piece, len(words)), dtype=torch.int64, device=words.device) for _ in range(2)]
+    room = torch.empty(min(piece, len(words)), dtype=torch.int64, device=words.device)
     starts = range(0, len(words), piece)
     found = torch.empty(2, len(starts), dtype=torch.int64, device=words.device)
     for number, start in enumerate(starts):
         part = words[start : start + piece]
-        mixed, high = (one[: len(part)] for one in whole)  # new memory for each piece would take twice as long
-        torch.mul(part, _GOLDEN, out=mixed)
-        torch.bitwise_right_shift(mixed, 32, out=high)
-        mixed.bitwise_xor_(high.bitwise_and_(_LOW))  # the mask makes the shift logical: torch's copies the sign
-        _dot(mixed, factors[0, : len(part)], high, found[0, number])
-        _dot(mixed, factors[1, : len(part)], high, found[1, number])
+        high = room[: len(part)]  # new memory for each piece would take twice as long
+        _dot(part, factors[0, : len(part)], high, found[0, number])
+        torch.bitwise_right_shift(part, 32, out=high)  # torch copies the sign; halves that differ still do
+        _dot(high, factors[1, : len(part)], high, found[1, number])
     odd = [[_odd(key, number, row) for number in (*range(len(starts)), -1)] for row in range(2)]
     last = torch.tensor(odd, device=words.device)
     return (found * last[:, :-1]).sum(1) + last[:, -1]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.data.tensors import map_tensors
-from lockstep.parts.digest import SMALL, Digest, fold
+from lockstep.parts.digest import SMALL, Digest, fold, quick_sums
 from lockstep.watch.signed_sums import signed_sums, stacked
 
 
@@ -88,13 +88,14 @@ def bare(folded: Sequence[int], batch: Sequence[int] = (0, 0)) -> Detail:
 
 @contextlib.contextmanager
 def watched(
-    forward: nn.Module, leaves: Mapping[str, Tensor], *, sums: Collection[str] = (), each: bool = False
+    forward: nn.Module, leaves: Mapping[str, Tensor], *, sums: Collection[str] = (), each: bool = False, ranks: int
 ) -> Generator[Seen, None, None]:
     """Inside, the first forward pass and its backward pass are seen. The `sums` of these add up over later passes.
 
     Args:
         forward: the `Forward` of the strategy.
         leaves: the parameters by name, see `Strategy.leaves`.
+        ranks: of the training. One alone compares with itself.
     """
     seen = Seen(sizes={name: leaf.numel() for name, leaf in leaves.items()})
     passes = 0
@@ -119,7 +120,7 @@ def watched(
         if gradient.numel() <= SMALL:
             seen.small[name] = gradient.detach().clone()  # the gradient itself is clipped in place
         else:
-            seen.total.append(fold({name: gradient}))
+            seen.total.append(fold({name: quick_sums(gradient) if ranks == 1 else gradient}))
             seen.norms.append(gradient.detach().norm().double())
 
     hooked: list[tuple[str, Any]] = list(leaves.items())

@@ -114,7 +114,7 @@ class Watch(BuiltInPart):
         self.why_not = _why_no_recomputation(run)
         self.recomputes = not self.why_not
         self.replicas = Replicas(state)
-        self.updates = Updates(run, self.every, is_on=self.recomputes and not self.replicas.are_there)
+        self.updates = Updates(run, is_on=self.recomputes and not self.replicas.are_there)
         unfreezing = tuple(state.unfreezing.steps) if state.unfreezing is not None else ()
         self.due = Due(self.every, state.step, run.stop, unfreezing)
         if self.recomputes and state.world.size > 1:
@@ -152,7 +152,8 @@ class Watch(BuiltInPart):
         if pending is not None and pending.share is not None:
             forward, detailed = inside.state.strategy.unwrapped, self.noise is not None
             pending.summed = in_turn(pending.leaves, inside.step // self.every) if inside.ranks > 1 else []
-            seen = watched(forward, pending.leaves, sums=pending.leaves if detailed else pending.summed, each=detailed)
+            sums, ranks = pending.leaves if detailed else pending.summed, inside.state.world.size
+            seen = watched(forward, pending.leaves, sums=sums, each=detailed, ranks=ranks)
             pending.own = pending.hooks.enter_context(seen)
 
     def before_update(self, training: Training) -> None:
@@ -179,6 +180,7 @@ class Watch(BuiltInPart):
         if self.pending is not None:
             self.pending.hooks.close()
             self.pending = None
+            training.tell(f"note: step {training.step}: the watch has checked nothing: the update was skipped")
         self._judge(training, self.updates.end(training))
 
     def before_save(self, training: Training) -> None:

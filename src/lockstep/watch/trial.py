@@ -79,7 +79,7 @@ def trial(
         restored_state(forward, "watch"),
         _restored_numbers(getattr(forward.loss, "__self__", None)),
         restored_generators(world.device),
-        watched(forward, leaves, sums=leaves if detailed else (), each=detailed) as seen,
+        watched(forward, leaves, sums=leaves if detailed else (), each=detailed, ranks=world.size) as seen,
     ):
         forward_backward_step(shadow, micro_batch, result, number=share.number, last=False)
     micro_batch.let_go()

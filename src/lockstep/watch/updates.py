@@ -19,9 +19,8 @@ from torch.optim.optimizer import _default_to_fused_or_foreach  # private; a tes
 from lockstep.core import optimizer_class
 from lockstep.core.build import Run
 from lockstep.core.built_in import Inside
-from lockstep.core.errors import UsageError
 from lockstep.core.parallel.sharded_tensor import local
-from lockstep.parts.digest import fold
+from lockstep.parts.digest import fold, piece_length, quick_sums
 from lockstep.watch.examine import judged_device
 from lockstep.watch.gradients import bare
 from lockstep.watch.state import TURNS, gathered, in_turn, of_all
@@ -62,8 +61,8 @@ def made(optimizer: torch.optim.Optimizer, group: int, values: Values) -> dict[s
 class Updates:
     """Makes the update of a check again, and looks at its rows until the next update. All ranks call it alike."""
 
-    def __init__(self, run: Run, every: int, *, is_on: bool) -> None:
-        self.run, self.every, self.world = run, every, run.world
+    def __init__(self, run: Run, *, is_on: bool) -> None:
+        self.run, self.world = run, run.world
         self.members = optimizer_class.members(run.state.optimizer)
         names = {id(parameter): name for name, parameter in run.model.named_parameters()}
         self.places: list[Place] = [
@@ -75,6 +74,8 @@ class Updates:
         self.why_not = "" if is_on else "it is not wanted"
         self.confirmed: deque[int | None] = deque(maxlen=TURNS)
         """What was confirmed before the last checks, which look at all updates together."""
+        self.checks = 0
+        """So many looked at an update. Others had none, because it was skipped."""
         self.handle: Any = None
         self.looked: list[Place] = []
         """What the last check looks at."""
@@ -91,15 +92,16 @@ class Updates:
     def begin(self, inside: Inside) -> None:
         """Look at the update of the step that begins, after all that changes its gradients."""
         self.expected = None
-        self.confirmed.append(self.run.confirmed_step)
-        optimizer = self.run.state.optimizer
+        optimizer, confirmed = self.run.state.optimizer, self.run.confirmed_step
         if not self.why_not and (why := _why_not(optimizer)):
             self.why_not = why
             inside.tell(f"note: the watch does not look at updates: {why}")
         if not self.why_not:
-            self.handle = optimizer.register_step_pre_hook(partial(self._make_again, inside, inside.step // self.every))
+            self.handle = optimizer.register_step_pre_hook(partial(self._make_again, inside, confirmed))
 
-    def _make_again(self, inside: Inside, check: int, *_: object) -> None:
+    def _make_again(self, inside: Inside, confirmed: int | None, *_: object) -> None:
+        self.confirmed.append(confirmed)
+        check, self.checks = self.checks, self.checks + 1
         with inside.window.excluded(), torch.no_grad():
             names = in_turn({one[0]: one[-1] for one in self.places}, check)
             looked = [one for one in self.places if one[0] in names and one[-1].grad is not None]
@@ -110,9 +112,17 @@ class Updates:
                 self.answer = self._answered()
 
     def _made_again(self, one: Place) -> Tensor:
-        """The digest of what its update makes of a copy, which is let go of."""
-        copies = {key: _copy(value) for key, value in self._values(one).items()}
-        return fold(made(self.members[one[1]], one[2], copies))
+        """The digest of what its update makes of copies of pieces, which are let go of."""
+        values = self._values(one)
+        size, is_whole = values[WEIGHT].numel(), not all(each.is_contiguous() for each in _tensors(values).values())
+        length = size if is_whole else piece_length(values[WEIGHT].device)
+        found: dict[str, list[Tensor]] = {}
+        for first in range(0, size, length):
+            copies = _cut(values, first, length)
+            for key, value in made(self.members[one[1]], one[2], copies).items():
+                if first == 0 or value.shape == copies[WEIGHT].shape:
+                    found.setdefault(key, []).append(quick_sums(value))
+        return fold({key: torch.cat(of) for key, of in found.items()})
 
     @torch.no_grad()  # so that `to_local` is a look-up
     def _values(self, one: Place) -> Values:
@@ -128,12 +138,9 @@ class Updates:
             return None
         turn, place = divmod(number, len(self.looked))
         values = self._values(self.looked[place])
-        shape = values[WEIGHT].shape
-        first = turn * _SAMPLE % shape.numel()
+        first = turn * _SAMPLE % values[WEIGHT].numel()
         on_host = {key for key, value in _tensors(values).items() if value.device.type == "cpu"}
-        for key, value in _tensors(values).items():
-            values[key] = value.reshape(-1)[first : first + _SAMPLE].clone() if value.shape == shape else value.clone()
-        return *self.looked[place][:3], values, on_host
+        return *self.looked[place][:3], _cut(values, first, _SAMPLE), on_host
 
     def _answered(self) -> list[int]:
         """The digest of what this rank makes of the sample."""
@@ -154,7 +161,7 @@ class Updates:
         expected = torch.stack([one.to(self.world.device) for one in self.expected]).tolist() if self.expected else []
         wrong = [number for number, row in enumerate(self.rest) if row[:2] != expected[number]]
         rows = gathered(self.world, [*wrong, -1][:1] + self.answer)
-        verdict = self._judged(inside, [row[0] for row in rows], "are not what its update makes of them again")
+        verdict = self._judged(inside, [row[0] for row in rows], wrong, "are not what its update makes of them again")
         return verdict or self._judged_by_sample([row[1:] for row in rows])
 
     def at_rest(self, inside: Inside) -> Verdict | None:
@@ -166,13 +173,13 @@ class Updates:
         pairs = enumerate(zip(self._now(inside), before, strict=True))
         wrong = [number for number, (now, old) in pairs if now[:2] != old[:2] and now[2:] == old[2:]]
         found, is_first, self.has_rested = gathered(self.world, [*wrong, -1][:1]), not self.has_rested, True
-        return self._judged(inside, [row[0] for row in found], "have changed since the last update", is_first)
+        return self._judged(inside, [row[0] for row in found], wrong, "have changed since the last update", is_first)
 
     def _now(self, inside: Inside) -> list[list[int]]:
         """By parameter: the digest of what is looked at, and how often operations of torch have written it."""
         values = [_tensors(self._values(one) | {GRADIENT: None}) for one in self.looked]
         with inside.window.excluded():
-            digests = torch.stack([fold(of).to(self.world.device) for of in values]).tolist() if values else []
+            digests = torch.stack([_digest(of).to(self.world.device) for of in values]).tolist() if values else []
         found = []
         for pair, of, (_, member, _, parameter) in zip(digests, values, self.looked, strict=True):
             # What is written through a sharded tensor counts there alone, and not in its rows.
@@ -180,25 +187,29 @@ class Updates:
             found.append([*pair, *(one._version for one in [*whole, *of.values()])])
         return found
 
-    def _judged(self, inside: Inside, wrong: Sequence[int], what: str, is_first: bool = False) -> Verdict | None:
-        """The verdict, where ranks have rows that are wrong: the number of the parameter, or -1.
+    def _judged(
+        self, inside: Inside, found: Sequence[int], wrong: Sequence[int], what: str, is_first: bool = False
+    ) -> Verdict | None:
+        """The verdict, where ranks have rows that are wrong.
 
         Args:
+            found: by rank, the number of its first parameter that is wrong, or -1.
+            wrong: all numbers of this rank.
             is_first: it was never right before. On one rank alone, code is to blame then.
         """
-        ranks = tuple(rank for rank, number in enumerate(wrong) if number >= 0)
+        ranks = tuple(rank for rank, number in enumerate(found) if number >= 0)
         if not ranks:
             return None
-        own = wrong[self.world.rank]
-        names = of_all(self.world, self.looked[own][0] if own >= 0 else "")
-        if len(ranks) == self.world.size and (self.world.size > 1 or is_first):
+        names = of_all(self.world, [self.looked[number][0] for number in wrong])
+        count = most_holders(names, of_all(self.world, [one[0] for one in self.looked]))
+        if count > 1 or (len(ranks) == self.world.size and (self.world.size > 1 or is_first)):
             self.rest, self.why_not = None, f"on each rank, rows {what}: code changes them beside the optimizer"
             inside.tell(f"warning: step {inside.step}: the watch does not look at updates any more: {self.why_not}")
             return None
-        of = "; ".join(f"rows of {names[rank]} on rank {rank}" for rank in ranks)
-        more = "" if self.world.size > 1 else ", unless code writes weights outside of the optimizer, through .data"
+        of = "; ".join(f"rows of {names[rank][0]} on rank {rank}" for rank in ranks)
+        more = ", unless code writes weights outside of the optimizer, through .data" if count else ""
         text = f"{of} {what}: the memory or the device of {named(ranks)}{more}"
-        return Verdict("memory", ranks, text, names[ranks[0]], guilty=ranks)
+        return Verdict("memory", ranks, text, names[ranks[0]][0], guilty=ranks)
 
     def _judged_by_sample(self, answers: Sequence[Sequence[int]]) -> Verdict | None:
         """The verdict, where ranks make different rows of the same."""
@@ -209,16 +220,29 @@ class Updates:
         return judged_device(self.world, found, f"the update of {self.sample[0]}")
 
 
+def most_holders(wrong: Sequence[Sequence[str]], held: Sequence[Sequence[str]]) -> int:
+    """By how many ranks a parameter is held, if those that are wrong are so on all ranks that hold rows of them.
+
+    Where that is more than one, code is to blame, and no device. 0: they are right on other ranks.
+
+    Args:
+        wrong: by rank, the names of the parameters of which it has rows that are wrong.
+        held: by rank, the names of those of which it holds rows.
+    """
+    names = {name for of in wrong for name in of}
+    holders = {name: [rank for rank, of in enumerate(held) if name in of] for name in names}
+    if any(name not in wrong[rank] for name, ranks in holders.items() for rank in ranks):
+        return 0
+    return max(map(len, holders.values()), default=0)
+
+
 def _why_not(optimizer: torch.optim.Optimizer) -> str:
     """Why updates are not made again; empty where they are."""
-    members = optimizer_class.members(optimizer)
-    try:
-        for member in members:
-            optimizer_class.check_shardable(member)
-    except UsageError:
-        return f"{optimizer_class.classes(optimizer)} does not update each element by itself"
+    members, kinds = optimizer_class.members(optimizer), optimizer_class.classes(optimizer)
     if not optimizer_class.is_of_torch(optimizer):
-        return f"{optimizer_class.classes(optimizer)} is no class of torch.optim"
+        return f"{kinds} is no class of torch.optim"
+    if any(type(member).__name__ in optimizer_class.NEED_WHOLE_MATRICES for member in members):
+        return f"{kinds} does not update each element by itself"
     if any(not _steps_as_its_class(member) for member in members):
         return "code has put another step in the place of the optimizer's"
     hooks = [hook for one in {optimizer, *members} for hook in one._optimizer_step_post_hooks.values()]
@@ -231,6 +255,22 @@ def _steps_as_its_class(member: Any) -> bool:
     if getattr(step, "_wrapped_by_lr_sched", False):  # a scheduler of torch counts the calls
         step = step.__wrapped__
     return getattr(step, "__func__", step) is type(member).step
+
+
+def _cut(values: Values, first: int, length: int) -> Values:
+    """A copy of so many elements from the first on. Of what is no larger, and of what the parameter shares, all."""
+    shape = values[WEIGHT].shape
+    is_part = shape.numel() > length
+    return {
+        key: _copy(value.reshape(-1)[first : first + length])
+        if is_part and isinstance(value, Tensor) and value.shape == shape
+        else _copy(value)
+        for key, value in values.items()
+    }
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> Tensor:
+    return fold({key: quick_sums(one) for key, one in tensors.items()})
 
 
 def _copy(value: Any, device: torch.device | str | None = None) -> Any:
