@@ -87,7 +87,7 @@ def clean(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
         data = Path(folder, "data")
         write_data(data)
         found = [one for one in all_cases(data) if len(one.starts) == 1 and not one.commands and not one.config_of]
-        found = [one for one in found if one.starts[0][0] <= options.most_ranks]
+        found = _in_turn([one for one in found if one.starts[0][0] <= options.most_ranks])
         planned = 0
         for seed in itertools.count():
             for case, deterministic in itertools.product(found, (False, True)):
@@ -146,6 +146,13 @@ def cost(options: argparse.Namespace) -> Iterator[tuple[str, Job]]:
             round(1000 * statistics.median(of), 1) for of in zip(*times, strict=True)
         )
         yield name, about | {"plain_s": round(statistics.median(plain for plain, *_ in pairs[0]), 3)}
+
+
+def _in_turn(found: list[Any]) -> list[Any]:
+    """The cases in an order in which those of each recipe are spread evenly, so that a part of them has all recipes."""
+    recipes = [one.name.split("/")[0] for one in found]
+    shares = [(recipes[:place].count(recipe) + 0.5) / recipes.count(recipe) for place, recipe in enumerate(recipes)]
+    return [found[place] for place in sorted(range(len(found)), key=shares.__getitem__)]
 
 
 def _nested(keys: Job) -> Job:
