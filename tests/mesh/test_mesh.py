@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -104,9 +105,9 @@ RING = list(zip(EVERY, [*EVERY[1:], EVERY[0]], strict=True))
 EACH = [*WAYS, *RING, *((name, "single") for name in MESHES), *(("single", name) for name in MESHES)]
 
 
-def saved_by(name, folder, steps, **more):
+def saved_by(name, folder, steps, saved=None, **more):
     train = {"steps": steps, "ema_decay": 0.7, "eval_every_steps": steps}
-    given = sections(name, train=train, checkpoint={"mode": "sync"}, **more)
+    given = sections(name, train=train, checkpoint={"mode": "sync", "every_steps": saved or steps}, **more)
     return run_ranks((MESHES | OTHERS)[name][0], mesh_cases.fit, given, OPTIONS, folder)
 
 
@@ -123,14 +124,16 @@ def test_a_checkpoint_goes_on_anywhere(first, then, tmp_path):
 
 
 @pytest.mark.parametrize("name", mainly(["1x1x2"], ["1x1x2", "1x2x2"]))
-def test_a_run_that_stops_and_goes_on_ends_bit_for_bit_as_one_that_does_not(name, tmp_path):
+def test_a_run_that_goes_on_ends_bit_for_bit_as_one_that_does_not_stop(name, tmp_path):
     def state(folder):
         newest = store.listed(folder / "checkpoints")[0]
         return dict(files.read(newest.path, newest.index))
 
-    saved_by(name, tmp_path / "one", 4, optim={"clip_norm": 0.5})
-    saved_by(name, tmp_path / "two", 2, optim={"clip_norm": 0.5})
-    saved_by(name, tmp_path / "two", 4, optim={"clip_norm": 0.5})
+    saved_by(name, tmp_path / "one", 4, 2, optim={"clip_norm": 0.5})
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    shutil.rmtree(store.listed(tmp_path / "two" / "checkpoints")[0].path)  # as if the run had stopped at step 2
+    saved_by(name, tmp_path / "two", 4, 2, optim={"clip_norm": 0.5})
+    assert "from step 2" in (tmp_path / "two" / "train.log").read_text()
     one, two = state(tmp_path / "one"), state(tmp_path / "two")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
