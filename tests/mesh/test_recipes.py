@@ -86,8 +86,8 @@ def test_evaluations_and_texts_of_a_language_model_and_its_checkpoints(corpus, k
     assert found["eval/perplexity"] == pytest.approx(expected["eval/perplexity"], rel=1e-10)
 
 
-@pytest.mark.parametrize("chunk", mainly([2], [None, 2]))
-def test_a_vision_transformer_over_slices(tmp_path, chunk):
+@pytest.mark.parametrize(("chunk", "ranks"), mainly([(2, 2)], [(2, 2), (2, 4), (None, 4)]))
+def test_a_vision_transformer_over_slices(tmp_path, chunk, ranks):
     table = volume_table(tmp_path)
     options = {"augment": None, "train_slices": "even", "slices_per_chunk": chunk}
     model = risk_cases.gradient_by_hand(make_task(options, table))
@@ -99,5 +99,5 @@ def test_a_vision_transformer_over_slices(tmp_path, chunk):
         optim={"name": "SGD", "lr": 0.1, "weight_decay": None},
         parallel={"strategy": "ddp", "tensor": 2},
     )
-    for weights, _ in run_ranks(4, risk_cases.fit, options, table, None, settings):
+    for weights, _ in run_ranks(ranks, risk_cases.fit, options, table, None, settings):
         assert max(float((weights[name] - value).abs().max()) for name, value in expected.items()) < 1e-12
