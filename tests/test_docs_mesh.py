@@ -26,7 +26,8 @@ def test_the_example_trains_on_a_mesh_and_goes_on_alone(tmp_path):
     (tmp_path / "wide.py").write_text(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1])
     run_ranks(4, train, tmp_path, {"strategy": "fsdp", "tensor": 2}, 20)
     log = (tmp_path / "run" / "train.log").read_text()
-    for line in re.findall(r"^    (mesh: .*|  replicate .*|  12 layers .*)$", PAGE, re.MULTILINE):
+    first_lines = r"^    (mesh: .*|  replicate .*|  12 layers .*|  note: .*|  lockstep verify .*)$"
+    for line in re.findall(first_lines, PAGE, re.MULTILINE):
         assert line in log
     (results,) = run_ranks(1, train, tmp_path, {}, 22)
     assert results["step"] == 22

@@ -1,5 +1,6 @@
 """What tests of a mesh run on ranks: importable tasks, and functions that return plain values."""
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ from torch.nn import functional
 
 from lockstep import Metrics, Trainer
 from lockstep.core.parallel.sharded_tensor import local
-from tests import runs
+from tests import lm_cases, runs
 from tests.own_tasks import Masked
 
 PLAN = {
@@ -108,6 +109,32 @@ class Measured(Cut):
 def fit(sections, options=None, run_dir=None, kind="Cut"):
     """`runs.fit` of a class of this file, by the sections of a config."""
     return runs.fit(globals()[kind](**(options or {})), runs.config(**sections), run_dir)
+
+
+@contextlib.contextmanager
+def norms_in_float64(options):
+    """Inside, the norms of Gemma compute in the model's format.
+
+    As transformers has them, they compute in float32, and so add up the gradients of their weights over the tokens of a
+    micro-batch: other micro-batches give sums that are 1e-8 apart, on one process as on a mesh.
+    """
+    if options.get("config", {}).get("model_type") != "gemma":
+        yield
+        return
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    plain = GemmaRMSNorm.forward
+    GemmaRMSNorm.forward = lambda self, hidden: self._norm(hidden) * (1.0 + self.weight)
+    try:
+        yield
+    finally:
+        GemmaRMSNorm.forward = plain
+
+
+def language_model(options, settings):
+    """A language model in float64, all of it."""
+    with norms_in_float64(options):
+        return lm_cases.train(options, settings)
 
 
 def parts_after_training(sections, options):

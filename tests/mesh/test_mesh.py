@@ -1,6 +1,8 @@
 """Models that are cut across ranks: weights, norms, logs and evaluations are those of one process in plain torch."""
 
+import functools
 import itertools
+import shutil
 
 import pytest
 import torch
@@ -35,25 +37,23 @@ def sections(name, accumulate=1, **more):
     return {"batch": {"micro": micro}, "parallel": parallel} | more
 
 
-@pytest.fixture(scope="module")
-def expected():
-    """Weights and norms after 20 steps in plain torch, with and without clipping."""
-    return {clip: runs.by_hand(mesh_cases.Cut(), clip_norm=clip) for clip in (None, 0.5)}
+@functools.cache
+def by_hand(steps, clip_norm):
+    """Weights and norms in plain torch."""
+    return runs.by_hand(mesh_cases.Cut(), steps, clip_norm=clip_norm)
 
 
-CASES = itertools.product(MESHES, (1, 2, 3), (None, 0.5), ("PLAN", "BY_TOKENS"))
+KEPT = [("1x2x2", 2, 0.5, "PLAN", 4), ("1x1x2", 1, 0.5, "BY_TOKENS", 4)]
+CASES = itertools.product(MESHES, (1, 2, 3), (None, 0.5), ("PLAN", "BY_TOKENS"), (20,))
 
 
-@pytest.mark.parametrize(
-    ("name", "accumulate", "clip_norm", "plan"),
-    mainly([("1x2x2", 2, 0.5, "PLAN"), ("1x1x2", 1, 0.5, "BY_TOKENS")], CASES),
-)
-def test_weights_and_norms_after_20_steps_are_those_of_plain_torch(expected, name, accumulate, clip_norm, plan):
-    weights, norms = expected[clip_norm]
-    given = sections(name, accumulate, optim={"clip_norm": clip_norm})
+@pytest.mark.parametrize(("name", "accumulate", "clip_norm", "plan", "steps"), mainly(KEPT, [*KEPT, *CASES]))
+def test_weights_and_norms_are_those_of_plain_torch(name, accumulate, clip_norm, plan, steps):
+    weights, norms = by_hand(steps, clip_norm)
+    given = sections(name, accumulate, optim={"clip_norm": clip_norm}, train={"steps": steps})
     answers = run_ranks(MESHES[name][0], mesh_cases.fit, given, {"plan": getattr(mesh_cases, plan)})
     for found, results in answers:
-        assert found.pop("calls") == 20 * accumulate
+        assert found.pop("calls") == steps * accumulate
         assert runs.difference(found, without_calls(weights)) < 1e-10
         assert results["train/grad_norm"] == pytest.approx(norms[-1], rel=1e-10)
     assert all(torch.equal(found[key], answers[0][0][key]) for found, _ in answers for key in found)
@@ -105,33 +105,35 @@ RING = list(zip(EVERY, [*EVERY[1:], EVERY[0]], strict=True))
 EACH = [*WAYS, *RING, *((name, "single") for name in MESHES), *(("single", name) for name in MESHES)]
 
 
-def saved_by(name, folder, steps, **more):
+def saved_by(name, folder, steps, saved=None, **more):
     train = {"steps": steps, "ema_decay": 0.7, "eval_every_steps": steps}
-    given = sections(name, train=train, checkpoint={"mode": "sync"}, **more)
+    given = sections(name, train=train, checkpoint={"mode": "sync", "every_steps": saved or steps}, **more)
     return run_ranks((MESHES | OTHERS)[name][0], mesh_cases.fit, given, OPTIONS, folder)
 
 
 @pytest.mark.parametrize(("first", "then"), mainly(WAYS[:1], list(dict.fromkeys(EACH))))
 def test_a_checkpoint_goes_on_anywhere(first, then, tmp_path):
-    undisturbed, _ = runs.by_hand(mesh_cases.Cut(), 12)
-    saved_by(first, tmp_path / "run", 6)
-    for weights, results in saved_by(then, tmp_path / "run", 12):
-        assert results["step"] == 12
-        assert weights.pop("calls") == 12
+    undisturbed, _ = by_hand(4, None)
+    saved_by(first, tmp_path / "run", 2)
+    for weights, results in saved_by(then, tmp_path / "run", 4):
+        assert results["step"] == 4
+        assert weights.pop("calls") == 4
         assert runs.difference(weights, without_calls(undisturbed)) < 1e-10
-    assert "from step 6" in (tmp_path / "run" / "train.log").read_text()
+    assert "from step 2" in (tmp_path / "run" / "train.log").read_text()
     assert store.check(store.listed(tmp_path / "run" / "checkpoints")[0]) == []
 
 
 @pytest.mark.parametrize("name", mainly(["1x1x2"], ["1x1x2", "1x2x2"]))
-def test_a_run_that_stops_and_goes_on_ends_bit_for_bit_as_one_that_does_not(name, tmp_path):
+def test_a_run_that_goes_on_ends_bit_for_bit_as_one_that_does_not_stop(name, tmp_path):
     def state(folder):
         newest = store.listed(folder / "checkpoints")[0]
         return dict(files.read(newest.path, newest.index))
 
-    saved_by(name, tmp_path / "one", 12, optim={"clip_norm": 0.5})
-    saved_by(name, tmp_path / "two", 6, optim={"clip_norm": 0.5})
-    saved_by(name, tmp_path / "two", 12, optim={"clip_norm": 0.5})
+    saved_by(name, tmp_path / "one", 4, 2, optim={"clip_norm": 0.5})
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    shutil.rmtree(store.listed(tmp_path / "two" / "checkpoints")[0].path)  # as if the run had stopped at step 2
+    saved_by(name, tmp_path / "two", 4, 2, optim={"clip_norm": 0.5})
+    assert "from step 2" in (tmp_path / "two" / "train.log").read_text()
     one, two = state(tmp_path / "one"), state(tmp_path / "two")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests import lm_cases, risk_cases, runs
+from tests.mesh import mesh_cases
 from tests.ranks import run_ranks
 from tests.risk_cases import make_task, volume_table
 from tests.selection import mainly
@@ -12,7 +13,7 @@ GATHERED = {"config": lm_cases.LLAMA, "loss_chunk": None}  # logits of all words
 QWEN = {"config": lm_cases.LLAMA | {"model_type": "qwen3", "head_dim": 4}}  # norms within each head
 UNTIED = {"small": lm_cases.SMALL["small"] | {"tie": False}, "loss_chunk": 20}
 MODELS = {"small": {**lm_cases.SMALL, "loss_chunk": 20}, "untied": UNTIED, "llama": {"config": lm_cases.LLAMA}}
-GEMMA = {"config": lm_cases.LLAMA | {"model_type": "gemma", "head_dim": 4}}  # an embedding with a buffer; rounded norms
+GEMMA = {"config": lm_cases.LLAMA | {"model_type": "gemma", "head_dim": 4}}  # an embedding with a buffer
 MODELS |= {"gathered": GATHERED, "qwen3": QWEN, "gemma": GEMMA}
 BY_TOKENS = {"cut_tokens": True, "length": 31}  # of which a rank has 16
 MODELS |= {f"{kind}, tokens": MODELS[kind] | BY_TOKENS for kind in ("small", "llama", "qwen3")}
@@ -53,14 +54,14 @@ def scores_by_hand(options, weights):
 @pytest.mark.parametrize(("kind", "mesh", "steps"), mainly(KEPT, [*KEPT, *CASES]))
 def test_a_language_model(corpus, kind, mesh, steps):
     options = {"train": corpus, **MODELS[kind], "eval_fraction": 0.3, "prompts": []}
-    plain, losses = lm_cases.by_hand(options, steps, 8, 0.5, clip_norm=0.5)
-    perplexity, accuracy = scores_by_hand(options, plain)
+    with mesh_cases.norms_in_float64(options):
+        plain, losses = lm_cases.by_hand(options, steps, 8, 0.5, clip_norm=0.5)
+        perplexity, accuracy = scores_by_hand(options, plain)
     (world, strategy), train = MESHES[mesh], {"steps": steps, "eval_every_steps": steps}
-    close = 1e-7 if kind == "gemma" else 1e-10
-    for weights, results in run_ranks(world, lm_cases.train, options, settings_of(strategy, train=train)):
-        assert lm_cases.difference(weights, plain) < close
-        assert results["train/loss"] == pytest.approx(losses[-1], rel=close)
-        assert results["eval/perplexity"] == pytest.approx(perplexity, rel=close)
+    for weights, results in run_ranks(world, mesh_cases.language_model, options, settings_of(strategy, train=train)):
+        assert lm_cases.difference(weights, plain) < 1e-10
+        assert results["train/loss"] == pytest.approx(losses[-1], rel=1e-10)
+        assert results["eval/perplexity"] == pytest.approx(perplexity, rel=1e-10)
         assert results["eval/accuracy"] == pytest.approx(accuracy, rel=1e-10)
 
 
@@ -85,8 +86,8 @@ def test_evaluations_and_texts_of_a_language_model_and_its_checkpoints(corpus, k
     assert found["eval/perplexity"] == pytest.approx(expected["eval/perplexity"], rel=1e-10)
 
 
-@pytest.mark.parametrize("chunk", mainly([2], [None, 2]))
-def test_a_vision_transformer_over_slices(tmp_path, chunk):
+@pytest.mark.parametrize(("chunk", "ranks"), mainly([(2, 2)], [(2, 2), (2, 4), (None, 4)]))
+def test_a_vision_transformer_over_slices(tmp_path, chunk, ranks):
     table = volume_table(tmp_path)
     options = {"augment": None, "train_slices": "even", "slices_per_chunk": chunk}
     model = risk_cases.gradient_by_hand(make_task(options, table))
@@ -98,5 +99,5 @@ def test_a_vision_transformer_over_slices(tmp_path, chunk):
         optim={"name": "SGD", "lr": 0.1, "weight_decay": None},
         parallel={"strategy": "ddp", "tensor": 2},
     )
-    for weights, _ in run_ranks(4, risk_cases.fit, options, table, None, settings):
+    for weights, _ in run_ranks(ranks, risk_cases.fit, options, table, None, settings):
         assert max(float((weights[name] - value).abs().max()) for name, value in expected.items()) < 1e-12

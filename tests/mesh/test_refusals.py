@@ -85,6 +85,37 @@ def test_a_block_of_parts_gets_and_gives_tokens(way, given, what):
         model["a"](given)
 
 
+class _MaskFirst(nn.Module):
+    """A block, or a module in one, whose mask comes before the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = _Gives(lambda part: part)
+
+    def forward(self, mask, hidden):
+        return self.inner(hidden)
+
+
+SEEING = {"a.inner": "sequence_gather"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "more", "what"),
+    [
+        ((2, 12, 3), {}, r"a gets first \(2, 12, 3\), and another tensor of the shape of its part"),
+        ((1, 12, 5), {}, r"a gives \(2, 6, 4\), and not 6 of 12 tokens .*: \(1, 6, width\)"),
+        ((2, 1, 6, 6), SEEING, r"a.inner gets first \(2, 6, 4\), and not 3 of 6 tokens"),
+    ],
+)
+def test_a_mask_is_not_taken_for_the_tokens_of_a_block(mask, more, what):
+    """It is cut where the tokens of each sample stand, or the samples, or the words that a token looks at."""
+    model = layers(a=_MaskFirst())
+    styles = {"a": "sequence_parallel", "a.inner.up": "colwise", "a.inner.down": "rowwise"}
+    tokens.arrange(model, plan(model, styles | more), Alone(2, lambda *_: None))
+    with pytest.raises(TrainingError, match=what):
+        model["a"](torch.ones(mask), torch.ones(2, 6, 4))
+
+
 def test_shared_heads_of_the_own_language_model_that_do_not_divide_are_named(tmp_path):
     options = {"train": lm_cases.corpus(tmp_path), "small": {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1}}
     with pytest.raises(UsageError, match="num_key_value_heads=1"):

@@ -55,9 +55,7 @@ def test_verify_finds_a_plan_that_cuts_across_a_norm(tmp_path):
 
 @pytest.mark.parametrize(
     ("nproc", "strategy", "checks"),
-    mainly(
-        [(2, "ddp", ("elastic", "replicas"))], [(2, "ddp", ("elastic", "replicas")), (2, "ddp", ()), (4, "fsdp", ())]
-    ),
+    mainly([(2, "ddp", ("replicas",))], [(2, "ddp", ("replicas",)), (2, "ddp", ()), (4, "fsdp", ())]),
 )
 def test_verify_accuses_no_right_plan(nproc, strategy, checks, tmp_path):
     found = verified("Right", nproc, tmp_path, checks, ON_TWO | {"strategy": strategy})

@@ -165,6 +165,7 @@ class Task(abc.ABC):
     def tensor_plan(self) -> Mapping[str, str] | None:
         """How `parallel.tensor` cuts the layers of the model over ranks: by pattern over names of modules, `colwise` or
         `rowwise`, such as `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`; docs/mesh.md has all styles.
+        A wrong plan trains another model without an error: run `lockstep verify` first.
 
         None, the default: the plan that a model of transformers brings along.
         """

@@ -102,9 +102,8 @@ def _of_transformers(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         if any(name.startswith(outer) for outer in seen):
             continue
-        has_plan = hasattr(type(module), "_tp_plan") or "_tp_plan" in vars(
-            module
-        )  # adapters show that of the model inside
+        # Adapters show that of the model inside.
+        has_plan = hasattr(type(module), "_tp_plan") or "_tp_plan" in vars(module)
         if has_plan and hasattr(module, "config"):
             prefix = f"{name}." if name else ""
             seen.append(prefix)

@@ -96,7 +96,8 @@ class MeshFSDP(FSDP):
         count = sum(style in plans.CUT for style in plan.styles.values())
         self._messages += [f"  {count} layers are cut over each tensor group", *plan.notes]
         if forward.tensor_plan() is not None:
-            self._messages.append("  lockstep verify --checks strategies shows whether Task.tensor_plan fits the model")
+            self._messages.append("  note: nothing here checks Task.tensor_plan, and a wrong one trains another model")
+            self._messages.append("  lockstep verify --checks strategies shows, with a small model, whether it fits")
 
     def backward(self, losses: Losses, factors: Losses, last: bool) -> Waits | None:
         waits = super().backward(losses, factors, last)

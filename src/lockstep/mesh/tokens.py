@@ -44,6 +44,7 @@ class Tokens:
     def __init__(self, name: str, group: Group, last: Last) -> None:
         self.name, self.group, self.last = name, group, last
         self.count = 0
+        self.entered = torch.Size()  # the shape of the part that the block gets, without its width
         self.seen: tuple[Tensor, Tensor] | None = None  # all tokens that a module sees in the place of its part
 
     @property
@@ -172,7 +173,7 @@ def arrange(model: nn.Module, plan: Plan, group: Group) -> None:
     for name, block in plan.inside.items():
         module: Any = model.get_submodule(name)
         if (style := plan.styles[name]) == SEES:
-            _let_see(module, blocks[block])
+            _let_see(module, name, blocks[block])
         elif style == "colwise":
             module.forward = partial(_colwise, module, name, blocks[block])
         else:
@@ -185,13 +186,20 @@ def _cut_block(block: nn.Module, tokens: Tokens) -> None:
     """Give a block its part of the tokens in the place of the first tensor that it gets, and give on all of them."""
 
     def enter(_: Any, args: Any, options: Any) -> Any:
+        others = (*args, *options.values())
+
         def part(whole: Tensor) -> Any:
+            remedy = "give sequence_parallel to blocks whose first argument is (samples, tokens, width)"
             if whole.ndim < 3 or not whole.is_floating_point():
                 what = f"{tokens.name} gets first {whole.dtype} of shape {tuple(whole.shape)}, which has no tokens"
-                remedy = "give sequence_parallel to blocks whose first argument is (samples, tokens, width)"
                 raise TrainingError(what, where="Task.tensor_plan", remedy=remedy)
             tokens.count = whole.shape[-2]
-            return _exchanged(whole, tokens, "enter")
+            held: Tensor = _exchanged(whole, tokens, "enter")
+            tokens.entered = held.shape[:-1]
+            if tokens.of_part > 1 and any(_is_alike(other, held) for other in others if other is not whole):
+                what = f"{tokens.name} gets first {tuple(whole.shape)}, and another tensor of the shape of its part"
+                raise TrainingError(what, where="Task.tensor_plan", remedy=remedy)
+            return held
 
         return _with_first(args, options, part)
 
@@ -199,11 +207,12 @@ def _cut_block(block: nn.Module, tokens: Tokens) -> None:
         tokens.last.known = None
         given = output if isinstance(output, tuple) else (output,)
         first, *others = given
-        is_part = isinstance(first, Tensor) and first.shape[-2:-1] == (tokens.of_part,)
+        is_part = isinstance(first, Tensor) and first.shape[:-1] == tokens.entered
         if not is_part or any(_is_alike(other, first) for other in others):
             shown = listed([str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in given], 3)
             raise TrainingError(
-                f"{tokens.name} gives {shown}, and not {tokens.of_part} of {tokens.count} tokens in one tensor",
+                f"{tokens.name} gives {shown}, and not {tokens.of_part} of {tokens.count} tokens in one tensor, as the "
+                f"first that it gets: ({', '.join(map(str, tokens.entered))}, width)",
                 where="Task.tensor_plan",
                 remedy="give sequence_parallel to blocks that give (samples, tokens, width), alone or before what has "
                 "no tokens in a tuple",
@@ -220,11 +229,15 @@ def _is_alike(other: Any, part: Tensor) -> bool:
     return isinstance(other, Tensor) and other.ndim > 1 and other.shape[:-1] == part.shape[:-1]
 
 
-def _let_see(module: nn.Module, tokens: Tokens) -> None:
+def _let_see(module: nn.Module, name: str, tokens: Tokens) -> None:
     """Give a module in a block all tokens in the place of its part of them."""
 
     def enter(_: Any, args: Any, options: Any) -> Any:
         def see(part: Tensor) -> Tensor:
+            if part.shape[-2:-1] != (tokens.of_part,):
+                what = f"{name} gets first {tuple(part.shape)}, and not {tokens.of_part} of {tokens.count} tokens"
+                remedy = "give sequence_gather to modules whose first argument is (samples, tokens, width)"
+                raise TrainingError(what, where="Task.tensor_plan", remedy=remedy)
             whole: Tensor = _exchanged(part, tokens, "see")
             tokens.seen = (whole, part)
             return whole
