@@ -161,6 +161,9 @@ line, 4 at another line, and 8 were not seen: the aim of 90 % is missed. On 42 o
 ones there was one false error each. Most of these were repaired afterwards, which says nothing of other scripts
 ([what was found, and what was not](../benchmarks/RESULTS.md#lockstep-audit-on-scripts-of-others)).
 [Public examples](audit_found.md): real faults in known projects, false alarms, and what was missed.
+- What a script keeps in objects of its own is not compared between ranks. So statistics that each rank gathers for
+itself are not seen, such as the running mean of observations that normalizes them: ranks may rightly hold other numbers
+there, such as states of their environments, and nothing tells the ones from the others.
 - The line of a finding is that of the cause where this is known: where a sampler, a module or a copy was made, where
 `eval()` or `no_sync()` was called, the caller of a function that was given what it exchanges. Some lines come from the
 text of the script: the `if` or `break` that decides, or the set whose order is taken. Without the text, the line is the

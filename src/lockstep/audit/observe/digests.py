@@ -104,6 +104,12 @@ def _finish(number: int, tensor: torch.Tensor) -> str:
     return f"{(number + int.from_bytes(kind, 'little')) & _MASK:016x}"
 
 
+def is_constant(tensor: torch.Tensor) -> bool:
+    """True if all numbers of a tensor, or of the part that this rank holds, are the same."""
+    flat = local(tensor).detach().flatten()
+    return bool((flat[:1] == flat).all()) if flat.layout == torch.strided else False
+
+
 def of_numbers(numbers: Iterable[object]) -> str:
     """The digest of a sequence of numbers or texts."""
     return hashlib.blake2b(repr(list(numbers)).encode(), digest_size=8).hexdigest()

@@ -266,6 +266,7 @@ def _tell_optimizer(step: Step) -> None:
     if made.holds(bare, owned):
         event["partly_at"] = next(owner[0].at for owner in reversed(owners) if owner)
     event |= {"initial": _digests(step.optimizer, "parameters").get("parameters") if bare else None}
+    event |= {"constant": [n for n, p in _named(step.optimizer) if digests.is_constant(p)] if bare else None}
     event |= {"prepared": step.known.is_prepared or None}
     event |= {"gradients_none": sum(parameter.grad is None for parameter in parameters)}
     recorder.emit("optimizer", limit=100, **event)
