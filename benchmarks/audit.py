@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace, every: int | None) -> tuple[float, floa
             sys.exit(f"the script failed, with {observed}")
         if every and len(list(Path(folder).glob("rank-*.jsonl"))) != 2:
             sys.exit("no events were written")
-    told = json.loads(texts[0].splitlines()[-1])
+    told = json.loads(next(line for line in texts[0].splitlines() if line.startswith("{")))  # a report may follow
     computing, seconds = zip(*told["seconds"], strict=True)
     return statistics.median(computing), statistics.fmean(computing), statistics.median(seconds), told["parameters"]
 

@@ -213,6 +213,7 @@ from pathlib import Path
 from typing import Any
 
 Event = Mapping[str, Any]
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 _OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
@@ -235,7 +236,7 @@ class EventWriter:
         event = {"kind": kind, "rank": self.rank, "number": self.number, "time": time.time(), "step": self.step}
         event |= {key: value for key, value in keys.items() if value is not None}
         self.number += 1
-        os.write(self._file, (json.dumps(event, separators=(",", ":"), default=str) + "\n").encode())
+        os.write(self._file, (_encode(event) + "\n").encode())
 
     def watch_signals(self) -> None:
         """Let a signal that ends the process write its stacks here: in C, so also while the process waits in C++."""

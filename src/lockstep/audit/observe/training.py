@@ -143,6 +143,7 @@ def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     closure = named.get("closure") or (arguments[1] if len(arguments) > 1 else None)
     if not callable(closure):
         _ready(step)
+        recorder.is_stepping = True
         return None
 
     def observed() -> Any:
@@ -288,6 +289,7 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 def step_ends(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     """A hook of all optimizers."""
+    recorder.is_stepping = False
     if recorder.folder is not None and _steps and _steps[-1].optimizer is optimizer:
         step = _steps.pop()
         if not _steps:
