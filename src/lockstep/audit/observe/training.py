@@ -147,8 +147,10 @@ def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
         return None
 
     def observed() -> Any:
+        recorder.is_stepping = False
         result = closure()
         recorder.guard("gradients of a closure", _ready, step)
+        recorder.is_stepping = True
         return result
 
     if "closure" in named:
