@@ -150,8 +150,8 @@ def _given(history: History) -> dict[tuple[int, int, float], str]:
     """By optimizer, step and number: what all ranks together were given in this step."""
     sums: dict[tuple[int, int, str], dict[int, int]] = {}
     for (event, batches), what in itertools.product(_fed(history), ("samples", "valid")):
-        counts = [each.get(what) for each in batches]
-        if counts and None not in counts:
+        counts = [each[what] for each in batches if what in each]
+        if counts and len(counts) == len(batches):
             sums.setdefault((event["optimizer"], event["index"], what), {})[event["rank"]] = sum(counts)
     words = {"samples": "samples", "valid": "labels that count"}
     full = {key: by_rank for key, by_rank in sums.items() if len(by_rank) == len(history.ranks) > 1}
