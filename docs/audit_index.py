@@ -153,7 +153,8 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 - A fault is found only if the run shows the fault: an uneven end of an epoch needs an epoch that ends.
 - Steps are looked at closely at the beginning and then each `--every` steps. Between them, parameters are not
 compared. The aim is that observers cost at most 3 % of a step of 30 ms, and 10 % with `--every 1`. The last measurement
-on a quiet machine, with fewer observers, gave 4 % and 7 % ([what they cost](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
+on a quiet machine, with fewer observers, gave 4 % and 7 %
+([what they cost](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
 - Several nodes: the folder of `--folder` must be on a disk that all nodes share. Or collect the files `rank-*.jsonl`
 in one folder, and judge them with `lockstep audit --read FOLDER`.
 - A notebook cannot be observed, and is told so. Save it as a script: `jupyter nbconvert --to script NOTEBOOK.ipynb`.
