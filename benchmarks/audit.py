@@ -1,10 +1,11 @@
-"""What the audit's observers cost: steps of a script with and without them, alternating.
+"""What the audit's observers cost: steps of a script with and without them, in blocks of one process.
 
-    python benchmarks/audit.py [--rounds 5] [--steps 160] [--every 50 1]
+    python benchmarks/audit.py [--rounds 3] [--steps 1000] [--width 32] [--every 50 1]
 
-Two ranks train a small convolutional network with DDP, on one thread each. A round runs the script plainly and with
-each sampling, in a new order. Printed are medians over rounds and ratios within rounds: of the main thread's computing
-time, which other processes disturb less and which holds all that observers do, and of the time by the clock.
+Two ranks train a small convolutional network with DDP, on one thread each, under the audit. Every 10 steps the
+observers are taken out of torch, or put in again, so both ways meet the same machine. Printed are, over the rounds, the
+median and the range of ratios: of the main thread's computing time, which other processes disturb less and which holds
+all that observers do, and of the time by the clock.
 """
 
 import argparse
@@ -16,13 +17,40 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-SKIPPED = 10  # of the first steps, which start up
+BLOCK = 10
+SKIPPED = 40  # of the first steps, which start up
+
+
+def switch() -> Callable[[bool], None]:
+    """A function that takes all observers out of torch, or puts them in again."""
+    from lockstep.audit.observe import torch_private
+    from lockstep.audit.observe.recorder import recorder
+
+    places = []
+    for patch in torch_private._patches():
+        for name in (patch.module, *patch.aliases):
+            owner = sys.modules.get(name)
+            *outer, last = patch.name.split(".")
+            for part in outer if owner is not None else ():
+                owner = getattr(owner, part)
+            function = getattr(owner, last, None)
+            if hasattr(function, "__wrapped__"):
+                places.append((owner, last, function))
+    folder = recorder.folder
+
+    def put(is_on: bool) -> None:
+        for owner, name, function in places:
+            setattr(owner, name, function if is_on else function.__wrapped__)
+        recorder.folder = folder if is_on else None
+
+    return put
 
 
 def train(steps: int, width: int) -> None:
-    """The script: prints the seconds of each step on rank 0."""
+    """The script: prints the seconds of each step on rank 0, and whether it was observed."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -42,33 +70,37 @@ def train(steps: int, width: int) -> None:
     sampler = DistributedSampler(data)
     loader = DataLoader(data, 32, sampler=sampler)
     optimizer = torch.optim.AdamW(model.parameters())
-    seconds: list[tuple[float, float]] = []
-    while len(seconds) < steps:
+    put, told, epoch = switch(), list[tuple[bool, float, float]](), 0
+    while len(told) < steps:
+        sampler.set_epoch(epoch := epoch + 1)
         began = time.thread_time(), time.perf_counter()
         for x, y in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             ended = time.thread_time(), time.perf_counter()
-            seconds.append((ended[0] - began[0], ended[1] - began[1]))
-            began = ended
-            if len(seconds) == steps:
+            is_on = len(told) // BLOCK % 2 == 0
+            told.append((is_on, ended[0] - began[0], ended[1] - began[1]))
+            if len(told) % BLOCK == 0:
+                put(not is_on)
+            began = time.thread_time(), time.perf_counter()
+            if len(told) == steps:
                 break
+    put(True)
     if dist.get_rank() == 0:
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        print(json.dumps({"seconds": seconds[SKIPPED:], "parameters": parameters}))
+        kept = [step for number, step in enumerate(told) if number >= SKIPPED and number % BLOCK]
+        print(json.dumps({"steps": kept, "parameters": sum(parameter.numel() for parameter in model.parameters())}))
     dist.destroy_process_group()
 
 
-def measure(options: argparse.Namespace, every: int | None) -> tuple[float, float, float, int]:
-    """Of a step: (median, mean) seconds of computing of the main thread, median seconds; the number of parameters."""
+def measure(options: argparse.Namespace, every: int) -> tuple[dict[str, tuple[float, float]], int]:
+    """By name: seconds of a step without observers and with them; the number of parameters."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        observed = ["-m", "lockstep.audit", "--folder", folder, "--every", str(every)] if every else []
-        command = [sys.executable, *observed, __file__, "--train", "--steps", str(options.steps)]
-        command += ["--width", str(options.width)]
+        command = [sys.executable, "-m", "lockstep.audit", "--folder", folder, "--every", str(every), __file__]
+        command += ["--train", "--steps", str(options.steps), "--width", str(options.width)]
         ranks = [
             subprocess.Popen(
                 command,
@@ -81,42 +113,46 @@ def measure(options: argparse.Namespace, every: int | None) -> tuple[float, floa
             for rank in range(2)
         ]
         texts = [rank.communicate()[0] for rank in ranks]
-        if any(rank.returncode for rank in ranks):
-            sys.exit(f"the script failed, with {observed}")
-        if every and len(list(Path(folder).glob("rank-*.jsonl"))) != 2:
-            sys.exit("no events were written")
-    told = json.loads(texts[0].splitlines()[-1])
-    computing, seconds = zip(*told["seconds"], strict=True)
-    return statistics.median(computing), statistics.fmean(computing), statistics.median(seconds), told["parameters"]
+        lines = [line for line in texts[0].splitlines() if line.startswith('{"steps"')]  # a report may follow
+        events = [path.read_text() for path in Path(folder).glob("rank-*.jsonl")]
+    if any(rank.returncode for rank in ranks) or not lines:
+        sys.exit(f"the script failed: {texts[0][-2000:]}")
+    if len(events) != 2 or any(text.count('"kind":"step"') < options.steps // 2 - BLOCK for text in events):
+        sys.exit("events are missing: the observers did not see every step of theirs")
+    told = json.loads(lines[0])
+    found = {}
+    for name, of, column in (
+        ("median of computing", statistics.median, 1),
+        ("mean of computing", statistics.fmean, 1),
+        ("median by the clock", statistics.median, 2),
+    ):
+        plain, observed = ([step[column] for step in told["steps"] if step[0] is is_on] for is_on in (False, True))
+        found[name] = of(plain), of(observed)
+    print(every, found, file=sys.stderr, flush=True)
+    return found, told["parameters"]
 
 
 def main() -> None:
     """Measure, and print a line for each way."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--width", type=int, default=24)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--every", type=int, nargs="+", default=[50, 1])
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
         train(options.steps, options.width)
         return
-    ways: list[int | None] = [None, *options.every]
-    found: dict[int | None, list[tuple[float, float, float, int]]] = {way: [] for way in ways}
-    for number in range(options.rounds):
-        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-            found[way].append(measure(options, way))
-            print(way, found[way][-1], file=sys.stderr, flush=True)
-    print(f"{found[None][0][3]:,} parameters, 2 ranks, {options.rounds} rounds of {options.steps} steps")
-    for way in ways:
-        for column, name in enumerate(("median of computing", "mean of computing", "median")):
-            times = [row[column] for row in found[way]]
-            ratios = [row[column] / plain[column] for row, plain in zip(found[way], found[None], strict=True)]
+    for every in options.every:
+        rounds = [measure(options, every) for _ in range(options.rounds)]
+        print(f"every {every}: {rounds[0][1]:,} parameters, 2 ranks, {options.rounds} rounds of {options.steps} steps")
+        for name in rounds[0][0]:
+            plain, observed = zip(*(found[name] for found, _ in rounds), strict=True)
+            ratios = [with_them / without for without, with_them in zip(plain, observed, strict=True)]
             ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-            print(
-                f"{f'every {way}' if way else 'plain':10} {name:19} {1e3 * statistics.median(times):6.2f} ms, {ratio}"
-            )
+            shown = f"{1e3 * statistics.median(plain):6.2f} ms, observed {1e3 * statistics.median(observed):6.2f} ms"
+            print(f"  {name}: {shown}, {ratio}", flush=True)
 
 
 if __name__ == "__main__":

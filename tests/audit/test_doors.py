@@ -5,16 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep.audit import __main__ as module
 from lockstep.audit import events, pytest_plugin, run
 from lockstep.audit.events import History
 from lockstep.audit.judge import FAILED, FINDINGS, INCONCLUSIVE, USAGE, judge
-from lockstep.audit.observe import communication, torch_private
-from lockstep.audit.observe.recorder import LAUNCHER
+from lockstep.audit.observe import communication, digests, torch_private, training
+from lockstep.audit.observe.recorder import LAUNCHER, Counts, recorder
 from lockstep.audit.settings import Settings
 from lockstep.core.errors import UsageError
 from tests import forked
@@ -228,3 +231,35 @@ def test_an_observed_function_may_have_arguments_of_any_name():
 
     around = torch_private.around("log", log, lambda *_, **__: None)
     assert around(name="loss", function="mean", value=1) == ("loss", "mean", 1)
+
+
+def test_the_arithmetic_of_an_optimizer_is_not_observed_but_that_of_its_closure_is(tmp_path, monkeypatch):
+    """It has several calls for each parameter, which cost more than all else that is observed in a step."""
+    monkeypatch.setattr(recorder, "folder", tmp_path)
+    monkeypatch.setattr(recorder, "_waiting", deque())
+    monkeypatch.setattr(recorder, "counts", Counts())
+    seen = []
+    call = torch_private.around("mul_", torch.Tensor.mul_, lambda *_, **__: seen.append("mul_"), is_frequent=True)
+    monkeypatch.setattr(torch.Tensor, "mul_", call)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    begins = register_optimizer_step_pre_hook(training.step_begins)
+    ends = register_optimizer_step_post_hook(training.step_ends)
+    try:
+        for _ in range(2):  # momentum multiplies from the second step on
+            weight.grad = torch.ones(2)
+            optimizer.step()
+        assert (seen, weight.tolist()) == ([], pytest.approx([0.71, 0.71]))  # 1 - 0.1 - 0.1 * 1.9
+        optimizer.step(lambda: weight.grad.mul_(2.0).sum())
+        assert seen == ["mul_"]
+        weight.grad.mul_(2.0)
+        assert seen == ["mul_"] * 2
+    finally:
+        begins.remove()
+        ends.remove()
+
+
+def test_constant_tensors_are_told_from_others():
+    whole = [torch.zeros(3), torch.full((2, 2), 0.5), torch.empty(0), torch.tensor(1)]
+    assert all(map(digests.is_constant, whole))
+    assert not digests.is_constant(torch.tensor([[0.0, 0.0], [0.0, 1e-9]]))

@@ -180,6 +180,21 @@ def test_a_mean_that_script_and_framework_divide_is_a_warning():
     assert divided(4) == divided(16, count=1) == divided(16, ops=("DivBackward0", "SumBackward0")) == []
 
 
+def test_a_loss_divided_by_the_labels_of_all_ranks_is_a_warning_where_batches_are_drawn_ahead():
+    def trained(*divisors, ops=("DivBackward0", "DivBackward0")):
+        script = Script().optimizer()
+        for index, divisor in enumerate(divisors):
+            for rank in range(2):
+                drawn = [10 + rank, 20] if index == 0 else [20 + 10 * index]  # one ahead of the step
+                script.step(rank, micro_batches=[{"loader": 0, "batch": 0, "samples": 4, "valid": n} for n in drawn])
+                script.events[-1]["backwards"][0] |= {"divisor": divisor, "ops": list(ops), "loss_at": at(39)}
+        return script.found("LS211")
+
+    assert [finding.where.line for finding in trained(1.0, 1.0, 60.0)] == [39]
+    assert "divided by 21, the labels" in trained(21.0)[0].evidence
+    assert trained(40.0) == trained(1.0, 60.0) == trained(21.0, ops=("DivBackward0", "MulBackward0")) == []
+
+
 def test_class_weights_that_differ_are_a_warning():
     def weighted(digest):
         return Script().add("class_weights", at=at(24), digest=digest, classes=3)
@@ -198,6 +213,31 @@ def test_copies_of_a_model_that_part_are_a_warning():
 
     assert copied(str).found("LS214")[0].where.line == 22
     assert copied(lambda rank: "same").found("LS214") == copied(str, ranks=(0,)).found("LS214") == []
+
+
+def test_equal_parameters_with_parts_of_their_gradients_are_a_warning():
+    def split(before=str, constant=(), shard=str, grads="same", op="all_reduce"):
+        script = Script(how=None).add("collective", op=op, at=at(19), dtype="float32", shape=[16, 8])
+        start = {"first": lambda rank: "f", "last": lambda rank: "l", "shard": shard}
+        for rank in range(2):
+            initial = {name: value(rank) for name, value in start.items()}
+            script.add("optimizer", rank, made_at=at(7), optimizer=0, initial=initial, constant=[*constant])
+        for rank in range(2):
+            gradients = {"first": before(rank), "last": grads, "shard": str(rank)}
+            script.step(rank, gradients=gradients, parameters={name: f"{name} {rank}" for name in gradients})
+        return script
+
+    (finding,) = split().found("LS217")
+    assert (finding.where.line, "1 parameters that all ranks have alike (first)" in finding.evidence) == (25, True)
+    right = [
+        split(before=lambda rank: "g"),  # the parts are added up
+        split(constant=["first"]),  # the bias of a split layer
+        split(shard=lambda rank: "s"),
+        split(grads=None),  # nothing tells that the losses are equal
+        split(op="all_to_all"),
+        split().add("hand_reduce", at=at(27), op="SUM", parameters=1),
+    ]
+    assert [script.found("LS217") for script in right] == [[]] * 6
 
 
 def test_a_hook_that_gives_the_sum_is_named():

@@ -68,8 +68,9 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     drawn         torch.randn, rand and the like by the     digest
                   script, in steps 1 to 8
     gather        Accelerator.gather by the script          (only `at`)
-    log           LightningModule.log of a number in an     name, value, exchanged (sync_dist), only_zero, world
-                  evaluation on several ranks
+    log           LightningModule.log of a number in an     name, value, exchanged (sync_dist), only_zero, world,
+                  evaluation on several ranks; Trainer.log  decides (which checkpoint is the best)
+                  by the script, of the number that decides
     floor_division a sum over ranks // the number of ranks  divisor, remainder (bool)
     schedule      at exit, of each scheduler                made_at, name (class), horizon (steps that it was made for),
                                                             steps, is_outer (no other scheduler steps it),
@@ -103,6 +104,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             innermost line first), partly_at (where other parts of
                                                             their model were wrapped), initial (before its first
                                                             step, of some parameters without a wrapper: as in step),
+                                                            constant (names of those whose numbers are all the same),
                                                             prepared (by Accelerate)
     step          every step of an optimizer                optimizer, index (its own steps, from 0), backwards: [{at,
                                                             synced (bool: gradients of a watched DDP model were
@@ -211,6 +213,7 @@ from pathlib import Path
 from typing import Any
 
 Event = Mapping[str, Any]
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 _OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
@@ -233,7 +236,7 @@ class EventWriter:
         event = {"kind": kind, "rank": self.rank, "number": self.number, "time": time.time(), "step": self.step}
         event |= {key: value for key, value in keys.items() if value is not None}
         self.number += 1
-        os.write(self._file, (json.dumps(event, separators=(",", ":"), default=str) + "\n").encode())
+        os.write(self._file, (_encode(event) + "\n").encode())
 
     def watch_signals(self) -> None:
         """Let a signal that ends the process write its stacks here: in C, so also while the process waits in C++."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -100,8 +101,18 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _finish(number: int, tensor: torch.Tensor) -> str:
-    kind = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=8).digest()
-    return f"{(number + int.from_bytes(kind, 'little')) & _MASK:016x}"
+    return f"{(number + _kind(tensor.dtype, tuple(tensor.shape))) & _MASK:016x}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{dtype}{shape}".encode(), digest_size=8).digest(), "little")
+
+
+def is_constant(tensor: torch.Tensor) -> bool:
+    """True if all numbers of a tensor, or of the part that this rank holds, are the same."""
+    flat = local(tensor).detach().flatten()
+    return bool((flat[:1] == flat).all()) if flat.layout == torch.strided else False
 
 
 def of_numbers(numbers: Iterable[object]) -> str:

@@ -55,11 +55,11 @@ _unfrozen: dict[int, tuple[list[str], list[str]]] = {}
 
 def note_unfrozen(model: models.Model, at: list[str | int] | None, known: set[int]) -> bool:
     """Note parameters of a model that were frozen, unfrozen or added after its wrapping. True: there are new ones."""
-    now = [(name, parameter.requires_grad) for name, parameter in parameters_of(model)]
-    on = [name for name, is_on in now if is_on and model.trainable.get(name) is False]
-    off = [name for name, is_on in now if not is_on and model.trainable.get(name)]
     parameters = dict(parameters_of(model))
-    added = [name for name, is_on in now if is_on and id(parameters[name]) not in models.at_wrapping]
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    on = [name for name in parameters if name in trained and model.trainable.get(name) is False]
+    off = [name for name in parameters if name not in trained and model.trainable.get(name)]
+    added = [name for name in parameters if name in trained and id(parameters[name]) not in models.at_wrapping]
     if not (on or off or added) or _unfrozen.get(model.number) == (on + added, off):
         return False
     _unfrozen[model.number] = (on + added, off)

@@ -1,7 +1,8 @@
-"""Observes what Accelerate and Lightning offer for metrics."""
+"""Observes what Accelerate, Lightning and transformers offer for metrics."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -43,4 +44,14 @@ def logged(module: Any, name: Any, value: Any = None, *arguments: Any, **named: 
         told = {"name": str(name), "exchanged": bool(named.get("sync_dist")), "world": int(trainer.world_size)}
         told["only_zero"] = bool(named.get("rank_zero_only")) or None
         recorder.emit("log", limit=_EACH_LINE, at=places.here(), value=float(value), **told)
+    return None
+
+
+def noted(trainer: Any, logs: Any = None, *_: Any, **__: Any) -> After:
+    """transformers' Trainer.log by the script, of the number by which checkpoints are the best."""
+    name = str(getattr(trainer.args, "metric_for_best_model", None))
+    name = name if name.startswith("eval_") else f"eval_{name}"
+    if torch_state.has_other_ranks() and name in (logs or ()) and places.is_by_user(sys._getframe(3)):
+        told = {"name": name, "value": float(logs[name]), "world": int(trainer.args.world_size), "decides": True}
+        recorder.emit("log", limit=_EACH_LINE, at=places.here(), exchanged=False, **told)
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Gradients:
         self._places: dict[int, torch.Tensor] = {}
         self._is_fresh = False
         self._looks = 0
+        self._bare: tuple[int, list[weakref.ref[torch.Tensor]]] = (0, [])
 
     def at_backward(self, is_sampled: bool) -> None:
         """Remember sums of the gradients."""
@@ -47,13 +49,23 @@ class Gradients:
         if not torch_state.has_other_ranks():
             return
         self._tell_given()
-        bare = [p for p, _ in self.parameters.items() if models.owner(p) is None] if self._looks < _LOOKS else []
+        bare = self._without_owner() if self._looks < _LOOKS else []
+        if not is_sampled and not bare:
+            return
         self._looks += bool(bare)
         looked = [parameter for parameter, _ in self.parameters.items()] if is_sampled else bare
         with torch.no_grad():
             self.after_backward = _norms(looked, 1)
             if is_sampled:
                 self.shards = _norms([parameter for parameter, _ in self.all.items() if models.is_sharded(parameter)])
+
+    def _without_owner(self) -> list[torch.Tensor]:
+        """Parameters of no wrapped model. Those that a model has stay there, so only new ones are looked for."""
+        if self._bare[0] != self.parameters.puts:
+            found = [parameter for parameter, _ in self.parameters.items() if models.owner(parameter) is None]
+            self._bare = self.parameters.puts, [weakref.ref(parameter) for parameter in found]
+        living = (reference() for reference in self._bare[1])
+        return [parameter for parameter in living if parameter is not None and models.owner(parameter) is None]
 
     def _tell_given(self) -> None:
         """Sums of gradients before and behind communication hooks."""

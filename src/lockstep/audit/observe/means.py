@@ -29,7 +29,8 @@ def loss(output: Any, target: Any = None, *arguments: Any, **named: Any) -> Afte
     """A loss of torch.nn.functional, outside of training. In training: the weights of classes, and where it is."""
     global _last_loss, _last_labels
     if torch.is_grad_enabled():
-        _last_loss, _last_labels = places.here(), _counted(target, **named)
+        is_sampled = recorder.is_sampled(recorder.counts.optimizer_steps)
+        _last_loss, _last_labels = places.here(), _counted(target, **named) if is_sampled else None
         recorder.guard("labels of gathered features", _note_labels, output, target, _last_loss)
         _note_weights(named.get("weight") if named.get("pos_weight") is None else named["pos_weight"], target)
     if torch.is_grad_enabled() or named.get("reduction", "mean") != "mean" or not isinstance(target, torch.Tensor):
@@ -102,10 +103,13 @@ def arranged(*_: Any, **__: Any) -> After:
 
 def _note_labels(output: Any, target: Any, at: list[str | int] | None) -> None:
     """Labels 0, 1, 2, ... of the rows of a rank, where the columns are those of all ranks: once for each line."""
-    if not isinstance(target, torch.Tensor) or target.ndim != 1 or str(at) in _labelled or len(target) < 2:
+    if not isinstance(target, torch.Tensor) or target.ndim != 1 or len(target) < 2 or output.ndim != 2:
+        return
+    rows, columns = output.shape
+    if rows != len(target) or columns == rows or columns % rows or str(at) in _labelled:
         return
     world = torch.distributed.get_world_size() if torch_state.has_other_ranks() else 1
-    if world > 1 and tuple(output.shape) == (len(target), len(target) * world):
+    if world > 1 and columns == rows * world:
         _labelled.add(str(at))
         first = int(target[0])
         if bool((target == torch.arange(first, first + len(target), device=target.device)).all()):

@@ -14,6 +14,8 @@ class Registry(Generic[T]):
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], T]] = {}
+        self.puts = 0
+        """So often something was remembered."""
 
     def get(self, thing: Any) -> T | None:
         """What is known of an object. None: nothing."""
@@ -23,6 +25,7 @@ class Registry(Generic[T]):
     def put(self, thing: Any, known: T) -> T:
         """Remember something of an object."""
         key = id(thing)
+        self.puts += 1
 
         def forget(reference: weakref.ref[Any]) -> None:
             if key in self._known and self._known[key][0] is reference:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,7 @@ def _next_is_sampled() -> bool:
 def backward(tensors: Any, *_: Any, **__: Any) -> After:
     """torch.autograd.backward, which Tensor.backward calls. Backward passes within one are checkpoints'."""
     global _depth
+    recorder.is_stepping = False  # a step before may have raised an error
     _depth += 1
     if _depth > 1:
         return _leave
@@ -94,6 +96,7 @@ def _note_numbers(frame: Any) -> None:
     recorder.emit("numbers", at=places.here(frame), held=held)
 
 
+@functools.lru_cache(maxsize=16)
 def _knows_ranks(code: Any) -> bool:
     """True if a function has the number of ranks by some name."""
     names = (*code.co_names, *code.co_varnames, *code.co_freevars)

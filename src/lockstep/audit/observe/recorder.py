@@ -54,6 +54,8 @@ class Recorder:
         self.process = 0
         self.is_compiled = False
         self.has_loader = False
+        self.is_stepping = False
+        """Whether an optimizer steps, and no code of the script runs inside."""
         self.counts = Counts()
         self.cut: Counter[str] = Counter()
         self.moved = time.monotonic()

@@ -40,4 +40,5 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int] | None:
 
 def has_other_ranks() -> bool:
     """True if there are several ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    group = dist.GroupMember.WORLD if dist.is_available() else None
+    return group is not None and group.size() > 1

@@ -143,11 +143,14 @@ def _begin(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     closure = named.get("closure") or (arguments[1] if len(arguments) > 1 else None)
     if not callable(closure):
         _ready(step)
+        recorder.is_stepping = True
         return None
 
     def observed() -> Any:
+        recorder.is_stepping = False
         result = closure()
         recorder.guard("gradients of a closure", _ready, step)
+        recorder.is_stepping = True
         return result
 
     if "closure" in named:
@@ -266,6 +269,7 @@ def _tell_optimizer(step: Step) -> None:
     if made.holds(bare, owned):
         event["partly_at"] = next(owner[0].at for owner in reversed(owners) if owner)
     event |= {"initial": _digests(step.optimizer, "parameters").get("parameters") if bare else None}
+    event |= {"constant": [n for n, p in _named(step.optimizer) if digests.is_constant(p)] if bare else None}
     event |= {"prepared": step.known.is_prepared or None}
     event |= {"gradients_none": sum(parameter.grad is None for parameter in parameters)}
     recorder.emit("optimizer", limit=100, **event)
@@ -287,6 +291,7 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 def step_ends(optimizer: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     """A hook of all optimizers."""
+    recorder.is_stepping = False
     if recorder.folder is not None and _steps and _steps[-1].optimizer is optimizer:
         step = _steps.pop()
         if not _steps:

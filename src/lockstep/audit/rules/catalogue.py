@@ -7,8 +7,8 @@ import importlib
 from lockstep.audit.findings import Rule
 from lockstep.audit.rules import facts
 
-_MODULES = "data shares gradients unwrapped scaling optimizers schedules accumulation collectives evaluation files"
-for _module in _MODULES.split():
+_TRAINING = "data shares gradients sums steps unwrapped scaling optimizers schedules accumulation"
+for _module in f"{_TRAINING} collectives evaluation files".split():
     importlib.import_module(f"lockstep.audit.rules.{_module}")
 ALL: tuple[Rule, ...] = tuple(sorted(facts.RULES, key=lambda rule: rule.id))
 BY_ID = {rule.id: rule for rule in ALL}

@@ -205,19 +205,26 @@ def _unequal_ratios(history: History, firsts: dict[int, Event]) -> str | None:
 
 @rule("LS605", "metric-of-one-rank", "a metric of one rank's part is logged", "warning")
 def metric_of_one_rank(history: History) -> Iterable[Finding] | str:
-    """Lightning's self.log without sync_dist in an evaluation: rank 0's part, and another number on each rank."""
+    """self.log in an evaluation, of Lightning without sync_dist, or of a Trainer: another number on each rank."""
     told: dict[tuple[Any, ...], dict[int, list[float]]] = {}
     for event in history.of("log"):
         if not event["exchanged"] and not event.get("only_zero"):
             key = (*(event.get("at") or ["?", 0, ""]), event["name"])
             told.setdefault(key, {}).setdefault(event["rank"], []).append(event["value"])
-    findings = []
+    findings, deciding = [], {event["name"] for event in history.of("log") if event.get("decides")}
     for (file, row, function, name), by_rank in told.items():
         if len(by_rank) > 1 and differ(by_rank):
-            firsts = {rank: f"{values[0]:.6g}" for rank, values in by_rank.items()}
-            evidence = f"the first {name}: {each_rank(firsts)}"
+            turns = [dict(zip(by_rank, turn, strict=True)) for turn in zip(*by_rank.values(), strict=False)]
+            firsts: dict[int, float] = next(filter(differ, turns), {})
+            evidence = f"the first {name} that differs: {each_rank({r: f'{v:.6g}' for r, v in firsts.items()})}"
+            evidence = evidence if firsts else f"ranks logged {name} unequally often"
             cause = "each rank logs its own part; what is shown, kept as the best or stopped by is that of rank 0"
             remedy = f'self.log("{name}", ..., sync_dist=True), or a metric of torchmetrics'
+            if name in deciding:
+                cause = (
+                    "each rank has the metric of its own part, and ranks may take different checkpoints for the best"
+                )
+                remedy = "accelerator.gather_for_metrics of what the metric is computed from"
             findings.append(Finding("LS605", Place(file, row, function), evidence, cause, remedy, tuple(by_rank), None))
     parts, seen = _parts_apart(history)
     is_known = seen or any(history.of("log"))

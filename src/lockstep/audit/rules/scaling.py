@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
@@ -140,6 +141,7 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
                 evidence = f"a loss was divided by {backwards[0]['divisor']:.0f}, the {what} of this step on all ranks"
                 cause = f"the wrapper averages gradients over {len(group)} ranks: they are divided by that once more"
                 remedy = "divide by the number of this rank's batch, or multiply the loss by the number of ranks"
+                at = backwards[0].get("loss_at") or at
                 findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
     return list(findings.values()) if seen else "no wrapped model was trained, or a hook exchanges in its own way"
 
@@ -147,14 +149,24 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
 def _given(history: History) -> dict[tuple[int, int, float], str]:
     """By optimizer, step and number: what all ranks together were given in this step."""
     sums: dict[tuple[int, int, str], dict[int, int]] = {}
-    for event in history.of("step"):
-        for what in ("samples", "valid"):
-            counts = [each.get(what) for each in event.get("micro_batches") or ()]
-            if counts and None not in counts:
-                sums.setdefault((event["optimizer"], event["index"], what), {})[event["rank"]] = sum(counts)
+    for (event, batches), what in itertools.product(_fed(history), ("samples", "valid")):
+        counts = [each[what] for each in batches if what in each]
+        if counts and len(counts) == len(batches):
+            sums.setdefault((event["optimizer"], event["index"], what), {})[event["rank"]] = sum(counts)
     words = {"samples": "samples", "valid": "labels that count"}
     full = {key: by_rank for key, by_rank in sums.items() if len(by_rank) == len(history.ranks) > 1}
     return {(*key[:2], float(sum(by_rank.values()))): words[key[2]] for key, by_rank in full.items()}
+
+
+def _fed(history: History) -> Iterator[tuple[Event, list[Event]]]:
+    """Steps, and the batches of each. A framework draws batches ahead: then each backward pass has one, in order."""
+    waiting: dict[tuple[int, int], list[Event]] = {}
+    for event in history.of("step"):
+        key, batches, count = (event["rank"], event["optimizer"]), event.get("micro_batches") or [], len(passes(event))
+        if key in waiting or len(batches) == count + 1:
+            waiting[key] = [*waiting.get(key, ()), *batches]
+            batches, waiting[key] = waiting[key][:count], waiting[key][count:]
+        yield event, batches
 
 
 def _squared(backwards: list[Event]) -> tuple[str, str, str] | None:

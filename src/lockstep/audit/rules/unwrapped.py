@@ -8,7 +8,9 @@ from typing import Any
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
 from lockstep.audit.rules import facts, sources
-from lockstep.audit.rules.gradients import averages, compared_steps, hooked, own_from_the_start, partings, unwrapped
+from lockstep.audit.rules.partings import averages, compared_steps, hooked, own_from_the_start, partings, unwrapped
+
+_SUMMING = {"all_reduce", "barrier", "broadcast", "all_gather", "all_gather_into_tensor"}
 
 
 @facts.rule("LS207", "never-exchanged", "ranks share out the data, and nothing exchanges gradients")
@@ -46,6 +48,40 @@ def never_exchanged(history: History) -> Iterable[Finding] | str:
                 cause += f"; {facts.line(parts)} wraps other parts of their model" if parts else ""
                 at = facts.place(parts or sources.outside_factories(made.get("unwrapped_from") or [])) or at
             findings.append(Finding("LS207", at, pairs[0].evidence, cause, remedy, ranks, pairs[0].first["step"]))
+    return findings
+
+
+@facts.rule("LS217", "partial-gradient", "equal parameters get a part of their gradient each", "warning")
+def partial_gradient(history: History) -> Iterable[Finding] | str:
+    """A model whose layers ranks split by hand, without the sum on the way back to the layers before."""
+    exchanged = any(history.of("wrap", "hook", "hand_reduce", "hand_average"))
+    is_sum = any(call.get("op") == "all_reduce" and not call["step"] for call in history.of("collective"))
+    if exchanged or not is_sum or not {call.get("op") for call in history.of("collective")} <= _SUMMING:
+        return "no model without a wrapper whose ranks add up activations"
+    findings, told = [], {_id(event): event for event in reversed(list(history.of("optimizer")))}
+    known = facts.keys(history, "optimizer", "optimizer")
+    for key, by_rank in facts.steps(history).items():
+        made = {event["rank"]: event for id, event in told.items() if known.get(id) == key}
+        pairs = list(compared_steps(by_rank, tuple(history.ranks), set())) if len(by_rank) == len(history.ranks) else []
+        initial = {rank: event.get("initial") or {} for rank, event in made.items()}
+        if not pairs or pairs[0].first["index"] or len(initial) < 2:
+            continue
+        step, names = pairs[0].first, set.intersection(*map(set, initial.values()))
+        equal = {name for name in names if not facts.differ({rank: each[name] for rank, each in initial.items()})}
+        moved = {name for name in equal if step["parameters"].get(name) != initial[step["rank"]][name]}
+        same = [n for n in moved if step["gradients"].get(n) and n not in pairs[0].gradients]
+        constant = {name for event in made.values() for name in event.get("constant") or ()}
+        parts = sorted(equal & {*pairs[0].gradients} - constant)
+        if equal < names and same and parts:
+            evidence = (
+                f"at the first step, {len(parts)} parameters that all ranks have alike ({facts.some(parts)}) get "
+            )
+            evidence += f"another gradient on each rank, and {len(same)} ({facts.some(sorted(same))}) get the same"
+            cause = "the gradient that comes back from layers which ranks split is that of one rank's part"
+            remedy = "before the split layers, a function whose forward is the identity, and whose backward all_reduces"
+            at = (passes[-1] if (passes := step.get("backwards")) else step).get("at")
+            ranks = tuple(history.ranks)
+            findings.append(Finding("LS217", facts.place(at), evidence, cause, remedy, ranks, step["step"]))
     return findings
 
 
