@@ -111,15 +111,19 @@ def saved_by(name, folder, steps, saved=None, **more):
     return run_ranks((MESHES | OTHERS)[name][0], mesh_cases.fit, given, OPTIONS, folder)
 
 
-@pytest.mark.parametrize(("first", "then"), mainly(WAYS[:1], list(dict.fromkeys(EACH))))
-def test_a_checkpoint_goes_on_anywhere(first, then, tmp_path):
-    undisturbed, _ = by_hand(4, None)
-    saved_by(first, tmp_path / "run", 2)
-    for weights, results in saved_by(then, tmp_path / "run", 4):
-        assert results["step"] == 4
-        assert weights.pop("calls") == 4
+LONG = [(first, then, 12) for first, then in dict.fromkeys(EACH)]
+"""An epoch ends after the tenth step."""
+
+
+@pytest.mark.parametrize(("first", "then", "steps"), mainly([(*WAYS[0], 4)], [(*WAYS[0], 4), *LONG]))
+def test_a_checkpoint_goes_on_anywhere(first, then, steps, tmp_path):
+    undisturbed, _ = by_hand(steps, None)
+    saved_by(first, tmp_path / "run", steps // 2)
+    for weights, results in saved_by(then, tmp_path / "run", steps):
+        assert results["step"] == steps
+        assert weights.pop("calls") == steps
         assert runs.difference(weights, without_calls(undisturbed)) < 1e-10
-    assert "from step 2" in (tmp_path / "run" / "train.log").read_text()
+    assert f"from step {steps // 2}" in (tmp_path / "run" / "train.log").read_text()
     assert store.check(store.listed(tmp_path / "run" / "checkpoints")[0]) == []
 
 
