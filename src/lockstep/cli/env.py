@@ -190,7 +190,7 @@ def _disk(name: str, path: Path) -> dict[str, str]:
 
 def _file_system(folder: Path) -> str:
     """The kind of file system, such as ext4 or nfs4."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: of none is known that it has the folder
+    with contextlib.suppress(OSError, ValueError):  # ValueError: no mount has the folder
         mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
         inside = [mount for mount in mounts if folder.resolve().is_relative_to(mount[0])]
         return max(inside, key=lambda mount: len(mount[0]))[1]

@@ -73,10 +73,8 @@ def partial_gradient(history: History) -> Iterable[Finding] | str:
         constant = {name for event in made.values() for name in event.get("constant") or ()}
         parts = sorted(equal & {*pairs[0].gradients} - constant)
         if equal < names and same and parts:
-            evidence = (
-                f"at the first step, {len(parts)} parameters that all ranks have alike ({facts.some(parts)}) get "
-            )
-            evidence += f"another gradient on each rank, and {len(same)} ({facts.some(sorted(same))}) get the same"
+            evidence = f"at the first step, {len(parts)} parameters that all ranks have alike ({facts.some(parts)}) "
+            evidence += f"get another gradient on each rank, and {len(same)} ({facts.some(sorted(same))}) get the same"
             cause = "the gradient that comes back from layers which ranks split is that of one rank's part"
             remedy = "before the split layers, a function whose forward is the identity, and whose backward all_reduces"
             at = (passes[-1] if (passes := step.get("backwards")) else step).get("at")
