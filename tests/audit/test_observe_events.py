@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.audit.events import History, read
-from lockstep.audit.observe import self_test, training
+from lockstep.audit.observe import gradients, self_test
 from tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -145,8 +145,8 @@ def test_the_norm_of_gradients_counts_sparse_ones_too():
     words = torch.nn.Embedding(5, 2, sparse=True)
     words(torch.tensor([1, 1, 3])).sum().backward()
     expected = words.weight.grad.to_dense().norm().item()
-    assert training.gradient_norm([words.weight]) == pytest.approx(expected)
-    assert training.gradient_norm([torch.nn.Parameter(torch.ones(2))]) == 0.0
+    assert gradients.gradient_norm([words.weight]) == pytest.approx(expected)
+    assert gradients.gradient_norm([torch.nn.Parameter(torch.ones(2))]) == 0.0
 
 
 def test_files_and_states_are_told(both):

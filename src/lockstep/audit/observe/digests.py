@@ -54,9 +54,9 @@ def _sum(whole: torch.Tensor) -> torch.Tensor:
     rows = whole.numel() // _COLUMNS
     rest = whole[rows * _COLUMNS :]
     table = whole[: rows * _COLUMNS].view(rows, _COLUMNS)
-    total = (rest * _weights_of(rest.numel(), rest.device, False)).sum() * 5
-    total = total + (table.sum(0) * _weights_of(_COLUMNS, table.device, False)).sum()
-    return total + (table.sum(1) * _weights_of(rows, table.device, True)).sum()
+    total = (table.sum(0) * _weights_of(_COLUMNS, table.device, False)).sum()
+    total = total + (table.sum(1) * _weights_of(rows, table.device, True)).sum()
+    return total + (rest * _weights_of(rest.numel(), rest.device, False)).sum() * 5 if rest.numel() else total
 
 
 def _sums_of_small(wholes: list[torch.Tensor]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,8 +54,12 @@ def at_exit() -> dict[str, Any]:
 _unfrozen: dict[int, tuple[list[str], list[str]]] = {}
 
 
-def note_unfrozen(model: models.Model, at: list[str | int] | None, known: set[int]) -> bool:
-    """Note parameters of a model that were frozen, unfrozen or added after its wrapping. True: there are new ones."""
+def note_unfrozen(model: models.Model, at: list[str | int] | None, held: Callable[[], set[int]]) -> bool:
+    """Note parameters of a model that were frozen, unfrozen or added after its wrapping. True: there are new ones.
+
+    Args:
+        held: gives the ids of the parameters that optimizers have.
+    """
     parameters = dict(parameters_of(model))
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
     on = [name for name in parameters if name in trained and model.trainable.get(name) is False]
@@ -64,6 +69,7 @@ def note_unfrozen(model: models.Model, at: list[str | int] | None, known: set[in
         return False
     _unfrozen[model.number] = (on + added, off)
     at = next((place for name in on if (place := made.freed_at.get(id(parameters[name])))), at)
+    known = held()
     unowned = [name for name in on if id(parameters[name]) not in known]
     told = {"names": (on + added)[:_NAMES], "frozen": off[:_NAMES], "added": added[:_NAMES] or None}
     told["unowned"] = unowned[:_NAMES] or None

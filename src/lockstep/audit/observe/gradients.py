@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from typing import Any
 
@@ -168,7 +169,21 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
 def _norms(parameters: list[torch.Tensor], power: float = 2) -> dict[int, float]:
     held = {id(p): digests.local(p.grad) for p in parameters if p.grad is not None}
     held = {key: grad.detach().float() for key, grad in held.items() if grad.layout == torch.strided and grad.numel()}
-    return dict(zip(held, map(float, torch._foreach_norm(list(held.values()), power)), strict=True)) if held else {}
+    return dict(zip(held, norms_of(list(held.values()), power), strict=True))
+
+
+def norms_of(tensors: list[torch.Tensor], power: float = 2) -> list[float]:
+    """The norm of each tensor. Waits for the device once, if all are on one."""
+    norms = torch._foreach_norm(tensors, power) if tensors else []
+    return torch.stack(norms).tolist() if len({norm.device for norm in norms}) == 1 else list(map(float, norms))
+
+
+def gradient_norm(parameters: list[torch.Tensor]) -> float:
+    """The norm of this rank's part of the gradients, also of sparse ones. 0.0 without any."""
+    found = [digests.local(p.grad.detach()) for p in parameters if p.grad is not None]
+    found = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in found]
+    found = [tensor.float() for tensor in found if tensor.layout == torch.strided and tensor.numel()]
+    return math.sqrt(sum(norm * norm for norm in norms_of(found)))
 
 
 def _size(tensor: torch.Tensor) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.audit.observe import communication, data, digests, ends, made, models, passes, places, schedules
 from lockstep.audit.observe.data import After
-from lockstep.audit.observe.gradients import gradients
+from lockstep.audit.observe.gradients import gradient_norm, gradients
 from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
 from lockstep.audit.observe.torch_state import has_other_ranks
@@ -211,14 +211,6 @@ def _ready(step: Step) -> None:
     step.known.was_cleared = None
 
 
-def gradient_norm(parameters: list[torch.Tensor]) -> float:
-    """The norm of this rank's part of the gradients, also of sparse ones. 0.0 without any."""
-    found = [digests.local(p.grad.detach()) for p in parameters if p.grad is not None]
-    found = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in found]
-    found = [tensor.float() for tensor in found if tensor.layout == torch.strided and tensor.numel()]
-    return float(torch.stack(torch._foreach_norm(found)).norm()) if found else 0.0
-
-
 def _digests(optimizer: Any, what: str) -> dict[str, Any]:
     """Digests of gradients or parameters that all ranks should have alike. Shards are left out."""
     tensors: dict[str, torch.Tensor | None] = {}
@@ -319,7 +311,7 @@ def _write_step(step: Step, skipped: bool | None = None) -> None:
         step.told |= _digests(optimizer, "parameters")
     if step.is_sampled or known.index % _UNFROZEN_EVERY == 0:
         for model in models.told():
-            if model.number in owners and model.how == "ddp" and ends.note_unfrozen(model, step.at, _held()):
+            if model.number in owners and model.how == "ddp" and ends.note_unfrozen(model, step.at, _held):
                 known.looks_now = _LOOKS
     fresh = _fresh()
     own = passes.backwards[max(0, known.backwards_seen - passes.state.first) :]
