@@ -153,8 +153,7 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 
 - A fault is found only if the run shows the fault: an uneven end of an epoch needs an epoch that ends.
 - Steps are looked at closely at the beginning and then each `--every` steps. Between them, parameters are not
-compared. The aim is that observers cost at most 3 % of a step of 30 ms, and 10 % with `--every 1`. The last measurement
-on a quiet machine, with fewer observers, gave 4 % and 7 %
+compared. In steps of 30 ms, observers cost about 1 %, and 11 % with `--every 1`
 ([what they cost](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
 - Several nodes: the folder of `--folder` must be on a disk that all nodes share. Or collect the files `rank-*.jsonl`
 in one folder, and judge them with `lockstep audit --read FOLDER`.
