@@ -53,6 +53,14 @@ def test_scripts_that_are_right_do_not_part(script):
     assert script.errors() == set()
 
 
+def test_a_first_step_at_a_rate_of_0_leaves_parameters_equal_and_does_not_bring_replicas_together():
+    script = Script().optimizer().step(digest=str, synced=False)
+    for event in script.events[-2:]:
+        event["parameters"] = {"weight": "w", "bias": "b"}
+    script.step(digest=str, synced=False)
+    assert script.found("LS204")[0].step == 0
+
+
 def test_ignored_parameters_may_differ():
     script = Script(how=None).add("wrap", at=at(5), model=0, how="ddp", ignored=["weight"])
     assert parted(script=script).errors() == set()
