@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.audit.events import History, read
-from lockstep.audit.observe import gradients, self_test
+from lockstep.audit.observe import data, gradients, self_test
 from tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -149,6 +149,29 @@ def test_the_norm_of_gradients_counts_sparse_ones_too():
     assert gradients.gradient_norm([torch.nn.Parameter(torch.ones(2))]) == 0.0
 
 
+@pytest.mark.parametrize(("due", "is_complete"), [(2, True), (3, False), (None, False)])
+def test_an_iteration_of_a_framework_is_complete_with_the_last_batch_that_it_asks_for(due, is_complete):
+    """Lightning counts the batches of a loader, and never asks for one more."""
+    turn = data.Pass(data.Loader(0, None), 0, None, vars(data.recorder.counts).copy(), True, due=due)
+    for _ in range(2):
+        data._give(turn, torch.zeros(4))
+    data.given.clear()
+    assert turn.is_complete is is_complete
+
+
+def test_an_evaluation_that_a_framework_left_early_ends_where_the_next_loop_begins(monkeypatch):
+    told = []
+    monkeypatch.setattr(data.recorder, "emit", lambda kind, **keys: told.append((kind, keys["batches"])))
+    loader = torch.utils.data.DataLoader([0.0] * 8, 2)
+    known = data._loaders.put(loader, data.Loader(0, None))
+    known.open = data.Pass(known, 0, None, vars(data.recorder.counts) | {"forwards_eval": -1}, True, batches=2, due=4)
+    data.close_complete()
+    assert (told, known.open) == ([("loader_end", 2)], None)
+    known.open = data.Pass(known, 0, None, vars(data.recorder.counts) | {"backwards": -1}, True, batches=2, due=4)
+    data.close_complete()
+    assert known.open is not None
+
+
 def test_files_and_states_are_told(both):
     saves = {Path(event["path"]).name: event for event in events(both, "save", 0)}
     assert saves["model.pt"]["keys"] == ["model", "step"]
@@ -209,5 +232,7 @@ def test_lightning_s_own_launcher_is_observed(tmp_path):
     assert outputs[0]
     history = History(read(tmp_path / "events"))
     assert history.ranks == [0, 1]
+    ends = list(history.of("loader_end"))
+    assert {(bool(end["backwards"]), end["is_complete"]) for end in ends} == {(True, True), (False, True)}
     assert list(history.of("note")) == []
     assert all(history.by_rank("step").values())

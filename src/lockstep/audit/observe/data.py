@@ -19,6 +19,7 @@ _EACH = 50
 _MOST_GIVEN = 256
 _IGNORED = -100
 _MAPPED = 20_000
+_CALLS = ("forwards_eval", "forwards_training", "backwards")
 _SHUFFLING = {"RandomSampler": True, "SeedableRandomSampler": True, "WeightedRandomSampler": True}
 _SHUFFLING |= {"SubsetRandomSampler": True, "SequentialSampler": False, "LengthGroupedSampler": True}
 
@@ -53,6 +54,8 @@ class Pass:
     unwritten: list[list[int]] = dataclasses.field(default_factory=list)
     first_unwritten: int = 0
     written: int = 0
+    due: int | None = None
+    """The batches after which a framework asks for no more. None: the script itself asks, or nobody knows."""
     batches: int = 0
     samples: int = 0
     is_complete: bool = False
@@ -121,6 +124,7 @@ def iteration_begins(loader: Any) -> After:
         if known.epochs == 1:
             known.subset, known.mapped = _subset(loader.dataset)
         described = _described(loader, known)
+        known.open.due = None if by_user else described["batches"]
         recorder.emit("loader", limit=500, at=at, by_framework=not by_user or None, **described)
         for function in on_loader:
             function(loader.dataset, described)
@@ -284,6 +288,7 @@ def _give(turn: Pass, batch: Any) -> None:
     samples = int(first.shape[0]) if first is not None and first.ndim else _length(batch) or 1
     turn.batches += 1
     turn.samples += samples
+    turn.is_complete |= turn.batches == turn.due
     told: dict[str, Any] = {"loader": turn.loader.number, "batch": number, "samples": samples}
     if turn.is_map_style and turn.drawn:
         _keep_indices(turn, turn.drawn.popleft())
@@ -347,10 +352,17 @@ def close(turn: Pass, is_complete: bool) -> None:
 
 
 def close_complete() -> None:
-    """Note the end of iterations that gave all batches."""
+    """Note the end of iterations that gave all batches, and of evaluations that a framework left early."""
     for _, loader in _loaders.items():
-        if loader.open is not None and loader.open.is_complete:
-            close(loader.open, is_complete=True)
+        turn = loader.open
+        if turn is not None and (turn.is_complete or (turn.due is not None and _is_evaluation(turn))):
+            close(turn, is_complete=turn.is_complete)
+
+
+def _is_evaluation(turn: Pass) -> bool:
+    """True if since the begin of an iteration a model was called in evaluations only."""
+    called = {name: getattr(recorder.counts, name) - turn.before[name] for name in _CALLS}
+    return bool(called["forwards_eval"]) and not called["forwards_training"] and not called["backwards"]
 
 
 def at_exit() -> dict[str, Any]:

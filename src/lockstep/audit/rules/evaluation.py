@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,7 +24,8 @@ def eval_duplicates(history: History) -> Iterable[Finding] | str:
     """Padding of a sampler that an evaluation counts, unless the script takes duplicates out."""
     findings, seen = [], False
     for epochs in iterations(history).values():
-        for by_rank in list(epochs.values())[:1]:
+        whole = (by_rank for by_rank in epochs.values() if all(it.is_complete for it in by_rank.values()))
+        for by_rank in itertools.islice(whole, 1):  # Lightning begins with an evaluation of a few batches
             findings += _dropped(by_rank)
             its = {rank: it for rank, it in by_rank.items() if it.shards > 1 and it.end and not it.is_training}
             its = {rank: it for rank, it in its.items() if (it.end or {}).get("forwards_eval") and it.is_complete}
