@@ -200,3 +200,49 @@ def test_ways_out_of_a_loop_and_conditions_are_found_in_the_text(tmp_path):
     assert sources.condition(path, before=1, after=3) is None
     assert sources.cuts(path)
     assert not sources.cuts(str(tmp_path / "missing.py"))
+
+
+def test_a_loss_divided_by_the_labels_of_all_ranks_is_named_where_it_is_divided(tmp_path):
+    path = written(
+        tmp_path, "losses = f(x,\n           reduction='sum')\ncount = g(y)\nloss = losses / count\nloss.backward()\n"
+    )
+    script = Script().optimizer()
+    for rank in range(2):
+        script.step(rank, micro_batches=[{"loader": 0, "batch": 0, "samples": 4, "valid": 10}])
+        told = {"at": [path, 5, "main"], "loss_at": [path, 1, "main"]}
+        script.events[-1]["backwards"][0] |= {"divisor": 20.0, "ops": ["DivBackward0", "DivBackward0"], **told}
+    assert line(script, "LS211") == 4
+
+
+def test_a_callback_that_stops_some_ranks_is_named(tmp_path):
+    def hung(text, blocked):
+        path = written(tmp_path, text)
+        sources.nodes.cache_clear()
+        entry = {"group": "0", "sequence": 7, "name": "gloo:all_reduce", "dtypes": ["Float"], "state": "scheduled"}
+        told = {"since_s": 60.0, "blocked_in": blocked, "moves": False, "stacks": {}}
+        told["collectives"] = lambda rank: [entry | {"sizes": [[rank]]}]
+        return line(Script().add("stuck", at=[path, 3, "main"], **told), "LS501")
+
+    def apart(rank):
+        return "torch._tensor.Tensor.backward" if rank else "torch.distributed.all_gather"
+
+    stops = "if loss < 1:\n    control.should_training_stop = True\ntrainer.train()\n"
+    assert hung(stops, apart) == 2
+    assert hung(stops, "torch._tensor.Tensor.backward") == hung(stops.replace("True", "False"), apart) == 3
+
+
+def test_duplicates_that_are_cut_off_by_hand_count_once(tmp_path):
+    def evaluated(text):
+        script = Script().optimizer()
+        path = written(tmp_path, text)
+        sources.nodes.cache_clear()
+        for loader in range(2):  # made anew for each evaluation
+            made = {"at": [path, 1, "main"], "made_at": [path, 1, "main"], "dataset_size": 17, "distributed": dealt()}
+            script.add("loader", loader=loader, epoch=0, **made)
+            told = {"backwards": 0, "forwards_eval": 3, "is_complete": True, "batches": 3, "samples": 9}
+            script.add("loader_end", loader=loader, epoch=0, **told)
+        return script.found("LS601")
+
+    assert len(evaluated("truth = torch.cat(parts)")) == 1
+    assert evaluated("truth = torch.stack(parts, 1).flatten()[:size]") == []
+    assert len(evaluated("truth = torch.cat(parts)[:-1]")) == 1

@@ -46,6 +46,7 @@ def test_a_metric_that_lightning_logs_for_one_rank_is_a_warning():
     later = logged(lambda rank: 0.5).add("log", at=at(33), name="val_loss", value=float, exchanged=False, world=2)
     assert later.found("LS605")[0].evidence == "the first val_loss that differs: 0 on rank 0, 1 on rank 1"
     assert "ranks may take different checkpoints" in logged(decides=True).found("LS605")[0].cause
+    assert "gather_for_metrics" in logged(decides=False).found("LS605")[0].remedy
 
 
 def test_a_rounded_mean_is_named_at_its_division():

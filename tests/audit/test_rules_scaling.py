@@ -193,6 +193,17 @@ def test_a_loss_divided_by_the_labels_of_all_ranks_is_a_warning_where_batches_ar
     assert [finding.where.line for finding in trained(1.0, 1.0, 60.0)] == [39]
     assert "divided by 21, the labels" in trained(21.0)[0].evidence
     assert trained(40.0) == trained(1.0, 60.0) == trained(21.0, ops=("DivBackward0", "MulBackward0")) == []
+    assert trained(21.0, ops=("DivBackward0", "DivBackward0", "MulBackward0")) == []  # by the number of ranks
+
+
+def test_a_mean_that_a_trainer_multiplies_by_the_number_of_ranks_is_a_warning():
+    def scaled(mean, model=None):
+        return Script().add("scaled_loss", at=at(29), op="MeanBackward0", mean=mean, by=2, model=model).found("LS218")
+
+    (finding,) = scaled(True)
+    assert (finding.where.line, "main() ignores num_items_in_batch" in finding.cause) == (29, True)
+    assert "the loss of BertModel" in scaled(True, "BertModel")[0].cause
+    assert scaled(False) == []
 
 
 def test_class_weights_that_differ_are_a_warning():

@@ -69,8 +69,10 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                   script, in steps 1 to 8
     gather        Accelerator.gather by the script          (only `at`)
     log           LightningModule.log of a number in an     name, value, exchanged (sync_dist), only_zero, world,
-                  evaluation on several ranks; Trainer.log  decides (which checkpoint is the best)
-                  by the script, of the number that decides
+                  evaluation on several ranks; Trainer.log  decides (which checkpoint is the best; of a Trainer)
+                  by the script, of eval_ and test_ metrics
+    scaled_loss   transformers' Trainer.compute_loss, which op (the last of the loss before), mean (bool), by, model
+                  multiplied a loss by the number of ranks  (class; None: a function of the script, whose line is `at`)
     floor_division a sum over ranks // the number of ranks  divisor, remainder (bool)
     schedule      at exit, of each scheduler                made_at, name (class), horizon (steps that it was made for),
                                                             steps, is_outer (no other scheduler steps it),

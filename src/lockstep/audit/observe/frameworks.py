@@ -12,6 +12,9 @@ from lockstep.audit.observe.data import After
 from lockstep.audit.observe.recorder import recorder
 
 _EACH_LINE = 20
+_OF_TIME = ("_runtime", "_per_second", "_time")
+_MEAN = 1
+"""The reduction of torch's losses that is a mean."""
 _depth = 0
 
 
@@ -48,10 +51,36 @@ def logged(module: Any, name: Any, value: Any = None, *arguments: Any, **named: 
 
 
 def noted(trainer: Any, logs: Any = None, *_: Any, **__: Any) -> After:
-    """transformers' Trainer.log by the script, of the number by which checkpoints are the best."""
-    name = str(getattr(trainer.args, "metric_for_best_model", None))
-    name = name if name.startswith("eval_") else f"eval_{name}"
-    if torch_state.has_other_ranks() and name in (logs or ()) and places.is_by_user(sys._getframe(3)):
-        told = {"name": name, "value": float(logs[name]), "world": int(trainer.args.world_size), "decides": True}
-        recorder.emit("log", limit=_EACH_LINE, at=places.here(), exchanged=False, **told)
+    """transformers' Trainer.log by the script, of metrics of an evaluation."""
+    if not torch_state.has_other_ranks() or not places.is_by_user(sys._getframe(3)):
+        return None
+    best = str(getattr(trainer.args, "metric_for_best_model", None))
+    for name, value in dict(logs or {}).items():
+        is_metric = str(name).startswith(("eval_", "test_")) and not str(name).endswith(_OF_TIME)
+        if is_metric and isinstance(value, (int, float)):
+            told = {"name": str(name), "value": float(value), "world": int(trainer.args.world_size)}
+            told["decides"] = name in (best, f"eval_{best}")
+            recorder.emit("log", limit=_EACH_LINE, at=places.here(), exchanged=False, **told)
     return None
+
+
+def scaled(trainer: Any, model: Any, *_: Any, **__: Any) -> After:
+    """transformers' Trainer.compute_loss, which multiplies a loss by the number of ranks: by the loss's own words
+    a sum that was divided by the items of all ranks."""
+    if not recorder.is_sampled(recorder.counts.optimizer_steps) or not torch_state.has_other_ranks():
+        return None
+
+    def after(result: Any, error: BaseException | None) -> None:
+        loss = result[0] if isinstance(result, tuple) else result
+        root = getattr(loss, "grad_fn", None)
+        by = getattr(root, "_saved_other", None)
+        if error is None and isinstance(by, (int, torch.Tensor)) and by == trainer.accelerator.num_processes:
+            inner = next((function for function, _ in root.next_functions if function is not None), None)
+            is_mean = type(inner).__name__.startswith("MeanBackward") or getattr(inner, "_saved_reduction", 0) == _MEAN
+            code = getattr(trainer.compute_loss_func, "__code__", None)
+            own = [code.co_filename, code.co_firstlineno, code.co_name] if code else None
+            name = trainer.accelerator.unwrap_model(model).__class__.__name__
+            told = {"by": int(by), "mean": is_mean, "model": None if trainer.compute_loss_func else name}
+            recorder.emit("scaled_loss", limit=_EACH_LINE, at=own or places.here(), op=type(inner).__name__, **told)
+
+    return after

@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep.audit.observe import communication, contents, data, ends, files, made, models, schedules, stuck, training
-from lockstep.audit.observe.frameworks import gathered, gathers, logged, noted
+from lockstep.audit.observe.frameworks import gathered, gathers, logged, noted, scaled
 from lockstep.audit.observe.gradients import gradients, watch_hooks
 from lockstep.audit.observe.means import LOSSES, arranged, curved, divided, floor_divided, loss, mean
 from lockstep.audit.observe.passes import backward, clipped, drawn
@@ -94,6 +94,7 @@ def _patches() -> list[Patch]:
         Patch("accelerate.data_loader", "IterableDatasetShard.__init__", contents.shard_made),
         *(Patch(f"{name}.core.module", "LightningModule.log", logged) for name in _LIGHTNING),
         Patch("transformers.trainer", "Trainer.log", noted),
+        Patch("transformers.trainer", "Trainer.compute_loss", scaled),
         *_of_files(),
     ]
     found += [Patch("torch.nn.functional", name, loss) for name in LOSSES]

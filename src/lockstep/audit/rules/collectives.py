@@ -70,10 +70,18 @@ def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Findin
             lines = {rank: waits.waits_at(waits.waiting(history)[rank]) for rank in what}
             if differ(lines):
                 continue  # LS502
-            at = next(iter(lines.values()))
+            at, cause = next(iter(lines.values())), None
             evidence = f"collective {number} of group {group}: {each_rank(what)}"
             remedy = "make the same collectives with the same shapes in the same order on all ranks"
-            return [Finding("LS501", at, evidence, None, remedy, tuple(what), None)]
+            training = {rank for rank in what if "backward" in str(waits.waiting(history)[rank].get("blocked_in"))}
+            rows = sources.stops(at.file) if at and training and len(training) < len(what) else []
+            if at and len(rows) == 1:
+                cause = f"{named(training)} trained on, and the others ended: each rank decides for itself to stop"
+                at, remedy = (
+                    at._replace(line=rows[0]),
+                    "exchange the number, or the decision, before a rank stops by it",
+                )
+            return [Finding("LS501", at, evidence, cause, remedy, tuple(what), None)]
     return []
 
 

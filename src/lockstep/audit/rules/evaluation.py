@@ -22,11 +22,11 @@ _WAITS = ("barrier", "monitored_barrier")
 @rule("LS601", "eval-duplicates", "an evaluation counts samples twice, or leaves some out", "warning")
 def eval_duplicates(history: History) -> Iterable[Finding] | str:
     """Padding of a sampler that an evaluation counts, unless the script takes duplicates out."""
-    findings, seen = [], False
+    findings, seen = dict[str, Finding](), False
     for epochs in iterations(history).values():
         whole = (by_rank for by_rank in epochs.values() if all(it.is_complete for it in by_rank.values()))
         for by_rank in itertools.islice(whole, 1):  # Lightning begins with an evaluation of a few batches
-            findings += _dropped(by_rank)
+            findings |= {str(dropped.where): dropped for dropped in _dropped(by_rank)}
             its = {rank: it for rank, it in by_rank.items() if it.shards > 1 and it.end and not it.is_training}
             its = {rank: it for rank, it in its.items() if (it.end or {}).get("forwards_eval") and it.is_complete}
             if not its:
@@ -43,17 +43,19 @@ def eval_duplicates(history: History) -> Iterable[Finding] | str:
             cause = "the sampler repeats samples until all ranks have equally many"
             remedy = "indices without padding (range(rank, len(dataset), world_size)), or take the repeated samples out"
             at = place(first.begin.get("made_at") or first.begin.get("at"))
-            for gather in history.of("gather", rank=first.begin["rank"]):
-                if sources.cuts((gather.get("at") or [""])[0]):
-                    at = None
-                    break
+            gathers = list(history.of("gather", rank=first.begin["rank"]))
+            if any(
+                sources.cuts(file) for file in {at.file if at else "", *((g.get("at") or [""])[0] for g in gathers)}
+            ):
+                continue
+            for gather in gathers:
                 if first.begin["number"] < gather["number"] < (first.end or {})["number"]:
                     cause += f", and gather() at {line(gather.get('at'))} keeps them"
                     at, remedy = place(gather.get("at")), "accelerator.gather_for_metrics(...), which takes them out"
                     break
-            if at is not None:
-                findings.append(Finding("LS601", at, evidence, cause, remedy, tuple(its), first.begin["step"]))
-    return findings if seen else "no evaluation on data that a sampler deals to ranks"
+            found = Finding("LS601", at, evidence, cause, remedy, tuple(its), first.begin["step"])
+            findings.setdefault(str(at), found)  # a loader that is made anew for each evaluation
+    return list(findings.values()) if seen else "no evaluation on data that a sampler deals to ranks"
 
 
 def _dropped(by_rank: dict[int, Iteration]) -> list[Finding]:
@@ -214,6 +216,7 @@ def metric_of_one_rank(history: History) -> Iterable[Finding] | str:
             key = (*(event.get("at") or ["?", 0, ""]), event["name"])
             told.setdefault(key, {}).setdefault(event["rank"], []).append(event["value"])
     findings, deciding = [], {event["name"] for event in history.of("log") if event.get("decides")}
+    of_trainers = {event["name"] for event in history.of("log") if "decides" in event}
     for (file, row, function, name), by_rank in told.items():
         if len(by_rank) > 1 and differ(by_rank):
             turns = [dict(zip(by_rank, turn, strict=True)) for turn in zip(*by_rank.values(), strict=False)]
@@ -222,11 +225,10 @@ def metric_of_one_rank(history: History) -> Iterable[Finding] | str:
             evidence = evidence if firsts else f"ranks logged {name} unequally often"
             cause = "each rank logs its own part; what is shown, kept as the best or stopped by is that of rank 0"
             remedy = f'self.log("{name}", ..., sync_dist=True), or a metric of torchmetrics'
-            if name in deciding:
-                cause = (
-                    "each rank has the metric of its own part, and ranks may take different checkpoints for the best"
-                )
+            if name in of_trainers:
                 remedy = "accelerator.gather_for_metrics of what the metric is computed from"
+            if name in deciding:
+                cause = "each rank has the metric of its part, and ranks may take different checkpoints for the best"
             findings.append(Finding("LS605", Place(file, row, function), evidence, cause, remedy, tuple(by_rank), None))
     parts, seen = _parts_apart(history)
     is_known = seen or any(history.of("log"))

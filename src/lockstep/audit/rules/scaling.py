@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
+from lockstep.audit.rules import sources
 from lockstep.audit.rules.facts import differ, each_rank, named, passes, place, replicas, rule, steps
 
 _SAME = 0.01
@@ -137,13 +139,21 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
                 remedy = "loss.backward() of the mean over the batch of this rank"
                 findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
             what = given.get((event["optimizer"], event["index"], backwards[0]["divisor"]))
-            if what and ops[0].startswith("Div") and not str(ops[1:2]).startswith("['Mul") and len(group) > 1:
+            is_multiplied = any(op.startswith("Mul") for op in ops[1:])
+            if what and ops[0].startswith("Div") and not is_multiplied and len(group) > 1:
                 evidence = f"a loss was divided by {backwards[0]['divisor']:.0f}, the {what} of this step on all ranks"
                 cause = f"the wrapper averages gradients over {len(group)} ranks: they are divided by that once more"
                 remedy = "divide by the number of this rank's batch, or multiply the loss by the number of ranks"
-                at = backwards[0].get("loss_at") or at
+                at = _division(backwards[0].get("loss_at"), at) or at
                 findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
     return list(findings.values()) if seen else "no wrapped model was trained, or a hook exchanges in its own way"
+
+
+def _division(loss_at: Any, at: Any) -> Any:
+    """The one line that divides between a loss and its backward pass in the same function, or that of the loss."""
+    is_same = loss_at and at and (loss_at[0], loss_at[2]) == (at[0], at[2])
+    rows = sources.divisions(at[0], loss_at[1], at[1]) if is_same else []
+    return [at[0], rows[0], at[2]] if len(rows) == 1 else loss_at
 
 
 def _given(history: History) -> dict[tuple[int, int, float], str]:
@@ -178,6 +188,23 @@ def _squared(backwards: list[Event]) -> tuple[str, str, str] | None:
     evidence = f"a mean loss was divided by {count * count} in each of {count} backward passes of a step"
     cause = "the script divides by the number of micro-batches, and the framework does so once more"
     return evidence, cause, "divide once: accelerator.backward and the Trainer divide by themselves"
+
+
+@rule("LS218", "multiplied-mean", "a mean loss is multiplied by the number of ranks", "warning")
+def multiplied_mean(history: History) -> Iterable[Finding] | str:
+    """A loss that ignores num_items_in_batch, in a Trainer of transformers that takes it for a share of all items."""
+    told = list(history.of("scaled_loss"))
+    for event in told:
+        if event["mean"]:
+            evidence = f"{event['op']}, a mean over the batch of this rank, was multiplied by {event['by']}"
+            ignores = f"the loss of {event['model']}" if event.get("model") else f"{event['at'][2]}()"
+            cause = f"{ignores} ignores num_items_in_batch, and the Trainer takes the loss for a sum divided by that"
+            remedy = "return losses.sum() / num_items_in_batch"
+            if event.get("model"):
+                remedy = "TrainingArguments(average_tokens_across_devices=False), or a compute_loss_func that divides"
+            ranks = tuple(history.ranks)
+            return [Finding("LS218", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])]
+    return [] if told else "no Trainer of transformers multiplied a loss by the number of ranks"
 
 
 @rule("LS213", "class-weights-differ", "ranks weight classes differently", "warning")

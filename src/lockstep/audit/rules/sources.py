@@ -12,6 +12,8 @@ _UNORDERED = ("set", "frozenset", "listdir", "scandir", "glob", "iglob", "rglob"
 _ORDERING = ("list", "tuple", "enumerate", "dict", "fromkeys", "join", "zip")
 _OF_ONE_RANK = ("rank", "main", "master")
 _HARMLESS = ("requires_grad_", "detach_")
+_JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "gather")
+_STOPS = ("should_training_stop", "should_epoch_stop", "should_stop")
 _CHANGES = ("update", "step", "average", "lerp", "mul_", "add_", "copy_", "load_state_dict")
 
 
@@ -109,10 +111,30 @@ def _breaks(node: ast.AST, is_own: bool = True) -> Iterator[int]:
 
 
 def cuts(path: str) -> bool:
-    """True if a slice ends where a data set does: repeated samples are cut off by hand."""
-    ends = [n.slice.upper for n in nodes(path) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Slice)]
-    calls = [call for end in ends if end for call in ast.walk(end) if isinstance(call, ast.Call)]
-    return any(_name(call) == "len" and "data" in _name(each).lower() for call in calls for each in call.args)
+    """True if a slice ends where a data set does, or cuts what was joined: repeated samples are cut off by hand."""
+    for node in nodes(path):
+        end = node.slice.upper if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) else None
+        if end is not None and isinstance(node, ast.Subscript):
+            calls = [call for call in ast.walk(end) if isinstance(call, ast.Call) and _name(call) == "len"]
+            is_joined = any(isinstance(each, ast.Call) and _name(each) in _JOINS for each in ast.walk(node.value))
+            if any("data" in _name(each).lower() for call in calls for each in call.args):
+                return True
+            if is_joined and not isinstance(end, (ast.Constant, ast.UnaryOp)):
+                return True
+    return False
+
+
+def divisions(path: str, first: int, last: int) -> list[int]:
+    """Lines from one to another that divide."""
+    found = [n for n in nodes(path) if isinstance(n, (ast.BinOp, ast.AugAssign)) and isinstance(n.op, ast.Div)]
+    return sorted({node.lineno for node in found if first <= node.lineno <= last})
+
+
+def stops(path: str) -> list[int]:
+    """Lines of a callback that ask a framework to stop: `control.should_training_stop = True`."""
+    assigned = [node for node in nodes(path) if isinstance(node, ast.Assign)]
+    assigned = [n for n in assigned if not (isinstance(n.value, ast.Constant) and not n.value.value)]
+    return sorted({n.lineno for n in assigned for target in n.targets if _name(target) in _STOPS})
 
 
 def condition(path: str, before: int, after: int) -> int | None:
