@@ -162,14 +162,18 @@ def test_an_iteration_of_a_framework_is_complete_with_the_last_batch_that_it_ask
 def test_an_evaluation_that_a_framework_left_early_ends_where_the_next_loop_begins(monkeypatch):
     told = []
     monkeypatch.setattr(data.recorder, "emit", lambda kind, **keys: told.append((kind, keys["batches"])))
-    loader = torch.utils.data.DataLoader([0.0] * 8, 2)
-    known = data._loaders.put(loader, data.Loader(0, None))
-    known.open = data.Pass(known, 0, None, vars(data.recorder.counts) | {"forwards_eval": -1}, True, batches=2, due=4)
+    known = data.Loader(-1, None)
+
+    def begun(**before):
+        counts = vars(data.recorder.counts) | before
+        known.open = data._open[-1] = data.Pass(known, 0, None, counts, True, batches=2, due=4)
+
+    begun(forwards_eval=-1)
     data.close_complete()
-    assert (told, known.open) == ([("loader_end", 2)], None)
-    known.open = data.Pass(known, 0, None, vars(data.recorder.counts) | {"backwards": -1}, True, batches=2, due=4)
+    assert (told, known.open, data._open) == ([("loader_end", 2)], None, {})
+    begun(backwards=-1)
     data.close_complete()
-    assert known.open is not None
+    assert data._open.pop(-1) is known.open is not None
 
 
 def test_files_and_states_are_told(both):

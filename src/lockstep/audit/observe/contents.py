@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -22,22 +23,25 @@ _VALUES = 64
 _STREAMED = 8
 _PLAIN = (int, float, str, bytes, bool, type(None))
 _PATIENCE_S = 5.0
-_waiting: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
+_waiting: dict[int, tuple[Callable[[], Any], Any, dict[str, Any]]] = {}
 _KEPT = 4
 _kept: list[Any] = []
 """The first data sets. They live until they were read: a function that trains may end before the process group."""
 
 
-def remember(dataset: Any, described: Mapping[str, Any]) -> None:
+def remember(loader: Any, described: Mapping[str, Any]) -> None:
     """A data set with a length, of which samples are read at the end."""
-    size = described["dataset_size"]
+    dataset, size = loader.dataset, described["dataset_size"]
     if size and not described["is_iterable"] and described["epoch"] == 0:
+        told = {"at": described["made_at"], "loader": described["loader"], "dataset_size": size}
+        collate = loader.collate_fn if places.is_of_user(loader.collate_fn) else None
+        is_kept = recorder.probe and len(_kept) < _KEPT
+        _kept.extend([dataset] if is_kept else [])
         try:
-            told = {"at": described["made_at"], "loader": described["loader"], "dataset_size": size}
-            _waiting[described["loader"]] = (weakref.ref(dataset), told)
-            _kept.extend([dataset] if recorder.probe and len(_kept) < _KEPT else [])
+            _waiting[described["loader"]] = (weakref.ref(dataset), collate, told)
         except TypeError:  # a list has no weak references
-            return
+            if is_kept:
+                _waiting[described["loader"]] = (lambda: dataset, collate, told)
 
 
 def probe(*_: Any, **__: Any) -> After:
@@ -46,10 +50,10 @@ def probe(*_: Any, **__: Any) -> After:
         return None
     end = time.monotonic() + _PATIENCE_S
     for number in list(_waiting):
-        reference, told = _waiting.pop(number)
+        reference, collate, told = _waiting.pop(number)
         dataset = reference()
         if dataset is not None and time.monotonic() < end:
-            recorder.guard("contents of data sets", _probe, dataset, told)
+            recorder.guard("contents of data sets", _probe, dataset, collate, told)
     _kept.clear()
     return None
 
@@ -60,7 +64,7 @@ def at_exit() -> dict[str, Any]:
     return {}
 
 
-def _probe(dataset: Any, told: dict[str, Any]) -> None:
+def _probe(dataset: Any, collate: Any, told: dict[str, Any]) -> None:
     """Read a few samples twice, from equal seeds. All generators of random numbers stay as they were."""
     size = told["dataset_size"]
     states = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
@@ -68,7 +72,7 @@ def _probe(dataset: Any, told: dict[str, Any]) -> None:
         chosen = sorted({int(size * (part * _GOLDEN % 1)) for part in range(_PROBED)} | {size - 1})
         samples = {}
         for index in chosen:
-            first, second = _read(dataset, index), _read(dataset, index)
+            first, second = _read(dataset, collate, index), _read(dataset, collate, index)
             samples[index] = [one if one == other else None for one, other in zip(first, second, strict=False)]
     finally:
         random.setstate(states[0])
@@ -77,11 +81,16 @@ def _probe(dataset: Any, told: dict[str, Any]) -> None:
     recorder.emit("probe", samples=samples, **told)
 
 
-def _read(dataset: Any, index: int) -> list[Any]:
+def _read(dataset: Any, collate: Any, index: int) -> list[Any]:
+    """The fields of a sample, and those that a function of the script makes of it for a batch."""
     random.seed(index)
     numpy.random.seed(index)
     torch.manual_seed(index)
-    return [_told(part) for part in parts(dataset[index])]
+    found = [_told(part) for part in parts(dataset[index])]
+    if collate is not None:
+        with contextlib.suppress(Exception):  # one sample may be no batch
+            found += [_told(part) for part in parts(collate([dataset[index]]))]
+    return found
 
 
 def parts(sample: Any) -> list[Any]:

@@ -64,6 +64,8 @@ class Pass:
 
 _loaders: Registry[Loader] = Registry()
 _passes: Registry[Pass] = Registry()
+_open: dict[int, Pass] = {}
+"""Iterations that have not ended, by the number of their loader, which may be gone before the script ends."""
 _samplers = Numbers()
 _samplers_at: Registry[list[str | int] | None] = Registry()
 _made_for: Registry[list[str | int] | None] = Registry()
@@ -116,6 +118,7 @@ def iteration_begins(loader: Any) -> After:
         is_map_style = not isinstance(loader.dataset, torch.utils.data.IterableDataset)
         rounds = 0 if is_map_style else 2 * loader.num_workers
         known.open = Pass(known, known.epochs, at, dict(vars(recorder.counts)), is_map_style, rounds)
+        _open[known.number] = known.open
         known.epochs += 1
         early = getattr(result, "_sampler_iter", None)  # workers have drawn indices before this returns
         if isinstance(early, _Drawing):
@@ -127,13 +130,13 @@ def iteration_begins(loader: Any) -> After:
         known.open.due = None if by_user else described["batches"]
         recorder.emit("loader", limit=500, at=at, by_framework=not by_user or None, **described)
         for function in on_loader:
-            function(loader.dataset, described)
+            function(loader, described)
 
     return after
 
 
 on_loader: list[Callable[[Any, dict[str, Any]], None]] = []
-"""Called with the data set and the event of each iteration that begins."""
+"""Called with the loader and the event of each iteration that begins."""
 
 
 def _subset(dataset: Any) -> tuple[str | None, list[int] | None]:
@@ -341,6 +344,7 @@ def close(turn: Pass, is_complete: bool) -> None:
         return
     turn.is_closed = True
     turn.loader.open = None
+    _open.pop(turn.loader.number, None)
     _write_indices(turn)
     done = {name: value - turn.before[name] for name, value in vars(recorder.counts).items()}
     if not done["backwards"]:  # no training: its batches belong to no optimizer step
@@ -353,9 +357,8 @@ def close(turn: Pass, is_complete: bool) -> None:
 
 def close_complete() -> None:
     """Note the end of iterations that gave all batches, and of evaluations that a framework left early."""
-    for _, loader in _loaders.items():
-        turn = loader.open
-        if turn is not None and (turn.is_complete or (turn.due is not None and _is_evaluation(turn))):
+    for turn in list(_open.values()):
+        if turn.is_complete or (turn.due is not None and _is_evaluation(turn)):
             close(turn, is_complete=turn.is_complete)
 
 
@@ -368,9 +371,8 @@ def _is_evaluation(turn: Pass) -> bool:
 def at_exit() -> dict[str, Any]:
     """Close what is open."""
     close_complete()
-    for _, loader in _loaders.items():
-        if loader.open is not None:
-            close(loader.open, is_complete=False)
+    for turn in list(_open.values()):
+        close(turn, is_complete=False)
     return {}
 
 

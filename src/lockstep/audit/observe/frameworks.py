@@ -72,7 +72,7 @@ def scaled(trainer: Any, model: Any, *_: Any, **__: Any) -> After:
 
     def after(result: Any, error: BaseException | None) -> None:
         loss = result[0] if isinstance(result, tuple) else result
-        root = getattr(loss, "grad_fn", None)
+        root: Any = getattr(loss, "grad_fn", None)
         by = getattr(root, "_saved_other", None)
         if error is None and isinstance(by, (int, torch.Tensor)) and by == trainer.accelerator.num_processes:
             inner = next((function for function, _ in root.next_functions if function is not None), None)

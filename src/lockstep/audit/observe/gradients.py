@@ -174,7 +174,7 @@ def _norms(parameters: list[torch.Tensor], power: float = 2) -> dict[int, float]
 
 def norms_of(tensors: list[torch.Tensor], power: float = 2) -> list[float]:
     """The norm of each tensor. Waits for the device once, if all are on one."""
-    norms = torch._foreach_norm(tensors, power) if tensors else []
+    norms = list(torch._foreach_norm(tensors, power)) if tensors else []
     return torch.stack(norms).tolist() if len({norm.device for norm in norms}) == 1 else list(map(float, norms))
 
 

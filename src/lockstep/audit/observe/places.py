@@ -64,6 +64,12 @@ def file_of(kind: type) -> str | None:
     return _classify(name)[1] if name and _classify(name)[0] is USER else None
 
 
+def is_of_user(function: Any) -> bool:
+    """True of a function, or a callable object, that the user's code defines."""
+    code = getattr(function, "__code__", None)
+    return kind_of(code)[0] is USER if code else file_of(type(function)) is not None
+
+
 def user_frame(frame: FrameType | None = None) -> FrameType | None:
     """The innermost frame of the user, of this thread or of a given stack."""
     frame = frame or sys._getframe(1)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.rules.facts import differ, named, replicas, some, steps
+from lockstep.audit.rules.loaders import iterations
 
 _AVERAGING = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
 _FEW = 8
@@ -54,14 +55,16 @@ def partings(history: History) -> tuple[list[Parting], bool]:
         for group in groups:
             ranks = tuple(rank for rank in group if rank in by_rank)
             pairs = list(compared_steps(by_rank, ranks, ignored)) if len(ranks) > 1 else []
-            pairs += _at_the_end(history, by_rank, ranks, ignored) if pairs else []
+            apart = {name for each in pairs for name in each.parameters}
+            if pairs and not (apart and apart <= unwrapped(history)):  # the end tells of wrapped models alone
+                pairs += _at_the_end(history, by_rank, ranks, ignored)
             compared = compared or bool(pairs)
             first = next((parting for parting in pairs if parting.gradients or parting.parameters), None)
             apart = next(
                 (place for place, each in enumerate(pairs) if each.parameters), len(pairs)
             )  # not at a rate of 0
             together = apart == len(pairs) or any(not each.parameters for each in pairs[apart:])
-            if first and not averaged and not together and not hooked(history) and not _meet(history, ranks):
+            if first and not averaged and not together and not hooked(history) and not _meet(history, first):
                 found.append(first)
     return found, compared
 
@@ -109,9 +112,10 @@ def _at_the_end(history: History, by_rank: Indexed, ranks: tuple[int, ...], igno
 def averages(history: History) -> bool:
     """True if the script exchanges tensors itself between steps: perhaps parameters."""
     shapes: dict[tuple[str, int], set[str]] = {}
-    of_gradients = {str(event.get("at")) for event in history.of("hand_reduce")}
+    of_gradients, evaluations = {str(event.get("at")) for event in history.of("hand_reduce")}, _evaluations(history)
     for call in history.of("collective"):
-        if str(call.get("at")) in of_gradients:
+        is_metric = any(first < call["number"] < last for first, last in evaluations.get(call["rank"], ()))
+        if str(call.get("at")) in of_gradients or (is_metric and "gather" in str(call.get("op"))):
             continue
         if call["step"] > 0 and "float" in str(call.get("dtype")) and call.get("op") in _AVERAGING:
             shapes.setdefault((str(call.get("at")), call["step"]), set()).add(str(call.get("shape")))
@@ -120,15 +124,29 @@ def averages(history: History) -> bool:
     return any(len(each) > 1 for each in shapes.values())
 
 
+def _evaluations(history: History) -> dict[int, list[tuple[int, int]]]:
+    """Of each rank: the numbers of the events where iterations begin and end in which a model is evaluated only."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for epochs in iterations(history).values():
+        for rank, it in (pair for by_rank in epochs.values() for pair in by_rank.items()):
+            if it.end and it.end.get("forwards_eval") and not it.is_training:
+                found.setdefault(rank, []).append((it.begin["number"], it.end["number"]))
+    return found
+
+
 def hooked(history: History) -> bool:
     """True if a communication hook (local SGD, compression) exchanges in its own way."""
     return any(event.get("hook") for event in history.of("wrap", "step")) or any(history.of("hook"))
 
 
-def _meet(history: History, ranks: tuple[int, ...]) -> bool:
-    """True if the parameters are equal at the end of the script."""
-    ends = {event["rank"]: event.get("parameters") for event in history.of("exit") if event["rank"] in ranks}
-    return len(ends) == len(ranks) and all(ends.values()) and not differ(ends)
+def _meet(history: History, parting: Parting) -> bool:
+    """True if the parameters of wrapped models are equal at the end of the script, and some of them had parted."""
+    ends = {e["rank"]: e.get("parameters") for e in history.of("exit") if e["rank"] in parting.ranks}
+    known = {
+        name for told in ends.values() for each in (told or {}).values() if isinstance(each, dict) for name in each
+    }
+    is_other = known and parting.parameters and not known & {*parting.parameters}
+    return len(ends) == len(parting.ranks) and all(ends.values()) and not differ(ends) and not is_other
 
 
 def unwrapped(history: History) -> set[str]:
