@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.audit.events import History, read
-from lockstep.audit.observe import data, gradients, self_test
+from lockstep.audit.observe import contents, data, gradients, self_test
 from tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -174,6 +174,17 @@ def test_an_evaluation_that_a_framework_left_early_ends_where_the_next_loop_begi
     begun(backwards=-1)
     data.close_complete()
     assert data._open.pop(-1) is known.open is not None
+
+
+def test_what_a_function_of_the_script_makes_of_a_sample_is_read_with_it(monkeypatch):
+    told, ids = [], {"a": 5, "b": 7}
+    monkeypatch.setattr(contents.recorder, "emit", lambda kind, samples, **keys: told.append(samples))
+    contents._probe(
+        ["ab", "ba"], lambda rows: torch.tensor([[ids[word] for word in row] for row in rows]), {"dataset_size": 2}
+    )
+    assert [sample[1:] for sample in told[0].values()] == [[[5, 7]], [[7, 5]]]
+    contents._probe(["ab"], lambda rows: rows[7], {"dataset_size": 1})  # one sample is no batch there
+    assert len(told[1][0]) == 1
 
 
 def test_files_and_states_are_told(both):

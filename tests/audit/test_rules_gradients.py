@@ -2,6 +2,7 @@
 
 import pytest
 
+from lockstep.audit.rules.partings import partings
 from tests.audit.made_events import Script, at
 
 
@@ -59,6 +60,21 @@ def test_a_first_step_at_a_rate_of_0_leaves_parameters_equal_and_does_not_bring_
         event["parameters"] = {"weight": "w", "bias": "b"}
     script.step(digest=str, synced=False)
     assert script.found("LS204")[0].step == 0
+
+
+def test_a_layer_beside_a_wrapped_model_parts_though_evaluations_gather_features():
+    script = Script().optimizer(unwrapped=["weight"], owned=1, foreign=1)
+    for step in range(3):
+        script.step(digest=str)
+        script.add("loader", loader=1, epoch=step, at=at(40), dataset_size=64)
+        script.add("collective", at=at(41), op="all_gather", dtype="torch.float32", shape=[64, 16])
+        script.add("loader_end", loader=1, epoch=step, batches=2, backwards=0, forwards_eval=2, is_complete=True)
+    (parting,) = partings(script.exit(parameters={"0": {"bias": "b"}}).history)[0]
+    assert parting.parameters == ["weight"]
+    script.add(
+        "collective", at=at(42), op="all_gather", dtype="torch.float32", shape=[64, 16]
+    )  # outside of evaluations
+    assert partings(script.history)[0] == []
 
 
 def test_ignored_parameters_may_differ():

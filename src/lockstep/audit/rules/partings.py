@@ -60,10 +60,8 @@ def partings(history: History) -> tuple[list[Parting], bool]:
                 pairs += _at_the_end(history, by_rank, ranks, ignored)
             compared = compared or bool(pairs)
             first = next((parting for parting in pairs if parting.gradients or parting.parameters), None)
-            apart = next(
-                (place for place, each in enumerate(pairs) if each.parameters), len(pairs)
-            )  # not at a rate of 0
-            together = apart == len(pairs) or any(not each.parameters for each in pairs[apart:])
+            begin = next((turn for turn, each in enumerate(pairs) if each.parameters), len(pairs))  # not at a rate of 0
+            together = begin == len(pairs) or any(not each.parameters for each in pairs[begin:])
             if first and not averaged and not together and not hooked(history) and not _meet(history, first):
                 found.append(first)
     return found, compared
