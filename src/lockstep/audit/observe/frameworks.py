@@ -55,3 +55,16 @@ def noted(trainer: Any, logs: Any = None, *_: Any, **__: Any) -> After:
         told = {"name": name, "value": float(logs[name]), "world": int(trainer.args.world_size), "decides": True}
         recorder.emit("log", limit=_EACH_LINE, at=places.here(), exchanged=False, **told)
     return None
+
+
+def ran(trainer: Any, *_: Any, **__: Any) -> After:
+    """Trainer.fit of Lightning and Trainer.train of transformers, which may stop before they were asked to."""
+    at = places.here()
+
+    def after(result: Any, error: BaseException | None) -> None:
+        state = getattr(trainer, "state", None)
+        is_short = getattr(state, "global_step", 0) < (getattr(state, "max_steps", None) or 0)
+        if error is None and (getattr(trainer, "should_stop", False) or is_short):
+            recorder.emit("stopped", limit=_EACH_LINE, at=at)
+
+    return after
