@@ -1,16 +1,19 @@
 """What observers write about a script with DDP, and that the script computes the same bits with and without them."""
 
+import functools
+import math
 import os
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
 from lockstep.audit.events import History, read
-from lockstep.audit.observe import contents, data, gradients, self_test
+from lockstep.audit.observe import contents, data, gradients, schedules, self_test
 from tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -191,10 +194,47 @@ def test_files_and_states_are_told(both):
     saves = {Path(event["path"]).name: event for event in events(both, "save", 0)}
     assert saves["model.pt"]["keys"] == ["model", "step"]
     assert saves["note.txt"]["how"] == "open"
+    (text,) = events(both, "text", 0)
+    assert (text["path"], text["lines"]) == (saves["note.txt"]["path"], 1)
     assert events(both, "save", 1) == []
     (load,) = events(both, "load")
     assert load["saved_step"] == {"step": 6}
     assert "model" in [event["what"] for event in events(both, "state")]
+
+
+class _Falls:
+    def __init__(self, total):
+        self.total, self.size, self.seen = total, 60, 0
+
+    def __call__(self, step):
+        return max(0.1, 1 - step / self.total)
+
+    def counts(self, step):
+        self.seen += 1
+        return max(0.1, 1 - self.seen / self.total)
+
+
+def _wave(step, warm, total=20):
+    return step / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / (total - warm)))
+
+
+def test_the_lengths_of_functions_are_the_numbers_at_which_they_end_to_fall():
+    total, size, counted = 96, 32, _Falls(96)
+    functions = {
+        "closure": lambda step: max(0.0, 1 - step / total) * size,
+        "default": functools.partial(_wave, warm=8),
+        "partials": functools.partial(functools.partial(_wave, warm=8), total=96.0),
+        "root": lambda step: math.sqrt(1 - step / total),
+        "object": _Falls(96),
+        "method": _Falls(96).__call__,
+        "scale": lambda step: size**-0.5 * (step + 1) ** -0.5,
+        "state": counted.counts,
+    }
+    found = {
+        name: schedules._lengths(types.SimpleNamespace(lr_lambdas=[function])) for name, function in functions.items()
+    }
+    expected = {name: [96] for name in functions} | {"default": [20], "scale": [], "state": []}
+    assert (found, counted.seen) == (expected, 0)
 
 
 def test_wrapping_splits_buffers_and_collectives_are_told(both):

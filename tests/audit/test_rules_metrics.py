@@ -149,3 +149,36 @@ def test_a_run_that_leaves_an_epoch_out_is_named():
 
     assert "this run begins with epoch 3" in begins(3)[0].evidence
     assert begins(2) == []
+
+
+def predicted(lines, how=None, saves=0, step=False, end=None, **keys):
+    """A loop without gradients over 64 samples in parts, and a file of one rank behind it."""
+    script = Script().optimizer().step().epoch(parts(64, 8), train=False, distributed=dealt(), end=end, **keys)
+    if how:
+        script.add("collective", at=at(41), op=how, group="0", sequence=0, elements=1 if "reduce" in how else None)
+    script = script.step() if step else script
+    script.add("save", saves, at=at(43), path=lambda rank: f"/runs/rows{rank}.csv", how="open", mode="w")
+    return script.add("text", saves, path=lambda rank: f"/runs/rows{rank}.csv", lines=lines)
+
+
+def test_a_file_with_the_part_of_one_rank_is_a_warning():
+    for lines in (32, 33):
+        (finding,) = predicted(lines).found("LS607")
+        assert (finding.where.line, finding.ranks) == (20, (0, 1))
+        assert "rows0.csv" in finding.evidence
+    assert len(predicted(32, how="barrier").found("LS607")) == len(predicted(32, how="all_reduce").found("LS607")) == 1
+    loop = {"is_complete": False, "batches": 4}  # Lightning does not ask for more
+    assert len(predicted(32, end=loop).found("LS607")) == 1
+    right = [
+        predicted(64),
+        predicted(34),
+        predicted(31),
+        predicted(32, how="all_gather_object"),
+        predicted(32, saves=None),  # a file for each rank
+        predicted(32, end={"gathered": True}),
+        predicted(32, end={"backwards": 4}),
+        predicted(32, step=True),
+        predicted(32, end={"is_complete": False, "batches": 3}),
+        predicted(32, dataset_size=32),
+    ]
+    assert [script.found("LS607") for script in right] == [[]] * len(right)

@@ -105,6 +105,42 @@ def test_schedules_of_another_length_than_the_training_are_a_warning():
     assert [script.found("LS307") for script in right] == [[]] * 7
 
 
+def by_function(lengths, batches=32, given=None, script=None, ends=(True, False), **keys):
+    """A LambdaLR that steps with the batches of two rounds, of which a part may be given only."""
+    script, given = script or Script().optimizer(), given or batches
+    for epoch in range(2):
+        script.add("loader", loader=0, epoch=epoch, at=at(20), batches=batches)
+        end = {"loader": 0, "epoch": epoch, "at": at(20), "batches": given, "is_complete": ends[epoch]}
+        script.add("loader_end", backwards=given, **end)
+    told = {"made_at": at(9), "name": "LambdaLR", "lengths": lengths, "steps": 65, "is_outer": True}
+    return script.add("schedule", optimizer_steps=64, **(told | keys)).exit()
+
+
+def test_functions_with_the_steps_of_all_ranks_are_a_warning(tmp_path):
+    for wrong in ([128], [7, 126], [130]):
+        (finding,) = by_function(wrong).found("LS307")
+        assert (finding.where.line, "batches of one process" in finding.cause) == (9, True)
+    right = [
+        by_function([64]),
+        by_function([128, 62]),  # the other number may be the length
+        by_function([100]),
+        by_function([133]),
+        by_function(None),
+        by_function([128], given=30),  # broken off
+        by_function([128], script=Script(1).optimizer()),
+        by_function([128], script=Script().optimizer().add("stopped", at=at(40))),
+        by_function([128], steps=129),  # steps for each rank
+        by_function([128], is_outer=False),
+    ]
+    assert [script.found("LS307") for script in right] == [[]] * len(right)
+    text = "for epoch in range(9):\n    for batch in loader:\n        train()\n    if is_good():\n        break\n"
+    for name, lines, found in (("a.py", text, 0), ("b.py", text.replace("break", "save()"), 1)):
+        (tmp_path / name).write_text(lines)
+        script = by_function([128])
+        script.events = [e | {"at": [str(tmp_path / name), 2, "main"]} if "at" in e else e for e in script.events]
+        assert len(script.found("LS307")) == found
+
+
 def test_a_learning_rate_of_nothing_is_a_warning():
     def rated(rates):
         script = Script().optimizer()

@@ -75,8 +75,12 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                   multiplied a loss by the number of ranks  (class; None: a function of the script, whose line is `at`)
     floor_division a sum over ranks // the number of ranks  divisor, remainder (bool)
     schedule      at exit, of each scheduler                made_at, name (class), horizon (steps that it was made for),
+                                                            lengths: [n] (numbers of a function of the script at
+                                                            which its factor no longer falls),
                                                             steps, is_outer (no other scheduler steps it),
                                                             optimizer_steps (of its optimizer)
+    text          at exit, of each file of rows that the    path, lines
+                  script opened to write (csv, txt, jsonl)
     rename        os.rename, os.replace, shutil's copies    path, to
     read          open(..., "r") by the script              path, how, mode
     wrap          DDP(...), FSDP(...), DataParallel(...),   model (id), how ("ddp", "fsdp1", "fsdp2", "data_parallel"),
@@ -152,6 +156,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     scheduler     a scheduler's step, where the number of   scheduler (id), class, per_step (its steps since the last
                   steps since the last optimizer step is    optimizer step), metric (of ReduceLROnPlateau), lr
                   not the number of before
+    stopped       fit of Lightning, or train of
+                  transformers, ended early
     hook          DDP.register_comm_hook                    model, name
     hand_average  dist.all_reduce or broadcast of           model, collective, op, elements
                   parameters after the first step, once

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from lockstep.audit.observe.recorder import recorder
 _EACH_LINE = 50
 _KEYS = 30
 _STEPS = ("step", "global_step", "steps", "epoch", "iteration", "iter")
+_ROWS, _LARGEST, _MOST = (".csv", ".tsv", ".txt", ".jsonl", ".ndjson"), 5_000_000, 200
 _depth = 0
+_texts: dict[str, str] = {}
+"""Files of rows that the script wrote, and their names now."""
 _numbers = {what: Numbers() for what in ("model", "optimizer", "scheduler", "scaler")}
 
 
@@ -66,6 +70,7 @@ def renamed(old: Any, new: Any, *_: Any, **__: Any) -> After:
     """os.rename, os.replace and copies: a file has another name."""
     if (before := _path(old)) and (now := _path(new)) and not before.startswith(("/dev/", "/proc/")):
         recorder.emit("rename", limit=_EACH_LINE, at=places.here(), path=before, to=now)
+        _texts.update({path: now for path, name in _texts.items() if name == before})
     return None
 
 
@@ -131,3 +136,14 @@ def _opened(file: Any, mode: str, caller: Any) -> None:
     if path and not path.startswith(("/dev/", "/proc/")):
         kind = "read" if mode.startswith("r") and "+" not in mode else "save"
         recorder.emit(kind, limit=_EACH_LINE, at=places.here(caller), path=path, how="open", mode=mode)
+        if mode.strip("t") == "w" and path.endswith(_ROWS) and len(_texts) < _MOST:
+            _texts[path] = path
+
+
+def at_exit() -> dict[str, Any]:
+    """How many lines the files of rows have."""
+    for path, name in _texts.items():
+        if os.path.isfile(name) and os.path.getsize(name) <= _LARGEST:
+            content = Path(name).read_bytes()
+            recorder.emit("text", path=path, lines=content.count(b"\n") + (content[-1:] not in (b"\n", b"")))
+    return {}

@@ -84,3 +84,16 @@ def scaled(trainer: Any, model: Any, *_: Any, **__: Any) -> After:
             recorder.emit("scaled_loss", limit=_EACH_LINE, at=own or places.here(), op=type(inner).__name__, **told)
 
     return after
+
+
+def ran(trainer: Any, *_: Any, **__: Any) -> After:
+    """Trainer.fit of Lightning and Trainer.train of transformers, which may stop before they were asked to."""
+    at = places.here()
+
+    def after(result: Any, error: BaseException | None) -> None:
+        state = getattr(trainer, "state", None)
+        is_short = getattr(state, "global_step", 0) < (getattr(state, "max_steps", None) or 0)
+        if error is None and (getattr(trainer, "should_stop", False) or is_short):
+            recorder.emit("stopped", limit=_EACH_LINE, at=at)
+
+    return after

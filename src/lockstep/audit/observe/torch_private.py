@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep.audit.observe import communication, contents, data, ends, files, made, models, schedules, stuck, training
-from lockstep.audit.observe.frameworks import gathered, gathers, logged, noted, scaled
+from lockstep.audit.observe.frameworks import gathered, gathers, logged, noted, ran, scaled
 from lockstep.audit.observe.gradients import gradients, watch_hooks
 from lockstep.audit.observe.means import LOSSES, arranged, curved, divided, floor_divided, loss, mean
 from lockstep.audit.observe.passes import backward, clipped, drawn
@@ -93,8 +93,10 @@ def _patches() -> list[Patch]:
         Patch("accelerate.optimizer", "AcceleratedOptimizer.__init__", training.prepared),
         Patch("accelerate.data_loader", "IterableDatasetShard.__init__", contents.shard_made),
         *(Patch(f"{name}.core.module", "LightningModule.log", logged) for name in _LIGHTNING),
+        *(Patch(f"{name}.trainer.trainer", "Trainer.fit", ran) for name in _LIGHTNING),
         Patch("transformers.trainer", "Trainer.log", noted),
         Patch("transformers.trainer", "Trainer.compute_loss", scaled),
+        Patch("transformers.trainer", "Trainer.train", ran),
         *_of_files(),
     ]
     found += [Patch("torch.nn.functional", name, loss) for name in LOSSES]
@@ -204,7 +206,8 @@ def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -
     """Install all observers: at once, or once the module of each is imported."""
     recorder.on_open.append(stuck.start)
     data.on_loader.append(contents.remember)
-    recorder.at_exit += [each.at_exit for each in (contents, data, training, schedules, ends, communication, stuck)]
+    observers = (contents, data, training, schedules, ends, files, communication, stuck)
+    recorder.at_exit += [each.at_exit for each in observers]
     recorder.emit("start", **_start())
     recorder.find_rank()
     for patch in _patches():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,8 @@ from lockstep.audit.rules.loaders import Iteration, iterations
 _UNEQUAL = 1.25
 """Parts whose sizes differ by this factor are unequal."""
 _WHOLE = 1e-6
+_FEW = 12
+"""A file with so few lines may have as many as there are samples by chance."""
 _WAITS = ("barrier", "monitored_barrier")
 """Collectives that exchange nothing."""
 
@@ -276,6 +279,49 @@ def _exchanged(history: History, it: Iteration) -> bool:
     told = [e for e in history.of("collective", "save", rank=it.begin["rank"]) if str(e.get("at")) not in loops]
     told = [e for e in told if it.begin["number"] < e["number"] < end and e.get("op") not in _WAITS]
     return any(e["kind"] == "collective" or e["rank"] != min(history.ranks) for e in told)  # rank 0 saves checkpoints
+
+
+@rule("LS607", "predictions-of-one-rank", "a file has the part of one rank instead of all data", "warning")
+def predictions_of_one_rank(history: History) -> Iterable[Finding] | str:
+    """Rows that one rank writes of its own samples, after a loop over data that a sampler deals to ranks."""
+    rows = {(text["rank"], text["path"]): text["lines"] for text in history.of("text")}
+    saves = {(e["rank"], e["path"]): e for e in history.of("save") if (e["rank"], e.get("path")) in rows}
+    turns = [by_rank for epochs in iterations(history).values() for by_rank in epochs.values()]
+    turns = [by_rank for by_rank in turns if all(len(by_rank) == it.shards > 1 for it in by_rank.values())]
+    findings: dict[str, Finding] = {}
+    for (rank, path), save in saves.items():
+        lines = rows[rank, path]
+        for by_rank in turns:
+            if rank not in by_rank or not _is_of_part(history, save, lines, by_rank):
+                continue
+            it = by_rank[rank]
+            samples, size = (it.end or {})["samples"], it.begin["dataset_size"]
+            evidence = f"{os.path.basename(path)}, which {named([rank])} wrote at {line(save.get('at'))}, has {lines} "
+            evidence += f"lines{', one of them a header' * (lines > samples)}: as many as the sampler dealt samples to "
+            evidence += f"{named([rank])}, and the data set has {size}"
+            cause = "no collective gathers what the other ranks computed, and they wrote no file"
+            remedy = "dist.all_gather_object of the rows before one rank writes them, or a file for each rank"
+            at = place(it.begin.get("at"))
+            findings[str(at)] = Finding("LS607", at, evidence, cause, remedy, tuple(by_rank), save["step"])
+    return list(findings.values()) if turns and saves else "no file of rows, or no loop over data dealt to ranks"
+
+
+def _is_of_part(history: History, save: Event, lines: int, by_rank: dict[int, Iteration]) -> bool:
+    """True if one rank wrote as many lines as it was given samples, and had nothing of the others."""
+    it, rank = by_rank[save["rank"]], save["rank"]
+    end, samples, size = it.end or {}, (it.end or {}).get("samples") or 0, it.begin.get("dataset_size") or 0
+    is_whole = it.is_complete or end.get("batches") == it.begin.get("batches")
+    if it.is_training or end.get("gathered") or save["step"] != it.begin["step"] or not is_whole:
+        return False
+    if lines - samples not in (0, 1) or not _FEW < lines < size:
+        return False
+    first, last = sorted((it.begin["number"], save["number"]))
+    last = last if last == save["number"] else end.get("number", last)  # a file that was opened before the loop
+    loops = {str(e.get("at")) for e in history.of("loader")}
+    made = [e for e in history.of("collective", rank=rank) if first < e["number"] < last]
+    made = [e for e in made if e.get("op") not in _WAITS and e.get("elements") != 1 and str(e.get("at")) not in loops]
+    others = [e for e in history.of("save") if e["rank"] in by_rank and e["rank"] != rank]
+    return not made and not any(e["step"] >= save["step"] for e in others)
 
 
 @rule("LS802", "data-parallel", "torch.nn.DataParallel", "warning")

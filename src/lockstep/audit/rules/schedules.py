@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
+from lockstep.audit.rules import sources
 from lockstep.audit.rules.facts import place, rule, some, steps, uses
+from lockstep.audit.rules.loaders import iterations
 
 _LEAST = 4
 """Fewer steps say nothing about a schedule."""
+_NEAR = 0.1
+"""Numbers of steps that differ by no more than this part are near each other."""
 _TINY = 1e-6
 _PART = 0.25
 """So much of the training without a learning rate is a fault."""
@@ -25,9 +30,9 @@ def schedule_length(history: History) -> Iterable[Finding] | str:
     told = [event for event in history.of("schedule") if event.get("optimizer_steps", 0) >= _LEAST]
     for event in told if ended else ():
         others = [other for other in told if other["rank"] == event["rank"] and other.get("is_outer")]
-        whole = all(e.get("is_complete") for e in history.of("loader_end", rank=event["rank"]) if e.get("backwards"))
         resumed = any(state.get("what") == "scheduler" for state in history.of("state"))
-        words = _length(event, len(history.ranks) if whole and not resumed else 1, bool(others))
+        rounds = 0 if resumed else _rounds(history, event["rank"])
+        words = _length(event, len(history.ranks), rounds, bool(others))
         if words:
             at = event.get("made_at") or event.get("at")
             remedy = "count the schedule in the steps that are made: optimizer steps of this process, or epochs"
@@ -40,23 +45,55 @@ def schedule_length(history: History) -> Iterable[Finding] | str:
     return list(findings.values()) if told else "no schedule with several optimizer steps"
 
 
-def _length(event: Event, world: int, has_outer: bool) -> tuple[str, str] | None:
+def _rounds(history: History, rank: int) -> int:
+    """How often a rank trained on all batches of its loader. 0: it broke off, or may have been stopped early."""
+    loops = [[by_rank[rank] for by_rank in turns.values() if rank in by_rank] for turns in iterations(history).values()]
+    trained = [its for its in loops if its and all(it.is_training for it in its)]
+    ends = [(it, it.end or {}) for its in trained for it in its]
+    is_whole = all(it.is_complete or end.get("batches") == it.begin.get("batches") for it, end in ends)
+    may_stop = any(history.of("stopped")) or any(_may_stop(its[0].begin.get("at")) for its in trained)
+    return max(map(len, trained), default=1) if is_whole and not may_stop else 0
+
+
+def _may_stop(at: Sequence[Any] | None) -> bool:
+    """True if a `break` or a `return` leads out of a loop around the one at this place, or around calls of it."""
+    file, row, function = at or ("", 0, "")
+    calls = [n for n in sources.nodes(file) if isinstance(n, ast.Call)]
+    rows = [call.lineno for call in calls if ast.unparse(call.func).rpartition(".")[2] == function]
+    return any(sources.ways_out(file, each, 0) for each in (row - 1, *rows))
+
+
+def _length(event: Event, world: int, rounds: int, has_outer: bool) -> tuple[str, str] | None:
     """Evidence and cause where the length of a schedule is not that of the training."""
     horizon, made, own = event.get("horizon"), event["optimizer_steps"], event["steps"]
     name = event.get("name")
     if not own and not has_outer:
         return f"{name} never stepped in {made} optimizer steps", "scheduler.step() is missing"
-    if not horizon or not event.get("is_outer") or name in ("LinearLR", "ConstantLR"):
+    if not event.get("is_outer") or name in ("LinearLR", "ConstantLR"):
         return None
-    said = f"{name} was made for {horizon} steps and stepped {own} times, in {made} optimizer steps"
+    too_long = _of_all_ranks(event, world, rounds)
+    said = f"{name} was made for {too_long or horizon} steps and stepped {own} times, in {made} optimizer steps"
+    if too_long:
+        return said, "it was made for the batches of one process, and each rank has a part of them"
+    if not horizon:
+        return None
     if 0.9 * made <= horizon <= 1.15 * made and own < made / 1.9:
         return said, "it was made for optimizer steps, and steps once for each epoch or some steps"
     if own >= 1.9 * horizon and name != "CosineAnnealingWarmRestarts":
         cause = "it steps once for each rank" if own == world * made else "it was made for epochs, and steps by batches"
         return said, cause
-    if world > 1 and own - made in (0, 1) and abs(horizon - world * made) <= world:
-        return said, "it was made for the batches of one process, and each rank has a part of them"
     return None
+
+
+def _of_all_ranks(event: Event, world: int, rounds: int) -> int | None:
+    """The length of a schedule, if it is that of the steps of all ranks and not of those that each rank made."""
+    made, numbers = event["optimizer_steps"], [event["horizon"]] if event.get("horizon") else event.get("lengths") or ()
+    if world == 1 or not rounds or event["steps"] - made not in (0, 1):
+        return None
+    if any(abs(number - made) <= max(world, _NEAR * made) for number in numbers):
+        return None
+    rest = max(world, min(world * rounds, int(_NEAR * world * made)))  # each round may leave out a batch
+    return next((n for n in numbers if abs(n - world * made) <= (world if n % rounds else rest)), None)
 
 
 def _without_rate(history: History, told: Sequence[Event]) -> list[Finding]:
