@@ -19,6 +19,7 @@ _EACH = 50
 _MOST_GIVEN = 256
 _IGNORED = -100
 _MAPPED = 20_000
+_COMPARED = 1000
 _SHUFFLING = {"RandomSampler": True, "SeedableRandomSampler": True, "WeightedRandomSampler": True}
 _SHUFFLING |= {"SubsetRandomSampler": True, "SequentialSampler": False, "LengthGroupedSampler": True}
 
@@ -372,6 +373,27 @@ def splitted(*_: Any, **__: Any) -> After:
             recorder.emit("split", limit=20, at=at, lengths=[len(subset) for subset in subsets], digest=digest)
 
     return after
+
+
+def subset_made(subset: Any, dataset: Any, indices: Any, *_: Any, **__: Any) -> None:
+    """Subset.__init__, by the script."""
+    if places.is_by_user(sys._getframe(3)):
+        _chosen("Subset", indices)
+
+
+def selected(dataset: Any, indices: Any, *_: Any, **__: Any) -> None:
+    """Dataset.select of the library datasets, which its shuffle, shard and train_test_split call."""
+    names, frame = ["select"], sys._getframe(3)
+    while frame is not None and places.kind_of(frame.f_code)[0] is places.OTHER:
+        names += [name] if (name := frame.f_code.co_name) != "wrapper" else []
+        frame = frame.f_back
+    _chosen(names[-1], indices)
+
+
+def _chosen(by: str, indices: Any) -> None:
+    if hasattr(indices, "__getitem__"):
+        digest = digests.of_numbers(map(int, indices[:_COMPARED]))
+        recorder.emit("split", limit=20, at=places.here(), by=by, lengths=[len(indices)], digest=digest)
 
 
 def epoch_set(sampler: Any, epoch: Any) -> After:
