@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.audit.events import History, read
-from lockstep.audit.observe import gradients, self_test
+from lockstep.audit.observe import data, digests, gradients, self_test, torch_private
 from tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -131,6 +131,7 @@ def test_a_call_past_the_wrapper_is_told_with_its_line(both):
 def test_a_parameter_unfrozen_after_the_wrapping_is_told(both):
     (unfrozen,) = events(both, "unfrozen")
     assert unfrozen["names"] == ["0.bias"]
+    assert "at_step" not in unfrozen
 
 
 def test_gradients_summed_by_hand_are_told_with_whether_they_were_divided(both):
@@ -165,6 +166,7 @@ def test_wrapping_splits_buffers_and_collectives_are_told(both):
     splits = [events(both, "split", rank)[0] for rank in range(2)]
     assert splits[0]["lengths"] == [48, 16]
     assert splits[0]["digest"] == splits[1]["digest"]
+    assert [event.get("by") for event in events(both, "split")] == [None, "Subset"]
     assert len(events(both, "buffers")) == 2
     assert (
         events(both, "optimizer")[0] | {"owned": 6, "foreign": 0, "gradients_none": 1} == events(both, "optimizer")[0]
@@ -177,6 +179,21 @@ def test_all_patches_work_with_the_installed_torch():
     """In a process of its own: observers import much of torch."""
     (done,) = forked.ended([forked.start(forked.script, self_test.__file__)])
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_takes_samples_of_a_data_set_is_told_with_the_call_of_the_script(monkeypatch, tmp_path):
+    told, own = [], {"select": torch_private.around("select", lambda dataset, indices: indices, data.selected)}
+    monkeypatch.setattr(data.recorder, "folder", tmp_path)
+    monkeypatch.setattr(data.recorder, "emit", lambda kind, limit, **keys: told.append((kind, keys)))
+    text = "def train_test_split(data):\n    wrapper(data)\ndef wrapper(data):\n    select(data, [2, 0])\n"
+    exec(compile(text, "/a/site-packages/datasets/arrow_dataset.py", "exec"), own)
+    own["train_test_split"](None)
+    own["select"](None, iter([0]))  # would be used up
+    own["select"](None, range(3, 5000))
+    (first, split), (_, select) = told
+    assert (first, split["by"], split["lengths"], split["at"][0]) == ("split", "train_test_split", [2], __file__)
+    assert (select["by"], select["lengths"]) == ("select", [4997])
+    assert select["digest"] == digests.of_numbers(range(3, 1003))
 
 
 EXTRA = os.environ.get("LOCKSTEP_TEST_EXTRA", "")  # a folder of `pip install --target` with Lightning

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -383,7 +384,8 @@ def subset_made(subset: Any, dataset: Any, indices: Any, *_: Any, **__: Any) -> 
 
 def selected(dataset: Any, indices: Any, *_: Any, **__: Any) -> None:
     """Dataset.select of the library datasets, which its shuffle, shard and train_test_split call."""
-    names, frame = ["select"], sys._getframe(3)
+    names = ["select"]
+    frame: FrameType | None = sys._getframe(3)
     while frame is not None and places.kind_of(frame.f_code)[0] is places.OTHER:
         names += [name] if (name := frame.f_code.co_name) != "wrapper" else []
         frame = frame.f_back

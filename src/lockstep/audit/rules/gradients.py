@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from typing import Any
 
@@ -155,8 +156,33 @@ def _unfrozen_at(event: Event, wrapped_at: Any) -> Any:
     """Where parameters were unfrozen: by a call, or by the one line of the file that sets requires_grad later."""
     at = event.get("at")
     file, row = (wrapped_at or at or ("", 0))[:2]
-    found = sources.unfreezes(file, row) if event.get("at_step") else None
+    found = unfreezes(file, row) if event.get("at_step") else None
     return [file, found, ""] if found else at
+
+
+def unfreezes(path: str, wrapped: int) -> int | None:
+    """The line that sets `requires_grad` to something else than False, after the line that wraps the model.
+
+    What a function does that also freezes, such as a constructor, came before, unless it is the function that wraps.
+    None: there is no such line, or several functions have one.
+    """
+    functions = [n for n in sources.nodes(path) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    on, off = dict[int, int](), set[int]()
+    for node in sources.nodes(path):
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.func if isinstance(node, ast.Call) else None
+        if isinstance(node, (ast.Assign, ast.Call)) and getattr(target, "attr", "").startswith("requires_grad"):
+            scope = _scope(functions, node.lineno)
+            if any(isinstance(each, ast.Constant) and each.value is False for each in ast.walk(node)):
+                off.add(scope)
+            elif isinstance(node, ast.Assign) and (scope != _scope(functions, wrapped) or node.lineno > wrapped):
+                on[scope] = min(on.get(scope, node.lineno), node.lineno)
+    found = [row for scope, row in on.items() if scope not in off or scope == _scope(functions, wrapped)]
+    return found[0] if len(found) == 1 else None
+
+
+def _scope(functions: Iterable[ast.FunctionDef | ast.AsyncFunctionDef], row: int) -> int:
+    """The first line of the innermost function around a line; 0 outside of functions."""
+    return max((f.lineno for f in functions if f.lineno <= row <= (f.end_lineno or 0)), default=0)
 
 
 @rule("LS204", "step-without-sync", "the optimizer steps on gradients that were not exchanged")

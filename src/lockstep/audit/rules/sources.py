@@ -140,25 +140,6 @@ def changes_in_place(path: str) -> list[int]:
     return sorted(found)
 
 
-def unfreezes(path: str, wrapped: int) -> int | None:
-    """The line that sets `requires_grad` to something else than False, after the line that wraps the model.
-
-    What a function does that also freezes, such as a constructor, came before, unless it is the function that wraps.
-    None: there is no such line, or several functions have one.
-    """
-    scopes = [n for n in nodes(path) if isinstance(n, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef))]
-    inside = [scope for scope in scopes if _holds(scope, wrapped)] or scopes[:1]
-    found = []
-    for scope in scopes:
-        own = [n for n in _own_nodes(scope) if isinstance(n, (ast.Assign, ast.Call))]
-        sets = [n for n in own if _name(n if isinstance(n, ast.Call) else n.targets[0]).startswith("requires_grad")]
-        off = [n for n in sets if any(isinstance(each, ast.Constant) and each.value is False for each in ast.walk(n))]
-        on = [n.lineno for n in sets if isinstance(n, ast.Assign) and n not in off]
-        on = [row for row in on if row > wrapped] if scope is inside[-1] else [] if off else on
-        found += [min(on)] if on else []
-    return found[0] if len(found) == 1 else None
-
-
 def sets_rates(path: str) -> list[int]:
     """Lines that set the learning rate of a group of an optimizer: `group["lr"] = ...`."""
     single = [n.target for n in nodes(path) if isinstance(n, ast.AugAssign)]
