@@ -55,9 +55,11 @@ trainer.fit(net)
         ("def main():\n  a.requires_grad = False\n  b = DDP(a)\n  for p in b:\n    p.requires_grad = on(e)\n", 3, 5),
         ("def thaw(p):\n  p.requires_grad = True\nmodel = DDP(net)\nthaw(p)\nq.requires_grad = True\n", 3, None),
         ("def build(p):\n  net.requires_grad_(False)\n  p.requires_grad = True\nmodel = DDP(net)\n", 4, None),
+        ("def put(p, on):\n  p.requires_grad = on\nput(p, False)\nmodel = DDP(net)\nput(p, True)\n", 4, 5),
+        ("model = DDP(net)\nhead.requires_grad_(True)\nfor p in q:\n  p.requires_grad = True\n", 1, 4),
         ("p.requires_grad = True\nmodel = DDP(net)\nq.requires_grad = False\n", 2, None),
     ],
-    ids=["method", "same function", "two places", "a helper that freezes", "before"],
+    ids=["method", "same function", "two places", "a helper that freezes", "a flag", "a known call", "before"],
 )
 def test_the_line_that_sets_requires_grad_is_found_in_the_text(tmp_path, text, wrapped, expected):
     path = written(tmp_path, text)
