@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy import random
 
 from lockstep.audit.events import History, read
 from lockstep.audit.observe import data, digests, gradients, self_test, torch_private
@@ -194,6 +196,14 @@ def test_what_takes_samples_of_a_data_set_is_told_with_the_call_of_the_script(mo
     assert (first, split["by"], split["lengths"], split["at"][0]) == ("split", "train_test_split", [2], __file__)
     assert (select["by"], select["lengths"]) == ("select", [4997])
     assert select["digest"] == digests.of_numbers(range(3, 1003))
+    divided = torch_private.around("divided", lambda x, **named: (x[:3], x[3:]), data.arrays_split)
+    before = random.get_state()
+    for seed in (None, None, random.RandomState(7), 7, 8):
+        divided(range(5), random_state=seed)
+    assert all(map(np.array_equal, before, random.get_state()))  # nothing was drawn
+    told = [keys for _, keys in told[2:]]
+    assert told[0] == {"at": told[0]["at"], "by": "train_test_split", "lengths": [3, 2], "digest": told[1]["digest"]}
+    assert len({each["digest"] for each in told}) == 4
 
 
 EXTRA = os.environ.get("LOCKSTEP_TEST_EXTRA", "")  # a folder of `pip install --target` with Lightning

@@ -21,8 +21,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     group         a process group is made                   name, ranks, backend, timeout_s
     device        the first optimizer step                  device ("cpu", "cuda:0"), uuid (of a GPU)
     split         torch.utils.data.random_split; Subset by  lengths, digest (of the drawn indices), by (what took
-                  the script; a part of one of datasets     them, where it is not random_split: then the digest is
-                                                            of the first 1,000 of each part)
+                  the script; datasets, sklearn             them, where it is not random_split: then the digest is
+                                                            of the first 1,000, or of sklearn's random state)
     set_epoch     DistributedSampler.set_epoch              sampler (id), epoch
     loader        an iteration over a DataLoader begins     loader (id), made_at, epoch (iterations of this loader
                                                             before), dataset (class name), dataset_size, batches

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import numpy
 import torch
 
 from lockstep.audit.observe import digests, places
@@ -396,6 +397,22 @@ def _chosen(by: str, indices: Any) -> None:
     if hasattr(indices, "__getitem__"):
         digest = digests.of_numbers(map(int, indices[:_COMPARED]))
         recorder.emit("split", limit=20, at=places.here(), by=by, lengths=[len(indices)], digest=digest)
+
+
+def arrays_split(*_: Any, random_state: Any = None, shuffle: bool = True, **__: Any) -> After:
+    """sklearn's train_test_split: what decides which samples it draws is the state of its generator."""
+    at, state = places.here(), random_state
+    if state is None or hasattr(state, "get_state"):
+        _, *state = (numpy.random if state is None else state).get_state(legacy=True)
+        state = (state[0].tolist(), *state[1:])
+
+    def after(arrays: Any, error: BaseException | None) -> None:
+        if error is None:
+            lengths = [_length(array) for array in arrays[:2]]
+            digest = digests.of_numbers([state if shuffle else None])
+            recorder.emit("split", limit=20, at=at, by="train_test_split", lengths=lengths, digest=digest)
+
+    return after
 
 
 def epoch_set(sampler: Any, epoch: Any) -> After:

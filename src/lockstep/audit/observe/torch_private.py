@@ -27,7 +27,7 @@ from lockstep.audit.observe.recorder import is_child, recorder
 Observer = Callable[..., data.After]
 _LIGHTNING, _SCHEDULERS = ("lightning.pytorch", "pytorch_lightning"), ("LRScheduler", "LambdaLR")
 _FREED = (("torch.nn.modules.module", "Module.requires_grad_"), ("torch", "Tensor.requires_grad_"))
-_SLOW = ("transformers", "datasets")
+_SLOW = ("transformers", "datasets", "sklearn")
 _FLOOR = ("__floordiv__", "__ifloordiv__", "floor_divide", "floor_divide_")
 
 
@@ -62,6 +62,7 @@ def _patches() -> list[Patch]:
         Patch("torch.utils.data.dataset", "random_split", data.splitted, ("torch.utils.data",)),
         Patch("torch.utils.data.dataset", "Subset.__init__", data.subset_made),
         Patch("datasets.arrow_dataset", "Dataset.select", data.selected),
+        Patch("sklearn.model_selection._split", "train_test_split", data.arrays_split, ("sklearn.model_selection",)),
         Patch("torch.utils.data.distributed", "DistributedSampler.set_epoch", data.epoch_set),
         Patch("torch.nn.modules.module", "Module.train", models.mode_set),
         *(Patch("torch.nn.modules.module", f"Module.{name}", made.made) for name in ("__init__", "__setstate__")),
