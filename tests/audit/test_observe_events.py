@@ -9,11 +9,13 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy import random
 
 from lockstep.audit.events import History, read
-from lockstep.audit.observe import contents, data, gradients, schedules, self_test
+from lockstep.audit.observe import contents, data, digests, gradients, schedules, self_test, torch_private
 from tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -134,6 +136,7 @@ def test_a_call_past_the_wrapper_is_told_with_its_line(both):
 def test_a_parameter_unfrozen_after_the_wrapping_is_told(both):
     (unfrozen,) = events(both, "unfrozen")
     assert unfrozen["names"] == ["0.bias"]
+    assert "at_step" not in unfrozen
 
 
 def test_gradients_summed_by_hand_are_told_with_whether_they_were_divided(both):
@@ -243,6 +246,7 @@ def test_wrapping_splits_buffers_and_collectives_are_told(both):
     splits = [events(both, "split", rank)[0] for rank in range(2)]
     assert splits[0]["lengths"] == [48, 16]
     assert splits[0]["digest"] == splits[1]["digest"]
+    assert [event.get("by") for event in events(both, "split")] == [None, "Subset"]
     assert len(events(both, "buffers")) == 2
     assert (
         events(both, "optimizer")[0] | {"owned": 6, "foreign": 0, "gradients_none": 1} == events(both, "optimizer")[0]
@@ -255,6 +259,29 @@ def test_all_patches_work_with_the_installed_torch():
     """In a process of its own: observers import much of torch."""
     (done,) = forked.ended([forked.start(forked.script, self_test.__file__)])
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_takes_samples_of_a_data_set_is_told_with_the_call_of_the_script(monkeypatch, tmp_path):
+    told, own = [], {"select": torch_private.around("select", lambda dataset, indices: indices, data.selected)}
+    monkeypatch.setattr(data.recorder, "folder", tmp_path)
+    monkeypatch.setattr(data.recorder, "emit", lambda kind, limit, **keys: told.append((kind, keys)))
+    text = "def train_test_split(data):\n    wrapper(data)\ndef wrapper(data):\n    select(data, [2, 0])\n"
+    exec(compile(text, "/a/site-packages/datasets/arrow_dataset.py", "exec"), own)
+    own["train_test_split"](None)
+    own["select"](None, iter([0]))  # would be used up
+    own["select"](None, range(3, 5000))
+    (first, split), (_, select) = told
+    assert (first, split["by"], split["lengths"], split["at"][0]) == ("split", "train_test_split", [2], __file__)
+    assert (select["by"], select["lengths"]) == ("select", [4997])
+    assert select["digest"] == digests.of_numbers(range(3, 1003))
+    divided = torch_private.around("divided", lambda x, **named: (x[:3], x[3:]), data.arrays_split)
+    before = random.get_state()
+    for seed in (None, None, random.RandomState(7), 7, 8):
+        divided(range(5), random_state=seed)
+    assert all(map(np.array_equal, before, random.get_state()))  # nothing was drawn
+    told = [keys for _, keys in told[2:]]
+    assert told[0] == {"at": told[0]["at"], "by": "train_test_split", "lengths": [3, 2], "digest": told[1]["digest"]}
+    assert len({each["digest"] for each in told}) == 4
 
 
 EXTRA = os.environ.get("LOCKSTEP_TEST_EXTRA", "")  # a folder of `pip install --target` with Lightning

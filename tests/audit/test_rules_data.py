@@ -129,6 +129,9 @@ def test_splits_that_differ_by_rank_are_named():
     assert finding.where.line == 8
     subsets = Script().optimizer().epoch(parts(), distributed=dealt(), subset=lambda rank: str(rank))
     assert subsets.found("LS103")[0].where.line == 10
+    both = {"distributed": dealt(), "subset": str, "dataset_at": at(8)}  # the parts for training and validation
+    (finding,) = Script().optimizer().epoch(parts(), **both).epoch(parts(), number=1, **both).found("LS103")
+    assert finding.where.line == 8
     assert split("equal", distributed=dealt()).errors() == set()
     assert split(lambda rank: str(rank)).errors() == set()  # each rank splits data of its own
     nodes = Script(4).optimizer().epoch(parts(), distributed=dealt(2), subset=lambda rank: str(rank // 2))
@@ -194,6 +197,25 @@ def test_data_sets_that_are_not_the_same_are_named():
     ]
     assert [probed(each).found("LS105") for each in right] == [[], [], []]
     assert uneven().found("LS105") == []  # files of its own on each rank, and no sampler that deals
+
+
+def test_the_call_that_took_other_samples_is_named_once_for_all_loaders():
+    def taken(digest, lengths=(64,), line=8):
+        told = {"by": "train_test_split", "digest": digest, "lengths": lengths}
+        script = Script().add("split", at=at(line - 1), **{**told, "digest": "same"}).add("split", at=at(line), **told)
+        for number in range(2):
+            script.optimizer().epoch(parts(), number=number, distributed=dealt())
+            samples = {"samples": lambda rank: {str(n): [f"picture {rank} {n}", [rank]] for n in range(2)}}
+            script.add("probe", loader=number, dataset_size=64, **samples)
+        return script
+
+    (finding,) = taken(str).found("LS105")
+    assert (finding.where.line, finding.cause[:40]) == (8, "train_test_split() took other samples on")
+    assert taken(str).found("LS103") == []  # a draw alone is no fault: the contents show it
+    assert taken(str, lengths=[9]).found("LS105")[0].where.line == 8  # the only one that differs
+    two = taken(str, lengths=[9]).add("split", at=at(9), by="Subset", digest=str, lengths=[9])
+    own = taken(str, lengths=lambda rank: [64 + rank])  # of data that differ themselves
+    assert [each.found("LS105")[0].where.line for each in (two, own, taken("same"))] == [10, 10, 10]
 
 
 def test_every_rank_that_reads_all_data_in_its_own_order_is_a_warning():

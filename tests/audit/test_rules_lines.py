@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from lockstep.audit.rules import sources
+from lockstep.audit.rules import gradients, sources
 from tests.audit.made_events import Script, at, dealt, parts
 from tests.audit.test_rules_gradients import parted, together
 
@@ -30,6 +30,58 @@ def test_unfrozen_parameters_without_an_optimizer_are_named_where_replicas_do_no
     told = {"at": at(28), "model": 0, "names": ["weight"]}
     assert line(together(script=Script().add("unfrozen", unowned=["weight"], **told)), "LS203") == 28
     assert together(script=Script().add("unfrozen", **told)).errors() == set()
+
+
+FREEZES = """\
+class Net(Module):
+    def __init__(self):
+        for p in self.encoder.parameters():
+            p.requires_grad = False
+        self.head.weight.requires_grad = True
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            for p in self.encoder.parameters():
+                p.requires_grad = True
+net = Net()
+net.head.bias.requires_grad = True
+trainer.fit(net)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "wrapped", "expected"),
+    [
+        (FREEZES, 12, 9),
+        ("def main():\n  a.requires_grad = False\n  b = DDP(a)\n  for p in b:\n    p.requires_grad = on(e)\n", 3, 5),
+        ("def thaw(p):\n  p.requires_grad = True\nmodel = DDP(net)\nthaw(p)\nq.requires_grad = True\n", 3, None),
+        ("def build(p):\n  net.requires_grad_(False)\n  p.requires_grad = True\nmodel = DDP(net)\n", 4, None),
+        ("def put(p, on):\n  p.requires_grad = on\nput(p, False)\nmodel = DDP(net)\nput(p, True)\n", 4, 5),
+        ("model = DDP(net)\nhead.requires_grad_(True)\nfor p in q:\n  p.requires_grad = True\n", 1, 4),
+        ("p.requires_grad = True\nmodel = DDP(net)\nq.requires_grad = False\n", 2, None),
+    ],
+    ids=["method", "same function", "two places", "a helper that freezes", "a flag", "a known call", "before"],
+)
+def test_the_line_that_sets_requires_grad_is_found_in_the_text(tmp_path, text, wrapped, expected):
+    path = written(tmp_path, text)
+    assert gradients.unfreezes(path, wrapped) == expected
+    for unowned in (None, ["weight"]):
+        script = Script(how=None).add("wrap", at=[path, wrapped, "main"], model=0, how="ddp", parameters=2, trainable=2)
+        script.add("unfrozen", at=at(75), model=0, names=["weight"], at_step=True, unowned=unowned)
+        assert line((together if unowned else parted)(script=script), "LS203") == (expected or 75)
+
+
+def test_models_that_begin_unequal_without_a_wrapper_are_named_where_they_were_made():
+    def trained(initial, made=None):
+        script = parted(script=Script(how=None).add("hand_reduce", at=at(23), op="SUM", parameters=2, divided=True))
+        for event in script.events:
+            told = {"step": {"gradients": {"weight": "g", "bias": "b"}}}
+            told["optimizer"] = {"initial": {"weight": initial(event["rank"]), "bias": "b"}, "unwrapped_from": made}
+            event |= told.get(event["kind"], {})
+        return script
+
+    assert line(trained(str, made=[at(6)]), "LS201") == 6
+    assert line(trained(str), "LS201") == 7  # of the optimizer
+    assert line(trained(lambda rank: "same", made=[at(6)]), "LS201") == 30
 
 
 def test_a_step_without_exchange_is_named_where_the_script_calls_no_sync_or_makes_the_optimizer():

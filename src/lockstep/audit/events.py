@@ -20,7 +20,9 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                   imported
     group         a process group is made                   name, ranks, backend, timeout_s
     device        the first optimizer step                  device ("cpu", "cuda:0"), uuid (of a GPU)
-    split         torch.utils.data.random_split             lengths, digest (of the drawn indices)
+    split         torch.utils.data.random_split; Subset by  lengths, digest (of the drawn indices), by (what took
+                  the script; datasets, sklearn             them, where it is not random_split: then the digest is
+                                                            of the first 1,000, or of sklearn's random state)
     set_epoch     DistributedSampler.set_epoch              sampler (id), epoch
     loader        an iteration over a DataLoader begins     loader (id), made_at, epoch (iterations of this loader
                                                             before), dataset (class name), dataset_size, batches
@@ -97,7 +99,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     unfrozen      parameters whose requires_grad differs    model, names: [name, ...]
                   from the wrapping, at a sampled optimizer   (now trainable; frozen: now frozen)
                   step or every 10th                        added: those that came after the wrapping; unowned:
-                                                            those in no optimizer; `at`: of requires_grad_()
+                                                            those in no optimizer; `at`: of requires_grad_();
+                                                            at_step (else `at` is only the step's)
     optimizer     the first step of an optimizer            optimizer (id), class, made_at, groups: [{parameters, lr,
                                                             ...}], hyperparameters by group without parameters; owned
                                                             (its parameters that watched models have), foreign (those

@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset, random_split
 
 
 def train(folder):
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
     train_part, val = random_split(data, [48, 16], generator=torch.Generator().manual_seed(1))
+    val = Subset(val, range(16))
     sampler = DistributedSampler(train_part)
     loader = DataLoader(train_part, batch_size=4, sampler=sampler, num_workers=2)
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))

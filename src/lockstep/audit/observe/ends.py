@@ -68,10 +68,10 @@ def note_unfrozen(model: models.Model, at: list[str | int] | None, held: Callabl
     if not (on or off or added) or _unfrozen.get(model.number) == (on + added, off):
         return False
     _unfrozen[model.number] = (on + added, off)
-    at = next((place for name in on if (place := made.freed_at.get(id(parameters[name])))), at)
+    freed = next((place for name in on if (place := made.freed_at.get(id(parameters[name])))), None)
     known = held()
     unowned = [name for name in on if id(parameters[name]) not in known]
-    told = {"names": (on + added)[:_NAMES], "frozen": off[:_NAMES], "added": added[:_NAMES] or None}
-    told["unowned"] = unowned[:_NAMES] or None
-    recorder.emit("unfrozen", limit=50, at=at, model=model.number, **told)
+    told: dict[str, Any] = {"names": (on + added)[:_NAMES], "frozen": off[:_NAMES], "added": added[:_NAMES] or None}
+    told |= {"unowned": unowned[:_NAMES] or None, "at_step": True if freed is None else None}
+    recorder.emit("unfrozen", limit=50, at=freed or at, model=model.number, **told)
     return bool(on or added)

@@ -27,6 +27,7 @@ from lockstep.audit.observe.recorder import is_child, recorder
 Observer = Callable[..., data.After]
 _LIGHTNING, _SCHEDULERS = ("lightning.pytorch", "pytorch_lightning"), ("LRScheduler", "LambdaLR")
 _FREED = (("torch.nn.modules.module", "Module.requires_grad_"), ("torch", "Tensor.requires_grad_"))
+_SLOW = ("transformers", "datasets", "sklearn")
 _FLOOR = ("__floordiv__", "__ifloordiv__", "floor_divide", "floor_divide_")
 
 
@@ -59,6 +60,9 @@ def _patches() -> list[Patch]:
         *(Patch(loader, f"_BaseDataLoaderIter.{name}", data.iterator_made) for name in ("__init__", "_reset")),
         Patch(loader, "_BaseDataLoaderIter.__next__", data.batch_asked),
         Patch("torch.utils.data.dataset", "random_split", data.splitted, ("torch.utils.data",)),
+        Patch("torch.utils.data.dataset", "Subset.__init__", data.subset_made),
+        Patch("datasets.arrow_dataset", "Dataset.select", data.selected),
+        Patch("sklearn.model_selection._split", "train_test_split", data.arrays_split, ("sklearn.model_selection",)),
         Patch("torch.utils.data.distributed", "DistributedSampler.set_epoch", data.epoch_set),
         Patch("torch.nn.modules.module", "Module.train", models.mode_set),
         *(Patch("torch.nn.modules.module", f"Module.{name}", made.made) for name in ("__init__", "__setstate__")),
@@ -235,7 +239,7 @@ def failing() -> dict[str, str]:
     failed = {}
     for patch in _patches():
         package = patch.module.partition(".")[0]
-        is_slow = package == "transformers" and package not in sys.modules  # 4 s; `apply` notes what it misses
+        is_slow = package in _SLOW and package not in sys.modules  # 4 s; `apply` notes what it misses
         if is_slow or importlib.util.find_spec(package) is None:
             continue
         try:

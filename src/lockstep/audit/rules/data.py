@@ -198,12 +198,8 @@ def split_differs(history: History) -> Iterable[Finding] | str:
     found = iterations(history)
     dealt = [by_rank for epochs in found.values() for by_rank in list(epochs.values())[:1] if _is_dealt(by_rank)]
     sizes = {it.begin.get("dataset_size") for by_rank in dealt for it in by_rank.values()}
-    by_key: dict[Any, dict[int, Event]] = {}
-    for rank, events in history.by_rank("split").items():
-        for key, event in numbered(events):
-            by_key.setdefault(key, {})[rank] = event
-    findings = []
-    for splits in by_key.values():
+    findings, drawn = [], [each for each in _splits(history) if not any("by" in event for event in each.values())]
+    for splits in drawn:
         digests = {rank: event["digest"] for rank, event in splits.items()}
         if differ(digests) and any(set(event["lengths"]) & sizes for event in splits.values()):
             event = next(iter(splits.values()))
@@ -213,11 +209,32 @@ def split_differs(history: History) -> Iterable[Finding] | str:
             subsets = {rank: it.begin.get("subset") for rank, it in by_rank.items()}
             if differ(subsets) and None not in subsets.values():
                 event = next(iter(by_rank.values())).begin
-                event = {**event, "at": event.get("made_at") or event.get("at")}
-                findings.append(_split(event, tuple(subsets), "the Subset of this loader"))
-    if findings or by_key or any(it.begin.get("subset") for by_rank in dealt for it in by_rank.values()):
+                event = {**event, "at": event.get("dataset_at") or event.get("made_at") or event.get("at")}
+                loader = line(event.get("made_at") or next(iter(by_rank.values())).begin.get("at"))
+                findings.append(_split(event, tuple(subsets), f"the Subset of the loader at {loader}"))
+        findings = list({finding.where: finding for finding in reversed(findings)}.values())
+    if findings or drawn or any(it.begin.get("subset") for by_rank in dealt for it in by_rank.values()):
         return findings
     return "no random_split and no Subset whose samples a sampler deals to ranks"
+
+
+def _splits(history: History) -> list[dict[int, Event]]:
+    """What made parts of data sets, in the order of rank 0: the events of the same call, by rank."""
+    found: dict[Any, dict[int, Event]] = {}
+    for rank, events in history.by_rank("split").items():
+        for key, event in numbered(events):
+            found.setdefault(key, {})[rank] = event
+    return list(found.values())
+
+
+def _drawn_apart(history: History, sizes: set[Any]) -> Event | None:
+    """The call that took as many, but other, samples on each rank: one of these sizes, or else the only such line."""
+    found = [each for each in _splits(history) if len(each) == len(history.ranks) > 1]
+    found = [each for each in found if not differ({rank: event["lengths"] for rank, event in each.items()})]
+    apart = [next(iter(s.values())) for s in found if differ({rank: event["digest"] for rank, event in s.items()})]
+    fitting = [event for event in apart if sizes & {*event["lengths"]}]
+    is_one = len({str(event.get("at")) for event in apart}) == 1
+    return fitting[0] if fitting else apart[0] if is_one else None
 
 
 def _is_dealt(by_rank: dict[int, Iteration]) -> bool:
@@ -304,11 +321,17 @@ def own_data_set(history: History) -> Iterable[Finding] | str:
             evidence = f"the data set has {each_rank({rank: f'{size} samples' for rank, size in sizes.items()})}"
         if evidence:
             first = next(iter(by_rank.values()))
+            drawn = _drawn_apart(history, {*sizes.values()})
             cause = "each rank makes a data set of its own, and the sampler takes another part of each"
             remedy = "make the data set from a fixed seed or one file, or read it on rank 0 and broadcast it"
-            findings.append(Finding("LS105", place(_made(first)), evidence, cause, remedy, tuple(by_rank), 0))
+            if drawn:
+                call = f"{drawn.get('by', 'random_split')}()"
+                cause = f"{call} took other samples on each rank, and the sampler takes another part of each"
+                remedy = f"give {call}, or what draws its indices, the same seed on all ranks"
+            at = place(drawn.get("at") if drawn else _made(first))
+            findings.append(Finding("LS105", at, evidence, cause, remedy, tuple(by_rank), 0))
     if findings or probed:
-        return findings
+        return list({finding.where: finding for finding in reversed(findings)}.values())
     return "contents of data sets were not compared" if dealt else "no sampler deals a data set to ranks"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from typing import Any
 
@@ -70,11 +71,19 @@ def _other_rates(parting: Parting) -> bool:
     return differ(known)
 
 
+def _optimizers(history: History, parting: Parting) -> dict[int, Event]:
+    """The first events of the optimizer whose step parted, by rank."""
+    told = [e for e in history.of("optimizer") if e["optimizer"] == parting.events.get(e["rank"], {}).get("optimizer")]
+    return {event["rank"]: event for event in reversed(told)}
+
+
 def _parted(history: History, parting: Parting) -> Finding:
     at, cause = parting.first.get("at"), None
     remedy = "compare the ranks around this step; every rank must do the same to its model"
     backwards, restored = _backwards(parting), _restored_apart(history, parting)
-    reduced = next(history.of("hand_reduce"), None)
+    reduced, optimizers = next(history.of("hand_reduce"), None), _optimizers(history, parting)
+    told = {rank: optimizers.get(rank, {}).get("initial") for rank in parting.ranks}
+    initial = {rank: each and [each.get(name) for name in parting.parameters] for rank, each in told.items()}
     if reduced and parting.gradients:
         at, cause = reduced.get("at"), "the script's own all_reduce left these gradients unequal: ranks exchange others"
         remedy = "all_reduce the gradients of all parameters in one order on all ranks; zeros for those without"
@@ -84,10 +93,12 @@ def _parted(history: History, parting: Parting) -> Finding:
         remedy = "load_state_dict on all ranks; only writing is for rank 0"
     elif parting.gradients and any(each.get("synced") is False for each in backwards[-1:]):
         at, cause = backwards[-1].get("at"), "the last backward pass before the step did not exchange gradients"
-    elif not parting.gradients and parting.first.get("index") == 0:
+    elif not parting.gradients and parting.first.get("index") == 0 and (differ(initial) or None in initial.values()):
         cause = "gradients are equal and parameters are not, at the first step: they differed before training"
         remedy = "make the models from the same seed, or broadcast the parameters of rank 0 before the first step"
-        at = _wrapped_at(history, parting) or at
+        made = optimizers.get(parting.ranks[0], {})
+        made_at = sources.outside_factories(made.get("unwrapped_from") or []) or made.get("made_at")
+        at = _wrapped_at(history, parting) or (made_at if differ(initial) else None) or at
     elif not parting.gradients:
         cause = "gradients are equal: something else than the optimizer has changed parameters on one rank"
         rows = sources.changes_in_place(at[0]) if at else []
@@ -122,8 +133,8 @@ def unfrozen_late(history: History) -> Iterable[Finding] | str:
             names = sorted(set(event["names"]) & {*parting.gradients, *parting.parameters})
             if names:
                 added = set(event.get("added") or ()) & set(names)
-                at = place((event.get("at") if not added else None) or _wrapped_at(history, parting))
-                wrapped = line(_wrapped_at(history, parting))
+                wrapped_at = _wrapped_at(history, parting)
+                wrapped, at = line(wrapped_at), place(wrapped_at if added else _unfrozen_at(event, wrapped_at))
                 cause = f"{some(names)} did not require gradients at {wrapped}, so the wrapper does not exchange them"
                 if added:
                     cause = f"{some(names)} came to the model after {wrapped}, so the wrapper does not know them"
@@ -135,9 +146,57 @@ def unfrozen_late(history: History) -> Iterable[Finding] | str:
             evidence = f"{some(event['unowned'])} need gradients since step {event['step']}, and no optimizer has them"
             cause = "the wrapper and the optimizer were made while these parameters were frozen"
             remedy = "unfreeze before the model is wrapped and the optimizer is made, or make both anew"
-            at, ranks = place(event.get("at")), tuple(history.ranks)
+            wrapped_at = next((wrap.get("at") for wrap in history.of("wrap")), None)
+            at, ranks = place(_unfrozen_at(event, wrapped_at)), tuple(history.ranks)
             return [Finding("LS203", at, evidence, cause, remedy, ranks, event["step"])]
     return findings if compared else _NOTHING
+
+
+def _unfrozen_at(event: Event, wrapped_at: Any) -> Any:
+    """Where parameters were unfrozen: by a call, or by the one line of the file that sets requires_grad later."""
+    at = event.get("at")
+    file, row = (wrapped_at or at or ("", 0))[:2]
+    found = unfreezes(file, row) if event.get("at_step") else None
+    return [file, found, ""] if found else at
+
+
+def unfreezes(path: str, wrapped: int) -> int | None:
+    """The line that sets `requires_grad` to something else than False, after the line that wraps the model.
+
+    What a function does that also freezes, such as a constructor, came before, unless it is the function that wraps.
+    Of a function that sets what it is given, the line is that of its call. None: there is no such line, or several
+    functions have one.
+    """
+    tree = sources.nodes(path)
+    functions = {n.lineno: n for n in tree if isinstance(n, ast.FunctionDef)}
+    sets = [n for n in tree if isinstance(n, ast.Assign) and getattr(n.targets[0], "attr", "") == "requires_grad"]
+    around = {n: _scope(functions, n.lineno) for n in sets}
+    given = {n: functions[row] for n, row in around.items() if row and _name(n.value) in _arguments(functions[row])}
+    helpers = {function.name for function in given.values()}
+    calls = [n for n in tree if isinstance(n, ast.Call) and _name(n.func) in {*helpers, "requires_grad_"}]
+    off, on, here = set[int](), dict[int, int](), _scope(functions, wrapped)
+    lines: list[ast.expr | ast.stmt] = [*calls, *(n for n in sets if n not in given)]
+    for node in lines:
+        scope = _scope(functions, node.lineno)
+        if any(isinstance(each, ast.Constant) and each.value is False for each in ast.walk(node)):
+            off.add(scope)
+        elif _name(getattr(node, "func", node)) in {*helpers, ""} and (scope != here or node.lineno > wrapped):
+            on[scope] = min(on.get(scope, node.lineno), node.lineno)
+    found = [row for scope, row in on.items() if scope not in off or scope == here]
+    return found[0] if len(found) == 1 else None
+
+
+def _scope(functions: dict[int, ast.FunctionDef], row: int) -> int:
+    """The first line of the innermost function around a line; 0 outside of functions."""
+    return max((first for first, f in functions.items() if first <= row <= (f.end_lineno or 0)), default=0)
+
+
+def _name(node: ast.AST) -> str:
+    return str(getattr(node, "attr", "") or getattr(node, "id", ""))
+
+
+def _arguments(function: ast.FunctionDef) -> set[str]:
+    return {each.arg for each in [*function.args.args, *function.args.kwonlyargs]}
 
 
 @rule("LS204", "step-without-sync", "the optimizer steps on gradients that were not exchanged")
