@@ -15,7 +15,7 @@ import torch
 from numpy import random
 
 from lockstep.audit.events import History, read
-from lockstep.audit.observe import contents, data, digests, gradients, schedules, self_test, torch_private
+from lockstep.audit.observe import contents, data, digests, gradients, schedules, self_test, splits, torch_private
 from tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -262,7 +262,7 @@ def test_all_patches_work_with_the_installed_torch():
 
 
 def test_what_takes_samples_of_a_data_set_is_told_with_the_call_of_the_script(monkeypatch, tmp_path):
-    told, own = [], {"select": torch_private.around("select", lambda dataset, indices: indices, data.selected)}
+    told, own = [], {"select": torch_private.around("select", lambda dataset, indices: indices, splits.selected)}
     monkeypatch.setattr(data.recorder, "folder", tmp_path)
     monkeypatch.setattr(data.recorder, "emit", lambda kind, limit, **keys: told.append((kind, keys)))
     text = "def train_test_split(data):\n    wrapper(data)\ndef wrapper(data):\n    select(data, [2, 0])\n"
@@ -274,7 +274,7 @@ def test_what_takes_samples_of_a_data_set_is_told_with_the_call_of_the_script(mo
     assert (first, split["by"], split["lengths"], split["at"][0]) == ("split", "train_test_split", [2], __file__)
     assert (select["by"], select["lengths"]) == ("select", [4997])
     assert select["digest"] == digests.of_numbers(range(3, 1003))
-    divided = torch_private.around("divided", lambda x, **named: (x[:3], x[3:]), data.arrays_split)
+    divided = torch_private.around("divided", lambda x, **named: (x[:3], x[3:]), splits.arrays_split)
     before = random.get_state()
     for seed in (None, None, random.RandomState(7), 7, 8):
         divided(range(5), random_state=seed)

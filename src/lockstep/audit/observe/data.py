@@ -6,10 +6,8 @@ import dataclasses
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
-import numpy
 import torch
 
 from lockstep.audit.observe import digests, places
@@ -22,7 +20,6 @@ _MOST_GIVEN = 256
 _IGNORED = -100
 _MAPPED = 20_000
 _CALLS = ("forwards_eval", "forwards_training", "backwards")
-_COMPARED = 1000
 _SHUFFLING = {"RandomSampler": True, "SeedableRandomSampler": True, "WeightedRandomSampler": True}
 _SHUFFLING |= {"SubsetRandomSampler": True, "SequentialSampler": False, "LengthGroupedSampler": True}
 
@@ -211,9 +208,9 @@ def _described(loader: Any, known: Loader) -> dict[str, Any]:
     shuffles = shuffles if shuffles is not None else _SHUFFLING.get(kind or "")
     told: dict[str, Any] = {"loader": known.number, "made_at": known.made_at, "epoch": known.epochs - 1}
     told |= {"subset": known.subset, "dataset_at": _sampler_made(loader.dataset)}
-    told |= {"dataset": type(loader.dataset).__name__, "dataset_size": _length(loader.dataset), "mapped": mapped}
+    told |= {"dataset": type(loader.dataset).__name__, "dataset_size": length_of(loader.dataset), "mapped": mapped}
     told |= {"defined_in": places.file_of(type(loader.dataset)), "shared_twice": is_twice or None}
-    told |= {"replacement": replacement, "batches": _length(loader), "batch_size": size, "drop_last": bool(drops)}
+    told |= {"replacement": replacement, "batches": length_of(loader), "batch_size": size, "drop_last": bool(drops)}
     told |= {"is_iterable": isinstance(loader.dataset, torch.utils.data.IterableDataset), "sampler_kind": kind}
     told |= {"num_workers": loader.num_workers, "sampler": None if inner is None else _weak(_samplers.of, inner)}
     return told | {"sampler_at": next(made, None), "shuffles": shuffles, "distributed": distributed}
@@ -262,7 +259,8 @@ def _sampler_made(sampler: Any) -> list[str | int] | None:
     return found
 
 
-def _length(thing: Any) -> int | None:
+def length_of(thing: Any) -> int | None:
+    """The length of a loader, a data set or an array. None: it has none."""
     try:
         return len(thing)
     except (TypeError, NotImplementedError):
@@ -291,7 +289,7 @@ def _give(turn: Pass, batch: Any) -> None:
     number = turn.batches
     recorder.progress()
     first = next(digests.tensors_in(batch), None)
-    samples = int(first.shape[0]) if first is not None and first.ndim else _length(batch) or 1
+    samples = int(first.shape[0]) if first is not None and first.ndim else length_of(batch) or 1
     turn.batches += 1
     turn.samples += samples
     turn.is_complete |= turn.batches == turn.due
@@ -377,56 +375,6 @@ def at_exit() -> dict[str, Any]:
     for turn in list(_open.values()):
         close(turn, is_complete=False)
     return {}
-
-
-def splitted(*_: Any, **__: Any) -> After:
-    """torch.utils.data.random_split."""
-    at = places.here()
-
-    def after(subsets: Any, error: BaseException | None) -> None:
-        if error is None:
-            digest = digests.of_numbers(tuple(map(int, subset.indices)) for subset in subsets)
-            recorder.emit("split", limit=20, at=at, lengths=[len(subset) for subset in subsets], digest=digest)
-
-    return after
-
-
-def subset_made(subset: Any, dataset: Any, indices: Any, *_: Any, **__: Any) -> None:
-    """Subset.__init__, by the script."""
-    if places.is_by_user(sys._getframe(3)):
-        _chosen("Subset", indices)
-
-
-def selected(dataset: Any, indices: Any, *_: Any, **__: Any) -> None:
-    """Dataset.select of the library datasets, which its shuffle, shard and train_test_split call."""
-    names = ["select"]
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and places.kind_of(frame.f_code)[0] is places.OTHER:
-        names += [name] if (name := frame.f_code.co_name) != "wrapper" else []
-        frame = frame.f_back
-    _chosen(names[-1], indices)
-
-
-def _chosen(by: str, indices: Any) -> None:
-    if hasattr(indices, "__getitem__"):
-        digest = digests.of_numbers(map(int, indices[:_COMPARED]))
-        recorder.emit("split", limit=20, at=places.here(), by=by, lengths=[len(indices)], digest=digest)
-
-
-def arrays_split(*_: Any, random_state: Any = None, shuffle: bool = True, **__: Any) -> After:
-    """sklearn's train_test_split: what decides which samples it draws is the state of its generator."""
-    at, state = places.here(), random_state
-    if state is None or hasattr(state, "get_state"):
-        _, *state = (numpy.random if state is None else state).get_state(legacy=True)
-        state = (state[0].tolist(), *state[1:])
-
-    def after(arrays: Any, error: BaseException | None) -> None:
-        if error is None:
-            lengths = [_length(array) for array in arrays[:2]]
-            digest = digests.of_numbers([state if shuffle else None])
-            recorder.emit("split", limit=20, at=at, by="train_test_split", lengths=lengths, digest=digest)
-
-    return after
 
 
 def epoch_set(sampler: Any, epoch: Any) -> After:

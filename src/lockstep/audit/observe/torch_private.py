@@ -17,7 +17,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lockstep.audit.observe import communication, contents, data, ends, files, made, models, schedules, stuck, training
+from lockstep.audit.observe import (
+    communication,
+    contents,
+    data,
+    ends,
+    files,
+    made,
+    models,
+    schedules,
+    splits,
+    stuck,
+    training,
+)
 from lockstep.audit.observe.frameworks import gathered, gathers, logged, noted, ran, scaled
 from lockstep.audit.observe.gradients import gradients, watch_hooks
 from lockstep.audit.observe.means import LOSSES, arranged, curved, divided, floor_divided, loss, mean
@@ -59,10 +71,10 @@ def _patches() -> list[Patch]:
         Patch(loader, "DataLoader.__iter__", data.iteration_begins),
         *(Patch(loader, f"_BaseDataLoaderIter.{name}", data.iterator_made) for name in ("__init__", "_reset")),
         Patch(loader, "_BaseDataLoaderIter.__next__", data.batch_asked),
-        Patch("torch.utils.data.dataset", "random_split", data.splitted, ("torch.utils.data",)),
-        Patch("torch.utils.data.dataset", "Subset.__init__", data.subset_made),
-        Patch("datasets.arrow_dataset", "Dataset.select", data.selected),
-        Patch("sklearn.model_selection._split", "train_test_split", data.arrays_split, ("sklearn.model_selection",)),
+        Patch("torch.utils.data.dataset", "random_split", splits.splitted, ("torch.utils.data",)),
+        Patch("torch.utils.data.dataset", "Subset.__init__", splits.subset_made),
+        Patch("datasets.arrow_dataset", "Dataset.select", splits.selected),
+        Patch("sklearn.model_selection._split", "train_test_split", splits.arrays_split, ("sklearn.model_selection",)),
         Patch("torch.utils.data.distributed", "DistributedSampler.set_epoch", data.epoch_set),
         Patch("torch.nn.modules.module", "Module.train", models.mode_set),
         *(Patch("torch.nn.modules.module", f"Module.{name}", made.made) for name in ("__init__", "__setstate__")),
