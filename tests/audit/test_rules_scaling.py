@@ -178,6 +178,7 @@ def test_gradients_that_are_never_cleared_are_a_warning():
         return script
 
     assert cleared(None, False, False).found("LS310")[0].where.line == 30
+    assert cleared(None, False, False, None).found("LS310")  # the last step begins another loop
     assert cleared(None, True, True).found("LS310") == cleared(None, False, True).found("LS310") == []
     assert cleared(None, None, None).found("LS310") == []
 

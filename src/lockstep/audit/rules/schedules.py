@@ -172,8 +172,9 @@ def no_gradients(history: History) -> Iterable[Finding] | str:
 @rule("LS310", "never-cleared", "gradients are never cleared", "warning")
 def never_cleared(history: History) -> Iterable[Finding] | str:
     """Steps whose gradients still hold those of all steps before."""
-    looked = [[event for event in events if event["index"]] for events in _looked_at(history)]
-    wrong = [events for events in looked if len(events) > 1 and all(e.get("was_cleared") is False for e in events)]
+    # The first step of a loop is looked at too late to know what its backward pass began with.
+    looked = [[e for e in events if e.get("was_cleared") is not None] for events in _looked_at(history)]
+    wrong = [events for events in looked if len(events) > 1 and not any(e["was_cleared"] for e in events)]
     remedy = "optimizer.zero_grad() after each step"
     found = _named("LS310", wrong, "no backward pass began without the gradients of the step before", None, remedy)
     return found if any(looked) else _NO_STEP
