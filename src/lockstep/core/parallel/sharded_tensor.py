@@ -106,7 +106,8 @@ def whole_rows(shard: LocalShard, tensor: Any) -> LocalShard:
     each = -(-len(shard.local) // ranks)
     begin = min(place * each, len(shard.local))
     rows = torch.cat([part[begin : begin + each] for part in parts], dim=1)
-    return LocalShard(rows, shard.start + begin, shard.shape, writer=True)
+    # On the host at once: a GPU then holds the rows of one tensor at a time.
+    return LocalShard(rows.cpu(), shard.start + begin, shard.shape, writer=True)
 
 
 def own_columns(rows: Tensor, target: Any) -> Tensor:

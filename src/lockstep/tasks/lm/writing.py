@@ -142,6 +142,6 @@ def _drawn(logits: Tensor, draws: Tensor, temperature: float, top_k: int | None)
     if temperature == 0:
         return logits.argmax(dim=-1)
     values, tokens = logits.float().topk(min(top_k or logits.shape[-1], logits.shape[-1]), dim=-1)
-    until = (values / temperature).softmax(dim=-1).cumsum(dim=-1)
-    place = (until < draws[:, None] * until[:, -1:]).sum(dim=-1, keepdim=True)
-    return tokens.gather(1, place).squeeze(1)
+    until = (values / temperature).softmax(dim=-1).cpu().cumsum(dim=-1)  # CUDA has no deterministic one
+    place = (until < draws.cpu()[:, None] * until[:, -1:]).sum(dim=-1, keepdim=True)
+    return tokens.gather(1, place.to(tokens.device)).squeeze(1)
