@@ -108,7 +108,8 @@ def main() -> None:
     for kind in ("faults", "fixed", "odd"):
         for case in cases["faults" if kind == "fixed" else kind]:
             wanted = not options.ids or case["id"].startswith(tuple(options.ids))
-            if not wanted or (options.only and options.only != kind):
+            has_twin = kind != "fixed" or "fixed" in case
+            if not wanted or not has_twin or (options.only and options.only != kind):
                 continue
             script = root / case["fixed" if kind == "fixed" else "script"]
             report = audited(script, run_of(case), root, options.patience)
