@@ -159,8 +159,8 @@ compared. In steps of 30 ms, observers cost about 1 %, and 11 % with `--every 1`
 in one folder, and judge them with `lockstep audit --read FOLDER`.
 - A notebook cannot be observed, and is told so. Save it as a script: `jupyter nbconvert --to script NOTEBOOK.ipynb`.
 - Not every fault has a rule. Of 32 faults in scripts by people who had not seen the audit, 25 were named at the right
-line, 3 at another line, and 4 were not seen: the aim of 90 % is missed. On 40 odd but right scripts and 40 repaired ones
-of a set before, there was no false error
+line, 3 at another line, and 4 were not seen: the aim of 90 % is missed. On 40 odd but right scripts and 40 repaired
+scripts of a set before, there was no false error
 ([what was found, and what was not](../benchmarks/RESULTS.md#lockstep-audit-on-scripts-of-others)).
 [Public examples](audit_found.md): real faults in known projects, false alarms, and what was missed.
 - What a script keeps in objects of its own is not compared between ranks. So statistics that each rank gathers for
