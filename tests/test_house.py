@@ -167,7 +167,7 @@ def test_folders_stand_on_few_floors():
 CODE_LINES = {
     "core": 9_973,
     "": 43_179,
-    "mesh": 411,
+    "mesh": 419,
     "mesh/tokens.py": 182,
     "updates": 355,
     "adapters": 1_780,

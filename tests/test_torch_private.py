@@ -19,6 +19,7 @@ PRIVATE = {
     "torch._C._cuda_attach_out_of_memory_observer": "snapshots of the memory of a GPU; CUDA builds alone have it",
     "torch._C._current_graph_task_id": "tells a forward pass from one that recomputation calls",
     "torch._C._distributed_c10d": "flight recorders, of which torch has no public reader",
+    "torch._assert_async": "a check on a GPU for which nobody waits",
     "torch._foreach_copy_": "one call for all tensors of a parcel; torch.optim uses it",
     "torch._foreach_lerp_": "a moving average in one call; torch.optim uses it",
     "torch._foreach_norm": "norms in one call; clip_grad_norm_ uses it",

@@ -8,7 +8,7 @@ from torch import nn
 
 from lockstep.core.errors import LockstepError, TrainingError, UsageError
 from lockstep.core.parallel.options import ParallelConfig
-from lockstep.mesh import plans, tokens
+from lockstep.mesh import plans, strategy, tokens
 from lockstep.mesh.group import Alone
 from tests import lm_cases, runs
 from tests.mesh import mesh_cases
@@ -127,6 +127,14 @@ def test_heads_that_do_not_divide_are_named_though_rows_do():
     attention.num_heads = 3
     with pytest.raises(UsageError, match=r"a \(num_heads=3\)"):
         plan(layers(a=attention), {"a.q": "colwise"})
+
+
+@pytest.mark.parametrize("words", [[0, 5], [-1, 4]])
+def test_words_that_a_cut_embedding_does_not_have_are_named(words):
+    embedding = nn.Embedding(5, 4)
+    with pytest.raises(TrainingError, match=f"embedding has 5 rows, and was given {words[0]} to {words[1]}"):
+        strategy._check_words("embed", embedding, (torch.tensor(words),))
+    strategy._check_words("embed", embedding, (torch.arange(5),))
 
 
 def test_tied_layers_are_refused_in_a_plan_of_the_tasks_own():

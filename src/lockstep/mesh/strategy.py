@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.core.errors import TrainingError
 from lockstep.core.parallel.fsdp import FSDP, make_mesh, shard_size
 from lockstep.core.parallel.gradients import is_cut
 from lockstep.core.parallel.options import ParallelConfig
@@ -86,6 +87,7 @@ class MeshFSDP(FSDP):
                 module._buffers.update(buffers)  # whole on each rank, as those of the other layers
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(_copied)
+                module.register_forward_pre_hook(functools.partial(_check_words, name), prepend=True)
             if style == plans.WORDS:
                 vars(module)["tensor_group"] = group  # for a loss that needs no whole logits
         for one, other in plan.tied:
@@ -122,6 +124,19 @@ class MeshFSDP(FSDP):
             dist.all_reduce(flat, group=self.mesh.get_group("tensor"))
             for (grad, _), values in zip(of_dtype, torch.split(flat, [part.numel() for part in parts]), strict=True):
                 grad.copy_(values.view(grad.shape))
+
+
+def _check_words(name: str, module: nn.Embedding, inputs: tuple[Any, ...]) -> None:
+    """Refuse words that an embedding does not have: each rank would take them for another's, and give zeros.
+
+    On a GPU the kernel fails later, as that of a whole embedding does, because a rank must not wait in each pass.
+    """
+    words = local(inputs[0])
+    is_known = ((words >= 0) & (words < module.num_embeddings)).all()
+    if words.device.type == "cpu" and not is_known:
+        what = f"the embedding has {module.num_embeddings} rows, and was given {int(words.min())} to {int(words.max())}"
+        raise TrainingError(what, where=name, remedy="give the embedding a row for each word of the tokenizer")
+    torch._assert_async(is_known)
 
 
 def _copied(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
