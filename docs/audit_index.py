@@ -153,7 +153,7 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 
 - A fault is found only if the run shows the fault: an uneven end of an epoch needs an epoch that ends.
 - Steps are looked at closely at the beginning and then each `--every` steps. Between them, parameters are not
-compared. In steps of 30 ms, observers cost about 1 %, and 11 % with `--every 1`
+compared. In steps of 30 ms, observers cost 1 to 4 %, and 11 % with `--every 1`
 ([what they cost](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
 - Several nodes: the folder of `--folder` must be on a disk that all nodes share. Or collect the files `rank-*.jsonl`
 in one folder, and judge them with `lockstep audit --read FOLDER`.
