@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from lockstep.audit.rules import gradients, sources
+from lockstep.audit.rules import sources
 from tests.audit.made_events import Script, at, dealt, parts
 from tests.audit.test_rules_gradients import parted, together
 
@@ -63,7 +63,7 @@ trainer.fit(net)
 )
 def test_the_line_that_sets_requires_grad_is_found_in_the_text(tmp_path, text, wrapped, expected):
     path = written(tmp_path, text)
-    assert gradients.unfreezes(path, wrapped) == expected
+    assert sources.unfreezes(path, wrapped) == expected
     for unowned in (None, ["weight"]):
         script = Script(how=None).add("wrap", at=[path, wrapped, "main"], model=0, how="ddp", parameters=2, trainable=2)
         script.add("unfrozen", at=at(75), model=0, names=["weight"], at_step=True, unowned=unowned)

@@ -175,3 +175,38 @@ def for_one_rank(path: str) -> list[int]:
     branches = [b for b in branches if any(w in _name(n).lower() for n in ast.walk(b.test) for w in _OF_ONE_RANK)]
     found = [each for branch in branches for each in branch.body if isinstance(each, ast.Expr)]
     return sorted(each.lineno for each in found if any(word in _name(each.value).lower() for word in _CHANGES))
+
+
+def unfreezes(path: str, wrapped: int) -> int | None:
+    """The line that sets `requires_grad` to something else than False, after the line that wraps the model.
+
+    What a function does that also freezes, such as a constructor, came before, unless it is the function that wraps.
+    Of a function that sets what it is given, the line is that of its call. None: there is no such line, or several
+    functions have one.
+    """
+    tree = nodes(path)
+    functions = {n.lineno: n for n in tree if isinstance(n, ast.FunctionDef)}
+    sets = [n for n in tree if isinstance(n, ast.Assign) and getattr(n.targets[0], "attr", "") == "requires_grad"]
+    around = {n: _scope(functions, n.lineno) for n in sets}
+    given = {n: functions[row] for n, row in around.items() if row and _name(n.value) in _arguments(functions[row])}
+    helpers = {function.name for function in given.values()}
+    calls = [n for n in tree if isinstance(n, ast.Call) and _name(n.func) in {*helpers, "requires_grad_"}]
+    off, on, here = set[int](), dict[int, int](), _scope(functions, wrapped)
+    lines: list[ast.expr | ast.stmt] = [*calls, *(n for n in sets if n not in given)]
+    for node in lines:
+        scope = _scope(functions, node.lineno)
+        if any(isinstance(each, ast.Constant) and each.value is False for each in ast.walk(node)):
+            off.add(scope)
+        elif _name(getattr(node, "func", node)) in {*helpers, ""} and (scope != here or node.lineno > wrapped):
+            on[scope] = min(on.get(scope, node.lineno), node.lineno)
+    found = [row for scope, row in on.items() if scope not in off or scope == here]
+    return found[0] if len(found) == 1 else None
+
+
+def _scope(functions: dict[int, ast.FunctionDef], row: int) -> int:
+    """The first line of the innermost function around a line; 0 outside of functions."""
+    return max((first for first, f in functions.items() if first <= row <= (f.end_lineno or 0)), default=0)
+
+
+def _arguments(function: ast.FunctionDef) -> set[str]:
+    return {each.arg for each in [*function.args.args, *function.args.kwonlyargs]}
