@@ -44,7 +44,7 @@ class Gradients:
         self._bare: tuple[int, list[weakref.ref[torch.Tensor]]] = (0, [])
 
     def at_backward(self, is_sampled: bool) -> None:
-        """Remember sums of the gradients."""
+        """Remember norms of the gradients."""
         self._is_fresh = False
         self.after_backward, self.shards, self.norm_at, self.scaled_at = {}, {}, None, None
         if not torch_state.has_other_ranks():
@@ -56,7 +56,7 @@ class Gradients:
         self._looks += bool(bare)
         looked = [parameter for parameter, _ in self.parameters.items()] if is_sampled else bare
         with torch.no_grad():
-            self.after_backward = _norms(looked, 1)
+            self.after_backward = _norms(looked)
             if is_sampled:
                 self.shards = _norms([parameter for parameter, _ in self.all.items() if models.is_sharded(parameter)])
 
@@ -99,9 +99,9 @@ class Gradients:
         """The place of a parameter among those of optimizers, in the order of their making."""
         return next(number for number, (other, _) in enumerate(self.parameters.items()) if other is parameter)
 
-    def sum(self) -> float:
-        """The sum of the absolute values of all gradients."""
-        return sum(_size(parameter.grad) for parameter, _ in self.parameters.items() if parameter.grad is not None)
+    def norm(self) -> float:
+        """The norm of all gradients."""
+        return math.hypot(*(_norm(p.grad) for p, _ in self.parameters.items() if p.grad is not None))
 
     def parameter_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The parameter that a tensor is, or the first of all that the tensor is a flat copy of."""
@@ -124,7 +124,7 @@ class Gradients:
             if told["work"] is not None and id(told["work"]) not in self.waited:
                 line["unwaited"] = True
             if told["after"] and parameter.grad is not None and told["op"] in ("SUM", "AVG"):
-                left = (self.sum() if told["is_flat"] else _size(parameter.grad)) / told["after"]
+                left = (self.norm() if told["is_flat"] else _norm(parameter.grad)) / told["after"]
                 came = told["before"] / told["first"] if told.get("first") else 1.0
                 world = dist.get_world_size()
                 own = left * came / (world if told["op"] == "AVG" else 1)
@@ -166,15 +166,15 @@ def _is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
-def _norms(parameters: list[torch.Tensor], power: float = 2) -> dict[int, float]:
+def _norms(parameters: list[torch.Tensor]) -> dict[int, float]:
     held = {id(p): digests.local(p.grad) for p in parameters if p.grad is not None}
     held = {key: grad.detach().float() for key, grad in held.items() if grad.layout == torch.strided and grad.numel()}
-    return dict(zip(held, norms_of(list(held.values()), power), strict=True))
+    return dict(zip(held, norms_of(list(held.values())), strict=True))
 
 
-def norms_of(tensors: list[torch.Tensor], power: float = 2) -> list[float]:
+def norms_of(tensors: list[torch.Tensor]) -> list[float]:
     """The norm of each tensor. Waits for the device once, if all are on one."""
-    norms = list(torch._foreach_norm(tensors, power)) if tensors else []
+    norms = list(torch._foreach_norm(tensors)) if tensors else []
     return torch.stack(norms).tolist() if len({norm.device for norm in norms}) == 1 else list(map(float, norms))
 
 
@@ -186,8 +186,8 @@ def gradient_norm(parameters: list[torch.Tensor]) -> float:
     return math.sqrt(sum(norm * norm for norm in norms_of(found)))
 
 
-def _size(tensor: torch.Tensor) -> float:
-    return float(digests.local(tensor).detach().double().abs().sum())
+def _norm(tensor: torch.Tensor) -> float:
+    return float(digests.local(tensor).detach().double().norm())
 
 
 gradients = Gradients()
@@ -220,7 +220,7 @@ class Reduction:
         self.parameter = None if models.hooks else gradients.find(tensor)
         self.tensor, self.at, self.op = tensor, at, op
         self.is_sampled = bool(gradients.after_backward)
-        self.before = _size(tensor) if self.parameter is not None and self.is_sampled else None
+        self.before = _norm(tensor) if self.parameter is not None and self.is_sampled else None
 
     def after(self, work: Any) -> None:
         """Note the sum. `work`: that of an asynchronous all-reduce."""
@@ -230,7 +230,7 @@ class Reduction:
         is_flat = grad is not None and grad.shape != self.tensor.shape
         told: dict[str, Any] = {"at": self.at, "op": self.op, "after": None, "is_flat": is_flat, "work": work}
         if self.is_sampled and work is None:
-            told |= {"before": self.before, "after": _size(self.tensor)}
+            told |= {"before": self.before, "after": _norm(self.tensor)}
             sums = gradients.after_backward
-            told["first"] = sum(sums.values()) if is_flat else sums.get(id(self.parameter))
+            told["first"] = math.hypot(*sums.values()) if is_flat else sums.get(id(self.parameter))
         gradients.reduced[id(self.parameter)] = told
