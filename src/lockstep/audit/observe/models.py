@@ -45,6 +45,8 @@ class Model:
     unsynced_at: tuple[list[str | int] | None, bool] | None = None
     """Where no_sync() was called last, and whether the script itself called it."""
     bypassed: int = 0
+    past_at: list[str | int] | None = None
+    """Where its parameters were first used outside of the wrapper's forward pass, since the last backward."""
     evaluation_at: list[str | int] | None = None
     """Where eval() was called last."""
     evaluating: bool = False
@@ -250,6 +252,8 @@ class _Locator:
         self._handle: Any = None
         self._until_step = 0
         self._evaluating = False
+        self._reads_until: int | None = None
+        self._get: Any = None
 
     def watch(self, steps: int = _WATCH_STEPS) -> None:
         self._until_step = max(self._until_step, recorder.counts.optimizer_steps + steps)
@@ -258,6 +262,12 @@ class _Locator:
     def evaluate(self, is_on: bool) -> None:
         self._evaluating = is_on
         self._set()
+
+    def read(self) -> None:
+        """Look at parameters that the script reads, too: once, because this costs time at each attribute."""
+        if self._reads_until is None:
+            self._reads_until = recorder.counts.optimizer_steps + 1 + _WATCH_STEPS
+            self._get = torch.nn.Module.__getattr__
 
     def step(self) -> None:
         steps = recorder.counts.optimizer_steps
@@ -272,11 +282,29 @@ class _Locator:
         elif self._handle is not None and (not is_on or recorder.is_compiled):
             self._handle.remove()
             self._handle = None
+        kind: Any = torch.nn.Module
+        is_on = recorder.counts.optimizer_steps < (self._reads_until or 0) and not recorder.is_compiled
+        is_on = is_on and not any(model.bypassed for model in told())
+        if is_on is not (kind.__getattr__ is _read) and self._get is not None:
+            kind.__getattr__ = _read if is_on else self._get
+
+    def get(self, module: Any, name: str) -> Any:
+        """Module.__getattr__."""
+        return self._get(module, name)
 
 
 _locator = _Locator()
 watch_forwards = _locator.watch
+watch_reads = _locator.read
 after_step = _locator.step
+
+
+def _read(module: Any, name: str) -> Any:
+    """Module.__getattr__, observed."""
+    found = _locator.get(module, name)
+    if isinstance(found, torch.nn.Parameter) and torch.is_grad_enabled():
+        recorder.guard("parameters used past a wrapper", _used, found)
+    return found
 
 
 def _called(module: Any, arguments: Any) -> None:
@@ -288,6 +316,8 @@ def _called(module: Any, arguments: Any) -> None:
         elif model is None and id(module) not in _seen and _models.get(module) is None:
             _seen.add(id(module))
             recorder.guard("copies of models", _note_copy, module)
+        if module._parameters and torch.is_grad_enabled():
+            recorder.guard("parameters used past a wrapper", _used, next(iter(module._parameters.values())))
 
 
 _seen: set[int] = set()
@@ -322,9 +352,27 @@ def _called_past(module: Any, model: Model) -> None:
     elif torch.is_grad_enabled():
         model.bypassed += 1
         if model.bypassed == 1:
-            parts = {id(part) for part in module.modules()}
-            at = places.outside(lambda frame: id(made.owner_of(frame)) in parts)
-            recorder.emit("bypass", at=at[0] if at else None, model=model.number, forwards_bypassed=1)
+            recorder.emit("bypass", at=_outside(module), model=model.number, forwards_bypassed=1)
+
+
+def _outside(module: Any) -> list[str | int] | None:
+    """The line outside of the methods of a module and of its parts."""
+    parts = {id(part) for part in module.modules()}
+
+    def is_inside(frame: Any) -> bool:
+        kind = frame.f_code.co_qualname.rpartition(".")[0]
+        return bool(kind) and not kind.endswith("<locals>") and id(made.owner_of(frame)) in parts
+
+    return next(iter(places.outside(is_inside)), None)
+
+
+def _used(parameter: Any) -> None:
+    """A parameter is used: of a model of DDP in training, outside of the wrapper's forward pass."""
+    model, _ = _owners.get(parameter) or (None, "")
+    if model is None or model.how != "ddp" or model.active or model.past_at or not parameter.requires_grad:
+        return
+    inner = model.inner()
+    model.past_at = _outside(inner) if inner is not None and inner.training else None
 
 
 def mode_set(module: Any, mode: bool = True) -> After:
@@ -370,5 +418,14 @@ def backward_begins() -> dict[int, dict[str, Any]]:
         found[model.number] = {"synced": model.pending > 0 and bool(model.synced), "flag_set_late": is_late}
         found[model.number] |= {"pending": model.pending, "unsynced_at": model.unsynced_at}
         found[model.number] |= {"evaluating": model.evaluating and (model.evaluation_at or True)}
+        if model.past_at and not model.pending and not model.bypassed:
+            model.bypassed += 1
+            recorder.emit("bypass", at=model.past_at, model=model.number, forwards_bypassed=1, part=True)
         model.pending = 0
     return found
+
+
+def backward_ends() -> None:
+    """What was called within is a checkpoint's, and what was called before is done."""
+    for model in told():
+        model.past_at = None
