@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import digests, made, places, torch_state
+from lockstep.audit.observe import digests, made, past, places, torch_state
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
@@ -252,8 +252,6 @@ class _Locator:
         self._handle: Any = None
         self._until_step = 0
         self._evaluating = False
-        self._reads_until: int | None = None
-        self._get: Any = None
 
     def watch(self, steps: int = _WATCH_STEPS) -> None:
         self._until_step = max(self._until_step, recorder.counts.optimizer_steps + steps)
@@ -262,12 +260,6 @@ class _Locator:
     def evaluate(self, is_on: bool) -> None:
         self._evaluating = is_on
         self._set()
-
-    def read(self) -> None:
-        """Look at parameters that the script reads, too: once, because this costs time at each attribute."""
-        if self._reads_until is None:
-            self._reads_until = recorder.counts.optimizer_steps + 1 + _WATCH_STEPS
-            self._get = torch.nn.Module.__getattr__
 
     def step(self) -> None:
         steps = recorder.counts.optimizer_steps
@@ -282,29 +274,10 @@ class _Locator:
         elif self._handle is not None and (not is_on or recorder.is_compiled):
             self._handle.remove()
             self._handle = None
-        kind: Any = torch.nn.Module
-        is_on = recorder.counts.optimizer_steps < (self._reads_until or 0) and not recorder.is_compiled
-        is_on = is_on and not any(model.bypassed for model in told())
-        if is_on is not (kind.__getattr__ is _read) and self._get is not None:
-            kind.__getattr__ = _read if is_on else self._get
-
-    def get(self, module: Any, name: str) -> Any:
-        """Module.__getattr__."""
-        return self._get(module, name)
 
 
 _locator = _Locator()
 watch_forwards = _locator.watch
-watch_reads = _locator.read
-after_step = _locator.step
-
-
-def _read(module: Any, name: str) -> Any:
-    """Module.__getattr__, observed."""
-    found = _locator.get(module, name)
-    if isinstance(found, torch.nn.Parameter) and torch.is_grad_enabled():
-        recorder.guard("parameters used past a wrapper", _used, found)
-    return found
 
 
 def _called(module: Any, arguments: Any) -> None:
@@ -352,18 +325,7 @@ def _called_past(module: Any, model: Model) -> None:
     elif torch.is_grad_enabled():
         model.bypassed += 1
         if model.bypassed == 1:
-            recorder.emit("bypass", at=_outside(module), model=model.number, forwards_bypassed=1)
-
-
-def _outside(module: Any) -> list[str | int] | None:
-    """The line outside of the methods of a module and of its parts."""
-    parts = {id(part) for part in module.modules()}
-
-    def is_inside(frame: Any) -> bool:
-        kind = frame.f_code.co_qualname.rpartition(".")[0]
-        return bool(kind) and not kind.endswith("<locals>") and id(made.owner_of(frame)) in parts
-
-    return next(iter(places.outside(is_inside)), None)
+            recorder.emit("bypass", at=past.outside(module), model=model.number, forwards_bypassed=1)
 
 
 def _used(parameter: Any) -> None:
@@ -372,7 +334,21 @@ def _used(parameter: Any) -> None:
     if model is None or model.how != "ddp" or model.active or model.past_at or not parameter.requires_grad:
         return
     inner = model.inner()
-    model.past_at = _outside(inner) if inner is not None and inner.training else None
+    model.past_at = past.outside(inner) if inner is not None and inner.training else None
+
+
+_reads = past.Reads(_used)
+
+
+def watch_reads() -> None:
+    """All backward passes of a step came from no forward pass of a wrapper."""
+    _reads.begin(_WATCH_STEPS)
+
+
+def after_step() -> None:
+    """An optimizer has stepped."""
+    _locator.step()
+    _reads.set(not any(model.bypassed for model in told()))
 
 
 def mode_set(module: Any, mode: bool = True) -> After:
@@ -402,7 +378,7 @@ def compiled(*_: Any, **__: Any) -> After:
     """torch.compile: compiled forward passes are not seen, so nothing is said about them."""
     if places.is_by_user(sys._getframe(3)):
         recorder.is_compiled = True
-        _locator.step()
+        after_step()
     return None
 
 
