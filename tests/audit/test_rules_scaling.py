@@ -232,6 +232,7 @@ def test_a_loss_divided_by_the_labels_of_all_ranks_is_a_warning_where_batches_ar
     assert "divided by 21, the labels" in trained(21.0)[0].evidence
     assert trained(40.0) == trained(1.0, 60.0) == trained(21.0, ops=("DivBackward0", "MulBackward0")) == []
     assert trained(21.0, ops=("DivBackward0", "DivBackward0", "MulBackward0")) == []  # by the number of ranks
+    assert trained(21.0, ops=("DivBackward0", "DivBackward0", "AddBackward0", "MulBackward1"))  # smoothed labels
 
 
 def test_a_mean_that_a_trainer_multiplies_by_the_number_of_ranks_is_a_warning():
