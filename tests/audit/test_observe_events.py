@@ -15,7 +15,19 @@ import torch
 from numpy import random
 
 from lockstep.audit.events import History, read
-from lockstep.audit.observe import contents, data, digests, gradients, schedules, self_test, splits, torch_private
+from lockstep.audit.observe import (
+    contents,
+    data,
+    digests,
+    gradients,
+    means,
+    models,
+    past,
+    schedules,
+    self_test,
+    splits,
+    torch_private,
+)
 from tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -282,6 +294,73 @@ def test_what_takes_samples_of_a_data_set_is_told_with_the_call_of_the_script(mo
     told = [keys for _, keys in told[2:]]
     assert told[0] == {"at": told[0]["at"], "by": "train_test_split", "lengths": [3, 2], "digest": told[1]["digest"]}
     assert len({each["digest"] for each in told}) == 4
+
+
+class _Spectra(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.body(x)
+
+    def elbo(self, x):
+        return self.body(x).sum()
+
+    def scaled(self, x):
+        return (self.scale * x).sum()
+
+
+def test_parts_and_parameters_that_train_a_model_past_its_wrapper_are_told_with_the_line_of_the_script(
+    monkeypatch, tmp_path
+):
+    told, x, get = [], torch.ones(2), torch.nn.Module.__getattr__
+    monkeypatch.setattr(data.recorder, "folder", tmp_path)
+    monkeypatch.setattr(data.recorder, "emit", lambda kind, **keys: told.append((kind, keys)))
+    for owner, name, value in ((models, "watch_forwards", int), (models, "at_wrapping", set())):
+        monkeypatch.setattr(owner, name, value)
+    monkeypatch.setattr(models.made, "has_wrapped", True)
+    monkeypatch.setattr(models, "_reads", past.Reads(models._used))
+
+    def wrapped():
+        wrapper = torch.nn.Module()
+        wrapper.module, wrapper.require_backward_grad_sync = _Spectra(), True
+        models._watch("ddp", None, wrapper, None)
+        return wrapper
+
+    def trained(net):
+        net.elbo(x) + net.scaled(x)  # the line of the script
+        models.backward_begins()
+        net.elbo(x)  # a checkpoint computes it again
+        models.backward_ends()
+        return [keys["at"][1:] for kind, keys in told if kind == "bypass"]
+
+    wrapper, line = wrapped(), trained.__code__.co_firstlineno + 1
+    with torch.nn.modules.module.register_module_forward_pre_hook(models._called):
+        after = models.forward(wrapper, x)
+        after(wrapper.module(x), None)
+        assert trained(wrapper.module) == []  # beside a pass of the wrapper
+        assert trained(wrapper.module) == trained(wrapper.module) == [[line, "trained"]]
+    told.clear()
+    after, wrapper = None, wrapped()  # the first one is gone
+    models.watch_reads()
+    models.after_step()
+    assert trained(wrapper.module) == [[line, "trained"]]
+    models.after_step()
+    assert torch.nn.Module.__getattr__ is get
+
+
+def test_the_line_where_a_script_divides_a_loss_is_told_by_the_number(monkeypatch, tmp_path):
+    monkeypatch.setattr(data.recorder, "folder", tmp_path)
+    divide = torch_private.around("divided", lambda loss, by: loss.detach() / by, means.divided)
+    loss = torch.ones((), requires_grad=True)
+    line = divide(loss, torch.tensor(550)) is None or sys._getframe().f_lineno
+    divide(loss, 2.0)
+    divide(torch.ones(()), 7)
+    assert means.divided_at(550.0)[1:] == [line, "test_the_line_where_a_script_divides_a_loss_is_told_by_the_number"]
+    assert means.divided_at(7.0) is None
+    means.forget()
+    assert means.divided_at(550.0) is None
 
 
 EXTRA = os.environ.get("LOCKSTEP_TEST_EXTRA", "")  # a folder of `pip install --target` with Lightning

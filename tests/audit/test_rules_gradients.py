@@ -91,6 +91,23 @@ def test_a_call_past_the_wrapper_is_the_cause_only_where_gradients_differ():
     assert penalty.errors() == set()
 
 
+def test_uses_of_parts_of_a_model_are_the_cause_where_no_pass_came_from_the_wrapper():
+    def past(forwards, is_told=True):
+        script = parted(synced=False)
+        for event in script.events:
+            for each in event.get("backwards", []):
+                each |= {"forwards": forwards, "loss_at": at(23)}
+        return script.add("bypass", at=at(22), model=0, part=True) if is_told else script
+
+    (finding,) = past(0).found("LS202")
+    assert (finding.where.line, past(0).errors()) == (22, {"LS202"})
+    assert "a use of parts of model.module" in finding.cause
+    assert past(1).errors() == {"LS204"}  # beside a pass of the wrapper
+    assert past(0).add("bypass", at=at(9), model=1).found("LS202") == [finding]  # another model
+    (finding,) = past(0, is_told=False).found("LS204")
+    assert (finding.where.line, "no forward pass of the wrapper" in finding.cause) == (23, True)
+
+
 def test_parameters_that_were_unfrozen_late_are_named():
     late = parted(script=Script().add("unfrozen", at=at(28), model=0, names=["weight"]))
     (finding,) = late.found("LS203")

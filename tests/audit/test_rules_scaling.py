@@ -218,19 +218,21 @@ def test_a_mean_that_script_and_framework_divide_is_a_warning():
 
 
 def test_a_loss_divided_by_the_labels_of_all_ranks_is_a_warning_where_batches_are_drawn_ahead():
-    def trained(*divisors, ops=("DivBackward0", "DivBackward0")):
+    def trained(*divisors, ops=("DivBackward0", "DivBackward0"), **keys):
         script = Script().optimizer()
         for index, divisor in enumerate(divisors):
             for rank in range(2):
                 drawn = [10 + rank, 20] if index == 0 else [20 + 10 * index]  # one ahead of the step
                 script.step(rank, micro_batches=[{"loader": 0, "batch": 0, "samples": 4, "valid": n} for n in drawn])
-                script.events[-1]["backwards"][0] |= {"divisor": divisor, "ops": list(ops), "loss_at": at(39)}
+                script.events[-1]["backwards"][0] |= {"divisor": divisor, "ops": list(ops), "loss_at": at(39)} | keys
         return script.found("LS211")
 
     assert [finding.where.line for finding in trained(1.0, 1.0, 60.0)] == [39]
+    assert [finding.where.line for finding in trained(1.0, 21.0, 60.0, divided_at=at(41))] == [41]
     assert "divided by 21, the labels" in trained(21.0)[0].evidence
     assert trained(40.0) == trained(1.0, 60.0) == trained(21.0, ops=("DivBackward0", "MulBackward0")) == []
     assert trained(21.0, ops=("DivBackward0", "DivBackward0", "MulBackward0")) == []  # by the number of ranks
+    assert trained(21.0, ops=("DivBackward0", "DivBackward0", "AddBackward0", "MulBackward1"))  # smoothed labels
 
 
 def test_a_mean_that_a_trainer_multiplies_by_the_number_of_ranks_is_a_warning():

@@ -93,9 +93,9 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             ignored: [name, ...] (that DDP does not exchange),
                                                             before (digest of the parameters before DDP made them
                                                             equal), synced (broadcast_buffers of DDP)
-    bypass        the first time that a watched model's     model, forwards_bypassed; `at` is the line outside of it
-                  module is called with gradients, in
-                  training, without its wrapper
+    bypass        the first time that a watched model's     model, forwards_bypassed; `at` is the line outside of it;
+                  module is called with gradients, in       part (a part of the module was called, or a parameter
+                  training, without its wrapper             used, and no pass of the wrapper before the backward)
     unfrozen      parameters whose requires_grad differs    model, names: [name, ...]
                   from the wrapping, at a sampled optimizer   (now trainable; frozen: now frozen)
                   step or every 10th                        added: those that came after the wrapping; unowned:
@@ -145,6 +145,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             evaluation mode; the place of eval(), if known),
                                                             unsynced_at, unsynced_by_user (who called no_sync()),
                                                             loss_at (of the loss, where a framework calls backward),
+                                                            divided_at (where the script divided by the divisor),
                                                             labels (that the loss is a mean of, if some are ignored),
                                                             by_ranks (the function that calls backward knows the
                                                             number of ranks). norm_at (where the script took the

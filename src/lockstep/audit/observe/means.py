@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict, deque
 from typing import Any
 
@@ -120,14 +121,28 @@ def forget() -> None:
     """Training goes on."""
     _means.clear()
     _ratios.clear()
+    _divisions.clear()
     _curved.clear()
 
 
 _ratios: list[tuple[torch.Tensor, float]] = []
 
 
+_divisions: deque[tuple[Any, list[str | int] | None]] = deque(maxlen=16)
+"""Since the last backward pass: what the script divided a loss by, and where."""
+
+
+def divided_at(by: float | None) -> list[str | int] | None:
+    """Where the script last divided a loss by a number."""
+    return next((at for other, at in reversed(_divisions) if float(other) == by), None)
+
+
 def divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:
-    """Tensor / Tensor, of two numbers, outside of training."""
+    """Tensor / Tensor, of two numbers, outside of training. In training: where the script divides a loss."""
+    if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.ndim:
+        is_number = isinstance(other, (int, float)) or (isinstance(other, torch.Tensor) and other.numel() == 1)
+        if is_number and recorder.is_sampled(recorder.counts.optimizer_steps) and places.is_by_user(sys._getframe(3)):
+            _divisions.append((other, places.here()))
     if torch.is_grad_enabled() or not isinstance(other, torch.Tensor) or not isinstance(tensor, torch.Tensor):
         return None
     if tensor.ndim or other.ndim or other.device.type != "cpu" or len(_ratios) >= _MOST:

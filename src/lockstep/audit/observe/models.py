@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import digests, made, places, torch_state
+from lockstep.audit.observe import digests, made, past, places, torch_state
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
@@ -45,6 +45,8 @@ class Model:
     unsynced_at: tuple[list[str | int] | None, bool] | None = None
     """Where no_sync() was called last, and whether the script itself called it."""
     bypassed: int = 0
+    past_at: list[str | int] | None = None
+    """Where its parameters were first used outside of the wrapper's forward pass, since the last backward."""
     evaluation_at: list[str | int] | None = None
     """Where eval() was called last."""
     evaluating: bool = False
@@ -276,7 +278,6 @@ class _Locator:
 
 _locator = _Locator()
 watch_forwards = _locator.watch
-after_step = _locator.step
 
 
 def _called(module: Any, arguments: Any) -> None:
@@ -288,6 +289,8 @@ def _called(module: Any, arguments: Any) -> None:
         elif model is None and id(module) not in _seen and _models.get(module) is None:
             _seen.add(id(module))
             recorder.guard("copies of models", _note_copy, module)
+        if module._parameters and torch.is_grad_enabled():
+            recorder.guard("parameters used past a wrapper", _used, next(iter(module._parameters.values())))
 
 
 _seen: set[int] = set()
@@ -322,9 +325,30 @@ def _called_past(module: Any, model: Model) -> None:
     elif torch.is_grad_enabled():
         model.bypassed += 1
         if model.bypassed == 1:
-            parts = {id(part) for part in module.modules()}
-            at = places.outside(lambda frame: id(made.owner_of(frame)) in parts)
-            recorder.emit("bypass", at=at[0] if at else None, model=model.number, forwards_bypassed=1)
+            recorder.emit("bypass", at=past.outside(module), model=model.number, forwards_bypassed=1)
+
+
+def _used(parameter: Any) -> None:
+    """A parameter is used: of a model of DDP in training, outside of the wrapper's forward pass."""
+    model, _ = _owners.get(parameter) or (None, "")
+    if model is None or model.how != "ddp" or model.active or model.past_at or not parameter.requires_grad:
+        return
+    inner = model.inner()
+    model.past_at = past.outside(inner) if inner is not None and inner.training else None
+
+
+_reads = past.Reads(_used)
+
+
+def watch_reads() -> None:
+    """All backward passes of a step came from no forward pass of a wrapper."""
+    _reads.begin(_WATCH_STEPS)
+
+
+def after_step() -> None:
+    """An optimizer has stepped."""
+    _locator.step()
+    _reads.set(not any(model.bypassed for model in told()))
 
 
 def mode_set(module: Any, mode: bool = True) -> After:
@@ -354,7 +378,7 @@ def compiled(*_: Any, **__: Any) -> After:
     """torch.compile: compiled forward passes are not seen, so nothing is said about them."""
     if places.is_by_user(sys._getframe(3)):
         recorder.is_compiled = True
-        _locator.step()
+        after_step()
     return None
 
 
@@ -370,5 +394,14 @@ def backward_begins() -> dict[int, dict[str, Any]]:
         found[model.number] = {"synced": model.pending > 0 and bool(model.synced), "flag_set_late": is_late}
         found[model.number] |= {"pending": model.pending, "unsynced_at": model.unsynced_at}
         found[model.number] |= {"evaluating": model.evaluating and (model.evaluation_at or True)}
+        if model.past_at and not model.pending and not model.bypassed:
+            model.bypassed += 1
+            recorder.emit("bypass", at=model.past_at, model=model.number, forwards_bypassed=1, part=True)
         model.pending = 0
     return found
+
+
+def backward_ends() -> None:
+    """What was called within is a checkpoint's, and what was called before is done."""
+    for model in told():
+        model.past_at = None

@@ -57,19 +57,21 @@ def backward(tensors: Any, *_: Any, **__: Any) -> After:
     is_sampled = _next_is_sampled()
     if not places.is_direct(sys._getframe(3)):
         told["loss_at"] = means.last_loss()
-    means.forget()
     recorder.guard("gathered features in a loss", gathers.at_backward, next(digests.tensors_in(tensors), None))
     if not recorder.counts.backwards and frame is not None and not recorder.has_loader:
         recorder.guard("numbers of a script", _note_numbers, frame)
     if is_sampled:
         told |= _loss(tensors) | {"labels": means.last_labels()}
+        told["divided_at"] = means.divided_at(told.get("divisor"))
         told["by_ranks"] = (frame is not None and _knows_ranks(frame.f_code)) or None
         for function in at_sampled:
             function()
+    means.forget()
 
     def after(result: Any, error: BaseException | None) -> None:
         global _depth
         _depth -= 1
+        models.backward_ends()
         recorder.progress()
         if error is None:
             recorder.counts.backwards += 1

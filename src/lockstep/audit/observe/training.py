@@ -318,6 +318,8 @@ def _write_step(step: Step, skipped: bool | None = None) -> None:
     backwards = [_told_backward(told, owners) for told in fresh or own]
     if any(told.pop("is_past") for told in backwards):
         models.watch_forwards()
+    if backwards and all(told.get("forwards") == 0 for told in backwards):
+        models.watch_reads()
     hyperparameters = [_hyperparameters(group) for group in optimizer.param_groups]
     clips = [{**told, "backwards_before": _since(known, told)} for _, told in passes.clips]
     scaler = known.scaler

@@ -28,6 +28,23 @@ def _caused(history: History, kind: str, parting: Parting) -> list[Event]:
     return [e for e in history.of(kind) if e["number"] <= last.get(e["rank"], -1)]
 
 
+def _bypasses(history: History, parting: Parting) -> list[Event]:
+    """Calls past the wrapper that the ranks saw before a parting; any, where no pass came from the wrapper.
+
+    Those of parts of a model matter only there: beside a wrapped pass, their gradients are exchanged.
+    """
+    if not _is_past(parting):
+        return [event for event in _caused(history, "bypass", parting) if not event.get("part")]
+    number = parting.first.get("model")
+    return [e for e in history.of("bypass") if e["rank"] in parting.ranks and number in (None, e.get("model"))]
+
+
+def _is_past(parting: Parting) -> bool:
+    """True if no forward pass of the wrapper came before any backward pass of a step."""
+    backwards = _backwards(parting)
+    return bool(backwards) and all(each.get("forwards") == 0 for each in backwards)
+
+
 def _without_sync(parting: Parting) -> bool:
     """True if no backward pass before the step exchanged gradients."""
     backwards = _backwards(parting)
@@ -40,7 +57,7 @@ def replicas_part(history: History) -> Iterable[Finding] | str:
     found, compared = partings(history)
     findings = []
     for parting in found:
-        if _caused(history, "unfrozen", parting) or (parting.gradients and _caused(history, "bypass", parting)):
+        if _caused(history, "unfrozen", parting) or (parting.gradients and _bypasses(history, parting)):
             continue
         if _without_sync(parting) and parting.gradients:
             continue
@@ -113,10 +130,12 @@ def wrapper_bypassed(history: History) -> Iterable[Finding] | str:
     found, compared = partings(history)
     findings = []
     for parting in found:
-        for event in _caused(history, "bypass", parting)[:1]:
+        for event in _bypasses(history, parting)[:1]:
             if parting.gradients:
-                cause = "DistributedDataParallel does not see a forward pass of model.module, and exchanges nothing"
+                what = "a use of parts of model.module" if event.get("part") else "a forward pass of model.module"
+                cause = f"DistributedDataParallel does not see {what}, and exchanges nothing"
                 remedy = "call the wrapped model itself: model(inputs), not model.module(inputs)"
+                remedy += "; what uses its parts belongs into its forward()" if event.get("part") else ""
                 at, ranks = place(event.get("at")), parting.ranks
                 findings.append(Finding("LS202", at, parting.evidence, cause, remedy, ranks, parting.first["step"]))
     return findings if compared else _NOTHING
@@ -165,7 +184,7 @@ def step_without_sync(history: History) -> Iterable[Finding] | str:
     found, compared = partings(history)
     findings = []
     for parting in found:
-        if not (_without_sync(parting) and parting.gradients) or _caused(history, "bypass", parting):
+        if not (_without_sync(parting) and parting.gradients) or _bypasses(history, parting):
             continue
         last = _backwards(parting)[-1]
         at = last.get("unsynced_at") if last.get("unsynced_by_user") else last.get("at")
@@ -176,6 +195,9 @@ def step_without_sync(history: History) -> Iterable[Finding] | str:
         elif any(each.get("flag_set_late") for each in _backwards(parting)):
             cause = "the forward pass decides whether gradients are exchanged, and no_sync() or the flag was off later"
             remedy = "end no_sync(), or set require_backward_grad_sync, before the forward pass of the last micro-batch"
+        elif _is_past(parting):
+            at, cause = last.get("loss_at") or at, "no forward pass of the wrapper came before these backward passes"
+            remedy = "call the wrapped model itself: model(inputs), not a method or a part of model.module"
         else:
             cause = "all backward passes before this step were under no_sync()"
             remedy = "leave no_sync() for forward and backward of the last micro-batch before each step"

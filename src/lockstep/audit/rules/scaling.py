@@ -139,12 +139,12 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
                 remedy = "loss.backward() of the mean over the batch of this rank"
                 findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
             what = given.get((event["optimizer"], event["index"], backwards[0]["divisor"]))
-            is_multiplied = any(op.startswith("Mul") for op in ops[1:])
+            is_multiplied = any(op.startswith("MulBackward0") for op in ops[1:])  # others are cross_entropy's own
             if what and ops[0].startswith("Div") and not is_multiplied and len(group) > 1:
                 evidence = f"a loss was divided by {backwards[0]['divisor']:.0f}, the {what} of this step on all ranks"
                 cause = f"the wrapper averages gradients over {len(group)} ranks: they are divided by that once more"
                 remedy = "divide by the number of this rank's batch, or multiply the loss by the number of ranks"
-                at = _division(backwards[0].get("loss_at"), at) or at
+                at = backwards[0].get("divided_at") or _division(backwards[0].get("loss_at"), at) or at
                 findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
     return list(findings.values()) if seen else "no wrapped model was trained, or a hook exchanges in its own way"
 
