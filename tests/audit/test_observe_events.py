@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -15,7 +16,17 @@ import torch
 from numpy import random
 
 from lockstep.audit.events import History, read
-from lockstep.audit.observe import contents, data, digests, gradients, schedules, self_test, splits, torch_private
+from lockstep.audit.observe import (
+    contents,
+    data,
+    digests,
+    gathers,
+    gradients,
+    schedules,
+    self_test,
+    splits,
+    torch_private,
+)
 from tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -318,3 +329,38 @@ def test_lightning_s_own_launcher_is_observed(tmp_path):
     assert {(bool(end["backwards"]), end["is_complete"]) for end in ends} == {(True, True), (False, True)}
     assert list(history.of("note")) == []
     assert all(history.by_rank("step").values())
+
+
+def test_gathered_features_are_found_below_a_loss_whatever_multiplies_them(monkeypatch):
+    torch.manual_seed(0)
+    told, normalize = [], torch.nn.functional.normalize
+    monkeypatch.setattr(gathers.recorder, "emit", lambda kind, **keys: told.append(keys["at"]))
+    own, other = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
+    got = torch.cat([own.detach(), other])
+    sent = [pickle.loads(pickle.dumps(each)) for each in (own * 1, other)]  # what all_gather_object gives
+
+    def looked(loss, held=got, given=own):
+        told.clear()
+        gathers.note((held, given), ["train.py", 7, "main"])
+        gathers.at_backward(loss.sum())
+        return len(told)
+
+    products = [own @ got.T, torch.einsum("nd,md->nm", own, normalize(got)), torch.cdist(own, got)]
+    assert [looked(each) for each in products] == [1, 1, 1]
+    assert looked(own @ torch.cat(sent).T, sent) == 1
+    with_own = torch.cat([own, other])
+    right = [own @ with_own.T, own @ torch.randn(3, 8), torch.cat([own, got]) @ torch.eye(3)]
+    assert [looked(each) for each in right] == [0, 0, 0]
+    assert looked(own @ got.T, given=own.detach()) == 0
+    with torch.no_grad():
+        gathers.note((got, own), None)
+    gathers.at_backward((own @ got.T).sum())
+    assert told == []
+
+
+def test_a_gather_of_lightning_is_told_unless_it_has_gradients(monkeypatch):
+    own, noted = torch.ones(4, 3, requires_grad=True), []
+    monkeypatch.setattr(gathers, "note", lambda values, at, remedy: noted.append((values[0].shape, at[0], remedy)))
+    for sync_grads in (True, False):
+        gathers.by_lightning(None, {"image": own}, sync_grads=sync_grads)({"image": torch.ones(2, 4, 3)}, None)
+    assert noted == [((2, 4, 3), __file__, "all_gather(..., sync_grads=True)")]

@@ -153,6 +153,13 @@ def test_labels_without_the_offset_of_the_rank_are_named():
     assert labels(lambda rank: 32 * rank).errors() == set()
 
 
+def test_a_gather_without_gradients_has_the_remedy_of_its_framework():
+    (finding,) = Script().add("gathered", at=at(31), remedy="all_gather(..., sync_grads=True)").found("LS216")
+    assert (finding.where.line, finding.remedy.partition(", or")[0]) == (31, "all_gather(..., sync_grads=True)")
+    (finding,) = Script().add("gathered", at=at(31)).found("LS216")
+    assert finding.remedy.startswith("torch.distributed.nn.functional.all_gather, or")
+
+
 def test_processes_that_train_the_same_alone_are_named():
     def alone(script=None, norm=1.5):
         return (script or Script(how=None)).optimizer().step(gradient_norm=norm, hyperparameters=[{"lr": 0.1}])

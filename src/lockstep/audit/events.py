@@ -70,6 +70,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     drawn         torch.randn, rand and the like by the     digest
                   script, in steps 1 to 8
     gather        Accelerator.gather by the script          (only `at`)
+    gathered      a gather of what needs a gradient, whose  remedy (of Lightning)
+                  result is a constant factor in a loss
     log           LightningModule.log of a number in an     name, value, exchanged (sync_dist), only_zero, world,
                   evaluation on several ranks; Trainer.log  decides (which checkpoint is the best; of a Trainer)
                   by the script, of eval_ and test_ metrics
