@@ -17,6 +17,7 @@ from numpy import random
 
 from lockstep.audit.events import History, read
 from lockstep.audit.observe import (
+    buffers,
     contents,
     data,
     digests,
@@ -364,3 +365,27 @@ def test_a_gather_of_lightning_is_told_unless_it_has_gradients(monkeypatch):
     for sync_grads in (True, False):
         gathers.by_lightning(None, {"image": own}, sync_grads=sync_grads)({"image": torch.ones(2, 4, 3)}, None)
     assert noted == [((2, 4, 3), __file__, "all_gather(..., sync_grads=True)")]
+
+
+def test_buffers_of_the_script_are_summed_where_ddp_is_about_to_overwrite_them(monkeypatch):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("codes", torch.tensor([1.0, -1.0]))
+            self.register_buffer("count", torch.tensor(1))
+            self.register_buffer("cache", torch.ones(2), persistent=False)
+            self.register_buffer("apart", torch.ones(2))
+            self.norm = torch.nn.BatchNorm1d(2)
+
+    told = []
+    monkeypatch.setattr(buffers.recorder, "emit", lambda kind, **keys: told.append(keys))
+    monkeypatch.setattr(buffers.recorder, "counts", types.SimpleNamespace(optimizer_steps=1))
+    monkeypatch.setattr(buffers, "_noted", {})
+    wrapper = types.SimpleNamespace(will_sync_module_buffers=lambda: True, parameters_to_ignore={"apart"})
+    for number in (7, 7, 8):
+        buffers.before_forward(number, Layer(), wrapper)
+    wrapper.buffer_hook = None  # the script exchanges buffers in its own way
+    buffers.before_forward(9, Layer(), wrapper)
+    assert [each["model"] for each in told] == [7, 8]
+    assert told[0]["sums"] == {"codes": [pytest.approx(math.cos(1) - math.cos(2)), pytest.approx(math.sqrt(2)), 2]}
+    assert (told[0]["files"], told[0]["classes"]) == ({"codes": [__file__]}, {"codes": "Layer"})

@@ -167,6 +167,9 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     hand_average  dist.all_reduce or broadcast of           model, collective, op, elements
                   parameters after the first step, once
                   for each line
+    own_buffers   before a training forward pass of DDP,    model, sums: {name: [a weighted sum, norm, elements]} of
+                  which overwrites buffers with those of    layers of the script without normalizations, files:
+                  rank 0, after each sampled step           {name: [of the classes]}, classes: {name: class}
     buffers       a watched model's first evaluation        model, digests: {name: digest}
                   forward after training
     collective    torch.distributed calls of Python, at     op, group, shape, dtype, reduce_op, sequence (of calls in

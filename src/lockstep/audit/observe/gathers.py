@@ -81,7 +81,7 @@ def _units(rows: torch.Tensor, dimension: int) -> torch.Tensor:
 
 
 def _is_constant(node: Any, outputs: list[torch.Tensor]) -> bool:
-    """True if nothing that a script computed is below a factor. Tensors that came as objects say they need gradients."""
+    """True if nothing that the script computed is below a factor. What came as an object says it needs gradients."""
     own, waiting = {id(each) for each in outputs}, [node]
     for _ in range(_NODES):
         if not waiting:
