@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from numpy import random
 
 from lockstep.audit.events import History, read
 from lockstep.audit.observe import (
+    buffers,
     contents,
     data,
     digests,
+    gathers,
     gradients,
     means,
     models,
@@ -397,3 +400,62 @@ def test_lightning_s_own_launcher_is_observed(tmp_path):
     assert {(bool(end["backwards"]), end["is_complete"]) for end in ends} == {(True, True), (False, True)}
     assert list(history.of("note")) == []
     assert all(history.by_rank("step").values())
+
+
+def test_gathered_features_are_found_below_a_loss_whatever_multiplies_them(monkeypatch):
+    torch.manual_seed(0)
+    told, normalize = [], torch.nn.functional.normalize
+    monkeypatch.setattr(gathers.recorder, "emit", lambda kind, **keys: told.append(keys["at"]))
+    own, other = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
+    got = torch.cat([own.detach(), other])
+    sent = [pickle.loads(pickle.dumps(each)) for each in (own * 1, other)]  # what all_gather_object gives
+
+    def looked(loss, held=got, given=own):
+        told.clear()
+        gathers.note((held, given), ["train.py", 7, "main"])
+        gathers.at_backward(loss.sum())
+        return len(told)
+
+    products = [own @ got.T, torch.einsum("nd,md->nm", own, normalize(got)), torch.cdist(own, got)]
+    assert [looked(each) for each in products] == [1, 1, 1]
+    assert looked(own @ torch.cat(sent).T, sent) == 1
+    with_own = torch.cat([own, other])
+    right = [own @ with_own.T, own @ torch.randn(3, 8), torch.cat([own, got]) @ torch.eye(3)]
+    assert [looked(each) for each in right] == [0, 0, 0]
+    assert looked(own @ got.T, given=own.detach()) == 0
+    with torch.no_grad():
+        gathers.note((got, own), None)
+    gathers.at_backward((own @ got.T).sum())
+    assert told == []
+
+
+def test_a_gather_of_lightning_is_told_unless_it_has_gradients(monkeypatch):
+    own, noted = torch.ones(4, 3, requires_grad=True), []
+    monkeypatch.setattr(gathers, "note", lambda values, at, remedy: noted.append((values[0].shape, at[0], remedy)))
+    for sync_grads in (True, False):
+        gathers.by_lightning(None, {"image": own}, sync_grads=sync_grads)({"image": torch.ones(2, 4, 3)}, None)
+    assert noted == [((2, 4, 3), __file__, "all_gather(..., sync_grads=True)")]
+
+
+def test_buffers_of_the_script_are_summed_where_ddp_is_about_to_overwrite_them(monkeypatch):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("codes", torch.tensor([1.0, -1.0]))
+            self.register_buffer("count", torch.tensor(1))
+            self.register_buffer("cache", torch.ones(2), persistent=False)
+            self.register_buffer("apart", torch.ones(2))
+            self.norm = torch.nn.BatchNorm1d(2)
+
+    told = []
+    monkeypatch.setattr(buffers.recorder, "emit", lambda kind, **keys: told.append(keys))
+    monkeypatch.setattr(buffers.recorder, "counts", types.SimpleNamespace(optimizer_steps=1))
+    monkeypatch.setattr(buffers, "_noted", {})
+    wrapper = types.SimpleNamespace(will_sync_module_buffers=lambda: True, parameters_to_ignore={"apart"})
+    for number in (7, 7, 8):
+        buffers.before_forward(number, Layer(), wrapper)
+    wrapper.buffer_hook = None  # the script exchanges buffers in its own way
+    buffers.before_forward(9, Layer(), wrapper)
+    assert [each["model"] for each in told] == [7, 8]
+    assert told[0]["sums"] == {"codes": [pytest.approx(math.cos(1) - math.cos(2)), pytest.approx(math.sqrt(2)), 2]}
+    assert (told[0]["files"], told[0]["classes"]) == ({"codes": [__file__]}, {"codes": "Layer"})

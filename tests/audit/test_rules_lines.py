@@ -153,6 +153,13 @@ def test_labels_without_the_offset_of_the_rank_are_named():
     assert labels(lambda rank: 32 * rank).errors() == set()
 
 
+def test_a_gather_without_gradients_has_the_remedy_of_its_framework():
+    (finding,) = Script().add("gathered", at=at(31), remedy="all_gather(..., sync_grads=True)").found("LS216")
+    assert (finding.where.line, finding.remedy.partition(", or")[0]) == (31, "all_gather(..., sync_grads=True)")
+    (finding,) = Script().add("gathered", at=at(31)).found("LS216")
+    assert finding.remedy.startswith("torch.distributed.nn.functional.all_gather, or")
+
+
 def test_processes_that_train_the_same_alone_are_named():
     def alone(script=None, norm=1.5):
         return (script or Script(how=None)).optimizer().step(gradient_norm=norm, hyperparameters=[{"lr": 0.1}])
@@ -170,6 +177,35 @@ def test_buffers_that_part_are_a_warning_where_nobody_exchanges_them():
 
     assert line(ended(str), "LS606") == 5
     assert ended(str, synced=True).found("LS606") == ended(lambda rank: "same").found("LS606") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("self.sums.mul_(0.9).add_(new)", True),
+        ("self.sums.data.lerp_(new, 0.1)", True),
+        ("self.sums = 0.9 * self.sums + new", True),
+        ("ema_(self.sums, new)", True),
+        ("self.sums[start:end] = new", True),
+        ("self.sums.copy_(new)", False),
+        ("self.sums[:end] = new", False),
+        ("self.sums = new.sums()", False),
+        ("print(self.sums)", False),
+    ],
+)
+def test_buffers_that_ddp_overwrites_are_named_where_a_layer_adds_to_them(tmp_path, line, is_found):
+    (tmp_path / "layers.py").write_text(f"def forward(self, new):\n    {line}\n")
+
+    def trained(numbers=(0.0, 1.0), name="sums", size=8, steps=2):
+        script = Script().optimizer()
+        for _ in range(steps):
+            told = {"files": {name: [str(tmp_path / "layers.py")]}, "classes": {name: "Layer"}}
+            script.step().add("own_buffers", model=0, sums=lambda rank: {name: [numbers[rank], 2.0, size]}, **told)
+        return [(finding.where.line, finding.step) for finding in script.found("LS606")]
+
+    assert trained() == ([(2, 1)] if is_found else [])
+    assert trained(numbers=(1.0, 1.000001)) == trained(steps=1) == trained(name="running_sums") == []
+    assert bool(trained(size=1)) == (is_found and ("mul" in line or "lerp" in line or "*" in line))  # else a counter
 
 
 def test_weights_that_some_ranks_load_before_fsdp_are_named():

@@ -70,6 +70,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     drawn         torch.randn, rand and the like by the     digest
                   script, in steps 1 to 8
     gather        Accelerator.gather by the script          (only `at`)
+    gathered      a gather of what needs a gradient, whose  remedy (of Lightning)
+                  result is a constant factor in a loss
     log           LightningModule.log of a number in an     name, value, exchanged (sync_dist), only_zero, world,
                   evaluation on several ranks; Trainer.log  decides (which checkpoint is the best; of a Trainer)
                   by the script, of eval_ and test_ metrics
@@ -166,6 +168,9 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     hand_average  dist.all_reduce or broadcast of           model, collective, op, elements
                   parameters after the first step, once
                   for each line
+    own_buffers   before a training forward pass of DDP,    model, sums: {name: [a weighted sum, norm, elements]} of
+                  which overwrites buffers with those of    layers of the script without normalizations, files:
+                  rank 0, after each sampled step           {name: [of the classes]}, classes: {name: class}
     buffers       a watched model's first evaluation        model, digests: {name: digest}
                   forward after training
     collective    torch.distributed calls of Python, at     op, group, shape, dtype, reduce_op, sequence (of calls in

@@ -108,7 +108,7 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
     event |= {"divided_integer": True if reduce_op == "AVG" and tensor is not None and _is_integer(tensor) else None}
     event |= {**seen}
     recorder.emit("collective", limit=_EACH_LINE, **event)
-    if name in ("all_gather", "all_gather_into_tensor"):
+    if name in ("all_gather", "all_gather_into_tensor", "all_gather_object"):
         recorder.guard("gathered features", gathers.note, values, at)
     if name in ("all_reduce", "broadcast") and tensor is not None:
         recorder.guard("parameters averaged by hand", _note_average, name, tensor, at, reduce_op)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from lockstep.audit.observe import digests, made, models
+from lockstep.audit.observe import buffers, digests, made, models
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.models import parameters_of
 from lockstep.audit.observe.recorder import recorder
@@ -18,23 +16,13 @@ _last_buffers: dict[int, dict[str, str | None]] = {}
 _copied: dict[int, dict[str, Any]] = {}
 
 
-def _own_buffers(inner: Any) -> dict[str, torch.Tensor]:
-    """Buffers of floating-point numbers that a checkpoint has, without the statistics of normalizations."""
-    found: dict[str, torch.Tensor] = {}
-    for name, module in inner.named_modules():
-        kept = {} if hasattr(module, "track_running_stats") else module._buffers
-        kept = {key: b for key, b in kept.items() if b is not None and key not in module._non_persistent_buffers_set}
-        found |= {f"{name}.{key}".removeprefix("."): each for key, each in kept.items() if each.is_floating_point()}
-    return found
-
-
 def note_parameters(*_: Any, **__: Any) -> After:
     """Remember digests of the parameters of replicas: before the process group ends, and at exit."""
     for model in models.told():
         parameters = {name: parameter.detach() for name, parameter in parameters_of(model)}
         if model.how == "ddp" and parameters:
             _last[model.number] = digests.of_tensors(parameters)
-            _last_buffers[model.number] = digests.of_tensors(_own_buffers(model.inner()))
+            _last_buffers[model.number] = digests.of_tensors({n: b for n, (_, b) in buffers.own(model.inner()).items()})
     for copy, (number, at) in models.copies.items():
         found = digests.of_tensors({name: parameter.detach() for name, parameter in copy.named_parameters()})
         made_from, is_early = made.modules.get(copy) or (None, None)
@@ -47,8 +35,8 @@ def note_parameters(*_: Any, **__: Any) -> After:
 def at_exit() -> dict[str, Any]:
     """What the parameters are at the end."""
     note_parameters()
-    buffers = {number: each for number, each in _last_buffers.items() if each}
-    return {"parameters": dict(_last) or None, "copies": dict(_copied) or None, "buffers": buffers or None}
+    held = {number: each for number, each in _last_buffers.items() if each}
+    return {"parameters": dict(_last) or None, "copies": dict(_copied) or None, "buffers": held or None}
 
 
 _unfrozen: dict[int, tuple[list[str], list[str]]] = {}

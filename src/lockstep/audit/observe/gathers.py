@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from lockstep.audit.observe import digests
+from lockstep.audit.observe import digests, places
+from lockstep.audit.observe.data import After
 from lockstep.audit.observe.recorder import recorder
 
 _MOST, _NODES, _CLOSE = 8, 2000, 1e-4
-_gathered: list[tuple[int, list[torch.Tensor], list[str | int] | None]] = []
-"""Since the last backward pass: the elements that came together, the tensors, and where."""
+_PRODUCTS = {
+    "MmBackward0": {0: "self", 1: "mat2"},
+    "BmmBackward0": {0: "self", 1: "mat2"},
+    "AddmmBackward0": {1: "mat1", 2: "mat2"},
+    "CdistBackward0": {0: "x1", 1: "x2"},
+}
+"""The factors of functions of autograd that compare each row with each other: place and name."""
+_gathered: list[tuple[int, Any, list[str | int] | None, str | None]] = []
+"""Since the last backward pass: the size of a row, what holds the rows of all ranks, where, and what would help."""
 
 
-def note(values: Sequence[Any], at: list[str | int] | None) -> None:
+def note(values: Sequence[Any], at: list[str | int] | None, remedy: str | None = None) -> None:
     """An all_gather of what needs a gradient. A function of autograd gathers where no gradients are recorded."""
-    given = next(digests.tensors_in(values[1:], 1), None)
+    given = next(digests.tensors_in(values[1:], 2), None)
     is_looked_at = len(_gathered) < _MOST and recorder.is_sampled(recorder.counts.optimizer_steps)
-    if is_looked_at and torch.is_grad_enabled() and given is not None and given.requires_grad:
-        outputs = list(digests.tensors_in(values[0], 2))
-        _gathered.append((sum(each.numel() for each in outputs), outputs, at))
+    if is_looked_at and torch.is_grad_enabled() and given is not None and given.requires_grad and given.ndim:
+        _gathered.append((given.shape[-1], values[0], at, remedy))
+
+
+def by_lightning(owner: Any, data: Any, group: Any = None, sync_grads: bool = False) -> After:
+    """LightningModule.all_gather, Fabric.all_gather."""
+    at = places.here()
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if error is None and not sync_grads:
+            for given, found in zip(digests.tensors_in(data), digests.tensors_in(result), strict=False):
+                note((found, given), at, "all_gather(..., sync_grads=True)")
+
+    return after
 
 
 def at_backward(root: torch.Tensor | None) -> None:
@@ -33,21 +53,41 @@ def at_backward(root: torch.Tensor | None) -> None:
             continue
         seen.add(node)
         waiting += [inner for inner, _ in node.next_functions]
-        for count, outputs, at in _gathered:
-            if str(at) not in found and _is_factor(node, count, outputs):
+        for size, held, at, remedy in _gathered if type(node).__name__ in _PRODUCTS else ():
+            if str(at) not in found and _is_factor(node, size, list(digests.tensors_in(held, 2))):
                 found.add(str(at))
-                recorder.emit("gathered", limit=4, at=at, elements=count)
+                recorder.emit("gathered", limit=4, at=at, remedy=remedy)
     _gathered.clear()
 
 
-def _is_factor(node: Any, count: int, outputs: list[torch.Tensor]) -> bool:
-    """True if a factor without a gradient has the elements of the outputs. Only a product of that size is read."""
-    if type(node).__name__ != "MmBackward0":
-        return False
-    for (inner, _), name in zip(node.next_functions, ("self", "mat2"), strict=True):
-        rows, columns = getattr(node, f"_saved_{name}_sym_sizes")
-        if inner is None and rows * columns == count:
-            total = sum(float(each.detach().double().sum()) for each in outputs)
-            size = sum(float(each.detach().double().abs().sum()) for each in outputs)
-            return abs(float(getattr(node, f"_saved_{name}").double().sum()) - total) < _CLOSE * size
+def _is_factor(node: Any, size: int, outputs: list[torch.Tensor]) -> bool:
+    """True if a factor without a gradient has the rows of the outputs, or multiples. Only one of that size is read."""
+    count = sum(each.numel() for each in outputs)
+    for number, name in _PRODUCTS[type(node).__name__].items():
+        sizes = getattr(node, f"_saved_{name}_sym_sizes", None)
+        if not _is_constant(node.next_functions[number][0], outputs) or (sizes and math.prod(sizes) != count):
+            continue
+        factor = getattr(node, f"_saved_{name}").detach()
+        dimensions = [each for each in (-1, -2) if factor.numel() == count and factor.shape[each] == size > 1]
+        rows = _units(torch.cat([each.detach().flatten() for each in outputs]).view(-1, size), -1)
+        close = _CLOSE * float(rows.abs().sum())
+        if any(abs(float(_units(factor, each).sum() - rows.sum())) < close for each in dimensions):
+            return True
+    return False
+
+
+def _units(rows: torch.Tensor, dimension: int) -> torch.Tensor:
+    return torch.nn.functional.normalize(rows.double(), dim=dimension)
+
+
+def _is_constant(node: Any, outputs: list[torch.Tensor]) -> bool:
+    """True if nothing that the script computed is below a factor. What came as an object says it needs gradients."""
+    own, waiting = {id(each) for each in outputs}, [node]
+    for _ in range(_NODES):
+        if not waiting:
+            return True
+        node = waiting.pop()
+        if node is not None and not node.next_functions and id(getattr(node, "variable", None)) not in own:
+            return False
+        waiting += [inner for inner, _ in node.next_functions] if node is not None else []
     return False

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import digests, made, past, places, torch_state
+from lockstep.audit.observe import buffers, digests, made, past, places, torch_state
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
@@ -180,6 +180,8 @@ def forward(wrapper: Any, *arguments: Any, **named: Any) -> After:
     if torch.is_grad_enabled():
         _note_inputs(model, [*arguments, *named.values()])
         model.evaluating = not _is_training(model, wrapper)
+        if model.how == "ddp" and not model.evaluating:
+            recorder.guard("buffers of layers", buffers.before_forward, model.number, model.inner(), wrapper)
         model.synced = getattr(wrapper, "require_backward_grad_sync", None) if model.how == "ddp" else None
     model.active += 1
 

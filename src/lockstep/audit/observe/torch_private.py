@@ -31,6 +31,7 @@ from lockstep.audit.observe import (
     training,
 )
 from lockstep.audit.observe.frameworks import gathered, gathers, logged, noted, ran, scaled
+from lockstep.audit.observe.gathers import by_lightning
 from lockstep.audit.observe.gradients import gradients, watch_hooks
 from lockstep.audit.observe.means import LOSSES, arranged, curved, divided, floor_divided, loss, mean
 from lockstep.audit.observe.passes import backward, clipped, drawn
@@ -38,6 +39,7 @@ from lockstep.audit.observe.recorder import is_child, recorder
 
 Observer = Callable[..., data.After]
 _LIGHTNING, _SCHEDULERS = ("lightning.pytorch", "pytorch_lightning"), ("LRScheduler", "LambdaLR")
+_FABRIC = ("lightning.fabric", "lightning_fabric")
 _FREED = (("torch.nn.modules.module", "Module.requires_grad_"), ("torch", "Tensor.requires_grad_"))
 _SLOW = ("transformers", "datasets", "sklearn")
 _FLOOR = ("__floordiv__", "__ifloordiv__", "floor_divide", "floor_divide_")
@@ -109,6 +111,8 @@ def _patches() -> list[Patch]:
         Patch("accelerate.optimizer", "AcceleratedOptimizer.__init__", training.prepared),
         Patch("accelerate.data_loader", "IterableDatasetShard.__init__", contents.shard_made),
         *(Patch(f"{name}.core.module", "LightningModule.log", logged) for name in _LIGHTNING),
+        *(Patch(f"{name}.core.module", "LightningModule.all_gather", by_lightning) for name in _LIGHTNING),
+        *(Patch(f"{name}.fabric", "Fabric.all_gather", by_lightning) for name in _FABRIC),
         *(Patch(f"{name}.trainer.trainer", "Trainer.fit", ran) for name in _LIGHTNING),
         Patch("transformers.trainer", "Trainer.log", noted),
         Patch("transformers.trainer", "Trainer.compute_loss", scaled),

@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
 from lockstep.audit.rules import sources
+from lockstep.audit.rules.buffers import overwritten
 from lockstep.audit.rules.facts import differ, each_rank, group_of, keys, line, named, place, replicas, rule, some, uses
 from lockstep.audit.rules.loaders import Iteration, iterations
 
@@ -125,7 +126,8 @@ def buffers_part(history: History) -> Iterable[Finding] | str:
             cause = "a layer computes them from the batches of its rank, and broadcast_buffers=False leaves them so"
             remedy = "all_reduce what the layer adds up, before it changes the buffers"
             findings.append(Finding("LS606", place(wrap.get("at")), evidence, cause, remedy, group, None))
-    return findings if local else "no model with buffers was wrapped with broadcast_buffers=False"
+    is_seen = local or any(history.of("own_buffers"))
+    return [*findings, *overwritten(history)] if is_seen else "no layer of the script has buffers of its own"
 
 
 @rule("LS603", "integer-mean", "a mean of whole numbers is rounded down")

@@ -58,10 +58,13 @@ def labels_of_rank_0(history: History) -> Iterable[Finding] | str:
 def gathered_constant(history: History) -> Iterable[Finding] | str:
     """all_gather of features that need a gradient: a loss that compares with the result sees numbers."""
     lines = {tuple((event.get("at") or ["?", 0])[:2]): event for event in history.of("gathered")}
-    remedy = "torch.distributed.nn.functional.all_gather, or put the rank's own features back into their place"
-    cause = "dist.all_gather copies numbers: the gradient by the gathered features, also by the rank's own, is missing"
+    own = "or put the rank's own features back into their place"
+    cause = "the gather copies numbers: the gradient by the gathered features, also by the rank's own, is missing"
     evidence, ranks = "the loss has a product with features that were gathered from all ranks", tuple(history.ranks)
-    found = [Finding("LS216", place(e.get("at")), evidence, cause, remedy, ranks, e["step"]) for e in lines.values()]
+    found = []
+    for event in lines.values():
+        remedy = f"{event.get('remedy', 'torch.distributed.nn.functional.all_gather')}, {own}"
+        found.append(Finding("LS216", place(event.get("at")), evidence, cause, remedy, ranks, event["step"]))
     return found or "no features that need a gradient were gathered and multiplied in a loss"
 
 
