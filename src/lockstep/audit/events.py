@@ -147,9 +147,14 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             loss_at (of the loss, where a framework calls backward),
                                                             labels (that the loss is a mean of, if some are ignored),
                                                             by_ranks (the function that calls backward knows the
-                                                            number of ranks). norm_at (where the script took the
-                                                            norm of a shard of a gradient). In clips:
-                                                            reduced_before (the script had reduced gradients)
+                                                            number of ranks), discarded (all gradients of the pass
+                                                            before were gone when this one began, and no optimizer
+                                                            stepped between; left out: it is the first of the step, or
+                                                            parameters changed), cleared_at (by zero_grad() there).
+                                                            rewritten (after a discarded pass: gradients are not those
+                                                            of the last pass, scaled or summed). norm_at (where the
+                                                            script took the norm of a shard of a gradient). In
+                                                            clips: reduced_before (the script had reduced gradients)
     hand_reduce   dist.all_reduce of gradients by the       model, optimizer, op, parameters (number), divided (bool:
                   script, once for each line; `step` is     the script divided by the number of ranks, before or after
                   that of the optimizer step that follows   the all-reduce; left out: not known, or clipped or scaled

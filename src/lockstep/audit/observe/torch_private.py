@@ -122,6 +122,8 @@ def _patches() -> list[Patch]:
     for name in ("exp", "sqrt"):
         curve, owners = functools.partial(curved, name), (("torch", name), ("math", name), ("torch", f"Tensor.{name}"))
         found += [Patch(*owner, curve, is_frequent=True) for owner in owners]
+    clearing = (("torch.optim.optimizer", "Optimizer.zero_grad"), ("torch.nn.modules.module", "Module.zero_grad"))
+    found += [Patch(*owner, gradients.note_cleared) for owner in clearing]
     norms = (("torch.linalg", "vector_norm"), ("torch.linalg", "norm"), ("torch", "norm"), ("torch", "Tensor.norm"))
     found += [Patch(module, name, gradients.note_norm) for module, name in norms]
     scaling = ("mul_", "div_", "__imul__", "__itruediv__")
