@@ -108,6 +108,7 @@ def _patches() -> list[Patch]:
         Patch("accelerate.accelerator", "Accelerator.gather", gathers),
         Patch("accelerate.optimizer", "AcceleratedOptimizer.__init__", training.prepared),
         Patch("accelerate.data_loader", "IterableDatasetShard.__init__", contents.shard_made),
+        Patch("accelerate.data_loader", "DataLoaderDispatcher.__init__", contents.dispatched),
         *(Patch(f"{name}.core.module", "LightningModule.log", logged) for name in _LIGHTNING),
         *(Patch(f"{name}.trainer.trainer", "Trainer.fit", ran) for name in _LIGHTNING),
         Patch("transformers.trainer", "Trainer.log", noted),
