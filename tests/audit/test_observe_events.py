@@ -255,6 +255,25 @@ def test_wrapping_splits_buffers_and_collectives_are_told(both):
     assert next(event["per_step"] for event in events(both, "scheduler")) == 1
 
 
+def test_what_a_stream_has_of_its_own_is_told_where_one_rank_reads_for_all(monkeypatch, tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __init__(self, files, rank):
+            self.files, self.rank, self.seen, self.unused = files, rank, [], [1, 2, 3, 4]
+
+        def __iter__(self):
+            yield from (self.seen for number, file in enumerate(self.files) if number % 2 == self.rank)
+
+    told = []
+    monkeypatch.setattr(contents.recorder, "folder", tmp_path)
+    monkeypatch.setattr(contents.recorder, "emit", lambda kind, limit, **keys: told.append(keys))
+    for files in ([Path("a"), Path("b")], [Path("b"), Path("a")], ["c", "d"], [1.0, 2.0], [object()] * 4):
+        contents.dispatched(None, Stream(files, rank=1))
+    parts = [each["parts"] for each in told]
+    assert parts[0] == parts[1] != parts[2]
+    assert [[*each] for each in parts] == [["files", "rank"]] * 3 + [["rank"]] * 2
+    assert (parts[0]["rank"], len(parts[0]["files"])) == (1, 2)
+
+
 def test_gradients_that_are_gone_before_the_next_backward_pass_are_noticed(monkeypatch, tmp_path):
     monkeypatch.setattr(gradients.recorder, "folder", tmp_path)
     monkeypatch.setattr(gradients.torch_state, "has_other_ranks", lambda: True)
