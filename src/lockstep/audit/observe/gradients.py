@@ -15,8 +15,8 @@ from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
 
 _LOOKS = 8
-_STAMPED = 8
-"""So many parameters are looked at closely to see whether parameters changed."""
+_STAMPED, _NUMBERS = 8, 65_536
+"""So many parameters, and so many numbers of each, are looked at to see whether parameters changed."""
 _SAME = 1e-3
 
 
@@ -70,7 +70,7 @@ class Gradients:
     def _stamped(self) -> list[float]:
         """Numbers that change when parameters do."""
         held = [parameter for parameter, _ in self.all.items()]
-        first = [digests.local(each).detach().float() for each in held[:_STAMPED]]
+        first = [digests.local(each).detach().flatten()[:_NUMBERS].float() for each in held[:_STAMPED]]
         return [*norms_of(first, 1), *(each._version for each in held)]
 
     def note_cleared(self, *_: Any, **__: Any) -> None:
