@@ -270,6 +270,54 @@ def test_wrapping_splits_buffers_and_collectives_are_told(both):
     assert next(event["per_step"] for event in events(both, "scheduler")) == 1
 
 
+def test_what_a_stream_has_of_its_own_is_told_where_one_rank_reads_for_all(monkeypatch, tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __init__(self, files, rank):
+            self.files, self.rank, self.seen, self.unused = files, rank, [], [1, 2, 3, 4]
+
+        def __iter__(self):
+            yield from (self.seen for number, file in enumerate(self.files) if number % 2 == self.rank)
+
+    told = []
+    monkeypatch.setattr(contents.recorder, "folder", tmp_path)
+    monkeypatch.setattr(contents.recorder, "emit", lambda kind, limit, **keys: told.append(keys))
+    for files in ([Path("a"), Path("b")], [Path("b"), Path("a")], ["c", "d"], [1.0, 2.0], [object()] * 4):
+        contents.dispatched(None, Stream(files, rank=1))
+    parts = [each["parts"] for each in told]
+    assert parts[0] == parts[1] != parts[2]
+    assert [[*each] for each in parts] == [["files", "rank"]] * 3 + [["rank"]] * 2
+    assert (parts[0]["rank"], len(parts[0]["files"])) == (1, 2)
+
+
+def test_gradients_that_are_gone_before_the_next_backward_pass_are_noticed(monkeypatch, tmp_path):
+    monkeypatch.setattr(gradients.recorder, "folder", tmp_path)
+    monkeypatch.setattr(gradients.torch_state, "has_other_ranks", lambda: True)
+    weights, bias, seen = (*(torch.nn.Parameter(torch.ones(n)) for n in (3, 1)), gradients.Gradients())
+    optimizer = torch.optim.SGD([weights, bias], lr=0.1)
+    for registry in (seen.parameters, seen.all):
+        registry.put(weights, None)
+        registry.put(bias, None)
+
+    def passed(after=lambda: None):
+        (weights * torch.tensor([1.0, 2.0, 3.0]) + bias).sum().backward()
+        seen.at_backward(is_sampled=True)
+        after()
+        return seen.is_discarded()
+
+    assert passed() is False
+    assert [passed(optimizer.zero_grad), passed(lambda: [p.grad.zero_() for p in (weights, bias)])] == [True, True]
+    clear = lambda: torch_private.around("zero_grad", optimizer.zero_grad, seen.note_cleared)()  # noqa: E731
+    passed(clear)
+    assert seen.cleared_at == [__file__, clear.__code__.co_firstlineno, "<lambda>"]
+    change = torch.no_grad()(lambda: weights.add_(1))
+    assert passed(lambda: [optimizer.zero_grad(), change()]) is None  # sharpness-aware steps
+    assert passed(lambda: [optimizer.zero_grad(), weights.data.add_(1)]) is None
+    passed(lambda: torch.nn.utils.clip_grad_norm_([weights, bias], 0.5))
+    assert not seen.is_rewritten([weights, bias])
+    weights.grad[0] = 7
+    assert seen.is_rewritten([weights, bias])
+
+
 def test_all_patches_work_with_the_installed_torch():
     """In a process of its own: observers import much of torch."""
     (done,) = forked.ended([forked.start(forked.script, self_test.__file__)])

@@ -103,3 +103,42 @@ def test_clipping_between_micro_batches_is_a_warning():
     assert "after 1 of 2" in finding.evidence
     assert clips(2).found("LS405") == []
     assert clips(2, 2).found("LS405") == []
+
+
+def discards(*marks, lines=(25, 25, 25), steps=2, file=None, **keys):
+    """Steps of passes at `lines`. `marks`: of each pass whether gradients of the pass before were gone."""
+    script = Script().optimizer()
+    for _ in range(steps):
+        script.step(backwards=len(lines), **keys)
+    for event in script.events:
+        for each, line, mark in zip(event.get("backwards", []), lines, marks, strict=False):
+            each["at"] = [file, line, "main"] if file else at(line)
+            each.update({} if mark is None else {"discarded": mark} | ({"cleared_at": at(22)} if mark else {}))
+    return script
+
+
+def test_gradients_that_are_cleared_between_micro_batches_are_named(tmp_path):
+    (finding,) = discards(None, False, True).found("LS406")
+    assert (finding.where.line, finding.ranks) == (22, (0, 1))
+    assert finding.evidence.startswith("2 of 3 backward passes of a step")
+    assert len(discards(None, True, True).found("LS406")) == 1
+    (clearing, reading) = tmp_path / "clearing.py", tmp_path / "reading.py"
+    clearing.write_text("for p in ps:\n    if p.grad is not None:\n        p.grad.zero_()\n")
+    reading.write_text("kept = [p.grad.clone() for p in ps]\n")
+    assert len(discards(None, True, True, file=str(clearing)).found("LS406")) == 1
+    early = [{"at": at(26), "how": "norm", "limit": 1.0, "backwards_before": 1}]
+    right = [
+        discards(None, False, False),
+        discards(None, None, None),  # parameters changed: a closure, or sharpness-aware steps
+        discards(None, True, lines=(24, 25)),  # the first pass is for something else, such as inputs
+        discards(None, True, True, file=str(reading)),
+        discards(None, True, True, rewritten=True),
+        discards(None, True, True, clips=early),
+        discards(None, True, True, steps=1),
+        discards(None, True, True).step(backwards=3),  # it was looked at no closer
+    ]
+    assert [script.found("LS406") for script in right[:7]] == [[]] * 7
+    assert len(right[7].found("LS406")) == 1
+    mixed = discards(None, False, False)  # a step that was skipped, or what an epoch left over
+    mixed.events[-1]["backwards"][1]["discarded"] = True
+    assert mixed.found("LS406") == []

@@ -20,13 +20,33 @@ def test_streams_of_ranks_that_a_shard_deals_again_are_a_warning():
 
     (finding,) = streams(lambda rank: [[[rank, 7 + rank], [rank]], [[5 + rank, 3], [1]]]).found("LS107")
     assert finding.ranks == (0, 1)
+    clicks = streams(lambda rank: [[[rank, n], ["no", "yes"][(n >> rank) % 2]] for n in range(8)])
+    assert len(clicks.found("LS107")) == 1  # labels that are no whole numbers agree at times
     right = [
+        lambda rank: [[f"picture {rank} {n}", ["no", "yes"][n % 2]] for n in range(8)],
         lambda rank: [[[4, 7], [0]], [[5, 3], [1]]],
         lambda rank: [[f"picture {rank}", [0]], [f"other {rank}", [1]]],  # augmented: labels are equal
         lambda rank: [[f"noise {rank}"], [f"more {rank}"]],  # nothing is known but that it differs
         lambda rank: [None, None],
     ]
-    assert [streams(each).found("LS107") for each in right] == [[], [], [], []]
+    assert [streams(each).found("LS107") for each in right] == [[], [], [], [], []]
+
+
+def test_streams_of_ranks_of_which_one_is_read_for_all_are_a_warning():
+    def dispatched(parts):
+        return Script().optimizer().add("dispatched", at=at(12), parts=parts).found("LS107")
+
+    (finding,) = dispatched(lambda rank: {"files": [f"{rank}a", f"{rank}b"], "seed": 1})
+    assert (finding.where.line, finding.ranks) == (12, (0, 1))
+    assert "`files` of the stream is another on each rank" in finding.evidence
+    assert len(dispatched(lambda rank: {"part": rank, "of": 2})) == 1
+    right = [
+        lambda rank: {"files": ["a", "b"]},
+        lambda rank: {"files": ["a", f"b{rank}"]},  # an order or a choice of its own
+        lambda rank: {"seed": rank, "files": ["a"]},
+        lambda rank: {} if rank else {"files": ["a"]},  # the others have an empty list
+    ]
+    assert [dispatched(each) for each in right] == [[], [], [], []]
 
 
 def drawn(rank):

@@ -60,6 +60,9 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             an unknown type)
     stream        the 8th sample of a stream that           shards, samples: [[of each field, as in `probe`], ...]
                   Accelerate's IterableDatasetShard deals
+    dispatched    Accelerate prepares a stream that the     parts: {name: a number, or the least digests of a list} of
+                  first rank reads for all (`at`: of the    the data set's attributes that its functions use
+                  loader that the script made)
     inputs        the first training forward pass of each   model, digest
                   of the first 6 steps, without a loader
     class_weights the first loss of torch.nn.functional     digest, classes
@@ -150,9 +153,14 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             divided_at (where the script divided by the divisor),
                                                             labels (that the loss is a mean of, if some are ignored),
                                                             by_ranks (the function that calls backward knows the
-                                                            number of ranks). norm_at (where the script took the
-                                                            norm of a shard of a gradient). In clips:
-                                                            reduced_before (the script had reduced gradients)
+                                                            number of ranks), discarded (all gradients of the pass
+                                                            before were gone when this one began, and no optimizer
+                                                            stepped between; left out: it is the first of the step, or
+                                                            parameters changed), cleared_at (by zero_grad() there).
+                                                            rewritten (after a discarded pass: gradients are not those
+                                                            of the last pass, scaled or summed). norm_at (where the
+                                                            script took the norm of a shard of a gradient). In
+                                                            clips: reduced_before (the script had reduced gradients)
     hand_reduce   dist.all_reduce of gradients by the       model, optimizer, op, parameters (number), divided (bool:
                   script, once for each line; `step` is     the script divided by the number of ranks, before or after
                   that of the optimizer step that follows   the all-reduce; left out: not known, or clipped or scaled

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
+from types import CodeType
 from typing import Any
 
 import numpy
 import torch
 
 from lockstep.audit.observe import digests, places
-from lockstep.audit.observe.data import After
+from lockstep.audit.observe.data import After, loader_at
 from lockstep.audit.observe.recorder import recorder
 
 _PROBED = 8
 _GOLDEN = 0.6180339887498949  # spreads the chosen samples without a period
 _VALUES = 64
 _STREAMED = 8
+_LISTED, _LEAST = 4096, 4
 _PLAIN = (int, float, str, bytes, bool, type(None))
 _PATIENCE_S = 5.0
 _waiting: dict[int, tuple[Callable[[], Any], Any, dict[str, Any]]] = {}
@@ -128,6 +132,41 @@ def shard_made(shard: Any, dataset: Any, *_: Any, **__: Any) -> After:
             _watch(type(dataset))
 
     return after
+
+
+def dispatched(loader: Any, dataset: Any, *_: Any, **__: Any) -> None:
+    """Accelerate's DataLoaderDispatcher: the first rank reads its stream, and others get parts of that."""
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        held = dict(vars(dataset))
+        if dealt := held.get("_distributed"):  # of datasets' split_dataset_by_node
+            used, held = {"rank", "world_size"}, dict(vars(dealt))
+        else:
+            used = {name for base in type(dataset).__mro__ if places.file_of(base) for name in _used(base)}
+        parts = {name: part for name in held if name in used and (part := _part(held[name])) is not None}
+        recorder.emit("dispatched", limit=8, at=loader_at(dataset) or places.here(), parts=parts)
+
+
+def _used(kind: type) -> Iterator[str]:
+    """The names that functions of a class use, but for its constructor."""
+    codes = [each.__code__ for name, each in vars(kind).items() if hasattr(each, "__code__") and name != "__init__"]
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        yield from code.co_names
+
+
+def _part(held: Any) -> int | list[str] | None:
+    """What a data set holds: a number, or the least digests of a list, whatever its order. None: too few, or other."""
+    if isinstance(held, int):
+        return None if isinstance(held, bool) else held
+    if isinstance(held, (str, PurePath)):
+        held = [held] if os.path.exists(held) else ()
+    if not isinstance(held, (list, tuple)) or len(held) > _LISTED:
+        return None
+    held = [str(each) if isinstance(each, PurePath) else each for each in held]
+    is_long = len(held) >= _LEAST or (len(held) > 0 and all(isinstance(each, str) for each in held))
+    told = [_told(each) for each in held] if is_long else []
+    return sorted(map(str, told))[:_STREAMED] if told and None not in told else None
 
 
 _streams: dict[int, tuple[weakref.ref[Any], list[str | int] | None, int]] = {}

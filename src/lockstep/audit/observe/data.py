@@ -81,7 +81,7 @@ def loader_made(loader: Any, dataset: Any, *_: Any, **__: Any) -> After:
     def after(result: Any, error: BaseException | None) -> None:
         global _count
         if error is None:
-            known = _weak(_made_for.get, dataset)
+            known = loader_at(dataset)
             made_at = at if by_user or known is None else known
             if by_user:
                 _weak(_made_for.put, dataset, at)
@@ -89,6 +89,12 @@ def loader_made(loader: Any, dataset: Any, *_: Any, **__: Any) -> After:
             _count += 1
 
     return after
+
+
+def loader_at(dataset: Any) -> list[str | int] | None:
+    """Where the script made the loader of a data set."""
+    found: list[str | int] | None = _weak(_made_for.get, dataset)
+    return found
 
 
 def _weak(function: Callable[..., Any], *arguments: Any) -> Any:

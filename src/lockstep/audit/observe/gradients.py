@@ -15,6 +15,8 @@ from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
 
 _LOOKS = 8
+_STAMPED, _NUMBERS = 8, 65_536
+"""So many parameters, and so many numbers of each, are looked at to see whether parameters changed."""
 _SAME = 1e-3
 
 
@@ -39,6 +41,9 @@ class Gradients:
         self.given: dict[int, float] = {}
         """Sums of the gradients that communication hooks got in this backward pass, by the id of the parameter."""
         self._places: dict[int, torch.Tensor] = {}
+        self.cleared_at: list[str | int] | None = None
+        """Where gradients were cleared last since the last backward pass, by zero_grad()."""
+        self._stamp: list[float] = []
         self._is_fresh = False
         self._looks = 0
         self._bare: tuple[int, list[weakref.ref[torch.Tensor]]] = (0, [])
@@ -47,6 +52,7 @@ class Gradients:
         """Remember norms of the gradients."""
         self._is_fresh = False
         self.after_backward, self.shards, self.norm_at, self.scaled_at = {}, {}, None, None
+        self.cleared_at = None
         if not torch_state.has_other_ranks():
             return
         self._tell_given()
@@ -59,6 +65,31 @@ class Gradients:
             self.after_backward = _norms(looked)
             if is_sampled:
                 self.shards = _norms([parameter for parameter, _ in self.all.items() if models.is_sharded(parameter)])
+        self._stamp = (recorder.guard("stamps of parameters", self._stamped) if is_sampled else None) or []
+
+    def _stamped(self) -> list[float]:
+        """Numbers that change when parameters do."""
+        held = [parameter for parameter, _ in self.all.items()]
+        first = [digests.local(each).detach().flatten()[:_NUMBERS].float() for each in held[:_STAMPED]]
+        return [*norms_of(first, 1), *(each._version for each in held)]
+
+    def note_cleared(self, *_: Any, **__: Any) -> None:
+        """Optimizer.zero_grad and Module.zero_grad."""
+        if self._stamp:
+            self.cleared_at = places.here()
+
+    def is_discarded(self) -> bool | None:
+        """Before a backward pass: whether all gradients of the pass before are gone. None: parameters changed since."""
+        had = any(self.after_backward.values()) or any(self.shards.values())
+        if not had or not self._stamp or self._stamp != self._stamped():
+            return None
+        return not any(_norms([parameter for parameter, _ in self.all.items()]).values())
+
+    def is_rewritten(self, parameters: list[torch.Tensor]) -> bool:
+        """True if gradients are not those of the last backward pass, scaled or summed over ranks."""
+        now = _norms(parameters, 1)
+        factors = [now[key] / norm for key, norm in self.after_backward.items() if norm and key in now]
+        return not self.reduced and bool(factors) and max(factors) - min(factors) > _SAME * max(factors)
 
     def _without_owner(self) -> list[torch.Tensor]:
         """Parameters of no wrapped model. Those that a model has stay there, so only new ones are looked for."""

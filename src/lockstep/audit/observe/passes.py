@@ -64,6 +64,9 @@ def backward(tensors: Any, *_: Any, **__: Any) -> After:
         told |= _loss(tensors) | {"labels": means.last_labels()}
         told["divided_at"] = means.divided_at(told.get("divisor"))
         told["by_ranks"] = (frame is not None and _knows_ranks(frame.f_code)) or None
+        if recorder.counts.backwards > state.last_seen:
+            told["discarded"] = recorder.guard("discarded gradients", gradients.is_discarded)
+            told["cleared_at"] = gradients.cleared_at if told["discarded"] else None
         for function in at_sampled:
             function()
     means.forget()

@@ -110,6 +110,7 @@ def _patches() -> list[Patch]:
         Patch("accelerate.accelerator", "Accelerator.gather", gathers),
         Patch("accelerate.optimizer", "AcceleratedOptimizer.__init__", training.prepared),
         Patch("accelerate.data_loader", "IterableDatasetShard.__init__", contents.shard_made),
+        Patch("accelerate.data_loader", "DataLoaderDispatcher.__init__", contents.dispatched),
         *(Patch(f"{name}.core.module", "LightningModule.log", logged) for name in _LIGHTNING),
         *(Patch(f"{name}.core.module", "LightningModule.all_gather", by_lightning) for name in _LIGHTNING),
         *(Patch(f"{name}.fabric", "Fabric.all_gather", by_lightning) for name in _FABRIC),
@@ -126,6 +127,8 @@ def _patches() -> list[Patch]:
     for name in ("exp", "sqrt"):
         curve, owners = functools.partial(curved, name), (("torch", name), ("math", name), ("torch", f"Tensor.{name}"))
         found += [Patch(*owner, curve, is_frequent=True) for owner in owners]
+    clearing = (("torch.optim.optimizer", "Optimizer.zero_grad"), ("torch.nn.modules.module", "Module.zero_grad"))
+    found += [Patch(*owner, gradients.note_cleared) for owner in clearing]
     norms = (("torch.linalg", "vector_norm"), ("torch.linalg", "norm"), ("torch", "norm"), ("torch", "Tensor.norm"))
     found += [Patch(module, name, gradients.note_norm) for module, name in norms]
     scaling = ("mul_", "div_", "__imul__", "__itruediv__")

@@ -197,6 +197,8 @@ def _ready(step: Step) -> None:
             recorder.adopt(0)
         _tell_optimizer(step)
     parameters = _parameters(step.optimizer)
+    if step.is_sampled and any(told.get("discarded") for told in passes.backwards):
+        step.told["rewritten"] = gradients.is_rewritten(parameters) or None
     for line in gradients.take(parameters):
         owner = next((owner for owner in map(models.owner, parameters) if owner), None)
         is_clean = not passes.clips and step.known.scaler is None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
-from lockstep.audit.rules.facts import each_rank, passes, place, replicas, rule, steps
+from lockstep.audit.rules import sources
+from lockstep.audit.rules.facts import each_rank, passes, place, replicas, rule, steps, uses
 from lockstep.audit.rules.loaders import Iteration, iterations
 
 _NONE = "no step took several backward passes"
@@ -199,3 +202,65 @@ def clip_each_micro_batch(history: History) -> Iterable[Finding] | str:
                 at = place(early[0].get("at"))
                 return [Finding("LS405", at, evidence, cause, remedy, tuple(history.ranks), event["step"])]
     return [] if seen else "no gradients were clipped while micro-batches were added"
+
+
+@rule("LS406", "discarded-gradients", "gradients of micro-batches are thrown away", "warning")
+def discarded_gradients(history: History) -> Iterable[Finding] | str:
+    """Steps of several backward passes whose gradients are cleared in between: only those of the last ones count."""
+    findings: dict[str, Finding] = {}
+    seen = False
+    for by_rank in steps(history).values():
+        for rank, by_index in by_rank.items():
+            events = [by_index[index] for index in sorted(by_index)]
+            looked = [e for e in events if any("discarded" in each for each in e.get("backwards") or ())]
+            seen = seen or bool(looked)
+            if _usual(events) < 2 or len(looked) < 2 or not all(map(_discards, looked)):
+                continue
+            backwards = looked[0]["backwards"]
+            last = next(n for n in range(len(backwards) - 1, 0, -1) if backwards[n].get("discarded"))
+            at = backwards[last].get("cleared_at") or _cleared_at(backwards[last].get("at"))
+            evidence = f"{last} of {len(backwards)} backward passes of a step left no gradients when the next began, "
+            evidence += f"and no optimizer had stepped between, at {len(looked)} steps that were looked at"
+            cause = "gradients are cleared before each micro-batch, or before the last one, and not after a step"
+            if uses(history, "accelerate") and len(backwards) - last == 1:
+                cause += ": in accumulate(), Accelerate's zero_grad() does nothing but at the last micro-batch"
+            remedy = "optimizer.zero_grad() right after optimizer.step(), and nowhere else"
+            earlier = findings.get(str(at))
+            ranks = (*earlier.ranks, rank) if earlier and rank not in earlier.ranks else (rank,)
+            findings[str(at)] = Finding("LS406", place(at), evidence, cause, remedy, ranks, looked[0]["step"])
+    return list(findings.values()) if seen else "no step took several backward passes that were looked at"
+
+
+def _discards(event: Event) -> bool:
+    """True if micro-batches of a step lost their gradients, and nothing read them before."""
+    backwards = event["backwards"]
+    lost = [(one, other) for one, other in pairwise(backwards) if other.get("discarded")]
+    alike = any(one.get("at") == other.get("at") or one.get("unsynced_by_user") for one, other in lost)
+    last = max((number for number, each in enumerate(backwards) if each.get("discarded")), default=0)
+    is_read = any(clip.get("backwards_before", len(backwards)) <= last for clip in event.get("clips") or ())
+    places = [at for each in backwards for at in (each.get("at"), each.get("cleared_at")) if at]
+    is_read = is_read or event.get("rewritten") or any(_reads_gradients(at[0]) for at in places)
+    return alike and not is_read
+
+
+def _gradients(path: str, context: type[ast.expr_context]) -> list[ast.AST]:
+    """`x.grad` in a file, where it is read or set."""
+    found = [n for n in sources.nodes(path) if isinstance(n, ast.Attribute) and n.attr == "grad"]
+    return [n for n in found if isinstance(n.ctx, context) and getattr(n.value, "attr", "") != "autograd"]
+
+
+def _reads_gradients(path: str) -> bool:
+    """True if a file takes gradients, for more than to clear them or to ask whether they are there."""
+    harmless = set[int]()
+    for node in sources.nodes(path):
+        if isinstance(node, ast.Attribute) and node.attr in ("zero_", "detach_"):
+            harmless.add(id(node.value))
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+            harmless.add(id(node.left))
+    return any(id(node) not in harmless for node in _gradients(path, ast.Load))
+
+
+def _cleared_at(at: Any) -> Any:
+    """The one line of a file that sets a gradient, where no zero_grad() cleared it; else a given place in that file."""
+    rows = sorted({getattr(node, "lineno", 0) for node in _gradients(at[0], ast.Store)}) if at else []
+    return [at[0], rows[0], ""] if len(rows) == 1 else at

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
 from lockstep.audit.rules import sources
-from lockstep.audit.rules.facts import differ, each_rank, named, place, replicas, rule, some
+from lockstep.audit.rules.facts import differ, each_rank, named, numbered, place, replicas, rule, some
 from lockstep.audit.rules.loaders import Iteration, iterations
 
 _PADDING = 0.05
@@ -58,7 +58,32 @@ def shared_twice(history: History) -> Iterable[Finding] | str:
         loader = next((its for its in firsts if any(it.begin.get("is_iterable") for it in its.values())), None)
         at = _made(next(iter(loader.values()))) if loader else first_stream.get("at")
         findings.append(_twice(at, evidence, tuple(streams)))
-    return findings if firsts or streams else "no DataLoader in training"
+    made: dict[Any, dict[int, Event]] = defaultdict(dict)
+    for rank in history.ranks:
+        for key, event in numbered(history.of("dispatched", rank=rank)):
+            made[key][rank] = event
+    for by_rank in made.values():
+        if name := _part_of_rank({rank: event.get("parts") or {} for rank, event in by_rank.items()}):
+            evidence = f"one rank reads the stream for all, and `{name}` of the stream is another on each rank: what "
+            evidence += "others would read, nobody trains on"
+            findings.append(_twice(next(iter(by_rank.values())).get("at"), evidence, tuple(by_rank)))
+    return findings if firsts or streams or made else "no DataLoader in training"
+
+
+def _part_of_rank(parts: dict[int, dict[str, Any]]) -> str | None:
+    """What each rank's stream has of its own: a list without a common element, or the rank beside their number."""
+    if len(parts) < 2:
+        return None
+    names = [name for name in next(iter(parts.values())) if all(name in held for held in parts.values())]
+    for name in names:
+        values = {rank: held[name] for rank, held in parts.items()}
+        lists = [set(value) for value in values.values() if isinstance(value, list)]
+        if len(lists) == len(values) and all(one.isdisjoint(other) for one, other in combinations(lists, 2)):
+            return name
+        has_world = any(held[other] == len(parts) for held in parts.values() for other in names)
+        if has_world and all(value == rank for rank, value in values.items()):
+            return name
+    return None
 
 
 def _twice(at: Any, evidence: str, ranks: tuple[int, ...]) -> Finding:
@@ -68,13 +93,22 @@ def _twice(at: Any, evidence: str, ranks: tuple[int, ...]) -> Finding:
 
 
 def _apart(streams: list[list[Any]]) -> bool:
-    """True if the first samples of streams are not the same in any field that is known."""
+    """True if the first samples of streams are not the same: one field has others throughout, and a label differs.
+
+    A field that changes, and is the same on all ranks, says that the streams are the same, and augmented apart.
+    """
     samples = [both for one, other in combinations(streams, 2) for both in zip(one, other, strict=False)]
-    pairs = [pair for both in samples for pair in zip(both[0] or (), both[1] or (), strict=False) if None not in pair]
-    labels = [(a, b) for a, b in pairs if isinstance(a, list) and len(a) == 1]  # augmented inputs keep them
-    others = [pair for pair in pairs if pair not in labels]
-    known = bool(labels) or any(isinstance(a, list) for a, _ in others)
-    return known and bool(others) and all(a != b for a, b in others) and any(a != b for a, b in labels or others)
+    rows = [list(zip(one or (), other or (), strict=False)) for one, other in samples]
+    is_other = is_known = False
+    for field in zip(*rows, strict=False):
+        pairs = [pair for pair in field if None not in pair]
+        first = [str(one) for one, _ in pairs[: len(streams[0])]]
+        differing = sum(one != other for one, other in pairs)
+        if not differing and len(set(first)) > 1:
+            return False
+        is_other |= differing == len(pairs) > 0
+        is_known |= differing > 0 and (isinstance(pairs[0][0], list) or len(set(first)) < len(first))
+    return is_other and is_known
 
 
 @rule("LS108", "shares-wrong", "shares of ranks overlap, or leave samples out")
