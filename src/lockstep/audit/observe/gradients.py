@@ -44,6 +44,7 @@ class Gradients:
         self.cleared_at: list[str | int] | None = None
         """Where gradients were cleared last since the last backward pass, by zero_grad()."""
         self._stamp: list[float] = []
+        self._accumulates = False
         self._is_fresh = False
         self._looks = 0
         self._bare: tuple[int, list[weakref.ref[torch.Tensor]]] = (0, [])
@@ -65,13 +66,14 @@ class Gradients:
             self.after_backward = _norms(looked)
             if is_sampled:
                 self.shards = _norms([parameter for parameter, _ in self.all.items() if models.is_sharded(parameter)])
-        self._stamp = (recorder.guard("stamps of parameters", self._stamped) if is_sampled else None) or []
+        is_needed = is_sampled and self._accumulates
+        self._stamp = (recorder.guard("stamps of parameters", self._stamped) if is_needed else None) or []
 
     def _stamped(self) -> list[float]:
         """Numbers that change when parameters do."""
         held = [parameter for parameter, _ in self.all.items()]
         first = [digests.local(each).detach().flatten()[:_NUMBERS].float() for each in held[:_STAMPED]]
-        return [*norms_of(first, 1), *(each._version for each in held)]
+        return [*norms_of(first), *(each._version for each in held)]
 
     def note_cleared(self, *_: Any, **__: Any) -> None:
         """Optimizer.zero_grad and Module.zero_grad."""
@@ -79,7 +81,11 @@ class Gradients:
             self.cleared_at = places.here()
 
     def is_discarded(self) -> bool | None:
-        """Before a backward pass: whether all gradients of the pass before are gone. None: parameters changed since."""
+        """Before a backward pass: whether all gradients of the pass before are gone.
+
+        None: parameters changed since, or the training did not accumulate before.
+        """
+        self._accumulates = True
         had = any(self.after_backward.values()) or any(self.shards.values())
         if not had or not self._stamp or self._stamp != self._stamped():
             return None
@@ -87,7 +93,7 @@ class Gradients:
 
     def is_rewritten(self, parameters: list[torch.Tensor]) -> bool:
         """True if gradients are not those of the last backward pass, scaled or summed over ranks."""
-        now = _norms(parameters, 1)
+        now = _norms(parameters)
         factors = [now[key] / norm for key, norm in self.after_backward.items() if norm and key in now]
         return not self.reduced and bool(factors) and max(factors) - min(factors) > _SAME * max(factors)
 
