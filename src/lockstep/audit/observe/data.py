@@ -92,9 +92,9 @@ def loader_made(loader: Any, dataset: Any, *_: Any, **__: Any) -> After:
 
 
 def loader_at(dataset: Any) -> list[str | int] | None:
-    """Where the script made the loader of a data set."""
+    """Where the script made the loader of a data set, or else the data set."""
     found: list[str | int] | None = _weak(_made_for.get, dataset)
-    return found
+    return found or _sampler_made(dataset)
 
 
 def _weak(function: Callable[..., Any], *arguments: Any) -> Any:
