@@ -15,7 +15,18 @@ import torch
 from numpy import random
 
 from lockstep.audit.events import History, read
-from lockstep.audit.observe import contents, data, digests, gradients, schedules, self_test, splits, torch_private
+from lockstep.audit.observe import (
+    contents,
+    data,
+    digests,
+    frameworks,
+    frozen,
+    gradients,
+    schedules,
+    self_test,
+    splits,
+    torch_private,
+)
 from tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -282,6 +293,41 @@ def test_what_takes_samples_of_a_data_set_is_told_with_the_call_of_the_script(mo
     told = [keys for _, keys in told[2:]]
     assert told[0] == {"at": told[0]["at"], "by": "train_test_split", "lengths": [3, 2], "digest": told[1]["digest"]}
     assert len({each["digest"] for each in told}) == 4
+
+
+def test_frozen_modules_skipped_batches_and_padding_are_told(monkeypatch, tmp_path):
+    told, net = [], torch.nn.Sequential(torch.nn.Linear(2, 2))
+    monkeypatch.setattr(data.recorder, "folder", tmp_path)
+    monkeypatch.setattr(data.recorder, "emit", lambda kind, limit=None, **keys: told.append((kind, keys)))
+    monkeypatch.setattr(frozen.models, "are_all", lambda how: True)
+    monkeypatch.setattr(frozen.torch_state, "has_other_ranks", lambda: True)
+    monkeypatch.setattr(frozen, "_noted", [])
+    frozen.note(net)  # it may be trained
+    with torch.no_grad():
+        frozen.note(net)
+        frozen.note(net[0])  # a part
+        torch.func.functional_call(_Noting(), {"weight": torch.ones(2)}, ())
+    trained = torch.nn.Linear(2, 2).requires_grad_(False)
+    gradients.gradients.all.put(trained.bias, None)
+    frozen.note(trained)
+    ((kind, event),) = told
+    assert (kind, event["class"], event["changes"]) == ("frozen", "Sequential", 0)
+
+    labels, longer = torch.tensor([0, -100]), torch.tensor([0, -100, 0])
+    frameworks.padded(None, (labels, labels.float()))((longer, longer.float()), None)
+    assert told[1][1] == {"at": told[1][1]["at"], "index": 0, "ignored": True, "held": True, "added": 1}
+    loader = torch.utils.data.DataLoader([1, 2])
+    data.first_skipped(loader, 3)(types.SimpleNamespace(base_dataloader=loader), None)
+    assert data._skips.get(loader)[0] == 3
+
+
+class _Noting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self):
+        frozen.note(self)
 
 
 EXTRA = os.environ.get("LOCKSTEP_TEST_EXTRA", "")  # a folder of `pip install --target` with Lightning
