@@ -311,7 +311,11 @@ def test_frozen_modules_skipped_batches_and_padding_are_told(monkeypatch, tmp_pa
     gradients.gradients.all.put(trained.bias, None)
     frozen.note(trained)
     ((kind, event),) = told
-    assert (kind, event["class"], event["changes"]) == ("frozen", "Sequential", 0)
+    assert (kind, event["class"], event["changes"]) == (
+        "frozen",
+        "Sequential",
+        sum(each._version for each in net.parameters()),
+    )
 
     labels, longer = torch.tensor([0, -100]), torch.tensor([0, -100, 0])
     frameworks.padded(None, (labels, labels.float()))((longer, longer.float()), None)

@@ -47,8 +47,8 @@ def padded(_: Any, tensor: Any, dim: int = 0, pad_index: int = 0, *__: Any, **__
         for before, now in zip(firsts, lasts, strict=False):
             if before.dtype == torch.int64 and isinstance(pad_index, int):
                 told = {"ignored": bool((before == IGNORED).any()), "held": bool((before == pad_index).any())}
-                told["added"] = now.numel() - before.numel()
-                recorder.emit("padded", limit=_EACH_LINE, at=at, index=pad_index, **told)
+                added = now.numel() - before.numel()
+                recorder.emit("padded", limit=_EACH_LINE, at=at, index=pad_index, added=added, **told)
 
     return after
 

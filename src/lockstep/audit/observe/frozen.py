@@ -23,7 +23,7 @@ def note(module: Any) -> None:
         made_from, is_early = made.modules.get(module) or (None, None)
         found = digests.of_tensors({name: parameter.detach() for name, parameter in parameters.items()})
         shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
-        told = {"class": type(module).__name__, "digest": digests.of_numbers(found.values())}
+        told: dict[str, Any] = {"class": type(module).__name__, "digest": digests.of_numbers(found.values())}
         told |= {"names_digest": digests.of_numbers(shapes), "made_from": made_from, "is_early": is_early}
         told["changes"] = sum(0 if each.is_inference() else each._version for each in parameters.values())
         recorder.emit("frozen", at=places.here(), **told)

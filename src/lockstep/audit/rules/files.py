@@ -164,7 +164,11 @@ def _left_out_again(history: History) -> list[Finding]:
     by_data: dict[Any, list[tuple[int, Any]]] = defaultdict(list)
     turns = [it for _, it in _trained(history, history.ranks[0])] if restored else []
     before = history.previous
-    known = {_passed_over(before, it)[0] for _, it in _trained(before, before.ranks[0])} if before else set()
+    known = (
+        {_passed_over(before, it)[0] for rank in before.ranks[:1] for _, it in _trained(before, rank)}
+        if before
+        else set()
+    )
     for it in turns:
         data = it.begin.get("sampler", f"loader {it.begin['loader']}")
         own = _passed_over(history, it) if "optimizer" in restored else (0, None)
@@ -188,8 +192,9 @@ def _passed_over(history: History, it: Iteration) -> tuple[int, Any]:
         return 0, None
     count = len(given[0]) - len(passes[0]) - bool(begin.get("by_framework"))  # which draws a batch ahead
     last = passes[0][-1].get("at")
-    is_near = at and last and (at[0], at[2]) == (last[0], last[2])
-    row = sources.condition(at[0], at[1], last[1]) if is_near and count > 0 and not given[0][0]["batch"] else None
+    if not (at and last and (at[0], at[2]) == (last[0], last[2]) and count > 0) or given[0][0]["batch"]:
+        return 0, None
+    row = sources.condition(at[0], at[1], last[1])
     return (count, [at[0], row, at[2]]) if row else (0, None)
 
 
