@@ -21,6 +21,8 @@ from lockstep.audit.observe import (
     contents,
     data,
     digests,
+    frameworks,
+    frozen,
     gathers,
     gradients,
     means,
@@ -413,6 +415,45 @@ def test_the_line_where_a_script_divides_a_loss_is_told_by_the_number(monkeypatc
     assert means.divided_at(7.0) is None
     means.forget()
     assert means.divided_at(550.0) is None
+
+
+def test_frozen_modules_skipped_batches_and_padding_are_told(monkeypatch, tmp_path):
+    told, net = [], torch.nn.Sequential(torch.nn.Linear(2, 2))
+    monkeypatch.setattr(data.recorder, "folder", tmp_path)
+    monkeypatch.setattr(data.recorder, "emit", lambda kind, limit=None, **keys: told.append((kind, keys)))
+    monkeypatch.setattr(frozen.models, "are_all", lambda how: True)
+    monkeypatch.setattr(frozen.torch_state, "has_other_ranks", lambda: True)
+    monkeypatch.setattr(frozen, "_noted", [])
+    frozen.note(net)  # it may be trained
+    with torch.no_grad():
+        frozen.note(net)
+        frozen.note(net[0])  # a part
+        torch.func.functional_call(_Noting(), {"weight": torch.ones(2)}, ())
+    trained = torch.nn.Linear(2, 2).requires_grad_(False)
+    gradients.gradients.all.put(trained.bias, None)
+    frozen.note(trained)
+    ((kind, event),) = told
+    assert (kind, event["class"], event["changes"]) == (
+        "frozen",
+        "Sequential",
+        sum(each._version for each in net.parameters()),
+    )
+
+    labels, longer = torch.tensor([0, -100]), torch.tensor([0, -100, 0])
+    frameworks.padded(None, (labels, labels.float()))((longer, longer.float()), None)
+    assert told[1][1] == {"at": told[1][1]["at"], "index": 0, "ignored": True, "held": True, "added": 1}
+    loader = torch.utils.data.DataLoader([1, 2])
+    data.first_skipped(loader, 3)(types.SimpleNamespace(base_dataloader=loader), None)
+    assert data._skips.get(loader)[0] == 3
+
+
+class _Noting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self):
+        frozen.note(self)
 
 
 EXTRA = os.environ.get("LOCKSTEP_TEST_EXTRA", "")  # a folder of `pip install --target` with Lightning

@@ -182,3 +182,17 @@ def test_a_file_with_the_part_of_one_rank_is_a_warning():
         predicted(32, dataset_size=32),
     ]
     assert [script.found("LS607") for script in right] == [[]] * len(right)
+
+
+def test_labels_that_are_padded_with_a_class_are_a_warning(tmp_path):
+    def padded(text="correct = (predictions == labels)[labels != -100]", **keys):
+        path = tmp_path / f"{len(text)}.py"
+        path.write_text(text)
+        told = {"index": 0, "ignored": True, "held": True, "added": lambda rank: 4 * rank} | keys
+        return Script().add("padded", at=[str(path), 1, "main"], **told).found("LS608")
+
+    (finding,) = padded()
+    assert (finding.where.line, finding.ranks) == (1, (0, 1))
+    right = [padded(index=-100), padded(ignored=False), padded(held=False), padded(added=0)]
+    right += [padded("model.generate(x)"), padded("pad_across_processes((labels, mask))")]
+    assert right == [[]] * 6

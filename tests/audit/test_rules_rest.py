@@ -150,3 +150,26 @@ def test_every_rule_has_an_answer_where_nothing_happened(rule):
 def test_rules_have_ids_and_names_of_their_own():
     assert len({rule.id for rule in ALL}) == len({rule.name for rule in ALL}) == len(ALL) >= 29
     assert sum(rule.severity == "error" for rule in ALL) >= 22
+
+
+def test_batches_that_a_resumed_run_leaves_out_of_every_epoch_are_named(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("for step, batch in enumerate(loader):\n    if step < done:\n        continue\n    backward()\n")
+
+    def resumed(skips=(None, None), passed=(0, 0), what="optimizer"):
+        script = Script().add("state", what=what).optimizer()
+        for epoch, (skip, count) in enumerate(zip(skips, passed, strict=True)):
+            told = {"loader": 0, "epoch": epoch, "sampler": 3}
+            script.add("loader", at=[str(path), 1, "main"], skips=skip, **told)
+            for first, last in ((0, count), (count + 1, count + 1)):
+                given = [{"loader": 0, "batch": number, "samples": 2} for number in range(first, last + 1)]
+                script.step(micro_batches=given, backwards=1)
+                for event in script.events[-2:]:
+                    event["backwards"] = [{"at": [str(path), 4, "main"]}]
+            script.add("loader_end", batches=4, backwards=2, is_complete=True, **told)
+        return [finding.where.line for finding in script.found("LS703")]
+
+    assert resumed(skips=([8, at(64)], [8, at(64)])) == [64]
+    assert resumed(passed=(2, 2)) == [2]
+    right = [resumed(skips=([8, at(64)], None)), resumed(passed=(2, 0)), resumed(passed=(2, 2), what="model")]
+    assert right == [[]] * 3

@@ -265,6 +265,19 @@ def test_copies_of_a_model_that_part_are_a_warning():
     assert copied(lambda rank: "same").found("LS214") == copied(str, ranks=(0,)).found("LS214") == []
 
 
+def test_a_frozen_teacher_that_differs_from_its_first_call_on_is_a_warning():
+    def teacher(digest, names="same", before=str, how="ddp", ranks=None):
+        script = Script(how=None).add("wrap", at=at(5), model=0, how=how, before=before)
+        told = {"class": "Net", "digest": digest, "names_digest": names, "is_early": True, "changes": 3}
+        return script.optimizer().add("frozen", ranks, at=at(22), made_from=[at(3)], **told).step()
+
+    (finding,) = teacher(str).found("LS214")
+    assert (finding.where.line, "before the wrapper" in finding.cause) == (3, True)
+    assert teacher(str, before="same").found("LS214")[0].where.line == 3
+    right = [teacher("same"), teacher(str, names=str), teacher(str, how="fsdp2"), teacher(str, ranks=0)]
+    assert [script.found("LS214") for script in right] == [[]] * 4
+
+
 def test_equal_parameters_with_parts_of_their_gradients_are_a_warning():
     def split(before=str, constant=(), shard=str, grads="same", op="all_reduce"):
         script = Script(how=None).add("collective", op=op, at=at(19), dtype="float32", shape=[16, 8])

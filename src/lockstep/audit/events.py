@@ -38,7 +38,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             mapped (of the first epoch: the index below all Subsets
                                                             for each index), defined_in (file of the data set's class),
                                                             sampler_at (where the script made the sampler that deals),
-                                                            dataset_at (where it made the data set),
+                                                            dataset_at (where it made the data set), skips: [n,
+                                                            place] of Accelerate's skip_first_batches,
                                                             by_framework (the script does not iterate itself)
     indices       every 50 batches, and at an epoch's end   loader, epoch, first (number of the first batch), batches:
                                                             [[index, ...], ...] of map-style data; at most 100,000
@@ -75,6 +76,11 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     gather        Accelerator.gather by the script          (only `at`)
     gathered      a gather of what needs a gradient, whose  remedy (of Lightning)
                   result is a constant factor in a loss
+    padded        Accelerator.pad_across_processes of       index (pad_index), ignored (it has -100), held (it has
+                  whole numbers                             index), added (elements, on this rank)
+    frozen        the first call of a module that gets no   class, digest, names_digest (with shapes), made_from,
+                  gradient, and that no wrapper and no      is_early, changes (as in `copies` of exit)
+                  optimizer has
     log           LightningModule.log of a number in an     name, value, exchanged (sync_dist), only_zero, world,
                   evaluation on several ranks; Trainer.log  decides (which checkpoint is the best; of a Trainer)
                   by the script, of eval_ and test_ metrics

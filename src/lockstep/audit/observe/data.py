@@ -17,7 +17,8 @@ from lockstep.audit.observe.recorder import recorder
 _INDICES = 100_000
 _EACH = 50
 _MOST_GIVEN = 256
-_IGNORED = -100
+IGNORED = -100
+"""The label that losses of torch leave out."""
 _MAPPED = 20_000
 _CALLS = ("forwards_eval", "forwards_training", "backwards")
 _SHUFFLING = {"RandomSampler": True, "SeedableRandomSampler": True, "WeightedRandomSampler": True}
@@ -69,6 +70,8 @@ _open: dict[int, Pass] = {}
 _samplers = Numbers()
 _samplers_at: Registry[list[str | int] | None] = Registry()
 _made_for: Registry[list[str | int] | None] = Registry()
+_skips: Registry[tuple[int, list[str | int] | None]] = Registry()
+"""Of loaders that leave out their first batches: how many, and where the script asked for it."""
 _count = 0
 given: list[tuple[Pass, dict[str, Any]]] = []
 """Batches since the last optimizer step."""
@@ -95,6 +98,17 @@ def loader_at(dataset: Any) -> list[str | int] | None:
     """Where the script made the loader of a data set, or else the data set."""
     found: list[str | int] | None = _weak(_made_for.get, dataset)
     return found or _sampler_made(dataset)
+
+
+def first_skipped(loader: Any, num_batches: int = 0) -> After:
+    """skip_first_batches of Accelerate."""
+    at = places.here()
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if error is None and num_batches:
+            _skips.put(getattr(result, "base_dataloader", result), (int(num_batches), at))
+
+    return after
 
 
 def _weak(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -218,6 +232,7 @@ def _described(loader: Any, known: Loader) -> dict[str, Any]:
     told |= {"defined_in": places.file_of(type(loader.dataset)), "shared_twice": is_twice or None}
     told |= {"replacement": replacement, "batches": length_of(loader), "batch_size": size, "drop_last": bool(drops)}
     told |= {"is_iterable": isinstance(loader.dataset, torch.utils.data.IterableDataset), "sampler_kind": kind}
+    told |= {"skips": _skips.get(loader)}
     told |= {"num_workers": loader.num_workers, "sampler": None if inner is None else _weak(_samplers.of, inner)}
     return told | {"sampler_at": next(made, None), "shuffles": shuffles, "distributed": distributed}
 
@@ -318,7 +333,7 @@ def _valid(batch: Any) -> int | None:
     """The number of labels that are not -100, if any is."""
     for tensor in digests.tensors_in(batch):
         if tensor.dtype == torch.int64 and tensor.device.type == "cpu":
-            ignored = int((tensor == _IGNORED).sum())
+            ignored = int((tensor == IGNORED).sum())
             if ignored:
                 return tensor.numel() - ignored
     return None

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import places, torch_state
-from lockstep.audit.observe.data import After
+from lockstep.audit.observe import digests, places, torch_state
+from lockstep.audit.observe.data import IGNORED, After
 from lockstep.audit.observe.recorder import recorder
 
 _EACH_LINE = 20
@@ -36,6 +36,21 @@ def gathers(*_: Any, **__: Any) -> After:
     if not _depth:
         recorder.emit("gather", limit=_EACH_LINE, at=places.here())
     return None
+
+
+def padded(_: Any, tensor: Any, dim: int = 0, pad_index: int = 0, *__: Any, **___: Any) -> After:
+    """Accelerator.pad_across_processes of whole numbers: whether they are padded with one that they have themselves."""
+    at = places.here()
+
+    def after(result: Any, error: BaseException | None) -> None:
+        firsts, lasts = (list(digests.tensors_in(each, 2)) for each in (tensor, result))
+        for before, now in zip(firsts, lasts, strict=False):
+            if before.dtype == torch.int64 and isinstance(pad_index, int):
+                told = {"ignored": bool((before == IGNORED).any()), "held": bool((before == pad_index).any())}
+                added = now.numel() - before.numel()
+                recorder.emit("padded", limit=_EACH_LINE, at=at, index=pad_index, added=added, **told)
+
+    return after
 
 
 def logged(module: Any, name: Any, value: Any = None, *arguments: Any, **named: Any) -> After:

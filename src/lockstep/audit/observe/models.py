@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -138,6 +138,11 @@ def parameters_of(model: Model) -> Iterator[tuple[str, Any]]:
 def told() -> list[Model]:
     """The models of which an event was written, and which live."""
     return [model for _, model in _models.items() if model.is_told]
+
+
+def are_all(how: str) -> bool:
+    """True if models were wrapped, and all that live in this way."""
+    return bool(told()) and all(model.how == how for _, model in _models.items())
 
 
 def owner(parameter: torch.Tensor) -> tuple[Model, str] | None:
@@ -291,10 +296,14 @@ def _called(module: Any, arguments: Any) -> None:
         elif model is None and id(module) not in _seen and _models.get(module) is None:
             _seen.add(id(module))
             recorder.guard("copies of models", _note_copy, module)
+            for function in on_called:
+                recorder.guard(function.__module__, function, module)
         if module._parameters and torch.is_grad_enabled():
             recorder.guard("parameters used past a wrapper", _used, next(iter(module._parameters.values())))
 
 
+on_called: list[Callable[[Any], None]] = []
+"""Called with each module that is no wrapped model, before its first forward pass."""
 _seen: set[int] = set()
 copies: Registry[tuple[int, list[str | int] | None]] = Registry()
 _COPIES_UNTIL = 1000

@@ -23,6 +23,7 @@ from lockstep.audit.observe import (
     data,
     ends,
     files,
+    frozen,
     made,
     models,
     schedules,
@@ -30,7 +31,7 @@ from lockstep.audit.observe import (
     stuck,
     training,
 )
-from lockstep.audit.observe.frameworks import gathered, gathers, logged, noted, ran, scaled
+from lockstep.audit.observe.frameworks import gathered, gathers, logged, noted, padded, ran, scaled
 from lockstep.audit.observe.gathers import by_lightning
 from lockstep.audit.observe.gradients import gradients, watch_hooks
 from lockstep.audit.observe.means import LOSSES, arranged, curved, divided, floor_divided, loss, mean
@@ -111,6 +112,8 @@ def _patches() -> list[Patch]:
         Patch("accelerate.optimizer", "AcceleratedOptimizer.__init__", training.prepared),
         Patch("accelerate.data_loader", "IterableDatasetShard.__init__", contents.shard_made),
         Patch("accelerate.data_loader", "DataLoaderDispatcher.__init__", contents.dispatched),
+        Patch("accelerate.data_loader", "skip_first_batches", data.first_skipped),
+        Patch("accelerate.accelerator", "Accelerator.pad_across_processes", padded),
         *(Patch(f"{name}.core.module", "LightningModule.log", logged) for name in _LIGHTNING),
         *(Patch(f"{name}.core.module", "LightningModule.all_gather", by_lightning) for name in _LIGHTNING),
         *(Patch(f"{name}.fabric", "Fabric.all_gather", by_lightning) for name in _FABRIC),
@@ -229,6 +232,7 @@ def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -
     """Install all observers: at once, or once the module of each is imported."""
     recorder.on_open.append(stuck.start)
     data.on_loader.append(contents.remember)
+    models.on_called.append(frozen.note)
     observers = (contents, data, training, schedules, ends, files, communication, stuck)
     recorder.at_exit += [each.at_exit for each in observers]
     recorder.emit("start", **_start())

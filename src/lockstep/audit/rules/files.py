@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
+from lockstep.audit.rules import sources
 from lockstep.audit.rules.facts import Key, line, named, place, rule, some
 from lockstep.audit.rules.loaders import Iteration, iterations
 
@@ -83,6 +85,8 @@ def _trained(history: History, rank: int) -> list[tuple[Key, Iteration]]:
 def resume_samples(history: History) -> Iterable[Finding] | str:
     """The samples after a checkpoint was loaded, against those that the earlier run used before it was saved."""
     resumed = _resumed(history)
+    if left_out := _left_out_again(history):
+        return left_out
     if history.previous is None or not resumed:
         return _NO_PREVIOUS if history.previous is None else "no file of the earlier run was loaded"
     load, save = resumed[0]
@@ -91,7 +95,7 @@ def resume_samples(history: History) -> Iterable[Finding] | str:
     after = [(key, it) for key, it in _trained(history, writer if writer in history.ranks else rank)]
     if not before or not after:
         return "no training before the save, or none after the load"
-    found = _repeated(before, after[0], save)
+    found = _repeated(before, after[0], save, _passed_over(history, after[0][1])[0])
     if found is None:
         return []
     evidence, cause = found
@@ -102,11 +106,14 @@ def resume_samples(history: History) -> Iterable[Finding] | str:
     return [Finding("LS703", at, evidence, cause, remedy, tuple(history.ranks), load["step"])]
 
 
-def _repeated(before: list[tuple[Key, Iteration]], after: tuple[Key, Iteration], save: Event) -> tuple[str, str] | None:
-    """Evidence and cause where the first epoch of a run uses samples again."""
+def _repeated(
+    before: list[tuple[Key, Iteration]], after: tuple[Key, Iteration], save: Event, passed_over: int
+) -> tuple[str, str] | None:
+    """Evidence and cause where the first epoch of a run uses samples again, behind the batches that it passes over."""
     key, again = after
     same = [it for other, it in before if other[1:] == key[1:]] or [it for _, it in before]
-    last, fresh = same[-1], again.indices
+    skipped = sum(len(again.batches.get(number, ())) for number in range(passed_over))
+    last, fresh = same[-1], again.indices[skipped:]
     is_over = bool(last.end and last.end["number"] < save["number"])
     if is_over:
         for it in same:
@@ -148,6 +155,47 @@ def _used_before(iteration: Iteration, save: Event) -> list[str]:
     """Indices of the batches that were used in steps before the save."""
     count = save["step"] - iteration.begin["step"]
     return [index for number in range(count) for index in iteration.batches.get(number, ())]
+
+
+def _left_out_again(history: History) -> list[Finding]:
+    """Batches that a run which goes on leaves out of its first epoch, and of the next one, too."""
+    first = min((event["step"] for event in history.of("step")), default=0)
+    restored = {event.get("what") for event in history.of("state") if event["step"] <= first}
+    by_data: dict[Any, list[tuple[int, Any]]] = defaultdict(list)
+    turns = [it for _, it in _trained(history, history.ranks[0])] if restored else []
+    before = history.previous
+    known = (
+        {_passed_over(before, it)[0] for rank in before.ranks[:1] for _, it in _trained(before, rank)}
+        if before
+        else set()
+    )
+    for it in turns:
+        data = it.begin.get("sampler", f"loader {it.begin['loader']}")
+        own = _passed_over(history, it) if "optimizer" in restored else (0, None)
+        by_data[data].append(it.begin.get("skips") or (own if own[0] not in known else (0, None)))
+    for (count, at), again in (pair for each in by_data.values() for pair in itertools.pairwise(each)):
+        if count > 0 and at and tuple(again) == (count, at):
+            evidence = f"the first {count} batches are left out of two epochs, one after the other"
+            cause = "they were trained before the file was saved, but of one epoch only"
+            remedy = "leave them out of the epoch that goes on, and give the whole loader to those after it"
+            return [Finding("LS703", place(at), evidence, cause, remedy, tuple(history.ranks), first)]
+    return []
+
+
+def _passed_over(history: History, it: Iteration) -> tuple[int, Any]:
+    """How many batches a loop got before the first that it trained, and the `if` that decided so; (0, None): none."""
+    end, begin, at = (it.end or {}).get("number", float("inf")), it.begin, it.begin.get("at")
+    steps = [e for e in history.of("step", rank=begin["rank"]) if begin["number"] < e["number"] < end][:2]
+    given = [[each for each in step.get("micro_batches") or () if each["loader"] == begin["loader"]] for step in steps]
+    passes = [step.get("backwards") or [] for step in steps]
+    if len(steps) < 2 or not (given[0] and passes[0]) or len(given[1]) != len(passes[1]):
+        return 0, None
+    count = len(given[0]) - len(passes[0]) - bool(begin.get("by_framework"))  # which draws a batch ahead
+    last = passes[0][-1].get("at")
+    if not (at and last and (at[0], at[2]) == (last[0], last[2]) and count > 0) or given[0][0]["batch"]:
+        return 0, None
+    row = sources.condition(at[0], at[1], last[1])
+    return (count, [at[0], row, at[2]]) if row else (0, None)
 
 
 @rule("LS704", "resume-without-state", "a resumed run has lost the state of the optimizer")

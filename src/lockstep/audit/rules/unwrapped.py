@@ -107,11 +107,11 @@ def _copied(history: History, copies: dict[int, Event]) -> tuple[Place | None, s
     if copy.get("is_early") and facts.differ({event["rank"]: event.get("before") for event in history.of("wrap")}):
         at = sources.outside_factories(copy.get("made_from") or [])
         return facts.place(at), "each rank made or copied its own model, before the wrapper made the models equal"
-    rows = sources.for_one_rank(copy["at"][0])
+    rows = sources.for_one_rank(copy["at"][0]) if copy.get("at") else []
     if facts.differ(changes):
-        at = Place(copy["at"][0], rows[0], "") if rows else facts.place(copy["at"])
+        at = Place(copy["at"][0], rows[0], "") if rows else facts.place(copy.get("at"))
         return at, f"only some ranks update it: changes of its weights are {facts.each_rank(changes)}"
-    return facts.place(copy["at"]), "each rank made it before the models were equal, or only some ranks update it"
+    return facts.place(copy.get("at")), "each rank made it before the models were equal, or only some ranks update it"
 
 
 @facts.rule("LS214", "copies-part", "copies of a model differ between ranks", "warning")
@@ -132,4 +132,30 @@ def copies_part(history: History) -> Iterable[Finding] | str:
                 at, cause = _copied(history, found)
                 remedy = "copy the model after DistributedDataParallel(...) made it equal, and update on all ranks"
                 findings.append(Finding("LS214", at, evidence, cause, remedy, tuple(found), None))
-    return findings if told else "no copy of a wrapped model was called"
+    seen = bool(told) or any(history.of("frozen"))
+    copied = {str(copy["at"]) for by_rank in told.values() for copy in by_rank.values()}
+    return [*findings, *_frozen(history, copied)] if seen else "no copy of a wrapped model was called"
+
+
+def _frozen(history: History, copied: set[str]) -> list[Finding]:
+    """Other modules that nothing trains, and whose weights differ from their first call on."""
+    told, findings = dict[tuple[Any, ...], dict[int, list[Event]]](), dict[str, Finding]()
+    for event in history.of("frozen"):  # experts of a rank have other names, or are called elsewhere
+        key = (str(event.get("at")), event["class"], event["names_digest"], event["step"])
+        told.setdefault(key, {}).setdefault(event["rank"], []).append(event)
+    for by_rank in (each for key, each in told.items() if key[0] not in copied):
+        for group in facts.replicas(history, "ddp"):
+            found = {rank: by_rank[rank] for rank in group if rank in by_rank}
+            digests = {rank: [event["digest"] for event in events] for rank, events in found.items()}
+            if len(found) < len(group) or len({*map(len, digests.values())}) > 1 or not facts.differ(digests):
+                continue
+            firsts = {rank: events[0] for rank, events in found.items()}
+            first = firsts[group[0]]
+            evidence = f"the {first['class']} that {facts.line(first.get('at'))} calls, and that no wrapper and no "
+            evidence += f"optimizer has, has other weights on {facts.named(found)} from its first call on"
+            at, cause = _copied(history, firsts)
+            if not facts.differ({rank: event["changes"] for rank, event in firsts.items()}):
+                at = facts.place(sources.outside_factories(first.get("made_from") or [])) or at
+            remedy = "copy the model after DistributedDataParallel(...) made it equal, or broadcast the weights"
+            findings[str(at)] = Finding("LS214", at, evidence, cause, remedy, tuple(found), first["step"])
+    return list(findings.values())
