@@ -167,6 +167,10 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                   for each line
     buffers       a watched model's first evaluation        model, digests: {name: digest}
                   forward after training
+    weights       a model of DDP's first evaluation         model, digests: {name: digest} of parameters, path (places
+                  forward after training, eval() or a load  of the user that led here, the innermost first), changed:
+                                                            {at (such a path), before: {name: digest}} of a load
+                                                            of its weights since the last training forward
     collective    torch.distributed calls of Python, at     op, group, shape, dtype, reduce_op, sequence (of calls in
                   most 2,000 for each line                  this group), divided_integer (bool), root (src or dst),
                                                             names: {variable: text} of the calling function,
