@@ -187,7 +187,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     load          torch.load and the like                   path, keys, saved_step (if the file tells)
     state         load_state_dict of a model, optimizer,    what ("model", "optimizer", "scheduler", "scaler"), id
                   scheduler, scaler                         missing, unexpected: [name, ...], of (number of names),
-                                                            names_digest (of a model)
+                                                            names_digest (of a model), model (of a watched one)
     stuck         no event and no collective for a while    stacks: {thread: [place, ...]}, collectives: [{group,
                                                             sequence, name, sizes, dtypes, state}] newest last (flight
                                                             recorder), blocked_in (name of the call the main thread is

@@ -59,5 +59,5 @@ def begin(told: Evaluation, how: str, number: int, inner: Any) -> None:
     is_asked = told.looks[trained] <= _MOST[trained] or (changed and told.looks[trained] <= _LOADED)
     if how == "ddp" and is_asked and has_other_ranks():
         path = _path()
-        keys = {"model": number, "digests": _parameters(inner), "path": path, "changed": changed}
+        keys: dict[str, Any] = {"model": number, "digests": _parameters(inner), "path": path, "changed": changed}
         recorder.emit("weights", at=path[0] if path else None, **keys)

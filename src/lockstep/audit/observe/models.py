@@ -241,12 +241,13 @@ _due: set[int] = set()
 """Numbers of models that eval() was called of, and that nothing was computed with since."""
 
 
-def restores(module: Any) -> None:
-    """load_state_dict of any module."""
+def restores(module: Any) -> int | None:
+    """load_state_dict of any module: the number of the model that has it."""
     model = _models.get(module) or _inner.get(module) or _has_part(module)
     inner = model.inner() if model is not None else None
     if model is not None and model.how == "ddp" and inner is not None:
         evaluations.load(model.evaluation, inner)
+    return model.number if model is not None else None
 
 
 def _has_part(module: Any) -> Model | None:

@@ -9,12 +9,15 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
+from lockstep.audit.rules import sources
 from lockstep.audit.rules.facts import differ, each_rank, group_of, keys, line, named, place, rule, some, steps
 from lockstep.audit.rules.loaders import Iteration, iterations
 from lockstep.audit.rules.partings import averages, compared_steps, hooked
 
 Look = dict[int, Event]
 """The `weights` events of one beginning of an evaluation, by rank."""
+_NEAR, _SWAPS = 8, ("swap", "apply", "load", "copy", "average", "ema")
+"""A call for one rank changes weights for an evaluation that is so many lines below, if its name has such a word."""
 
 
 @rule("LS608", "eval-weights-differ", "ranks evaluate with different weights")
@@ -102,6 +105,10 @@ def _changed_at(history: History, look: Look) -> list[Any] | None:
         own = [at for at in path if at not in event["path"] and at[:2] not in trains]
         if own:
             return list(own[-1])
+    for file, row, function in look[min(look)]["path"]:
+        rows = [each for each in sources.for_one_rank(file, _SWAPS) if row - _NEAR <= each < row]
+        if rows:
+            return [file, rows[-1], function]
     return None
 
 
