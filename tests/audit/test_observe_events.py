@@ -206,7 +206,7 @@ def test_files_and_states_are_told(both):
 
 
 def test_weights_where_evaluations_begin_and_before_a_load_are_told(both):
-    trained, later, loaded = ([event for event in both[2].of("weights")][first::3] for first in range(3))
+    trained, later, loaded = (list(both[2].of("weights"))[first::3] for first in range(3))
     assert [set(event["digests"]) == set(loaded[0]["digests"]) for event in trained] == [True, True]
     assert [len(event["digests"]) for event in later] == [6, 6]
     assert trained[0]["digests"] == trained[1]["digests"] != later[0]["digests"] == later[1]["digests"]
