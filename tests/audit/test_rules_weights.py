@@ -17,7 +17,7 @@ def evaluated(
         script.add("weights", rank, at=at(39), model=0, changed=changed, **told)
         script.add("collective", rank, op=exchange, at=at(41), shape=[2], group="0", sequence=0)
         script.add("loader_end", rank, backwards=0, forwards_eval=4, is_complete=True, batches=4, samples=8, **loop)
-    return (script.step(digest=after) if after else script).found("LS608")
+    return (script.step(digest=after) if after else script).found("LS609")
 
 
 def same(rank):

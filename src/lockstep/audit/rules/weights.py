@@ -20,7 +20,7 @@ _NEAR, _SWAPS = 8, ("swap", "apply", "load", "copy", "average", "ema")
 """A call for one rank changes weights for an evaluation that is so many lines below, if its name has such a word."""
 
 
-@rule("LS608", "eval-weights-differ", "ranks evaluate with different weights")
+@rule("LS609", "eval-weights-differ", "ranks evaluate with different weights")
 def eval_weights_differ(history: History) -> Iterable[Finding] | str:
     """Weights that some ranks loaded or exchanged, before an evaluation of which each rank computes a part."""
     looks = _looks(history)
@@ -43,7 +43,7 @@ def eval_weights_differ(history: History) -> Iterable[Finding] | str:
         evidence += f"{named(look)} ({some(names)}), and each rank evaluates a part of the data"
         cause, remedy = _cause(history, look)
         at = place(_changed_at(history, look) or (begin.begin.get("at") if begin else None) or first.get("at"))
-        findings.setdefault(str(at), Finding("LS608", at, evidence, cause, remedy, tuple(look), first["step"]))
+        findings.setdefault(str(at), Finding("LS609", at, evidence, cause, remedy, tuple(look), first["step"]))
     return list(findings.values())
 
 
