@@ -222,6 +222,17 @@ def test_files_and_states_are_told(both):
     assert "model" in [event["what"] for event in events(both, "state")]
 
 
+def test_weights_where_evaluations_begin_and_before_a_load_are_told(both):
+    trained, later, loaded = (list(both[2].of("weights"))[first::3] for first in range(3))
+    assert [set(event["digests"]) == set(loaded[0]["digests"]) for event in trained] == [True, True]
+    assert [len(event["digests"]) for event in later] == [6, 6]
+    assert trained[0]["digests"] == trained[1]["digests"] != later[0]["digests"] == later[1]["digests"]
+    assert [event["changed"]["before"] == later[0]["digests"] for event in loaded] == [True, True]
+    assert [event["changed"]["at"][0][1] for event in loaded] == [line_of("model.module.load_state_dict")] * 2
+    assert [event.get("changed") for event in (*trained, *later)] == [None] * 4
+    assert [event["model"] for event in both[2].of("state") if event["what"] == "model"] == [0, 0]
+
+
 class _Falls:
     def __init__(self, total):
         self.total, self.size, self.seen = total, 60, 0

@@ -187,6 +187,10 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                   rank 0, after each sampled step           {name: [of the classes]}, classes: {name: class}
     buffers       a watched model's first evaluation        model, digests: {name: digest}
                   forward after training
+    weights       a model of DDP's first evaluation         model, digests: {name: digest} of parameters, path (places
+                  forward after training, eval() or a load  of the user that led here, the innermost first), changed:
+                                                            {at (such a path), before: {name: digest}} of a load
+                                                            of its weights since the last training forward
     collective    torch.distributed calls of Python, at     op, group, shape, dtype, reduce_op, sequence (of calls in
                   most 2,000 for each line                  this group), divided_integer (bool), root (src or dst),
                                                             names: {variable: text} of the calling function,
@@ -203,7 +207,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     load          torch.load and the like                   path, keys, saved_step (if the file tells)
     state         load_state_dict of a model, optimizer,    what ("model", "optimizer", "scheduler", "scaler"), id
                   scheduler, scaler                         missing, unexpected: [name, ...], of (number of names),
-                                                            names_digest (of a model)
+                                                            names_digest (of a model), model (of a watched one)
     stuck         no event and no collective for a while    stacks: {thread: [place, ...]}, collectives: [{group,
                                                             sequence, name, sizes, dtypes, state}] newest last (flight
                                                             recorder), blocked_in (name of the call the main thread is

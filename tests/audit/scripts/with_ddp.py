@@ -49,6 +49,8 @@ def train(folder):
             file.write("done")
     dist.barrier()
     model.module.load_state_dict(torch.load(folder + "/model.pt")["model"])
+    with torch.no_grad():
+        model.module(data.tensors[0][:4])
     return model, optimizer
 
 

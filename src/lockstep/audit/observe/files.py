@@ -101,6 +101,7 @@ def restored(what: str, thing: Any, *_: Any, **__: Any) -> After:
     told = {"at": places.here(), "what": what, "id": _numbers[what].of(thing)}
     if what == "model":
         told["names_digest"] = digests.of_numbers(dict(thing.named_parameters()))
+        told["model"] = recorder.guard("weights before a load", models.restores, thing)
 
     def after(result: Any, error: BaseException | None) -> None:
         keys = {name: list(getattr(result, f"{name}_keys", ())) for name in ("missing", "unexpected")}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import buffers, digests, made, past, places, torch_state
+from lockstep.audit.observe import buffers, digests, evaluations, made, past, places, torch_state
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
@@ -53,8 +53,7 @@ class Model:
     """Whether the last forward pass with gradients was in evaluation mode."""
     inputs: set[int] = dataclasses.field(default_factory=set)
     """Steps whose first inputs were noted."""
-    trained: bool = False
-    """Whether a training forward pass came after the last evaluation."""
+    evaluation: evaluations.Evaluation = dataclasses.field(default_factory=evaluations.Evaluation)
 
 
 _models: Registry[Model] = Registry()
@@ -227,11 +226,11 @@ def _count_forward(model: Model, wrapper: Any) -> None:
     model.pending += torch.is_grad_enabled()
     if torch.is_grad_enabled() and _is_training(model, wrapper):
         recorder.counts.forwards_training += 1
-        model.trained = True
+        model.evaluation.train()
     else:
         recorder.counts.forwards_eval += 1
         if not _is_training(model, wrapper):
-            _note_buffers(model)
+            _note_evaluation(model)
 
 
 def _is_training(model: Model, wrapper: Any) -> bool:
@@ -240,16 +239,30 @@ def _is_training(model: Model, wrapper: Any) -> bool:
     return bool((wrapper if inner is None else inner).training)
 
 
-def _note_buffers(model: Model) -> None:
-    """Digests of the buffers, once between two times of training."""
+def _note_evaluation(model: Model) -> None:
     inner = model.inner()
-    if not model.trained or inner is None:
-        return
-    model.trained = False
-    buffers = dict(inner.named_buffers())
-    if buffers and model.how in ("ddp", "data_parallel"):
-        found = digests.of_tensors(buffers)
-        recorder.emit("buffers", limit=50, at=places.here(), model=model.number, digests=found)
+    if model.evaluation.is_due and inner is not None:
+        _due.discard(model.number)
+        evaluations.begin(model.evaluation, model.how, model.number, inner)
+
+
+_due: set[int] = set()
+"""Numbers of models that eval() was called of, and that nothing was computed with since."""
+
+
+def restores(module: Any) -> int | None:
+    """load_state_dict of any module: the number of the model that has it."""
+    model = _models.get(module) or _inner.get(module) or _has_part(module)
+    inner = model.inner() if model is not None else None
+    if model is not None and model.how == "ddp" and inner is not None:
+        evaluations.load(model.evaluation, inner)
+    return model.number if model is not None else None
+
+
+def _has_part(module: Any) -> Model | None:
+    """The model that has the first parameter of a module."""
+    found = _owners.get(next(module.parameters(), None))
+    return found[0] if found else None
 
 
 class _Locator:
@@ -291,6 +304,8 @@ def _called(module: Any, arguments: Any) -> None:
     """A forward pass of any module."""
     if not torch.compiler.is_compiling():
         model = _inner.get(module)
+        if _due and not module.training:
+            recorder.guard("parts of models in evaluations", _note_part, module)
         if model is not None and not model.active:
             recorder.guard("calls past a wrapper", _called_past, module, model)
         elif model is None and id(module) not in _seen and _models.get(module) is None:
@@ -304,6 +319,15 @@ def _called(module: Any, arguments: Any) -> None:
 
 on_called: list[Callable[[Any], None]] = []
 """Called with each module that is no wrapped model, before its first forward pass."""
+
+
+def _note_part(module: Any) -> None:
+    """A framework may call parts of a model only."""
+    model = _has_part(module)
+    if model is not None and model.number in _due:
+        _note_evaluation(model)
+
+
 _seen: set[int] = set()
 copies: Registry[tuple[int, list[str | int] | None]] = Registry()
 _COPIES_UNTIL = 1000
@@ -332,7 +356,7 @@ def _expects_copies() -> bool:
 def _called_past(module: Any, model: Model) -> None:
     if not module.training:
         recorder.counts.forwards_eval += 1
-        _note_buffers(model)
+        _note_evaluation(model)
     elif torch.is_grad_enabled():
         model.bypassed += 1
         if model.bypassed == 1:
@@ -367,6 +391,8 @@ def mode_set(module: Any, mode: bool = True) -> After:
     model = _models.get(module) or _inner.get(module)
     if model is not None:
         model.evaluation_at = None if mode else places.here()
+        model.evaluation.is_due |= not mode
+        (_due.discard if mode else _due.add)(model.number)
         _locator.evaluate(not mode)
     return None
 

@@ -100,6 +100,9 @@ def _at_the_end(history: History, by_rank: Indexed, ranks: tuple[int, ...], igno
     """The parameters of a model of DDP at the end of the script, as if the last step had been looked at."""
     ends = {event["rank"]: event.get("parameters") or {} for event in history.of("exit") if event["rank"] in ranks}
     lasts = {rank: by_rank[rank][max(by_rank[rank])] for rank in ranks}
+    loads = [event for event in history.of("state") if event["rank"] in ranks and "model" in event]
+    if any(event["step"] > lasts[event["rank"]]["step"] for event in loads):  # the end tells of a file
+        return []
     now = {rank: ends.get(rank, {}).get(str(last.get("model", 0))) for rank, last in lasts.items()}
     if differ({rank: len(by_rank[rank]) for rank in ranks}) or not all(isinstance(each, dict) for each in now.values()):
         return []

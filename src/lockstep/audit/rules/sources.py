@@ -169,12 +169,12 @@ def sets_rates(path: str) -> list[int]:
     return sorted(target.lineno for target in targets if "['lr']" in ast.unparse(target))
 
 
-def for_one_rank(path: str) -> list[int]:
-    """Lines of calls that change something, below an `if` that asks for the rank."""
+def for_one_rank(path: str, words: Sequence[str] = _CHANGES) -> list[int]:
+    """Lines of calls that change something, by the words in their names, below an `if` that asks for the rank."""
     branches = [node for node in nodes(path) if isinstance(node, ast.If)]
     branches = [b for b in branches if any(w in _name(n).lower() for n in ast.walk(b.test) for w in _OF_ONE_RANK)]
     found = [each for branch in branches for each in branch.body if isinstance(each, ast.Expr)]
-    return sorted(each.lineno for each in found if any(word in _name(each.value).lower() for word in _CHANGES))
+    return sorted(each.lineno for each in found if any(word in _name(each.value).lower() for word in words))
 
 
 def unfreezes(path: str, wrapped: int) -> int | None:
