@@ -70,6 +70,8 @@ _samplers = Numbers()
 _samplers_at: Registry[list[str | int] | None] = Registry()
 _made_for: Registry[list[str | int] | None] = Registry()
 _count = 0
+last: Pass | None = None
+"""The iteration that began last."""
 given: list[tuple[Pass, dict[str, Any]]] = []
 """Batches since the last optimizer step."""
 
@@ -103,7 +105,7 @@ def iteration_begins(loader: Any) -> After:
     at, by_user = places.here(), places.is_by_user(sys._getframe(3))
 
     def after(result: Any, error: BaseException | None) -> None:
-        global _count
+        global _count, last
         if error is not None:
             return
         known = _loaders.get(loader)
@@ -118,7 +120,7 @@ def iteration_begins(loader: Any) -> After:
         is_map_style = not isinstance(loader.dataset, torch.utils.data.IterableDataset)
         rounds = 0 if is_map_style else 2 * loader.num_workers
         known.open = Pass(known, known.epochs, at, dict(vars(recorder.counts)), is_map_style, rounds)
-        _open[known.number] = known.open
+        _open[known.number] = last = known.open
         known.epochs += 1
         early = getattr(result, "_sampler_iter", None)  # workers have drawn indices before this returns
         if isinstance(early, _Drawing):
