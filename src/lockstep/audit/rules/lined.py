@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
-from lockstep.audit.rules import sources
+from lockstep.audit.rules import orders
 from lockstep.audit.rules.facts import line, place, rule
 from lockstep.audit.rules.loaders import Iteration, iterations
 
@@ -34,10 +34,8 @@ def order_of_ranks(history: History) -> Iterable[Finding] | str:
             first = lone[min(by_rank)] or {}
             shown = [by_rank[rank].indices[:3] for rank in sorted(by_rank)[:2]]
             evidence = f"the sampler dealt samples {', '.join(map(str, shown[0]))}, ... to rank 0 and "
-            evidence += (
-                f"{', '.join(map(str, shown[1]))}, ... to rank 1; one gather has the rows of rank 0, then those "
-            )
-            evidence += f"of rank 1; {use}"
+            evidence += f"{', '.join(map(str, shown[1]))}, ... to rank 1; one gather has the rows of rank 0, then "
+            evidence += f"those of rank 1; {use}"
             cause = "no labels, ids or indices were gathered with them, so each row stands beside another sample"
             remedy = "gather the indices, too, and sort by them, or torch.stack(parts, 1).flatten()"
             at, ranks = place(first.get("at")), tuple(by_rank)
@@ -82,9 +80,9 @@ def _use(history: History, gather: Event, size: int, world: int, rows: dict[tupl
     mine = [event for event in mine if event["step"] == gather["step"]]
     counts = (size, -(-size // world) * world)
     for event in mine:
-        told, known = line(event.get("at")), sources.reorders(event, gather)
+        told, known = line(event.get("at")), orders.reorders(event, gather)
         is_beside = event["kind"] == "lined_up" and event.get("gathered_at") == gather.get("at")
-        if is_beside and event["rows"] in counts and not sources.strides(event, gather):
+        if is_beside and event["rows"] in counts and not orders.strides(event, gather):
             return f"{told} puts them beside {event['rows']} rows that were not gathered"
         shape = gather.get("given") or gather.get("shape") or []
         is_plain = "rows" in gather or shape[1:] in ([], [1])
@@ -103,11 +101,9 @@ def summed_again(history: History) -> Iterable[Finding] | str:
     for by_rank in lines.values():
         first = by_rank[min(by_rank)]
         is_whole = len(by_rank) == len(history.ranks) > 1 and any(event["added"] for event in by_rank.values())
-        if is_whole and not sources.resets(first.get("at")):
-            evidence = (
-                f"one tensor of {first['elements']} numbers was summed over ranks three times in place, and each "
-            )
-            evidence += "time held no less on any rank than the sum before"
+        if is_whole and not orders.resets(first.get("at")):
+            evidence = f"one tensor of {first['elements']} numbers was summed over ranks three times in place, and "
+            evidence += "each time it held no less on any rank than the sum before"
             cause = "all_reduce overwrites the count of a rank with that of all ranks, which the next sum counts again"
             remedy = "sum a copy: total = count.clone(); dist.all_reduce(total)"
             at, ranks = place(first.get("at")), tuple(by_rank)
