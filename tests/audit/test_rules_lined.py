@@ -36,7 +36,7 @@ def test_rows_of_rank_after_rank_beside_the_data_are_a_warning():
         gathered(lines=32, op="all_gather_into_tensor", given=[16], shape=[32]),
     ]
     for script in wrong:
-        (finding,) = script.found("LS608")
+        (finding,) = script.found("LS610")
         assert (finding.where.line, finding.ranks) == (41, (0, 1))
         assert "samples 0, 2, 4, ... to rank 0 and 1, 3, 5, ..." in finding.evidence
     right = [
@@ -52,7 +52,7 @@ def test_rows_of_rank_after_rank_beside_the_data_are_a_warning():
         gathered(lines=32, shape=[16, 3], elements=48),  # ids may be among the columns
         gathered(lines=32, op="all_gather_object", rows=-1, elements=None),  # records
     ]
-    assert [script.found("LS608") for script in right] == [[]] * len(right)
+    assert [script.found("LS610") for script in right] == [[]] * len(right)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_rows_that_the_text_may_bring_into_order_are_not_named(tmp_path, line, b
     script = tmp_path / "train.py"
     helper = "def in_turns(parts):\n    return sorted(parts)\n"
     script.write_text(helper + "\n" * 37 + f"def main():\n    gather(parts)\n    {line}\n" + "    write(rows)\n" * 6)
-    assert len(gathered(compared=32, file=str(script)).found("LS608")) == beside
-    assert len(gathered(lines=32, file=str(script)).found("LS608")) == written
+    assert len(gathered(compared=32, file=str(script)).found("LS610")) == beside
+    assert len(gathered(lines=32, file=str(script)).found("LS610")) == written
 
 
 def summed(ranks=(0, 1), added=True, file=FILE):
@@ -83,13 +83,13 @@ def summed(ranks=(0, 1), added=True, file=FILE):
 
 
 def test_a_count_that_is_summed_again_is_a_warning(tmp_path):
-    (finding,) = summed().found("LS609")
+    (finding,) = summed().found("LS611")
     assert (finding.where.line, finding.ranks, "3 numbers" in finding.evidence) == (33, (0, 1), True)
-    assert len(summed(added=lambda rank: rank == 1).found("LS609")) == 1
-    assert summed(ranks=[1]).found("LS609") == summed(added=False).found("LS609") == []
+    assert len(summed(added=lambda rank: rank == 1).found("LS611")) == 1
+    assert summed(ranks=[1]).found("LS611") == summed(added=False).found("LS611") == []
     found = {}
     for line in ("counts.zero_()", "counts[:] = 0", "buffer[0] = hits", "weight.grad.zero_()", "counts[0] += hits"):
         script = tmp_path / f"{len(found)}.py"
         script.write_text("\n" * 31 + f"def evaluate():\n    dist.all_reduce(counts)\n    {line}\n")
-        found[line] = len(summed(file=str(script)).found("LS609"))
+        found[line] = len(summed(file=str(script)).found("LS611"))
     assert list(found.values()) == [0, 0, 0, 1, 1], found

@@ -15,7 +15,7 @@ _FEW = 12
 _GATHERS = ("all_gather", "all_gather_into_tensor", "gather", "all_gather_object", "gather_object")
 
 
-@rule("LS608", "order-of-ranks", "gathered rows are in the order of ranks instead of that of the data", "warning")
+@rule("LS610", "order-of-ranks", "gathered rows are in the order of ranks instead of that of the data", "warning")
 def order_of_ranks(history: History) -> Iterable[Finding] | str:
     """Predictions of each rank's part, one rank's behind the other's, beside the data in their own order."""
     rows = {(text["rank"], text["path"]): text["lines"] for text in history.of("text")}
@@ -39,7 +39,7 @@ def order_of_ranks(history: History) -> Iterable[Finding] | str:
             cause = "no labels, ids or indices were gathered with them, so each row stands beside another sample"
             remedy = "gather the indices, too, and sort by them, or torch.stack(parts, 1).flatten()"
             at, ranks = place(first.get("at")), tuple(by_rank)
-            findings.setdefault(str(at), Finding("LS608", at, evidence, cause, remedy, ranks, first.get("step")))
+            findings.setdefault(str(at), Finding("LS610", at, evidence, cause, remedy, ranks, first.get("step")))
     return list(findings.values()) if seen else "no rows of a whole evaluation were gathered, once and for themselves"
 
 
@@ -92,7 +92,7 @@ def _use(history: History, gather: Event, size: int, world: int, rows: dict[tupl
     return None
 
 
-@rule("LS609", "summed-again", "a running count is summed over ranks again", "warning")
+@rule("LS611", "summed-again", "a running count is summed over ranks again", "warning")
 def summed_again(history: History) -> Iterable[Finding] | str:
     """A sum over ranks in place of the count that goes on: it then has what all ranks counted."""
     lines, findings = dict[str, dict[int, Event]](), []
@@ -107,6 +107,6 @@ def summed_again(history: History) -> Iterable[Finding] | str:
             cause = "all_reduce overwrites the count of a rank with that of all ranks, which the next sum counts again"
             remedy = "sum a copy: total = count.clone(); dist.all_reduce(total)"
             at, ranks = place(first.get("at")), tuple(by_rank)
-            findings.append(Finding("LS609", at, evidence, cause, remedy, ranks, first["step"]))
+            findings.append(Finding("LS611", at, evidence, cause, remedy, ranks, first["step"]))
     calls = [e for e in history.of("collective") if e.get("op") == "all_reduce" and e.get("reduce_op") == "SUM"]
     return findings if calls or lines else "nothing was summed over ranks in Python"
