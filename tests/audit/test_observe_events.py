@@ -25,6 +25,7 @@ from lockstep.audit.observe import (
     frozen,
     gathers,
     gradients,
+    lined,
     means,
     models,
     past,
@@ -560,3 +561,69 @@ def test_buffers_of_the_script_are_summed_where_ddp_is_about_to_overwrite_them(m
     assert [each["model"] for each in told] == [7, 8]
     assert told[0]["sums"] == {"codes": [pytest.approx(math.cos(1) - math.cos(2)), pytest.approx(math.sqrt(2)), 2]}
     assert (told[0]["files"], told[0]["classes"]) == ({"codes": [__file__]}, {"codes": "Layer"})
+
+
+def told_by(monkeypatch):
+    told = []
+    monkeypatch.setattr(lined.recorder, "emit", lambda kind, limit=None, **keys: told.append((kind, keys)))
+    return told
+
+
+def test_rows_in_the_order_of_ranks_are_told_where_they_stand_beside_others(monkeypatch):
+    told, mine = told_by(monkeypatch), torch.arange(8.0).repeat(2)
+    parts = [mine, mine + 10]
+    turn = types.SimpleNamespace(batches=2, samples=16)
+    monkeypatch.setattr(data, "last", turn)
+    monkeypatch.setattr(lined, "_gathered", lined.deque())
+    assert lined.note("all_gather", [parts, mine], ["train.py", 1, "main"]) == {"given": [16]}
+    both, labels = torch.cat(parts), torch.ones(31)
+    lined.compared(both[:31], labels)
+    kind, keys = told[0]
+    assert (kind, keys["gathered_at"], keys["rows"]) == ("lined_up", ["train.py", 1, "main"], 31)
+    assert len(told) == 1
+    lined.compared(torch.stack(parts, 1).flatten()[:31], labels)
+    lined.compared(both, both)
+    lined.compared(both, 1.0)
+    lined.compared(mine, mine + 1)
+    assert len(told) == 1
+    scores = [torch.eye(3)[(each.long() + rank) % 3] for rank, each in enumerate(parts)]
+    lined.note("all_gather_into_tensor", [torch.cat(scores), scores[0]], None)
+    lined.compared(torch.ones(32), torch.cat(scores).argmax(1))
+    assert len(told) == 2
+    assert lined.note("all_gather_object", [[None, None], [0.5, 0.25]], None) == {"rows": 2}
+    assert lined.note("gather_object", [{"ids": [1], "rows": [2]}], None) == {"rows": -1}
+
+
+def test_a_count_that_grows_from_sum_to_sum_is_told(monkeypatch):
+    told = told_by(monkeypatch)
+
+    def report(turns, begins_anew=False, factor=2.0):
+        count = torch.zeros(2)
+        for _ in range(turns):
+            count = torch.zeros(2) if begins_anew == "other" else count.zero_() if begins_anew else count
+            count += torch.tensor([3.0, 0.0])
+            before = lined.before_sum(count)
+            count *= 2
+            lined.summed(count, before, ["train.py", turns, factor])
+            count *= factor / 2
+
+    for right in ({"turns": 2}, {"turns": 5, "begins_anew": True}, {"turns": 5, "begins_anew": "other"}):
+        report(**right)
+    report(5, factor=1.0)  # a mean
+    assert told == []
+    report(3)
+    assert [(kind, keys["elements"], keys["added"]) for kind, keys in told] == [("summed_again", 2, True)]
+    negative, large = torch.tensor([1.0, -1.0]), torch.ones(2000)
+    assert [lined.before_sum(each) for each in (negative, large, torch.zeros(2))] == [None] * 3
+
+
+def test_more_samples_are_read_of_a_data_set_where_that_is_quick(monkeypatch):
+    told = []
+    monkeypatch.setattr(contents.recorder, "emit", lambda kind, samples, **keys: told.append(samples))
+    contents._probe(list(range(1000)), None, {"dataset_size": 1000})
+    clock = iter(range(1000))
+    monkeypatch.setattr(contents.time, "monotonic", lambda: next(clock))
+    contents._probe(list(range(1000)), None, {"dataset_size": 1000})
+    assert [len(samples) for samples in told] == [65, 9]
+    assert told[1].keys() < told[0].keys()
+    assert list(told[0]) == sorted(told[0])

@@ -200,7 +200,14 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             ("exp" or "sqrt"),
                                                             value (of one number), mean_of: {means, numbers, least,
                                                             most, unequal, weighted} where that number is the mean of
-                                                            means that one line computed outside of training
+                                                            means that one line computed outside of training,
+                                                            given (shape, where results are gathered), rows (of an
+                                                            object: of a list of plain values; -1: another object)
+    lined_up      rows that the script compares with others gathered_at, rows: in the order of ranks, after an
+                  or takes a loss of                        evaluation of several batches
+    summed_again  the third all_reduce of one tensor, which elements, added (the script added to a sum)
+                  held no less each time than the sum       once for each line
+                  before
     save          torch.save, safetensors' save_file, DCP,  path (absolute), keys (top-level names, if a dict), how
                   and open(..., "w") by the script          ("torch.save", "safetensors", "dcp", "open", then also
                                                             mode), shards: [name, ...] of tensors that are shards

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.audit.observe import digests, gathers, means, models, places, torch_state
+from lockstep.audit.observe import digests, gathers, lined, means, models, places, torch_state
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.gradients import Reduction, gradients
 from lockstep.audit.observe.recorder import LAUNCHER, recorder
@@ -32,6 +32,7 @@ _CALLS = (
     "scatter_object_list all_reduce_coalesced all_gather_coalesced send recv isend irecv batch_isend_irecv"
 )
 COLLECTIVES = tuple(_CALLS.split())
+_GATHERS = ("all_gather", "all_gather_into_tensor", "gather", "all_gather_object", "gather_object")
 _USE_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
@@ -106,6 +107,10 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
     event |= {"reduce_op": reduce_op or ("SUM" if name in ("all_reduce", "reduce", "reduce_scatter") else None)}
     event |= {"sequence": _sequences[group_name] - 1, "root": _root(name, arguments, named)}
     event |= {"divided_integer": True if reduce_op == "AVG" and tensor is not None and _is_integer(tensor) else None}
+    if name in _GATHERS:
+        event |= recorder.guard("gathered rows", lined.note, name, values, at) or {}
+    is_sum = reduction is not None and reduction.parameter is None and event["reduce_op"] == "SUM"
+    before = recorder.guard("running counts", lined.before_sum, tensor) if is_sum else None
     event |= {**seen}
     recorder.emit("collective", limit=_EACH_LINE, **event)
     if name in ("all_gather", "all_gather_into_tensor", "all_gather_object"):
@@ -121,6 +126,8 @@ def collective(name: str, /, *arguments: Any, **named: Any) -> After:
             reduction.after(result)
             if reduction.op == "SUM" and reduction.tensor.numel() <= _SMALL:
                 means.summed.put(reduction.tensor, at)
+            if before is not None and result is None:
+                recorder.guard("running counts", lined.summed, reduction.tensor, before, at)
 
     return after
 

@@ -20,7 +20,8 @@ from lockstep.audit.observe import digests, places
 from lockstep.audit.observe.data import After, loader_at
 from lockstep.audit.observe.recorder import recorder
 
-_PROBED = 8
+_PROBED, _MORE, _QUICK_S = 8, 64, 0.3
+"""So many samples are read of each data set, and so many where that is quick: of few classes, few may differ."""
 _GOLDEN = 0.6180339887498949  # spreads the chosen samples without a period
 _VALUES = 64
 _STREAMED = 8
@@ -73,16 +74,18 @@ def _probe(dataset: Any, collate: Any, told: dict[str, Any]) -> None:
     size = told["dataset_size"]
     states = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
     try:
-        chosen = sorted({int(size * (part * _GOLDEN % 1)) for part in range(_PROBED)} | {size - 1})
-        samples = {}
-        for index in chosen:
+        chosen = [size - 1, *(int(size * (part * _GOLDEN % 1)) for part in range(_MORE))]
+        samples, end = {}, time.monotonic() + _QUICK_S
+        for place, index in enumerate(dict.fromkeys(chosen)):
+            if place > _PROBED and time.monotonic() > end:
+                break
             first, second = _read(dataset, collate, index), _read(dataset, collate, index)
             samples[index] = [one if one == other else None for one, other in zip(first, second, strict=False)]
     finally:
         random.setstate(states[0])
         numpy.random.set_state(states[1])
         torch.set_rng_state(states[2])
-    recorder.emit("probe", samples=samples, **told)
+    recorder.emit("probe", samples=dict(sorted(samples.items())), **told)
 
 
 def _read(dataset: Any, collate: Any, index: int) -> list[Any]:

@@ -73,6 +73,8 @@ _made_for: Registry[list[str | int] | None] = Registry()
 _skips: Registry[tuple[int, list[str | int] | None]] = Registry()
 """Of loaders that leave out their first batches: how many, and where the script asked for it."""
 _count = 0
+last: Pass | None = None
+"""The iteration that began last."""
 given: list[tuple[Pass, dict[str, Any]]] = []
 """Batches since the last optimizer step."""
 
@@ -123,7 +125,7 @@ def iteration_begins(loader: Any) -> After:
     at, by_user = places.here(), places.is_by_user(sys._getframe(3))
 
     def after(result: Any, error: BaseException | None) -> None:
-        global _count
+        global _count, last
         if error is not None:
             return
         known = _loaders.get(loader)
@@ -138,7 +140,7 @@ def iteration_begins(loader: Any) -> After:
         is_map_style = not isinstance(loader.dataset, torch.utils.data.IterableDataset)
         rounds = 0 if is_map_style else 2 * loader.num_workers
         known.open = Pass(known, known.epochs, at, dict(vars(recorder.counts)), is_map_style, rounds)
-        _open[known.number] = known.open
+        _open[known.number] = last = known.open
         known.epochs += 1
         early = getattr(result, "_sampler_iter", None)  # workers have drawn indices before this returns
         if isinstance(early, _Drawing):

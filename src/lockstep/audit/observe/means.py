@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import digests, places, torch_state
+from lockstep.audit.observe import digests, lined, places, torch_state
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
@@ -29,6 +29,7 @@ summed: Registry[list[str | int] | None] = Registry()
 def loss(output: Any, target: Any = None, *arguments: Any, **named: Any) -> After:
     """A loss of torch.nn.functional, outside of training. In training: the weights of classes, and where it is."""
     global _last_loss, _last_labels
+    recorder.guard("gathered rows", lined.compared, output, target)
     if torch.is_grad_enabled():
         is_sampled = recorder.is_sampled(recorder.counts.optimizer_steps)
         _last_loss, _last_labels = places.here(), _counted(target, **named) if is_sampled else None

@@ -34,6 +34,7 @@ from lockstep.audit.observe import (
 from lockstep.audit.observe.frameworks import gathered, gathers, logged, noted, padded, ran, scaled
 from lockstep.audit.observe.gathers import by_lightning
 from lockstep.audit.observe.gradients import gradients, watch_hooks
+from lockstep.audit.observe.lined import compared
 from lockstep.audit.observe.means import LOSSES, arranged, curved, divided, floor_divided, loss, mean
 from lockstep.audit.observe.passes import backward, clipped, drawn
 from lockstep.audit.observe.recorder import is_child, recorder
@@ -124,6 +125,7 @@ def _patches() -> list[Patch]:
         *_of_files(),
     ]
     found += [Patch("torch.nn.functional", name, loss) for name in LOSSES]
+    found += [Patch("torch", f"Tensor.{name}", compared, is_frequent=True) for name in ("__eq__", "__sub__")]
     found += [Patch("torch", f"Tensor.{name}", floor_divided) for name in _FLOOR]
     found += [Patch("torch", "Tensor.mean", mean), Patch("torch", "arange", arranged)]
     found += [Patch("torch", "Tensor.__truediv__", divided, is_frequent=True)]
