@@ -99,8 +99,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     unfrozen      parameters whose requires_grad differs    model, names: [name, ...]
                   from the wrapping, at a sampled optimizer   (now trainable; frozen: now frozen)
                   step or every 10th                        added: those that came after the wrapping; unowned:
-                                                            those in no optimizer; `at`: of requires_grad_();
-                                                            at_step (else `at` is only the step's)
+                                                            those in no optimizer; `at`: of requires_grad_(), or of
+                                                            BaseFinetuning; at_step: only the step's
     optimizer     the first step of an optimizer            optimizer (id), class, made_at, groups: [{parameters, lr,
                                                             ...}], hyperparameters by group without parameters; owned
                                                             (its parameters that watched models have), foreign (those
@@ -159,6 +159,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     scheduler     a scheduler's step, where the number of   scheduler (id), class, per_step (its steps since the last
                   steps since the last optimizer step is    optimizer step), metric (of ReduceLROnPlateau), lr
                   not the number of before
+    asked         the script sets a flag of Lightning's     what (should_stop, should_training_stop, should_save, ...)
+                  Trainer or of a TrainerControl to true
     stopped       fit of Lightning, or train of
                   transformers, ended early
     hook          DDP.register_comm_hook                    model, name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from lockstep.audit.observe import (
     stuck,
     training,
 )
-from lockstep.audit.observe.frameworks import gathered, gathers, logged, noted, ran, scaled
+from lockstep.audit.observe.frameworks import asked, gathered, gathers, logged, noted, ran, scaled
 from lockstep.audit.observe.gradients import gradients, watch_hooks
 from lockstep.audit.observe.means import LOSSES, arranged, curved, divided, floor_divided, loss, mean
 from lockstep.audit.observe.passes import backward, clipped, drawn
@@ -39,6 +40,7 @@ from lockstep.audit.observe.recorder import is_child, recorder
 Observer = Callable[..., data.After]
 _LIGHTNING, _SCHEDULERS = ("lightning.pytorch", "pytorch_lightning"), ("LRScheduler", "LambdaLR")
 _FREED = (("torch.nn.modules.module", "Module.requires_grad_"), ("torch", "Tensor.requires_grad_"))
+_TUNING = ("callbacks.finetuning", "BaseFinetuning")
 _SLOW = ("transformers", "datasets", "sklearn")
 _FLOOR = ("__floordiv__", "__ifloordiv__", "floor_divide", "floor_divide_")
 
@@ -110,6 +112,11 @@ def _patches() -> list[Patch]:
         Patch("accelerate.data_loader", "IterableDatasetShard.__init__", contents.shard_made),
         *(Patch(f"{name}.core.module", "LightningModule.log", logged) for name in _LIGHTNING),
         *(Patch(f"{name}.trainer.trainer", "Trainer.fit", ran) for name in _LIGHTNING),
+        *(Patch(f"{name}.trainer.trainer", "Trainer.__setattr__", asked) for name in _LIGHTNING),
+        Patch("transformers.trainer_callback", "TrainerControl.__setattr__", asked),
+        *(Patch(f"{name}.core.module", "LightningModule.unfreeze", made.freed_by_framework) for name in _LIGHTNING),
+        *(Patch(f"{name}.{_TUNING[0]}", f"{_TUNING[1]}.__init__", made.callback_made) for name in _LIGHTNING),
+        *(Patch(f"{n}.{_TUNING[0]}", f"{_TUNING[1]}.make_trainable", made.freed_by_framework) for n in _LIGHTNING),
         Patch("transformers.trainer", "Trainer.log", noted),
         Patch("transformers.trainer", "Trainer.compute_loss", scaled),
         Patch("transformers.trainer", "Trainer.train", ran),
@@ -203,7 +210,8 @@ def apply(patch: Patch) -> None:
     if not callable(original):
         raise AttributeError(f"{patch} is no function")
     observed = around(str(patch), original, patch.observer, patch.is_frequent)
-    setattr(owner, last, observed)
+    is_static = isinstance(inspect.getattr_static(owner, last), staticmethod)
+    setattr(owner, last, staticmethod(observed) if is_static else observed)
     for alias in patch.aliases:
         module = sys.modules.get(alias)
         if module is not None and getattr(module, last, None) is original:
