@@ -334,3 +334,31 @@ def test_a_rank_that_decides_for_itself_is_named_where_it_does(tmp_path):
         assert line(hung(parted()), rule) == 4
         assert line(hung(parted(is_complete=True)), rule) == 5  # its loader was shorter
     assert line(called(parted().add("asked", at=at(3), what="should_stop")), "LS501") == 4  # all ranks asked
+
+
+def test_a_state_of_a_generator_that_all_ranks_load_is_named(tmp_path):
+    text = (
+        "def load(self, state):\n    self.rng.set_state(state)\nloader = Loader(stream)\nrng.bit_generator.state = 3\n"
+    )
+    path = written(tmp_path, text)
+    assert sources.restores(path) == [2, 4]
+
+    def resumed(loaded="a.pt", generators="same", state=None, **keys):
+        script = Script().add("load", at=at(30), path=loaded)
+        script = script.add("generator", at=at(31), digest=state) if state else script
+        told = {"sampler_kind": None, "is_iterable": True, "generators": generators, "defined_in": path}
+        script.epoch(lambda rank: [[0, 1], [2, 3]], **told | keys)
+        script.events = [event for event in script.events if event["kind"] != "indices"]
+        return line(script, "LS101")
+
+    assert [resumed(), resumed(state="same"), resumed(state=str)] == [2, 31, 2]
+    own = [resumed(loaded=str), resumed(generators=str), resumed(generators=None), resumed(is_iterable=False)]
+    assert own == [10] * 4
+
+    def without_loader(state):
+        script = Script().add("load", at=at(30), path="a.pt").add("generator", at=at(31), digest=state)
+        for number in range(4):
+            script.add("inputs", at=at(25), model=0, digest=f"batch {number}")
+        return line(script, "LS101")
+
+    assert (without_loader("same"), without_loader(str)) == (31, 25)

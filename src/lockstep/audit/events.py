@@ -23,6 +23,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     split         torch.utils.data.random_split; Subset by  lengths, digest (of the drawn indices), by (what took
                   the script; datasets, sklearn             them, where it is not random_split: then the digest is
                                                             of the first 1,000, or of sklearn's random state)
+    generator     torch.set_rng_state, random.setstate,     digest (of the state)
+                  numpy.random.set_state by the script
     set_epoch     DistributedSampler.set_epoch              sampler (id), epoch
     loader        an iteration over a DataLoader begins     loader (id), made_at, epoch (iterations of this loader
                                                             before), dataset (class name), dataset_size, batches
@@ -39,6 +41,10 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             for each index), defined_in (file of the data set's class),
                                                             sampler_at (where the script made the sampler that deals),
                                                             dataset_at (where it made the data set),
+                                                            reordered: {kind, at} of the sampler of the script's loader
+                                                            of these data, whose order a sampler of this shuffles,
+                                                            generators (digest of the states of those that a stream or
+                                                            its loader holds),
                                                             by_framework (the script does not iterate itself)
     indices       every 50 batches, and at an epoch's end   loader, epoch, first (number of the first batch), batches:
                                                             [[index, ...], ...] of map-style data; at most 100,000

@@ -26,6 +26,7 @@ from lockstep.audit.observe import (
     files,
     made,
     models,
+    orders,
     schedules,
     splits,
     stuck,
@@ -165,6 +166,9 @@ def _of_files() -> list[Patch]:
         Patch("torch.optim.optimizer", "Optimizer.load_state_dict", restored["optimizer"]),
         *(Patch("torch.optim.lr_scheduler", f"{name}.load_state_dict", restored["scheduler"]) for name in _SCHEDULERS),
         Patch("torch.amp.grad_scaler", "GradScaler.load_state_dict", restored["scaler"]),
+        Patch("torch.random", "set_rng_state", orders.restored, ("torch",)),
+        Patch("random", "setstate", orders.restored),
+        Patch("numpy.random", "set_state", orders.restored),
     ]
 
 
