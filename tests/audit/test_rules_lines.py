@@ -337,11 +337,9 @@ def test_a_rank_that_decides_for_itself_is_named_where_it_does(tmp_path):
 
 
 def test_a_state_of_a_generator_that_all_ranks_load_is_named(tmp_path):
-    text = (
-        "def load(self, state):\n    self.rng.set_state(state)\nloader = Loader(stream)\nrng.bit_generator.state = 3\n"
+    path = written(
+        tmp_path, "def load(self, state):\n    self.rng.set_state(state)\nself.own.bit_generator.state = 3\n"
     )
-    path = written(tmp_path, text)
-    assert sources.restores(path) == [2, 4]
 
     def resumed(loaded="a.pt", generators="same", state=None, **keys):
         script = Script().add("load", at=at(30), path=loaded)
@@ -354,6 +352,9 @@ def test_a_state_of_a_generator_that_all_ranks_load_is_named(tmp_path):
     assert [resumed(), resumed(state="same"), resumed(state=str)] == [2, 31, 2]
     own = [resumed(loaded=str), resumed(generators=str), resumed(generators=None), resumed(is_iterable=False)]
     assert own == [10] * 4
+    written(tmp_path, "loader = DataLoader(stream)\nself.own.bit_generator.state = 3\n")
+    sources.nodes.cache_clear()
+    assert resumed() == 2
 
     def without_loader(state):
         script = Script().add("load", at=at(30), path="a.pt").add("generator", at=at(31), digest=state)

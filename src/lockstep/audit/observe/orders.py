@@ -63,7 +63,7 @@ def _words(code: CodeType) -> set[str]:
 def generators(*owners: Any) -> str | None:
     """A digest of the states of the generators that objects hold, which draw nothing here. None: there are none."""
     held = [each for owner in owners for each in getattr(owner, "__dict__", {}).values()]
-    states = [each.get_state().tolist() for each in held if isinstance(each, torch.Generator)]
+    states: list[Any] = [each.get_state().tolist() for each in held if isinstance(each, torch.Generator)]
     states += [each.getstate() for each in held if isinstance(each, random.Random)]
     states += [each.bit_generator.state for each in held if hasattr(each, "bit_generator")]
     return hashlib.sha256(repr(states).encode()).hexdigest()[:16] if states else None

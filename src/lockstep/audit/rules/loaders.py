@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Place
 from lockstep.audit.rules import sources
 from lockstep.audit.rules.facts import Key, differ, keys, place
+
+_STATES = ("set_state", "setstate", "set_rng_state", "set_rng_state_all")
 
 
 @dataclass
@@ -101,8 +104,16 @@ def restored(history: History, begins: Mapping[int, Event]) -> Place | None:
     if first["kind"] == "loader" and (None in held.values() or differ(held)):
         return None
     files = [first.get("defined_in"), *(at[0] for at in (first.get("made_at"), first.get("at")) if at)]
-    rows = [(file, row) for file in dict.fromkeys(files) if file for row in sources.restores(file)]
+    rows = [(file, row) for file in dict.fromkeys(files) if file for row in _sets_states(file)]
     return Place(*rows[0], "") if rows else None
+
+
+def _sets_states(path: str) -> list[int]:
+    """Lines of a file that set the state of a generator of random numbers."""
+    calls = [n for n in sources.nodes(path) if isinstance(n, ast.Call)]
+    rows = [call.lineno for call in calls if ast.unparse(call.func).rpartition(".")[2] in _STATES]
+    targets = [target for n in sources.nodes(path) if isinstance(n, ast.Assign) for target in n.targets]
+    return sorted([*rows, *(t.lineno for t in targets if ast.unparse(t).endswith(".bit_generator.state"))])
 
 
 def _mark_used(history: History, by_id: dict[tuple[int, int, int], Iteration]) -> None:

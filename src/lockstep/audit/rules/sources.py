@@ -14,7 +14,6 @@ _OF_ONE_RANK = ("rank", "main", "master")
 _HARMLESS = ("requires_grad_", "detach_")
 _JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "gather")
 _STOPS = ("should_training_stop", "should_epoch_stop", "should_stop")
-_STATES = ("set_state", "setstate", "set_rng_state", "set_rng_state_all")
 _CHANGES = ("update", "step", "average", "lerp", "mul_", "add_", "copy_", "load_state_dict")
 
 
@@ -109,13 +108,6 @@ def _breaks(node: ast.AST, is_own: bool = True) -> Iterator[int]:
             yield child.lineno
         elif not isinstance(child, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
             yield from _breaks(child, is_own and not isinstance(child, (ast.For, ast.While)))
-
-
-def restores(path: str) -> list[int]:
-    """Lines that set the state of a generator of random numbers."""
-    calls = [n.lineno for n in nodes(path) if isinstance(n, ast.Call) and _name(n) in _STATES]
-    targets = [target for n in nodes(path) if isinstance(n, ast.Assign) for target in n.targets]
-    return sorted([*calls, *(t.lineno for t in targets if ast.unparse(t).endswith(".bit_generator.state"))])
 
 
 def cuts(path: str) -> bool:
