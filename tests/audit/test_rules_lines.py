@@ -337,9 +337,7 @@ def test_a_rank_that_decides_for_itself_is_named_where_it_does(tmp_path):
 
 
 def test_a_state_of_a_generator_that_all_ranks_load_is_named(tmp_path):
-    path = written(
-        tmp_path, "def load(self, state):\n    self.rng.set_state(state)\nself.own.bit_generator.state = 3\n"
-    )
+    path = written(tmp_path, "def load(self, state):\n    self.rng.set_state(state)\nown.bit_generator.state = 3\n")
 
     def resumed(loaded="a.pt", generators="same", state=None, **keys):
         script = Script().add("load", at=at(30), path=loaded)
