@@ -160,7 +160,7 @@ def ranks_wait(history: History) -> Iterable[Finding] | str:
     for other in own:
         rows = sources.ways_out(own[rank].file, own[other].line, own[rank].line) if at else []
         at = own[rank]._replace(line=rows[-1]) if rows else at
-    return [_decided(history, Finding("LS502", at, evidence, cause, remedy, tuple(stuck), step))]
+    return [_decided(history, Finding("LS502", at, evidence, cause, remedy, tuple(stuck), step), own)]
 
 
 def _where(stuck: Mapping[int, Event]) -> dict[int, str]:

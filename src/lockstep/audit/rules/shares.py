@@ -227,12 +227,16 @@ def order_lost(history: History) -> Iterable[Finding] | str:
         first = next(iter(by_rank.values())).begin
         if told := first.get("reordered"):
             kind, at = told["kind"], told.get("at") or first.get("made_at") or first.get("at")
-            dealt = (first.get("distributed") or {}).get("kind") or first.get("sampler_kind")
-            evidence = f"the script's loader has {kind}, and a {dealt} gave its samples in a random order to "
+            dealt = first.get("distributed") or {}
+            other = dealt.get("kind") if dealt.get("shuffle") else first.get("sampler_kind")
+            evidence = f"the script's loader has {kind}, and a {other} gave its samples in a random order to "
             evidence += f"{named(by_rank)}: {some(map(str, next(iter(by_rank.values())).indices), 5)}"
-            cause = f"what deals samples to ranks was put around or in place of {kind}, with shuffle=True"
+            cause = f"what deals samples to ranks was put around or in place of {kind}, and it shuffles"
             remedy = f"let {kind} give each rank its part (order[rank::world_size]) and forbid the other sampler: "
-            remedy += "use_distributed_sampler=False of Lightning's Trainer, shuffle=False of a wrapper of your own"
+            remedy += (
+                "use_distributed_sampler=False of Lightning's Trainer, use_seedable_sampler=False of Accelerate, or "
+            )
+            remedy += "shuffle=False of a wrapper of your own"
             findings[place(at)] = Finding("LS113", place(at), evidence, cause, remedy, tuple(by_rank), first["step"])
     return list(findings.values()) if firsts else "no DataLoader in training"
 
