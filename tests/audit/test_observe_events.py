@@ -7,6 +7,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import textwrap
 import types
 from pathlib import Path
 
@@ -26,8 +27,10 @@ from lockstep.audit.observe import (
     gathers,
     gradients,
     lined,
+    made,
     means,
     models,
+    orders,
     past,
     schedules,
     self_test,
@@ -466,6 +469,93 @@ class _Noting(torch.nn.Module):
 
     def forward(self):
         frozen.note(self)
+
+
+def test_what_a_script_asks_of_a_framework_is_told_with_its_line(monkeypatch, tmp_path):
+    told, framework = [], types.ModuleType("framework")
+    text = """
+    class Trainer:
+        should_stop = done = False
+        def fit(self, callback):
+            self.should_stop = self.done
+            callback.on_train_epoch_start()
+    class Tuning:
+        def __init__(self):
+            pass
+        @staticmethod
+        def make_trainable(modules):
+            pass
+        def on_train_epoch_start(self):
+            self.tune()
+        def tune(self):
+            self.make_trainable([net])
+    """
+    exec(compile(textwrap.dedent(text), "/a/site-packages/framework.py", "exec"), vars(framework))
+    framework.net = torch.nn.Linear(2, 2)
+    monkeypatch.setitem(sys.modules, "framework", framework)
+    monkeypatch.setattr(data.recorder, "folder", tmp_path)
+    monkeypatch.setattr(data.recorder, "emit", lambda kind, limit, **keys: told.append((kind, keys["at"][1])))
+    for name, observer in {
+        "Trainer.__setattr__": frameworks.asked,
+        "Tuning.__init__": made.callback_made,
+        "Tuning.make_trainable": made.freed_by_framework,
+    }.items():
+        torch_private.apply(torch_private.Patch("framework", name, observer))
+
+    class Own(framework.Tuning):
+        def tune(self):
+            self.make_trainable(framework.net)
+
+    first, trainer = sys._getframe().f_lineno, framework.Trainer()
+    ready = framework.Tuning()
+    trainer.fit(ready)
+    assert made.freed_at[id(framework.net.weight)][1] == first + 1
+    trainer.fit(Own())
+    assert made.freed_at[id(framework.net.bias)][1] == first - 2
+    trainer.should_stop = trainer.rate = 0
+    trainer.done = trainer.should_stop = True
+    trainer.should_stop = True
+    trainer.fit(ready)
+    assert told == [("asked", first + 7)]
+
+
+def test_samplers_with_an_order_and_generators_are_seen_without_a_draw():
+    class ShortFirst(torch.utils.data.Sampler):
+        def __iter__(self):
+            raise AssertionError("an observer reads a sampler")
+
+    class Buckets(ShortFirst):
+        def __iter__(self):
+            return iter(sorted(torch.randperm(4).tolist(), key=abs))
+
+    class Balanced(ShortFirst):
+        def __iter__(self):
+            return self.mixed()
+
+        def mixed(self):
+            return iter(torch.randperm(4).tolist())
+
+    def lost(sampler, *around, given=None, other=None):
+        stream = torch.utils.data.TensorDataset(torch.zeros(4))
+        orders.chosen(stream, [sampler], given, lambda thing: ["train.py", 8, ""])
+        if other is not None:
+            orders.chosen(stream, [other], None, lambda thing: None)
+        return (orders.lost(stream, around) or {}).get("kind")
+
+    sequential, random_order = torch.utils.data.SequentialSampler([0]), torch.utils.data.RandomSampler([0])
+    shuffled = torch.utils.data.DistributedSampler([0, 1], 2, 0)
+    kept = torch.utils.data.DistributedSampler([0, 1], 2, 0, shuffle=False)
+    assert [lost(each(), shuffled) for each in (ShortFirst, Buckets, Balanced)] == ["ShortFirst", "Buckets", None]
+    assert lost(sequential, random_order, given=sequential) == "SequentialSampler"
+    right = [lost(sequential, shuffled), lost(ShortFirst(), kept), lost(ShortFirst(), shuffled, other=sequential)]
+    assert [*right, lost(random_order, shuffled, given=random_order), lost(shuffled, shuffled)] == [None] * 5
+    owner = types.SimpleNamespace(rng=torch.Generator().manual_seed(3), own=np.random.default_rng(0), n=1)
+    before = owner.rng.get_state()
+    assert orders.generators(owner) == orders.generators(types.SimpleNamespace(**vars(owner))) is not None
+    assert torch.equal(owner.rng.get_state(), before)
+    torch.rand(1, generator=owner.rng)
+    assert len({orders.generators(owner), orders.generators(types.SimpleNamespace(rng=owner.rng)), None}) == 3
+    assert orders.generators(types.SimpleNamespace(n=1)) is None
 
 
 EXTRA = os.environ.get("LOCKSTEP_TEST_EXTRA", "")  # a folder of `pip install --target` with Lightning

@@ -334,3 +334,66 @@ def test_duplicates_that_are_cut_off_by_hand_count_once(tmp_path):
     assert len(evaluated("truth = torch.cat(parts)")) == 1
     assert evaluated("truth = torch.stack(parts, 1).flatten()[:size]") == []
     assert len(evaluated("truth = torch.cat(parts)[:-1]")) == 1
+
+
+LOOPS = """\
+for batch in batches:
+    loss.backward()
+    if loss < target:
+        break
+dist.barrier()
+"""
+
+
+def test_a_rank_that_decides_for_itself_is_named_where_it_does(tmp_path):
+    path = written(tmp_path, LOOPS)
+    sources.nodes.cache_clear()
+
+    def parted(asked=None, is_complete=False):
+        script = Script().optimizer().step().step()
+        script.events = [event | {"at": [path, 2, "main"]} for event in script.events]
+        if asked is not None:
+            script.add("asked", asked, at=at(3), what="should_stop")
+        return script.add("loader_end", 0, loader=0, epoch=0, backwards=2, is_complete=is_complete)
+
+    def called(script):
+        told = {"group": "0", "sequence": 7, "shape": [4], "op": lambda rank: "broadcast" if rank else "barrier"}
+        return script.add("collective", at=lambda rank: [path, 2 if rank else 5, "main"], **told)
+
+    def left(script):
+        script.add("step", 0, optimizer=0, index=2, at=[path, 5, "main"]).exit(0)
+        return script.add("stuck", 1, at=[path, 2, "main"], stacks={}, since_s=9)
+
+    for rule, hung in {"LS501": called, "LS503": left}.items():
+        (finding,) = hung(parted(asked=0)).found(rule)
+        assert (finding.where.line, "decided this after 2 steps" in finding.cause) == (3, True)
+        assert line(hung(parted()), rule) == 4
+        assert line(hung(parted(is_complete=True)), rule) == 5  # its loader was shorter
+    assert line(called(parted().add("asked", at=at(3), what="should_stop")), "LS501") == 4  # all ranks asked
+
+
+def test_a_state_of_a_generator_that_all_ranks_load_is_named(tmp_path):
+    path = written(tmp_path, "def load(self, state):\n    self.rng.set_state(state)\nown.bit_generator.state = 3\n")
+
+    def resumed(loaded="a.pt", generators="same", state=None, **keys):
+        script = Script().add("load", at=at(30), path=loaded)
+        script = script.add("generator", at=at(31), digest=state) if state else script
+        told = {"sampler_kind": None, "is_iterable": True, "generators": generators, "defined_in": path}
+        script.epoch(lambda rank: [[0, 1], [2, 3]], **told | keys)
+        script.events = [event for event in script.events if event["kind"] != "indices"]
+        return line(script, "LS101")
+
+    assert [resumed(), resumed(state="same"), resumed(state=str)] == [2, 31, 2]
+    own = [resumed(loaded=str), resumed(generators=str), resumed(generators=None), resumed(is_iterable=False)]
+    assert own == [10] * 4
+    written(tmp_path, "loader = DataLoader(stream)\nself.own.bit_generator.state = 3\n")
+    sources.nodes.cache_clear()
+    assert resumed() == 2
+
+    def without_loader(state):
+        script = Script().add("load", at=at(30), path="a.pt").add("generator", at=at(31), digest=state)
+        for number in range(4):
+            script.add("inputs", at=at(25), model=0, digest=f"batch {number}")
+        return line(script, "LS101")
+
+    assert (without_loader("same"), without_loader(str)) == (31, 25)

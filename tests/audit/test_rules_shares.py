@@ -158,3 +158,11 @@ def test_batches_that_a_script_draws_itself_and_that_are_equal_are_named():
     assert given(lambda rank, step: str(step))[0].where.line == 23
     assert given(lambda rank, step: f"{rank} {step}") == given(lambda rank, step: "full batch") == []
     assert given(lambda rank, step: str(step), steps=2) == []
+
+
+def test_an_order_of_the_script_that_is_shuffled_away_is_a_warning():
+    lost = {"reordered": {"kind": "ShortFirst", "at": at(8)}, "distributed": dealt(kind="DistributedSamplerWrapper")}
+    (finding,) = trained(**lost).found("LS113")
+    assert (finding.where.line, "ShortFirst, and a DistributedSamplerWrapper" in finding.evidence) == (8, True)
+    assert trained(distributed=dealt()).found("LS113") == []
+    assert trained(**lost, train=False).found("LS113") == []

@@ -23,6 +23,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     split         torch.utils.data.random_split; Subset by  lengths, digest (of the drawn indices), by (what took
                   the script; datasets, sklearn             them, where it is not random_split: then the digest is
                                                             of the first 1,000, or of sklearn's random state)
+    generator     torch.set_rng_state, random.setstate,     digest (of the state)
+                  numpy.random.set_state by the script
     set_epoch     DistributedSampler.set_epoch              sampler (id), epoch
     loader        an iteration over a DataLoader begins     loader (id), made_at, epoch (iterations of this loader
                                                             before), dataset (class name), dataset_size, batches
@@ -40,6 +42,10 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             sampler_at (where the script made the sampler that deals),
                                                             dataset_at (where it made the data set), skips: [n,
                                                             place] of Accelerate's skip_first_batches,
+                                                            reordered: {kind, at} of the sampler of the script's loader
+                                                            of these data, whose order a sampler of this shuffles,
+                                                            generators (digest of the states of those that a stream or
+                                                            its loader holds),
                                                             by_framework (the script does not iterate itself)
     indices       every 50 batches, and at an epoch's end   loader, epoch, first (number of the first batch), batches:
                                                             [[index, ...], ...] of map-style data; at most 100,000
@@ -110,8 +116,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     unfrozen      parameters whose requires_grad differs    model, names: [name, ...]
                   from the wrapping, at a sampled optimizer   (now trainable; frozen: now frozen)
                   step or every 10th                        added: those that came after the wrapping; unowned:
-                                                            those in no optimizer; `at`: of requires_grad_();
-                                                            at_step (else `at` is only the step's)
+                                                            those in no optimizer; `at`: of requires_grad_(), or of
+                                                            BaseFinetuning; at_step: only the step's
     optimizer     the first step of an optimizer            optimizer (id), class, made_at, groups: [{parameters, lr,
                                                             ...}], hyperparameters by group without parameters; owned
                                                             (its parameters that watched models have), foreign (those
@@ -176,6 +182,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     scheduler     a scheduler's step, where the number of   scheduler (id), class, per_step (its steps since the last
                   steps since the last optimizer step is    optimizer step), metric (of ReduceLROnPlateau), lr
                   not the number of before
+    asked         the script sets a flag of Lightning's     what (should_stop, should_training_stop, should_save, ...)
+                  Trainer or of a TrainerControl to true
     stopped       fit of Lightning, or train of
                   transformers, ended early
     hook          DDP.register_comm_hook                    model, name

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import digests, places
+from lockstep.audit.observe import digests, orders, places
 from lockstep.audit.observe.objects import Numbers, Registry
 from lockstep.audit.observe.recorder import recorder
 
@@ -79,7 +79,7 @@ given: list[tuple[Pass, dict[str, Any]]] = []
 """Batches since the last optimizer step."""
 
 
-def loader_made(loader: Any, dataset: Any, *_: Any, **__: Any) -> After:
+def loader_made(loader: Any, dataset: Any, *_: Any, **named: Any) -> After:
     """DataLoader.__init__. A framework makes a loader anew: its place is that of the user's loader of the same data."""
     at, by_user = places.here(), places.is_by_user(sys._getframe(3))
 
@@ -90,6 +90,7 @@ def loader_made(loader: Any, dataset: Any, *_: Any, **__: Any) -> After:
             made_at = at if by_user or known is None else known
             if by_user:
                 _weak(_made_for.put, dataset, at)
+                _weak(orders.chosen, dataset, _samplers_in(loader), named.get("sampler"), _sampler_made)
             _loaders.put(loader, Loader(_count, made_at))
             _count += 1
 
@@ -236,6 +237,8 @@ def _described(loader: Any, known: Loader) -> dict[str, Any]:
     told |= {"is_iterable": isinstance(loader.dataset, torch.utils.data.IterableDataset), "sampler_kind": kind}
     told |= {"skips": _skips.get(loader)}
     told |= {"num_workers": loader.num_workers, "sampler": None if inner is None else _weak(_samplers.of, inner)}
+    told |= {"generators": orders.generators(loader.dataset, loader) if told["is_iterable"] else None}
+    told |= {"reordered": _weak(orders.lost, loader.dataset, samplers)}
     return told | {"sampler_at": next(made, None), "shuffles": shuffles, "distributed": distributed}
 
 

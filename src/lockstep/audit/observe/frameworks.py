@@ -12,6 +12,7 @@ from lockstep.audit.observe.data import IGNORED, After
 from lockstep.audit.observe.recorder import recorder
 
 _EACH_LINE = 20
+_FLAGS = ("should_stop", "should_training_stop", "should_epoch_stop", "should_save", "should_evaluate")
 _OF_TIME = ("_runtime", "_per_second", "_time")
 _MEAN = 1
 """The reduction of torch's losses that is a mean."""
@@ -99,6 +100,13 @@ def scaled(trainer: Any, model: Any, *_: Any, **__: Any) -> After:
             recorder.emit("scaled_loss", limit=_EACH_LINE, at=own or places.here(), op=type(inner).__name__, **told)
 
     return after
+
+
+def asked(thing: Any, name: str, value: Any) -> After:
+    """A flag of Lightning's Trainer, or of transformers' TrainerControl, by which the script asks to stop or save."""
+    if name in _FLAGS and bool(value) and not getattr(thing, name, False) and places.is_by_user(sys._getframe(3)):
+        recorder.emit("asked", limit=_EACH_LINE, at=places.here(), what=name)
+    return None
 
 
 def ran(trainer: Any, *_: Any, **__: Any) -> After:

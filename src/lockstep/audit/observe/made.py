@@ -16,8 +16,11 @@ has_wrapped = False
 modules: Registry[tuple[list[list[str | int]], bool]] = Registry()
 """Where each module was made or copied, the innermost line first, and whether that was before any wrapping."""
 _LINES = 3
+_EPOCH = "on_train_epoch_start"  # of BaseFinetuning, which calls what a subclass defines
 freed_at: dict[int, list[str | int] | None] = {}
-"""Where the script called requires_grad_() of a parameter, by the parameter's id."""
+"""Where the script unfroze a parameter by a call, by the parameter's id."""
+_callbacks: Registry[list[str | int] | None] = Registry()
+"""Where the script made callbacks of Lightning that unfreeze."""
 
 
 def made(module: Any, *_: Any, **__: Any) -> None:
@@ -51,3 +54,21 @@ def freed(thing: Any, requires_grad: bool = True) -> None:
     if requires_grad and places.is_by_user(sys._getframe(3)):
         for parameter in thing.parameters() if isinstance(thing, torch.nn.Module) else [thing]:
             freed_at[id(parameter)] = places.here()
+
+
+def callback_made(callback: Any, *_: Any, **__: Any) -> None:
+    """BaseFinetuning.__init__."""
+    own = places.outside(lambda frame: frame.f_code.co_name == "__init__" and owner_of(frame) is callback)
+    _callbacks.put(callback, own[0] if own else None)
+
+
+def freed_by_framework(things: Any, *_: Any, **__: Any) -> None:
+    """BaseFinetuning.make_trainable and LightningModule.unfreeze: by a line of the script, or by a whole callback."""
+    frame, at = sys._getframe(3), None
+    while frame.f_back is not None and at is None and places.kind_of(frame.f_code)[0] is not places.USER:
+        at = _callbacks.get(owner_of(frame)) if frame.f_code.co_name == _EPOCH else None
+        frame = frame.f_back
+    at = at or places.here()
+    for thing in things if isinstance(things, (list, tuple)) else [things]:
+        for parameter in thing.parameters() if isinstance(thing, torch.nn.Module) else ():
+            freed_at[id(parameter)] = at

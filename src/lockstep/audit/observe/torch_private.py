@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -26,12 +27,13 @@ from lockstep.audit.observe import (
     frozen,
     made,
     models,
+    orders,
     schedules,
     splits,
     stuck,
     training,
 )
-from lockstep.audit.observe.frameworks import gathered, gathers, logged, noted, padded, ran, scaled
+from lockstep.audit.observe.frameworks import asked, gathered, gathers, logged, noted, padded, ran, scaled
 from lockstep.audit.observe.gathers import by_lightning
 from lockstep.audit.observe.gradients import gradients, watch_hooks
 from lockstep.audit.observe.lined import compared
@@ -43,6 +45,7 @@ Observer = Callable[..., data.After]
 _LIGHTNING, _SCHEDULERS = ("lightning.pytorch", "pytorch_lightning"), ("LRScheduler", "LambdaLR")
 _FABRIC = ("lightning.fabric", "lightning_fabric")
 _FREED = (("torch.nn.modules.module", "Module.requires_grad_"), ("torch", "Tensor.requires_grad_"))
+_TUNING = ("callbacks.finetuning", "BaseFinetuning")
 _SLOW = ("transformers", "datasets", "sklearn")
 _FLOOR = ("__floordiv__", "__ifloordiv__", "floor_divide", "floor_divide_")
 
@@ -119,6 +122,11 @@ def _patches() -> list[Patch]:
         *(Patch(f"{name}.core.module", "LightningModule.all_gather", by_lightning) for name in _LIGHTNING),
         *(Patch(f"{name}.fabric", "Fabric.all_gather", by_lightning) for name in _FABRIC),
         *(Patch(f"{name}.trainer.trainer", "Trainer.fit", ran) for name in _LIGHTNING),
+        *(Patch(f"{name}.trainer.trainer", "Trainer.__setattr__", asked) for name in _LIGHTNING),
+        Patch("transformers.trainer_callback", "TrainerControl.__setattr__", asked),
+        *(Patch(f"{name}.core.module", "LightningModule.unfreeze", made.freed_by_framework) for name in _LIGHTNING),
+        *(Patch(f"{name}.{_TUNING[0]}", f"{_TUNING[1]}.__init__", made.callback_made) for name in _LIGHTNING),
+        *(Patch(f"{n}.{_TUNING[0]}", f"{_TUNING[1]}.make_trainable", made.freed_by_framework) for n in _LIGHTNING),
         Patch("transformers.trainer", "Trainer.log", noted),
         Patch("transformers.trainer", "Trainer.compute_loss", scaled),
         Patch("transformers.trainer", "Trainer.train", ran),
@@ -170,6 +178,9 @@ def _of_files() -> list[Patch]:
         Patch("torch.optim.optimizer", "Optimizer.load_state_dict", restored["optimizer"]),
         *(Patch("torch.optim.lr_scheduler", f"{name}.load_state_dict", restored["scheduler"]) for name in _SCHEDULERS),
         Patch("torch.amp.grad_scaler", "GradScaler.load_state_dict", restored["scaler"]),
+        Patch("torch.random", "set_rng_state", orders.restored, ("torch",)),
+        Patch("random", "setstate", orders.restored),
+        Patch("numpy.random", "set_state", orders.restored),
     ]
 
 
@@ -215,7 +226,8 @@ def apply(patch: Patch) -> None:
     if not callable(original):
         raise AttributeError(f"{patch} is no function")
     observed = around(str(patch), original, patch.observer, patch.is_frequent)
-    setattr(owner, last, observed)
+    is_static = isinstance(inspect.getattr_static(owner, last), staticmethod)
+    setattr(owner, last, staticmethod(observed) if is_static else observed)
     for alias in patch.aliases:
         module = sys.modules.get(alias)
         if module is not None and getattr(module, last, None) is original:

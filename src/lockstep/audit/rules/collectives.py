@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lockstep.audit.events import Event, History
@@ -39,7 +40,8 @@ def collectives_mismatch(history: History) -> Iterable[Finding] | str:
             cause = "ranks took different ways through the script before this call" if _ops(by_rank) else None
             remedy = "make the same collectives with the same shapes in the same order on all ranks"
             ranks = tuple(by_rank)
-            return [Finding("LS501", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])]
+            finding = Finding("LS501", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])
+            return [_decided(history, finding, {rank: place(each.get("at")) for rank, each in by_rank.items()})]
     recorded = {rank: e["collectives"] for rank, e in waits.waiting(history).items() if e.get("collectives")}
     return _recorded(history, recorded) if calls or recorded else "no collective was seen in Python"
 
@@ -81,8 +83,37 @@ def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Findin
                     at._replace(line=rows[0]),
                     "exchange the number, or the decision, before a rank stops by it",
                 )
-            return [Finding("LS501", at, evidence, cause, remedy, tuple(what), None)]
+            return [_decided(history, Finding("LS501", at, evidence, cause, remedy, tuple(what), None))]
     return []
+
+
+def _decided(history: History, finding: Finding, lines: Mapping[int, Place | None] | None = None) -> Finding:
+    """A finding at the line where a rank decided for itself to stop, if it is known: else as it was.
+
+    Args:
+        lines: where ranks came to different calls, of which one may be in a loop that another rank has left.
+    """
+    reached = dict.fromkeys(history.ranks, 0) | {event["rank"]: event["step"] for event in history.events}
+    asked: dict[tuple[int, tuple[Any, ...]], set[int]] = defaultdict(set)
+    for event in history.of("asked"):
+        if event.get("at") and event["step"] <= min(reached.values()):
+            asked[event["step"], tuple(event["at"])].add(event["rank"])
+    remedy = "exchange the number, or the decision, before a rank acts on it: all ranks, or none"
+    for (step, at), ranks in sorted(asked.items()):
+        if ranks < set(history.ranks):
+            others = named(set(history.ranks) - ranks)
+            cause = f"{named(ranks)} decided this after {step} steps, and {others} did not: each decides for itself"
+            return replace(finding, where=place(at), cause=cause, remedy=remedy)
+    known, over = {rank: at for rank, at in (lines or {}).items() if at}, dict[int, bool]()
+    for event in history.of("loader_end"):
+        over |= {event["rank"]: bool(event.get("is_complete"))} if event.get("backwards") else {}
+    pairs = [(a, b) for a in known.values() for rank, b in known.items() if a.file == b.file and not over.get(rank)]
+    rows = {(a, row) for a, b in pairs for row in sources.ways_out(a.file, a.line, b.line)}
+    if len({row for _, row in rows}) == 1:
+        (inside, row), *_ = rows
+        cause = f"a rank left the loop around {line(inside)} here, and another went on"
+        return replace(finding, where=inside._replace(line=row), cause=cause, remedy=remedy)
+    return finding
 
 
 @rule("LS505", "other-order", "ranks exchange the same things in other orders")
@@ -129,7 +160,7 @@ def ranks_wait(history: History) -> Iterable[Finding] | str:
     for other in own:
         rows = sources.ways_out(own[rank].file, own[other].line, own[rank].line) if at else []
         at = own[rank]._replace(line=rows[-1]) if rows else at
-    return [Finding("LS502", at, evidence, cause, remedy, tuple(stuck), step)]
+    return [_decided(history, Finding("LS502", at, evidence, cause, remedy, tuple(stuck), step), own)]
 
 
 def _where(stuck: Mapping[int, Event]) -> dict[int, str]:
@@ -170,7 +201,9 @@ def rank_left(history: History) -> Iterable[Finding] | str:
     elif last:
         at = place(last[-1]["at"]) or at
     remedy = "decide on all ranks together whether to stop: all_reduce the flag, and make loaders equally long"
-    return [Finding("LS503", at, evidence, cause, remedy, tuple(sorted({**gone, **needy})), ends[rank])]
+    finding = Finding("LS503", at, evidence, cause, remedy, tuple(sorted({**gone, **needy})), ends[rank])
+    outside = Place(last[-1]["at"][0], 0, "") if last else None
+    return [_decided(history, finding, {**where, rank: outside} if alone is None else None)]
 
 
 @rule("LS506", "no-group", "several processes were started, and none joined a group")

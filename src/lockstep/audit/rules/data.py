@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
 from lockstep.audit.rules.facts import Key, differ, each_rank, line, named, numbered, place, replicas, rule, some
-from lockstep.audit.rules.loaders import Iteration, Iterations, iterations
+from lockstep.audit.rules.loaders import Iteration, Iterations, iterations, restored
 from lockstep.audit.rules.shares import probes, same_noise
 from lockstep.audit.rules.waiting import waiting
 
@@ -87,7 +88,9 @@ def same_data(history: History) -> Iterable[Finding] | str:
             equal = [pair for pair, evidence in same.items() if evidence]
             if equal and not _other_data(found, key, equal[0], training[equal[0][0]]):
                 ranks = tuple(sorted({rank for pair in equal for rank in pair}))
-                findings.append(_same_data(training[ranks[0]], ranks, str(same[equal[0]]), len(by_rank)))
+                finding = _same_data(training[ranks[0]], ranks, str(same[equal[0]]), len(by_rank))
+                begins = {rank: training[rank].begin for rank in ranks}
+                findings.append(_resumed(history, finding, begins) if begins[ranks[0]].get("is_iterable") else finding)
     if not found:
         findings, seen = _same_inputs(history, groups), any(history.of("inputs"))
     return findings if seen else _NO_LOADER
@@ -109,8 +112,18 @@ def _same_inputs(history: History, groups: list[tuple[int, ...]]) -> list[Findin
                 evidence += f"each of the first {len(first)} steps, and other inputs in each step"
                 cause = "the script draws its batches itself, with the same seed on all ranks"
                 remedy = "a generator for the data of each rank: torch.Generator().manual_seed(seed + rank)"
-                return [Finding("LS101", at, evidence, cause, remedy, group, 0)]
+                begins = {rank: by_rank[rank][0] for rank in group}
+                return [_resumed(history, Finding("LS101", at, evidence, cause, remedy, group, 0), begins)]
     return []
+
+
+def _resumed(history: History, finding: Finding, begins: dict[int, Event]) -> Finding:
+    """The finding, at the line that gives all ranks one state of a generator, if there is such a line."""
+    if not (at := restored(history, begins)):
+        return finding
+    cause = "every rank took the state of its generator from one file, which has that of one rank"
+    remedy = "save the states of all ranks (dist.all_gather_object), and give each rank its own; or seed anew by rank"
+    return replace(finding, where=at, cause=cause, remedy=remedy)
 
 
 def _same_data(iteration: Iteration, ranks: tuple[int, ...], evidence: str, world: int) -> Finding:

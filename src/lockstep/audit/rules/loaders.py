@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.audit.events import Event, History
-from lockstep.audit.rules.facts import Key, keys
+from lockstep.audit.findings import Place
+from lockstep.audit.rules import sources
+from lockstep.audit.rules.facts import Key, differ, keys, place
+
+_STATES = ("set_state", "setstate", "set_rng_state", "set_rng_state_all")
 
 
 @dataclass
@@ -74,6 +80,40 @@ def iterations(history: History) -> Iterations:
             iteration.end = event
     _mark_used(history, by_id)
     return found
+
+
+def restored(history: History, begins: Mapping[int, Event]) -> Place | None:
+    """Where ranks that draw the same samples took one state of a generator from one file that all of them loaded.
+
+    Args:
+        begins: by rank, the event with which the samples begin: of a loader, or of inputs without a loader.
+    """
+    loaded, last = dict[int, set[str]](), dict[int, Event]()
+    for event in history.of("load", "generator"):
+        if event["rank"] in begins and event["number"] < begins[event["rank"]]["number"]:
+            if event["kind"] == "load":
+                loaded.setdefault(event["rank"], set()).add(str(event.get("path")))
+            elif event["rank"] in loaded:
+                last[event["rank"]] = event
+    if loaded.keys() != begins.keys() or not set.intersection(*loaded.values()):
+        return None
+    if last.keys() == begins.keys() and not differ({rank: event["digest"] for rank, event in last.items()}):
+        return place(next(iter(last.values())).get("at"))
+    first = next(iter(begins.values()))
+    held = {rank: begin.get("generators") for rank, begin in begins.items()}
+    if first["kind"] == "loader" and (None in held.values() or differ(held)):
+        return None
+    files = [first.get("defined_in"), *(at[0] for at in (first.get("made_at"), first.get("at")) if at)]
+    rows = [(file, row) for file in dict.fromkeys(files) if file for row in _sets_states(file)]
+    return Place(*rows[0], "") if rows else None
+
+
+def _sets_states(path: str) -> list[int]:
+    """Lines of a file that set the state of a generator of random numbers."""
+    calls = [n for n in sources.nodes(path) if isinstance(n, ast.Call)]
+    rows = [call.lineno for call in calls if ast.unparse(call.func).rpartition(".")[2] in _STATES]
+    targets = [target for n in sources.nodes(path) if isinstance(n, ast.Assign) for target in n.targets]
+    return sorted([*rows, *(t.lineno for t in targets if ast.unparse(t).endswith(".bit_generator.state"))])
 
 
 def _mark_used(history: History, by_id: dict[tuple[int, int, int], Iteration]) -> None:

@@ -253,6 +253,28 @@ def _held(history: History) -> list[tuple[Event, dict[int, list[list[Any]]]]]:
     return [({**next(iter(told.values())), "least": _LEAST}, rows)]
 
 
+@rule("LS113", "order-lost", "the order of the script's own sampler is shuffled away", "warning")
+def order_lost(history: History) -> Iterable[Finding] | str:
+    """Training loaders whose samples are dealt at random, where the script's sampler has an order of its own."""
+    findings, firsts = {}, _firsts(history)
+    for by_rank in firsts:
+        first = next(iter(by_rank.values())).begin
+        if told := first.get("reordered"):
+            kind, at = told["kind"], told.get("at") or first.get("made_at") or first.get("at")
+            dealt = first.get("distributed") or {}
+            other = dealt.get("kind") if dealt.get("shuffle") else first.get("sampler_kind")
+            evidence = f"the script's loader has {kind}, and a {other} gave its samples in a random order to "
+            evidence += f"{named(by_rank)}: {some(map(str, next(iter(by_rank.values())).indices), 5)}"
+            cause = f"what deals samples to ranks was put around or in place of {kind}, and it shuffles"
+            remedy = f"let {kind} give each rank its part (order[rank::world_size]) and forbid the other sampler: "
+            remedy += (
+                "use_distributed_sampler=False of Lightning's Trainer, use_seedable_sampler=False of Accelerate, or "
+            )
+            remedy += "shuffle=False of a wrapper of your own"
+            findings[place(at)] = Finding("LS113", place(at), evidence, cause, remedy, tuple(by_rank), first["step"])
+    return list(findings.values()) if firsts else "no DataLoader in training"
+
+
 @rule("LS112", "inputs-differ", "the same samples have other inputs on each rank", "warning")
 def inputs_differ(history: History) -> Iterable[Finding] | str:
     """Inputs that ranks prepare in ways of their own, such as with the mean of a part of the data."""
