@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
-from lockstep.audit.rules import sources
+from lockstep.audit.rules import skips, sources
 from lockstep.audit.rules import waiting as waits
 from lockstep.audit.rules.facts import differ, each_rank, line, named, place, rule, some
 
@@ -38,8 +38,10 @@ def collectives_mismatch(history: History) -> Iterable[Finding] | str:
             event = by_rank[waits.odd(history, {rank: place(each.get("at")) for rank, each in by_rank.items()})]
             cause = "ranks took different ways through the script before this call" if _ops(by_rank) else None
             remedy = "make the same collectives with the same shapes in the same order on all ranks"
-            ranks = tuple(by_rank)
-            return [Finding("LS501", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])]
+            ranks, at = tuple(by_rank), place(event.get("at"))
+            if skip := skips.skipped(history, ranks):
+                (at, cause), remedy = skip, skips.REMEDY
+            return [Finding("LS501", at, evidence, cause, remedy, ranks, event["step"])]
     recorded = {rank: e["collectives"] for rank, e in waits.waiting(history).items() if e.get("collectives")}
     return _recorded(history, recorded) if calls or recorded else "no collective was seen in Python"
 
@@ -75,7 +77,9 @@ def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Findin
             remedy = "make the same collectives with the same shapes in the same order on all ranks"
             training = {rank for rank in what if "backward" in str(waits.waiting(history)[rank].get("blocked_in"))}
             rows = sources.stops(at.file) if at and training and len(training) < len(what) else []
-            if at and len(rows) == 1:
+            if skip := skips.skipped(history, what):
+                (at, cause), remedy = skip, skips.REMEDY
+            elif at and len(rows) == 1:
                 cause = f"{named(training)} trained on, and the others ended: each rank decides for itself to stop"
                 at, remedy = (
                     at._replace(line=rows[0]),
@@ -125,6 +129,8 @@ def ranks_wait(history: History) -> Iterable[Finding] | str:
     remedy = "a collective is for all ranks (also a barrier, a wrapped model in training, the state_dict of FSDP): "
     remedy += "take it out of `if rank == 0`"
     step = stuck[rank].get("step")
+    if skip := skips.skipped(history, stuck):
+        return [Finding("LS502", skip[0], evidence, skip[1], skips.REMEDY, tuple(stuck), step)]
     at = own.get(rank) or lines[rank]
     for other in own:
         rows = sources.ways_out(own[rank].file, own[other].line, own[rank].line) if at else []
@@ -170,6 +176,8 @@ def rank_left(history: History) -> Iterable[Finding] | str:
     elif last:
         at = place(last[-1]["at"]) or at
     remedy = "decide on all ranks together whether to stop: all_reduce the flag, and make loaders equally long"
+    if skip := skips.skipped(history, {**gone, **needy}):
+        (at, cause), remedy = skip, skips.REMEDY
     return [Finding("LS503", at, evidence, cause, remedy, tuple(sorted({**gone, **needy})), ends[rank])]
 
 
