@@ -154,6 +154,13 @@ def test_a_call_past_the_wrapper_is_told_with_its_line(both):
     assert [told["synced"] for told in step["backwards"]] == [False]
 
 
+def test_what_writes_to_wrapped_parameters_beside_optimizers_is_told_with_its_line(both):
+    writes = events(both, "write")
+    assert {each["name"] for each in writes} == {"0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias"}
+    assert {each["at"][1] for each in writes} == {line_of("load_state_dict")}
+    assert [each["digest"] for each in writes] == [each["digest"] for each in events(both, "write", rank=0)]
+
+
 def test_a_parameter_unfrozen_after_the_wrapping_is_told(both):
     (unfrozen,) = events(both, "unfrozen")
     assert unfrozen["names"] == ["0.bias"]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lockstep.audit.rules import skips
 from tests.audit.made_events import Script, at
 
 
@@ -141,3 +142,75 @@ def test_collectives_with_different_roots_do_not_match():
 
     assert "broadcast [4] float32 of rank 0 at train.py:44 on rank 0" in broadcast(lambda rank: rank)[0].evidence
     assert broadcast(0) == []
+
+
+SKIPS = """\
+def main():
+    for batch in loader:
+        if step < start:
+            continue
+        loss = model(batch)
+        if not torch.isfinite(loss):
+            continue
+        loss.backward()
+"""
+
+
+def left_out(path, skipped=(3,), size=8, end=8, drawn=None):
+    """Rank 1 leaves out batches of its loop, and waits behind it; rank 0 waits in its last backward pass."""
+    place = lambda line: [str(path), line, "main"]  # noqa: E731
+    script = Script().optimizer()
+    for rank in range(2):
+        script.add(
+            "loader", rank, loader=0, epoch=0, batches=drawn(rank) if drawn else size, at=place(2), made_at=at(9)
+        )
+        given = []
+        for batch in range(size - (rank == 0)):
+            given.append({"loader": 0, "batch": batch, "samples": 4})
+            if rank and batch in skipped:
+                continue
+            passes = [{"at": place(8), "synced": True}]
+            script.step(rank, backwards=0, micro_batches=given)
+            script.events[-1]["backwards"] = passes
+            given = []
+    done = {"batches": end, "backwards": size - len(skipped), "is_complete": end == size}
+    script.add("loader_end", 1, loader=0, epoch=0, **done)
+    return script.add("stuck", at=lambda rank: place(12 if rank else 8), stacks={}, since_s=60.0, blocked_in="backward")
+
+
+def test_a_batch_that_one_rank_left_out_is_named_at_its_condition(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SKIPS)
+    (finding,) = left_out(path).found("LS502")
+    assert finding.where.line == 6
+    assert "rank 1 left out batch 3 of epoch 0" in finding.cause
+    (finding,) = left_out(path, skipped=(7,)).found("LS502")  # no step follows
+    assert finding.where.line == 6
+    assert "rank 1 left out batch 7 of epoch 0" in finding.cause
+    assert left_out(tmp_path / "gone.py").found("LS502")[0].where.line == 2
+
+
+def test_ranks_that_wait_after_loops_of_other_lengths_left_no_batch_out(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SKIPS)
+    for script in (left_out(path, skipped=()), left_out(path, drawn=lambda rank: 8 - rank)):
+        (finding,) = script.found("LS502")
+        assert finding.where.line != 6
+        assert "left out" not in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("for x in data:\n    if len(x) == 0:\n        continue\n    loss(x).backward()\n", 2),
+        ("for x in data:\n    try:\n        loss(x).backward()\n    except RuntimeError:\n        continue\n", 4),
+        ("for x in data:\n    value = loss(x)\n    if value.isfinite():\n        value.backward()\n", 3),
+        ("for x in data:\n    loss(x)\n    loss(x).backward()\n    if isnan(x):\n        continue\n", None),
+    ],
+)
+def test_what_leaves_out_a_batch_is_found_in_the_text(text, line, tmp_path):
+    path = tmp_path / "loop.py"
+    path.write_text(text)
+    backward = next(row for row, each in enumerate(text.splitlines(), 1) if "backward()" in each)
+    found = skips.left_out([str(path), 1, ""], [str(path), backward, ""])
+    assert [each[2] for each in found[:1]] == ([line] if line else [])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lockstep.audit.rules.gradients import gives_data
 from lockstep.audit.rules.partings import partings
 from tests.audit.made_events import Script, at
 
@@ -202,3 +203,37 @@ def test_a_gan_has_two_optimizers_and_no_finding():
         if event["kind"] == "step" and event["optimizer"] == 0:
             event["backwards"] = event["backwards"] * 2
     assert script.exit().ids() == set()
+
+
+def wrote(script, name, digest, line=15, rank=None):
+    return script.add("write", rank, at=at(line), name=name, digest=digest)
+
+
+def test_writes_after_the_wrapping_that_ranks_do_not_make_alike_are_named():
+    def parted():
+        return Script().optimizer(line=7)
+
+    def end(script):
+        (finding,) = script.step(digest=lambda rank: "ab"[rank], gradients={"weight": "g", "bias": "b"}).found("LS201")
+        return finding.where.line, finding.cause
+
+    alike = wrote(wrote(parted(), "weight", "same", line=14), "bias", lambda rank: str(rank), line=16)
+    line, cause = end(wrote(alike, "weight", lambda rank: str(rank)))
+    assert line == 15
+    assert "train.py:5 had made the ranks equal" in cause
+    assert "weight other numbers on each rank" in cause
+    line, cause = end(wrote(parted(), "weight", "same", rank=1))
+    assert line == 15
+    assert "on rank 1" in cause
+    assert end(wrote(parted(), "weight", "same"))[0] != 15
+    assert wrote(parted(), "weight", lambda rank: str(rank)).step().errors() == set()
+
+
+def test_numbers_that_data_is_given_are_found_in_the_text(tmp_path):
+    path = tmp_path / "model.py"
+    path.write_text(
+        "class Norm:\n    def __init__(self):\n        self.scale.data = ones\n\n    def begin(self, x):\n"
+        "        self.scale.data = x.std(0)\n        self.other.weight.data = x\n"
+    )
+    assert gives_data(str(path), ["0.scale"]) == [6]
+    assert gives_data(str(path), ["0.weight"]) == []

@@ -354,7 +354,7 @@ def test_a_rank_that_decides_for_itself_is_named_where_it_does(tmp_path):
         script.events = [event | {"at": [path, 2, "main"]} for event in script.events]
         if asked is not None:
             script.add("asked", asked, at=at(3), what="should_stop")
-        return script.add("loader_end", 0, loader=0, epoch=0, backwards=2, is_complete=is_complete)
+        return script.add("loader_end", 0, loader=0, epoch=0, batches=2, backwards=2, is_complete=is_complete)
 
     def called(script):
         told = {"group": "0", "sequence": 7, "shape": [4], "op": lambda rank: "broadcast" if rank else "barrier"}

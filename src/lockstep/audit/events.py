@@ -113,6 +113,9 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     bypass        the first time that a watched model's     model, forwards_bypassed; `at` is the line outside of it;
                   module is called with gradients, in       part (a part of the module was called, or a parameter
                   training, without its wrapper             used, and no pass of the wrapper before the backward)
+    write         copy_, normal_ and the like outside of    name, digest (of what was written to, afterwards)
+                  optimizers, to a parameter of a model of
+                  DDP; at most 24 of each line
     unfrozen      parameters whose requires_grad differs    model, names: [name, ...]
                   from the wrapping, at a sampled optimizer   (now trainable; frozen: now frozen)
                   step or every 10th                        added: those that came after the wrapping; unowned:

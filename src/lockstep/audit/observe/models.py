@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import buffers, digests, evaluations, made, past, places, torch_state
+from lockstep.audit.observe import buffers, digests, evaluations, made, past, places, torch_state, writes
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
@@ -100,6 +100,8 @@ def _watch(how: str, at: list[str | int] | None, wrapper: Any, before: str | Non
         _inner.put(inner, model)
     if how in ("ddp", "data_parallel"):  # FSDP's root is known at the first forward pass
         _tell(model)
+    if how == "ddp":
+        recorder.guard("writes to parameters", writes.watch, inner, dict(inner.named_parameters()))
     watch_forwards()
 
 

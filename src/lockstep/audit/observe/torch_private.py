@@ -32,6 +32,7 @@ from lockstep.audit.observe import (
     splits,
     stuck,
     training,
+    writes,
 )
 from lockstep.audit.observe.frameworks import asked, gathered, gathers, logged, noted, padded, ran, scaled
 from lockstep.audit.observe.gathers import by_lightning
@@ -146,6 +147,7 @@ def _patches() -> list[Patch]:
     found += [Patch(module, name, gradients.note_norm) for module, name in norms]
     scaling = ("mul_", "div_", "__imul__", "__itruediv__")
     found += [Patch("torch", f"Tensor.{name}", gradients.note_scaled, is_frequent=True) for name in scaling]
+    found += [Patch("torch", f"Tensor.{name}", writes.written, is_frequent=True) for name in writes.NAMES]
     found += [Patch("torch", name, drawn) for name in ("randn", "rand", "randn_like", "rand_like", "randint")]
     for name in communication.COLLECTIVES:
         observer = functools.partial(communication.collective, name)

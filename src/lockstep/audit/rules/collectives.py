@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding, Place
-from lockstep.audit.rules import sources
+from lockstep.audit.rules import skips, sources
 from lockstep.audit.rules import waiting as waits
 from lockstep.audit.rules.facts import differ, each_rank, line, named, place, rule, some
 
@@ -40,6 +40,8 @@ def collectives_mismatch(history: History) -> Iterable[Finding] | str:
             cause = "ranks took different ways through the script before this call" if _ops(by_rank) else None
             remedy = "make the same collectives with the same shapes in the same order on all ranks"
             ranks = tuple(by_rank)
+            if skip := skips.skipped(history, ranks):
+                return [Finding("LS501", skip[0], evidence, skip[1], skips.REMEDY, ranks, event["step"])]
             finding = Finding("LS501", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])
             return [_decided(history, finding, {rank: place(each.get("at")) for rank, each in by_rank.items()})]
     recorded = {rank: e["collectives"] for rank, e in waits.waiting(history).items() if e.get("collectives")}
@@ -77,7 +79,9 @@ def _recorded(history: History, recorded: dict[int, list[Event]]) -> list[Findin
             remedy = "make the same collectives with the same shapes in the same order on all ranks"
             training = {rank for rank in what if "backward" in str(waits.waiting(history)[rank].get("blocked_in"))}
             rows = sources.stops(at.file) if at and training and len(training) < len(what) else []
-            if at and len(rows) == 1:
+            if skip := skips.skipped(history, what):
+                (at, cause), remedy = skip, skips.REMEDY
+            elif at and len(rows) == 1:
                 cause = f"{named(training)} trained on, and the others ended: each rank decides for itself to stop"
                 at, remedy = (
                     at._replace(line=rows[0]),
@@ -156,6 +160,8 @@ def ranks_wait(history: History) -> Iterable[Finding] | str:
     remedy = "a collective is for all ranks (also a barrier, a wrapped model in training, the state_dict of FSDP): "
     remedy += "take it out of `if rank == 0`"
     step = stuck[rank].get("step")
+    if skip := skips.skipped(history, stuck):
+        return [Finding("LS502", skip[0], evidence, skip[1], skips.REMEDY, tuple(stuck), step)]
     at = own.get(rank) or lines[rank]
     for other in own:
         rows = sources.ways_out(own[rank].file, own[other].line, own[rank].line) if at else []
@@ -201,7 +207,10 @@ def rank_left(history: History) -> Iterable[Finding] | str:
     elif last:
         at = place(last[-1]["at"]) or at
     remedy = "decide on all ranks together whether to stop: all_reduce the flag, and make loaders equally long"
-    finding = Finding("LS503", at, evidence, cause, remedy, tuple(sorted({**gone, **needy})), ends[rank])
+    all_ranks = tuple(sorted({**gone, **needy}))
+    if skip := skips.skipped(history, all_ranks):
+        return [Finding("LS503", skip[0], evidence, skip[1], skips.REMEDY, all_ranks, ends[rank])]
+    finding = Finding("LS503", at, evidence, cause, remedy, all_ranks, ends[rank])
     outside = Place(last[-1]["at"][0], 0, "") if last else None
     return [_decided(history, finding, {**where, rank: outside} if alone is None else None)]
 

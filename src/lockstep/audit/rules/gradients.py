@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +14,8 @@ from lockstep.audit.rules.facts import differ, line, named, place, rule, some
 from lockstep.audit.rules.partings import Parting, partings, unwrapped
 
 _NOTHING = "no step of replicas was compared"
+_WRITES = "write before DistributedDataParallel(...), all_reduce what comes from a rank's own batch or random numbers, "
+_WRITES += "or broadcast the parameters of rank 0 afterwards"
 
 
 def _backwards(parting: Parting) -> list[Event]:
@@ -82,6 +86,38 @@ def _restored_apart(history: History, parting: Parting) -> tuple[Any, str, set[i
     return None
 
 
+def _written_apart(history: History, parting: Parting) -> tuple[Any, str, set[int]] | None:
+    """The first write to a parameter that parted which ranks did not make alike: place, name, ranks that wrote."""
+    parted = {name.rpartition(":")[2] for name in parting.parameters}
+    writes: dict[tuple[Any, ...], dict[int, Event]] = {}
+    turns: Counter[tuple[Any, ...]] = Counter()
+    for event in _caused(history, "write", parting):
+        where = (*event["at"], event["name"])
+        writes.setdefault((where, turns[where, event["rank"]]), {})[event["rank"]] = event
+        turns[where, event["rank"]] += 1
+    for (where, _), by_rank in writes.items():
+        ranks = {*by_rank} & {*parting.ranks}
+        told = {rank: by_rank[rank]["digest"] if rank in ranks else None for rank in parting.ranks}
+        if where[-1] in parted and ranks and differ(told):
+            return where[:3], where[-1], ranks
+    return None
+
+
+def gives_data(path: str, names: Iterable[str]) -> list[int]:
+    """Lines outside of constructors that give one of these parameters its numbers: `self.scale.data = ...`."""
+    ends = tuple("." + ".".join(name.split(".")[-2 if name.endswith(("weight", "bias")) else -1 :]) for name in names)
+    made = [n for n in sources.nodes(path) if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    given = [
+        (n.lineno, t)
+        for n in sources.nodes(path)
+        if isinstance(n, ast.Assign)
+        for t in n.targets
+        if getattr(t, "attr", "") == "data"
+    ]
+    found = [row for row, t in given if isinstance(t, ast.Attribute) and ast.unparse(t.value).endswith(ends)]
+    return sorted(row for row in found if not any(f.lineno <= row <= (f.end_lineno or 0) for f in made))
+
+
 def _other_rates(parting: Parting) -> bool:
     known = {r: e["hyperparameters"] for r, e in parting.events.items() if e.get("hyperparameters")}
     return differ(known)
@@ -109,12 +145,20 @@ def _parted(history: History, parting: Parting) -> Finding:
         remedy = "load_state_dict on all ranks; only writing is for rank 0"
     elif parting.gradients and any(each.get("synced") is False for each in backwards[-1:]):
         at, cause = backwards[-1].get("at"), "the last backward pass before the step did not exchange gradients"
+    elif not parting.gradients and (write := _written_apart(history, parting)):
+        at, name, ranks = write
+        cause = f"{line(_wrapped_at(history, parting))} had made the ranks equal, and then this line gave {name} "
+        cause += f"other numbers on {named(ranks)}" if ranks < {*parting.ranks} else "other numbers on each rank"
+        remedy = _WRITES
     elif not parting.gradients and parting.first.get("index") == 0 and (differ(initial) or None in initial.values()):
         cause = "gradients are equal and parameters are not, at the first step: they differed before training"
         remedy = "make the models from the same seed, or broadcast the parameters of rank 0 before the first step"
         made = optimizers.get(parting.ranks[0], {})
         made_at = sources.outside_factories(made.get("unwrapped_from") or []) or made.get("made_at")
         at = _wrapped_at(history, parting) or (made_at if differ(initial) else None) or at
+        if at and _wrapped_at(history, parting) and (rows := gives_data(at[0], parting.parameters)):
+            cause = f"{line(at)} had made the ranks equal; what gives `.data` other numbers since then parts them"
+            at, remedy = [at[0], rows[0], ""], _WRITES
     elif not parting.gradients:
         cause = "gradients are equal: something else than the optimizer has changed parameters on one rank"
         rows = sources.changes_in_place(at[0]) if at else []

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from lockstep.audit.events import History
 from lockstep.audit.findings import Finding
-from lockstep.audit.rules import sources
+from lockstep.audit.rules import skips, sources
 from lockstep.audit.rules.facts import Key, differ, each_rank, named, place, replicas, rule, steps
 from lockstep.audit.rules.partings import Indexed
 
@@ -51,6 +51,8 @@ def _left_out(history: History, key: Key, ranks: tuple[int, ...], by_rank: Index
             backwards = event.get("backwards") or [{}]
             evidence = f"before step {index} of this optimizer, backward passes with an exchange: {each_rank(sums)}"
             cause = "a rank left out a step after a backward pass: its gradients are then paired with other steps'"
+            if skip := skips.skipped(history, ranks):
+                return Finding("LS206", skip[0], evidence, skip[1], skips.REMEDY, ranks, index)
             at = place(backwards[0].get("at") or event.get("at"))
             step_at = place(event.get("at"))
             if at and step_at and at.file == step_at.file:
