@@ -20,6 +20,19 @@ def test_rates_that_differ_are_named_at_the_optimizer():
     assert "the scheduler of train.py:33" in rates(lambda r: 0.1, lambda r: 0.1 * r, scheduled).found("LS301")[0].cause
 
 
+def test_rates_of_ranks_that_join_are_compared_in_turn():
+    def joined(last):
+        script = Script().optimizer()
+        for rank, count in enumerate([3, 5]):
+            for index in range(2 * count):
+                rate = 0.2 if index < count else last(rank)
+                script.step(rank, hyperparameters=[{"lr": rate}] if index in (0, count) else None)
+        return script.add("loader_end", loader=0, epoch=0, batches=3, backwards=3, joined=True)
+
+    assert joined(lambda rank: 0.1).found("LS301") == []
+    assert joined(lambda rank: 0.1 + rank).found("LS301")
+
+
 @pytest.mark.parametrize(
     "script",
     [

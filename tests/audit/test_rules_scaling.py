@@ -200,6 +200,19 @@ def test_an_optimizer_of_parameters_beside_the_wrapped_model_is_named():
     assert beside("same").found("LS207") == []
 
 
+def test_a_model_that_each_rank_trains_on_its_own_data_and_saves_is_its_own():
+    def personal(path, **keys):
+        script = Script().optimizer(owned=0, initial={"0.0": "x"}).add("save", path=path, how="torch.save")
+        script.epoch(parts(), train=False, end={"backwards": 2}, digest=lambda rank, batch: f"{rank}{batch}", **keys)
+        for rank in range(2):
+            script.step(rank, gradients={"0.0": str(rank)}, parameters={"0.0": str(rank)})
+        return [rule for rule in ("LS201", "LS207") if script.found(rule)]
+
+    assert personal(lambda rank: f"head{rank}.pt") == []
+    assert "LS207" in personal("head.pt")
+    assert "LS207" in personal(lambda rank: f"head{rank}.pt", distributed=dealt())
+
+
 def test_a_state_that_one_rank_loads_explains_replicas_that_part():
     script = Script().optimizer().add("state", 0, what="optimizer", id=0, at=at(15))
     for rank in range(2):

@@ -29,9 +29,10 @@ def rates_differ(history: History) -> Iterable[Finding] | str:
     """Learning rates and the like that differ at the same step."""
     shared, findings = _shared(history), []
     plateaus = _plateaus(history)
+    joined = any(event.get("joined") for event in history.of("loader_end", "exit"))
     for key, ranks, by_rank in shared:
         found = _first_difference(ranks, by_rank)
-        if found is None or plateaus:
+        if found is None or plateaus or (joined and not facts.differ({r: _in_turn(by_rank[r]) for r in ranks})):
             continue
         index, name, values = found
         schedulers = {e["rank"]: e for e in history.of("scheduler") if e["rank"] in ranks and e["step"] <= index + 1}
@@ -49,6 +50,11 @@ def rates_differ(history: History) -> Iterable[Finding] | str:
         remedy = f"compute {name} from values that all ranks share, such as world_size and the step"
         findings.append(Finding("LS301", facts.place(at), evidence, cause, remedy, ranks, index))
     return findings if shared else _NO_STEPS
+
+
+def _in_turn(steps: dict[int, Event]) -> list[Any]:
+    """The hyperparameters that a rank had, one after the other: where ranks join, their steps are not as many."""
+    return [told for index in sorted(steps) if (told := steps[index].get("hyperparameters"))]
 
 
 def _first_difference(ranks: tuple[int, ...], by_rank: dict[int, dict[int, Event]]) -> tuple[int, str, Any] | None:

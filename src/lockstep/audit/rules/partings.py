@@ -70,8 +70,12 @@ def partings(history: History) -> tuple[list[Parting], bool]:
 def own_from_the_start(history: History) -> set[str]:
     """Parameters that each rank has for itself, such as experts: they begin unequal, and nothing exchanges them.
 
-    Others of the model must be equal, and the script must know how to exchange: by hand, or with an all-to-all.
+    Others of the model must be equal, and the script must know how to exchange: by hand, or with an all-to-all. Or each
+    rank has data of its own, and saves a model of its own.
     """
+    if _keep_their_own(history):
+        told = [event for event in history.of("optimizer") if not event.get("owned")]
+        return {name for event in told for name in event.get("initial") or ()}
     is_known = any(str(call.get("op")).startswith("all_to_all") for call in history.of("collective"))
     if not is_known and (any(history.of("wrap")) or not any(history.of("hand_reduce"))):
         return set()
@@ -82,6 +86,14 @@ def own_from_the_start(history: History) -> set[str]:
         for each in list(compared_steps(by_rank, tuple(by_rank), set()))[:1]:
             return apart & {*each.gradients}
     return set()
+
+
+def _keep_their_own(history: History) -> bool:
+    """True if no sampler deals data to ranks, and each rank saves a file that no other rank saves."""
+    saved = {r: {e.get("path") for e in history.of("save", rank=r) if e.get("how") != "open"} for r in history.ranks}
+    own = [paths - set().union(*(saved[other] for other in saved if other != r)) for r, paths in saved.items()]
+    dealt = any((event.get("distributed") or {}).get("replicas", 1) > 1 for event in history.of("loader"))
+    return len(saved) > 1 and all(own) and not dealt
 
 
 def compared_steps(by_rank: Indexed, ranks: tuple[int, ...], ignored: set[str]) -> Iterator[Parting]:
