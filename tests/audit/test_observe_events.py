@@ -19,6 +19,7 @@ from numpy import random
 from lockstep.audit.events import History, read
 from lockstep.audit.observe import (
     buffers,
+    calls,
     contents,
     data,
     digests,
@@ -393,10 +394,10 @@ def test_parts_and_parameters_that_train_a_model_past_its_wrapper_are_told_with_
     told, x, get = [], torch.ones(2), torch.nn.Module.__getattr__
     monkeypatch.setattr(data.recorder, "folder", tmp_path)
     monkeypatch.setattr(data.recorder, "emit", lambda kind, **keys: told.append((kind, keys)))
-    for owner, name, value in ((models, "watch_forwards", int), (models, "at_wrapping", set())):
+    for owner, name, value in ((models, "on_wrapped", []), (models, "at_wrapping", set())):
         monkeypatch.setattr(owner, name, value)
     monkeypatch.setattr(models.made, "has_wrapped", True)
-    monkeypatch.setattr(models, "_reads", past.Reads(models._used))
+    monkeypatch.setattr(calls, "_reads", past.Reads(calls._used))
 
     def wrapped():
         wrapper = torch.nn.Module()
@@ -406,23 +407,23 @@ def test_parts_and_parameters_that_train_a_model_past_its_wrapper_are_told_with_
 
     def trained(net):
         net.elbo(x) + net.scaled(x)  # the line of the script
-        models.backward_begins()
+        calls.backward_begins()
         net.elbo(x)  # a checkpoint computes it again
-        models.backward_ends()
+        calls.backward_ends()
         return [keys["at"][1:] for kind, keys in told if kind == "bypass"]
 
     wrapper, line = wrapped(), trained.__code__.co_firstlineno + 1
-    with torch.nn.modules.module.register_module_forward_pre_hook(models._called):
-        after = models.forward(wrapper, x)
+    with torch.nn.modules.module.register_module_forward_pre_hook(calls._called):
+        after = calls.forward(wrapper, x)
         after(wrapper.module(x), None)
         assert trained(wrapper.module) == []  # beside a pass of the wrapper
         assert trained(wrapper.module) == trained(wrapper.module) == [[line, "trained"]]
     told.clear()
     after, wrapper = None, wrapped()  # the first one is gone
-    models.watch_reads()
-    models.after_step()
+    calls.watch_reads()
+    calls.after_step()
     assert trained(wrapper.module) == [[line, "trained"]]
-    models.after_step()
+    calls.after_step()
     assert torch.nn.Module.__getattr__ is get
 
 

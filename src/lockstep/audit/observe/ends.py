@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.audit.observe import buffers, digests, made, models
+from lockstep.audit.observe import buffers, calls, digests, made, models
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.models import parameters_of
 from lockstep.audit.observe.recorder import recorder
@@ -23,7 +23,7 @@ def note_parameters(*_: Any, **__: Any) -> After:
         if model.how == "ddp" and parameters:
             _last[model.number] = digests.of_tensors(parameters)
             _last_buffers[model.number] = digests.of_tensors({n: b for n, (_, b) in buffers.own(model.inner()).items()})
-    for copy, (number, at) in models.copies.items():
+    for copy, (number, at) in calls.copies.items():
         found = digests.of_tensors({name: parameter.detach() for name, parameter in copy.named_parameters()})
         made_from, is_early = made.modules.get(copy) or (None, None)
         changes = sum(0 if parameter.is_inference() else parameter._version for parameter in copy.parameters())

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import digests, models, places
+from lockstep.audit.observe import calls, digests, models, places
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Numbers
 from lockstep.audit.observe.recorder import recorder
@@ -101,7 +101,7 @@ def restored(what: str, thing: Any, *_: Any, **__: Any) -> After:
     told = {"at": places.here(), "what": what, "id": _numbers[what].of(thing)}
     if what == "model":
         told["names_digest"] = digests.of_numbers(dict(thing.named_parameters()))
-        told["model"] = recorder.guard("weights before a load", models.restores, thing)
+        told["model"] = recorder.guard("weights before a load", calls.restores, thing)
 
     def after(result: Any, error: BaseException | None) -> None:
         keys = {name: list(getattr(result, f"{name}_keys", ())) for name in ("missing", "unexpected")}

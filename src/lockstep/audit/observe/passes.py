@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import digests, gathers, means, models, places
+from lockstep.audit.observe import calls, digests, gathers, means, places
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.gradients import gradients
 from lockstep.audit.observe.recorder import recorder
@@ -53,7 +53,7 @@ def backward(tensors: Any, *_: Any, **__: Any) -> After:
     if _depth > 1:
         return _leave
     frame = places.user_frame()
-    told: dict[str, Any] = {"at": places.here(frame), "models": models.backward_begins()}
+    told: dict[str, Any] = {"at": places.here(frame), "models": calls.backward_begins()}
     is_sampled = _next_is_sampled()
     if not places.is_direct(sys._getframe(3)):
         told["loss_at"] = means.last_loss()
@@ -74,7 +74,7 @@ def backward(tensors: Any, *_: Any, **__: Any) -> After:
     def after(result: Any, error: BaseException | None) -> None:
         global _depth
         _depth -= 1
-        models.backward_ends()
+        calls.backward_ends()
         recorder.progress()
         if error is None:
             recorder.counts.backwards += 1

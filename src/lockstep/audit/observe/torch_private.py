@@ -19,6 +19,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep.audit.observe import (
+    calls,
     communication,
     contents,
     data,
@@ -84,24 +85,24 @@ def _patches() -> list[Patch]:
         Patch("datasets.arrow_dataset", "Dataset.select", splits.selected),
         Patch("sklearn.model_selection._split", "train_test_split", splits.arrays_split, ("sklearn.model_selection",)),
         Patch("torch.utils.data.distributed", "DistributedSampler.set_epoch", data.epoch_set),
-        Patch("torch.nn.modules.module", "Module.train", models.mode_set),
+        Patch("torch.nn.modules.module", "Module.train", calls.mode_set),
         *(Patch("torch.nn.modules.module", f"Module.{name}", made.made) for name in ("__init__", "__setstate__")),
         *(Patch(*owner, made.freed) for owner in _FREED),
         Patch(ddp, "DistributedDataParallel.__init__", wrapped["ddp"]),
-        Patch(ddp, "DistributedDataParallel.forward", models.forward),
+        Patch(ddp, "DistributedDataParallel.forward", calls.forward),
         Patch(ddp, "DistributedDataParallel.register_comm_hook", models.hooked),
         Patch(ddp, "DistributedDataParallel.no_sync", models.unsynced),
         Patch("torch.distributed.algorithms.join", "Join.__enter__", data.joining),
         Patch(c10d, "destroy_process_group", _ending, ("torch.distributed",)),
         Patch("torch._C._distributed_c10d", "Work.wait", communication.waited),
         Patch("torch.nn.parallel.data_parallel", "DataParallel.__init__", wrapped["data_parallel"]),
-        Patch("torch.nn.parallel.data_parallel", "DataParallel.forward", models.forward),
+        Patch("torch.nn.parallel.data_parallel", "DataParallel.forward", calls.forward),
         Patch(fsdp, "FullyShardedDataParallel.__init__", wrapped["fsdp1"]),
-        Patch(fsdp, "FullyShardedDataParallel.forward", models.forward),
+        Patch(fsdp, "FullyShardedDataParallel.forward", calls.forward),
         Patch(fsdp, "FullyShardedDataParallel.clip_grad_norm_", _without_self(clip["norm"])),
         Patch(fsdp, "fully_shard", wrapped["fsdp2"], (f"{fsdp}._fully_shard", f"{fsdp}._fully_shard._fully_shard")),
-        Patch(f"{fsdp}._fully_shard._fsdp_state", "FSDPState._pre_forward", models.forward_of_shards),
-        Patch("torch", "compile", models.compiled),
+        Patch(f"{fsdp}._fully_shard._fsdp_state", "FSDPState._pre_forward", calls.forward_of_shards),
+        Patch("torch", "compile", calls.compiled),
         Patch("torch.autograd", "backward", backward),
         Patch("torch.nn.utils.clip_grad", "clip_grad_norm_", clip["norm"], ("torch.nn.utils",)),
         Patch("torch.nn.utils.clip_grad", "clip_grad_value_", clip["value"], ("torch.nn.utils",)),
@@ -248,7 +249,7 @@ def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -
     """Install all observers: at once, or once the module of each is imported."""
     recorder.on_open.append(stuck.start)
     data.on_loader.append(contents.remember)
-    models.on_called.append(frozen.note)
+    calls.on_called.append(frozen.note)
     observers = (contents, data, training, schedules, ends, files, communication, stuck)
     recorder.at_exit += [each.at_exit for each in observers]
     recorder.emit("start", **_start())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import communication, data, digests, ends, made, models, passes, places, schedules
+from lockstep.audit.observe import calls, communication, data, digests, ends, made, models, passes, places, schedules
 from lockstep.audit.observe.data import After
 from lockstep.audit.observe.gradients import gradient_norm, gradients
 from lockstep.audit.observe.objects import Registry
@@ -300,7 +300,7 @@ def _end(step: Step) -> None:
     _finished[step.known.number] = step.known.index
     recorder.counts.optimizer_steps += 1
     recorder.progress()
-    models.after_step()
+    calls.after_step()
     schedules.after_step(step.optimizer)
 
 
@@ -319,9 +319,9 @@ def _write_step(step: Step, skipped: bool | None = None) -> None:
     own = passes.backwards[max(0, known.backwards_seen - passes.state.first) :]
     backwards = [_told_backward(told, owners) for told in fresh or own]
     if any(told.pop("is_past") for told in backwards):
-        models.watch_forwards()
+        calls.watch_forwards()
     if backwards and all(told.get("forwards") == 0 for told in backwards):
-        models.watch_reads()
+        calls.watch_reads()
     hyperparameters = [_hyperparameters(group) for group in optimizer.param_groups]
     clips = [{**told, "backwards_before": _since(known, told)} for _, told in passes.clips]
     scaler = known.scaler
