@@ -220,7 +220,7 @@ def made_on_one_rank(path: str, row: int) -> list[tuple[str, int]]:
         later = [n for n in inside if isinstance(n, ast.Call) and branch.lineno < n.lineno <= row]
         is_asked = any(word in _name(n).lower() for n in ast.walk(branch.test) for word in _OF_ONE_RANK)
         if is_asked and not branch.orelse and not any(word in _name(n) for n in later for word in _EXCHANGES):
-            found += [n.lineno for each in branch.body for n in ast.walk(each) if _stored([n]) & used]
+            found += [getattr(n, "lineno", 0) for each in branch.body for n in ast.walk(each) if _stored([n]) & used]
     return [(path, line) for line in sorted(found)]
 
 
