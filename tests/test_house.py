@@ -190,6 +190,8 @@ CODE_LINES = {
     "tasks/lm/attention.py": 115,
     "audit": 7_316,
     "audit/rules/sources.py": 142,
+    "audit": 7_340,
+    "audit/rules/sources.py": 176,
     "launch/device_check": 450,
     "cli/check_device.py": 61,
     "cli/replay.py": 70,

@@ -314,6 +314,36 @@ def test_what_a_stream_has_of_its_own_is_told_where_one_rank_reads_for_all(monke
     assert (parts[0]["rank"], len(parts[0]["files"])) == (1, 2)
 
 
+WORLD = 2
+
+
+def shares_of_ranks():
+    return torch.distributed.get_rank() + int(os.environ["WORLD_SIZE"])
+
+
+def test_what_a_stream_asks_for_while_it_is_read_is_told(monkeypatch, tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        num_processes = 1
+
+        def __iter__(self):
+            yield from (shares_of_ranks() % WORLD for _ in self.read())
+
+        def read(self):
+            return "RANK" * (self.process_index + self.num_processes)
+
+        @property
+        def process_index(self):
+            return 0
+
+    told = []
+    monkeypatch.setattr(contents.recorder, "folder", tmp_path)
+    monkeypatch.setattr(contents.recorder, "emit", lambda kind, limit, **keys: told.append(keys))
+    contents.dispatched(None, Stream())
+    asks = told[0]["asks"]
+    assert {name: value for name, (value, _) in asks.items()} == {"WORLD": 2, "get_rank": "rank", "WORLD_SIZE": "ranks"}
+    assert asks["get_rank"][1] == [__file__, shares_of_ranks.__code__.co_firstlineno + 1, "shares_of_ranks"]
+
+
 def test_gradients_that_are_gone_before_the_next_backward_pass_are_noticed(monkeypatch, tmp_path):
     monkeypatch.setattr(gradients.recorder, "folder", tmp_path)
     monkeypatch.setattr(gradients.torch_state, "has_other_ranks", lambda: True)

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from lockstep.audit import events
 from lockstep.audit.events import History
 from lockstep.audit.report.outcome import outcome
@@ -90,6 +92,45 @@ def test_inputs_that_differ_by_rank_are_a_warning_and_other_contents_an_error():
     assert probed(lambda rank: 3).ids() == {"LS112"}
     assert probed(lambda rank: 3, lambda rank, index: None).ids() == set()  # augmented anew
     assert "LS112" not in probed(lambda rank: 3 + rank).ids()
+
+
+PREPARED = """class Module(pl.LightningDataModule):
+    def __init__(self): self.mean = self.unused = 0
+    def prepare_data(self):
+        self.unused = 3
+        self.mean = 4
+    def setup(self, stage):
+        mean = self.mean
+        self.data = TensorDataset(x - mean)
+"""
+ON_ONE_RANK = """x, mean = load(), 0
+if accelerator.is_main_process:
+    shown = 3
+    mean = x.mean()
+scaled = x - mean
+dataset = TensorDataset(scaled)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "row", "line"),
+    [
+        (PREPARED, "", "", 8, 5),
+        (PREPARED, "mean = self.mean", "mean = self.mean = 4", 8, 8),
+        (PREPARED, "pl.LightningDataModule", "Reader", 8, 8),
+        (ON_ONE_RANK, "", "", 6, 4),
+        (ON_ONE_RANK, "scaled =", "mean = broadcast(mean); scaled =", 6, 6),
+        (ON_ONE_RANK, "scaled = x - mean", "scaled = x", 6, 6),
+        (ON_ONE_RANK, "scaled =", "else: mean = 3\nscaled =", 7, 7),
+    ],
+)
+def test_what_one_rank_alone_sets_is_the_line_of_inputs_that_differ(tmp_path, text, old, new, row, line):
+    (tmp_path / "script.py").write_text(text.replace(old, new) if old else text)
+    made = [str(tmp_path / "script.py"), row, "main"]
+    script = Script().optimizer().epoch(parts(), distributed=dealt(), dataset_size=16, dataset_at=made)
+    samples = [{str(index): [f"{rank}{index}", [3]] for index in range(4)} for rank in range(2)]
+    script.add("probe", at=at(10), loader=0, dataset_size=16, samples=lambda rank: samples[rank])
+    assert [found.where.line for found in script.found("LS112")] == [line]
 
 
 def test_experts_of_each_rank_are_right_and_weights_of_unequal_beginnings_are_not():

@@ -49,6 +49,17 @@ def test_streams_of_ranks_of_which_one_is_read_for_all_are_a_warning():
     assert [dispatched(each) for each in right] == [[], [], [], []]
 
 
+def test_a_stream_that_asks_for_its_rank_while_one_rank_reads_it_for_all_is_a_warning():
+    def asked(**asks):
+        told = lambda rank: {n: [v(rank) if callable(v) else v, at(30)] for n, v in asks.items()}  # noqa: E731
+        script = Script().optimizer().add("dispatched", at=at(12), parts={}, asks=told)
+        return [(found.where.line, found.ranks) for found in script.found("LS107")]
+
+    mine = {"RANK": lambda rank: rank}
+    assert asked(**mine, WORLD=2) == asked(get_rank="rank", get_world_size="ranks") == [(30, (0, 1))]
+    assert [asked(**mine, WINDOW=2), asked(**mine, WORLD=4), asked(RANK=0, WORLD=2), asked(WORLD=2)] == [[]] * 4
+
+
 def drawn(rank):
     """Half of 64 indices, in an order of the rank's own."""
     order = sorted(range(64), key=lambda index: (index * (7 if rank else 11)) % 61)

@@ -68,8 +68,9 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     stream        the 8th sample of a stream that           shards, samples: [[of each field, as in `probe`], ...]
                   Accelerate's IterableDatasetShard deals
     dispatched    Accelerate prepares a stream that the     parts: {name: a number, or the least digests of a list} of
-                  first rank reads for all (`at`: of the    the data set's attributes that its functions use
-                  loader that the script made)
+                  first rank reads for all (`at`: of the    the data set's attributes that its functions use; asks:
+                  loader that the script made)              {name: [a number, "rank" or "ranks", place]} of what its
+                                                            functions read outside of it while it is read
     inputs        the first training forward pass of each   model, digest
                   of the first 6 steps, without a loader
     class_weights the first loss of torch.nn.functional     digest, classes

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
+import inspect
 import os
 import random
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePath
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy
@@ -146,7 +148,47 @@ def dispatched(loader: Any, dataset: Any, *_: Any, **__: Any) -> None:
         else:
             used = {name for base in type(dataset).__mro__ if places.file_of(base) for name in _used(base)}
         parts = {name: part for name in held if name in used and (part := _part(held[name])) is not None}
-        recorder.emit("dispatched", limit=8, at=loader_at(dataset) or places.here(), parts=parts)
+        asks = _asked(dataset)
+        recorder.emit("dispatched", limit=8, at=loader_at(dataset) or places.here(), parts=parts, asks=asks)
+
+
+_WORDS = {
+    **dict.fromkeys(("get_rank", "process_index", "rank", "global_rank", "RANK"), "rank"),
+    **dict.fromkeys(("get_world_size", "num_processes", "world_size", "WORLD_SIZE"), "ranks"),
+}
+
+
+def _asked(dataset: Any) -> dict[str, list[Any]]:
+    """What `__iter__`, and functions of the script that it calls, read outside of the stream: by name, value and place.
+
+    Of a whole number that is a global variable, the value; of other names of the rank, or of the number of ranks, which
+    of both. What the stream holds itself is not among them.
+    """
+    functions, found = [inspect.unwrap(type(dataset).__iter__)], dict[str, list[Any]]()
+    for function in functions:
+        if not isinstance(function, FunctionType) or not places.is_of_user(function):
+            continue
+        codes = [function.__code__]
+        for code in codes:
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+            has_environment = not {"environ", "getenv"}.isdisjoint(code.co_names)
+            for each in dis.get_instructions(code):
+                kind, name = each.opname.partition("_")[2], each.argval
+                is_text = kind.startswith("CONST")
+                if not isinstance(name, str) or not kind.startswith(("GLOBAL", "ATTR", "METHOD", "CONST")):
+                    continue
+                is_global = kind.startswith("GLOBAL")
+                own = function.__globals__.get(name) if is_global else inspect.getattr_static(dataset, name, None)
+                own = None if is_text else getattr(own, "fget", own)
+                told: Any = own if type(own) is int and is_global else None
+                if isinstance(own, FunctionType) and places.is_of_user(own):
+                    functions += [own] if own not in functions else []
+                elif (own is None or callable(own)) and (has_environment or not is_text):
+                    told = _WORDS.get(name)
+                if told is not None:
+                    line = each.positions.lineno if each.positions else code.co_firstlineno
+                    found.setdefault(name, [told, [places.kind_of(code)[1], line, code.co_name]])
+    return found
 
 
 def _used(kind: type) -> Iterator[str]:

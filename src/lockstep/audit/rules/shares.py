@@ -21,6 +21,7 @@ _LEAST = 8
 """So many numbers of a script's variables must differ: shares of ranks may have other numbers by chance."""
 _CLASHES = 1.1
 """Two words may have one number by chance, where numbers come from hash()."""
+_OF_ALL = ("world", "ranks", "proc", "replica", "shard", "gpus", "nodes")
 _NO_GROUP = "no ranks that train one model together"
 
 
@@ -67,6 +68,10 @@ def shared_twice(history: History) -> Iterable[Finding] | str:
             evidence = f"one rank reads the stream for all, and `{name}` of the stream is another on each rank: what "
             evidence += "others would read, nobody trains on"
             findings.append(_twice(next(iter(by_rank.values())).get("at"), evidence, tuple(by_rank)))
+        elif asked := _asked({rank: event.get("asks") or {} for rank, event in by_rank.items()}):
+            evidence = f"one rank reads the stream for all, and the stream asks for `{asked[0]}` and `{asked[1]}`: "
+            evidence += "what others would read, nobody trains on"
+            findings.append(_twice(asked[2], evidence, tuple(by_rank)))
     return findings if firsts or streams or made else "no DataLoader in training"
 
 
@@ -84,6 +89,16 @@ def _part_of_rank(parts: dict[int, dict[str, Any]]) -> str | None:
         if has_world and all(value == rank for rank, value in values.items()):
             return name
     return None
+
+
+def _asked(asks: dict[int, dict[str, Any]]) -> tuple[str, str, Any] | None:
+    """The names by which streams ask for their rank and for the number of ranks, and where they ask for the rank."""
+    first = next(iter(asks.values()))
+    names = [name for name in first if len(asks) > 1 and all(name in held for held in asks.values())]
+    mine = [name for name in names if all(held[name][0] in ("rank", rank) for rank, held in asks.items())]
+    worlds = [name for name in names if any(word in name.lower() for word in _OF_ALL)]
+    worlds = [name for name in worlds if all(held[name][0] in ("ranks", len(asks)) for held in asks.values())]
+    return (mine[0], worlds[0], first[mine[0]][1]) if mine and worlds else None
 
 
 def _twice(at: Any, evidence: str, ranks: tuple[int, ...]) -> Finding:
@@ -278,7 +293,7 @@ def order_lost(history: History) -> Iterable[Finding] | str:
 @rule("LS112", "inputs-differ", "the same samples have other inputs on each rank", "warning")
 def inputs_differ(history: History) -> Iterable[Finding] | str:
     """Inputs that ranks prepare in ways of their own, such as with the mean of a part of the data."""
-    findings, probed = [], probes(history)
+    findings, probed = {}, probes(history)
     for event, by_rank in probed:
         rows = [row for row in zip(*by_rank.values(), strict=False) if len({len(fields) for fields in row}) == 1]
         columns = [[p for p in column if None not in p] for column in zip(*map(_fields, rows), strict=False)]
@@ -288,9 +303,16 @@ def inputs_differ(history: History) -> Iterable[Finding] | str:
             evidence += "their other fields are equal"
             cause = "each rank prepares the data with numbers of its own, or augments them once, by a seed of its own"
             remedy = "compute what prepares the data on all ranks together, or on one rank, and broadcast it"
-            at = place(event.get("dataset_at") or event.get("at"))
-            findings.append(Finding("LS112", at, evidence, cause, remedy, tuple(by_rank), event["step"]))
-    return findings if probed else "no samples of data that a sampler deals were compared"
+            found = event.get("dataset_at") or event.get("at")
+            at = place(found)
+            if lines := sources.set_in_prepare_data([found[0] if found else None, event.get("defined_in")]):
+                cause = "Lightning calls prepare_data on one rank of a machine only: others do not have what it sets"
+                remedy = "set it in setup, which runs on all ranks, and let prepare_data write files only"
+            elif found and (lines := sources.made_on_one_rank(found[0], found[1])):
+                cause = "one rank alone sets this, and others prepare the data without it"
+            at = Place(*lines[0], "") if lines else at
+            findings[at] = Finding("LS112", at, evidence, cause, remedy, tuple(by_rank), event["step"])
+    return list(findings.values()) if probed else "no samples of data that a sampler deals were compared"
 
 
 def _fields(row: tuple[list[Any], ...]) -> list[tuple[Any, ...]]:

@@ -10,7 +10,8 @@ from typing import Any
 
 _UNORDERED = ("set", "frozenset", "listdir", "scandir", "glob", "iglob", "rglob", "iterdir")
 _ORDERING = ("list", "tuple", "enumerate", "dict", "fromkeys", "join", "zip")
-_OF_ONE_RANK = ("rank", "main", "master")
+_OF_ONE_RANK = ("rank", "main", "master", "global_zero")
+_EXCHANGES = ("broadcast", "reduce", "gather", "scatter")
 _HARMLESS = ("requires_grad_", "detach_")
 _JOINS = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "gather")
 _STOPS = ("should_training_stop", "should_epoch_stop", "should_stop")
@@ -175,6 +176,52 @@ def for_one_rank(path: str, words: Sequence[str] = _CHANGES) -> list[int]:
     branches = [b for b in branches if any(w in _name(n).lower() for n in ast.walk(b.test) for w in _OF_ONE_RANK)]
     found = [each for branch in branches for each in branch.body if isinstance(each, ast.Expr)]
     return sorted(each.lineno for each in found if any(word in _name(each.value).lower() for word in words))
+
+
+def set_in_prepare_data(paths: Iterable[str | None]) -> list[tuple[str, int]]:
+    """Lines of a Lightning module's prepare_data that set what other methods read, and only its constructor sets."""
+    found = []
+    for path in dict.fromkeys(path for path in paths if path):
+        for kind in (node for node in nodes(path) if isinstance(node, ast.ClassDef)):
+            methods = {each.name: list(ast.walk(each)) for each in kind.body if isinstance(each, ast.FunctionDef)}
+            prepare = methods.pop("prepare_data", [])
+            others = [node for name, inside in methods.items() if name != "__init__" for node in inside]
+            attributes = [node for node in others if isinstance(node, ast.Attribute)]
+            read = {node.attr for node in attributes} - _stored(attributes)
+            if any(_name(base).endswith(("DataModule", "LightningModule")) for base in kind.bases):
+                sets = [n for n in prepare if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
+                found += [(path, n.lineno) for n in sets if _name(n.value) == "self" and n.attr in read]
+    return sorted(found)
+
+
+def _stored(inside: Iterable[ast.AST]) -> set[str]:
+    return {_name(node) for node in inside if isinstance(getattr(node, "ctx", None), ast.Store)} - {""}
+
+
+def _loaded(node: ast.AST) -> set[str]:
+    return {_name(each) for each in ast.walk(node) if isinstance(getattr(each, "ctx", None), ast.Load)} - {"", "self"}
+
+
+def made_on_one_rank(path: str, row: int) -> list[tuple[str, int]]:
+    """Lines below an `if` that asks for the rank, and has no `else`, that make what a later line of the function uses.
+
+    What ranks exchange after that is left out.
+    """
+    functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and _holds(n, row)]
+    scope = [*nodes(path)[:1], *sorted(functions, key=lambda function: function.lineno)][-1:]
+    inside = [node for each in scope for node in _own_nodes(each)]
+    simple = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)
+    steps = sorted((n for n in inside if isinstance(n, simple)), key=lambda n: -n.lineno)
+    used = {name for step in steps if _holds(step, row) for name in _loaded(step)}
+    for step in (step for step in steps if step.lineno < row):
+        used |= _loaded(step) if _stored(ast.walk(step)) & used else set()
+    found = []
+    for branch in (n for n in inside if isinstance(n, ast.If) and n.lineno < row and not _holds(n, row)):
+        later = [n for n in inside if isinstance(n, ast.Call) and branch.lineno < n.lineno <= row]
+        is_asked = any(word in _name(n).lower() for n in ast.walk(branch.test) for word in _OF_ONE_RANK)
+        if is_asked and not branch.orelse and not any(word in _name(n) for n in later for word in _EXCHANGES):
+            found += [getattr(n, "lineno", 0) for each in branch.body for n in ast.walk(each) if _stored([n]) & used]
+    return [(path, line) for line in sorted(found)]
 
 
 def unfreezes(path: str, wrapped: int) -> int | None:
