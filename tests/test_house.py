@@ -190,6 +190,8 @@ CODE_LINES = {
     "tasks/lm/attention.py": 115,
     "audit": 7_368,
     "audit/rules/sources.py": 176,
+    "audit": 7_338,
+    "audit/rules/sources.py": 142,
     "launch/device_check": 450,
     "cli/check_device.py": 61,
     "cli/replay.py": 70,

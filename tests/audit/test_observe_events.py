@@ -509,6 +509,34 @@ class _Noting(torch.nn.Module):
         frozen.note(self)
 
 
+def test_statistics_that_a_script_adds_to_the_log_of_a_trainer_are_told(monkeypatch, tmp_path):
+    class Adding:
+        def on_log(self, state, logs):
+            logs["recall"] = state.log_history[-1]["hits"] = 3
+
+    class Trainer:
+        def __init__(self):
+            self.callback_handler = types.SimpleNamespace(callbacks=[Adding()])
+            self.args = types.SimpleNamespace(world_size=2)
+            self.state = types.SimpleNamespace(log_history=[])
+
+        def log(self, logs):
+            self.state.log_history.append(logs | {"epoch": 1.0})
+            self.callback_handler.callbacks[0].on_log(self.state, logs)
+
+    told, trainer = [], Trainer()
+    monkeypatch.setattr(data.recorder, "folder", tmp_path)
+    monkeypatch.setattr(data.recorder, "emit", lambda kind, limit, **keys: told.append((keys["name"], keys["at"][2])))
+    monkeypatch.setattr(frozen.torch_state, "has_other_ranks", lambda: True)
+    monkeypatch.setattr(frameworks, "_entries", {})
+    log = torch_private.around("log", Trainer.log, frameworks.noted)
+    log(trainer, {"loss": 1.0, "accuracy": 0.5, "train_runtime": 2.0, "eval_f1": 0.5})
+    trainer.state.log_history.append({"step": 1, "sentiment": 0.5})
+    log(trainer, {})
+    here, added = sys._getframe().f_code.co_name, [("recall", "on_log"), ("hits", "on_log")]
+    assert told == [("accuracy", here), ("eval_f1", here), *added, ("sentiment", "on_log"), *added]
+
+
 def test_what_a_script_asks_of_a_framework_is_told_with_its_line(monkeypatch, tmp_path):
     told, framework = [], types.ModuleType("framework")
     text = """

@@ -49,6 +49,18 @@ def test_a_metric_that_lightning_logs_for_one_rank_is_a_warning():
     assert "gather_for_metrics" in logged(decides=False).found("LS605")[0].remedy
 
 
+def test_a_statistic_of_training_that_a_trainer_logs_for_one_rank_is_a_warning():
+    def logged(value=float, **keys):
+        told = {"name": "accuracy", "exchanged": False, "is_training": True, "world": 2}
+        return Script().optimizer().step().add("log", at=at(59), value=value, **(told | keys))
+
+    (finding,) = logged().found("LS605")
+    assert (finding.where.line, "0 on rank 0, 1 on rank 1" in finding.evidence) == (59, True)
+    assert logged(lambda rank: 0.5).found("LS605") == logged(lambda rank: 1 + 1e-9 * rank).found("LS605") == []
+    assert Script().add("log", 0, at=at(59), name="a", value=0.5, exchanged=False, is_training=True).ids() == set()
+    assert logged().add("collective", at=at(50), op="reduce").found("LS605") == []  # rank 0 has the sum
+
+
 def test_a_rounded_mean_is_named_at_its_division():
     def divided(remainder):
         return reduced(dtype="int64").add("floor_division", at=at(45), divisor=2, remainder=remainder)

@@ -91,6 +91,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     log           LightningModule.log of a number in an     name, value, exchanged (sync_dist), only_zero, world,
                   evaluation on several ranks; Trainer.log  decides (which checkpoint is the best; of a Trainer)
                   by the script, of eval_ and test_ metrics
+                  and of statistics of training             is_training (statistics of training)
     scaled_loss   transformers' Trainer.compute_loss, which op (the last of the loss before), mean (bool), by, model
                   multiplied a loss by the number of ranks  (class; None: a function of the script, whose line is `at`)
     floor_division a sum over ranks // the number of ranks  divisor, remainder (bool)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,6 +16,10 @@ from lockstep.audit.observe.recorder import recorder
 _EACH_LINE = 20
 _FLAGS = ("should_stop", "should_training_stop", "should_epoch_stop", "should_save", "should_evaluate")
 _OF_TIME = ("_runtime", "_per_second", "_time")
+_PART = r"times?|runtime|seconds?|secs?|elapsed|speed|throughput|mem|memory|cpu|gpu|local|rank_?\d+"
+_OF_TRAINER = "(train_)?loss|grad_norm|learning_rate|lr|epoch|(global_)?step|total_flos|num_input_tokens_seen|rank"
+_UNTOLD = re.compile(rf"^({_OF_TRAINER})$|(^|[_/. -])({_PART})($|[_/. -])|per_s|_m?s$")
+"""Numbers that a Trainer gathers, or that differ between ranks by their nature."""
 _MEAN = 1
 """The reduction of torch's losses that is a mean."""
 _depth = 0
@@ -66,18 +72,53 @@ def logged(module: Any, name: Any, value: Any = None, *arguments: Any, **named: 
     return None
 
 
+_entries: dict[int, int] = {}
+"""By Trainer, how many entries its history had after its last log."""
+
+
 def noted(trainer: Any, logs: Any = None, *_: Any, **__: Any) -> After:
-    """transformers' Trainer.log by the script, of metrics of an evaluation."""
-    if not torch_state.has_other_ranks() or not places.is_by_user(sys._getframe(3)):
+    """transformers' Trainer.log of numbers of the script: given by it, or added by its one callback that can."""
+    if not torch_state.has_other_ranks():
         return None
+    given, history = dict(logs or {}), trainer.state.log_history
+    if places.is_by_user(sys._getframe(3)):
+        _note(trainer, given, places.here())
+    for entry in history[_entries.get(id(trainer), len(history)) :]:
+        _note(trainer, entry)
+
+    def after(result: Any, error: BaseException | None) -> None:
+        told = {**(logs or {}), **(history[-1] if history else {})}
+        _note(trainer, {name: value for name, value in told.items() if name not in given})
+        _entries[id(trainer)] = len(history)
+
+    return after
+
+
+def _adds(trainer: Any, key: str) -> list[str | int] | None:
+    """Where the script's callback begins that may add to a log: the one that has the key in it, or the only one."""
+    found = []
+    for callback in trainer.callback_handler.callbacks:
+        for name, method in vars(type(callback)).items():
+            if isinstance(method, FunctionType) and places.is_of_user(method):
+                found += [method.__code__] if name == "on_log" or "log_history" in method.__code__.co_names else []
+    has_key = [
+        code
+        for code in found
+        if key in (*code.co_consts, *sum((each for each in code.co_consts if isinstance(each, tuple)), ()))
+    ]
+    code = has_key[0] if has_key else found[0] if len(found) == 1 else None
+    return [places.kind_of(code)[1], code.co_firstlineno, code.co_name] if code else None
+
+
+def _note(trainer: Any, logs: dict[str, Any], at: list[str | int] | None = None) -> None:
     best = str(getattr(trainer.args, "metric_for_best_model", None))
-    for name, value in dict(logs or {}).items():
+    for name, value in logs.items():
         is_metric = str(name).startswith(("eval_", "test_")) and not str(name).endswith(_OF_TIME)
-        if is_metric and isinstance(value, (int, float)):
+        if isinstance(value, (int, float)) and (is_metric or not _UNTOLD.search(str(name))):
             told = {"name": str(name), "value": float(value), "world": int(trainer.args.world_size)}
-            told["decides"] = name in (best, f"eval_{best}")
-            recorder.emit("log", limit=_EACH_LINE, at=places.here(), exchanged=False, **told)
-    return None
+            told |= {"decides": name in (best, f"eval_{best}")} if is_metric else {"is_training": True}
+            if line := at or _adds(trainer, str(name)):
+                recorder.emit("log", limit=_EACH_LINE, at=line, exchanged=False, **told)
 
 
 def scaled(trainer: Any, model: Any, *_: Any, **__: Any) -> After:

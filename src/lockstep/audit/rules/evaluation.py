@@ -218,7 +218,7 @@ def metric_of_one_rank(history: History) -> Iterable[Finding] | str:
     """self.log in an evaluation, of Lightning without sync_dist, or of a Trainer: another number on each rank."""
     told: dict[tuple[Any, ...], dict[int, list[float]]] = {}
     for event in history.of("log"):
-        if not event["exchanged"] and not event.get("only_zero"):
+        if not event["exchanged"] and not event.get("only_zero") and not event.get("is_training"):
             key = (*(event.get("at") or ["?", 0, ""]), event["name"])
             told.setdefault(key, {}).setdefault(event["rank"], []).append(event["value"])
     findings, deciding = [], {event["name"] for event in history.of("log") if event.get("decides")}
@@ -237,8 +237,27 @@ def metric_of_one_rank(history: History) -> Iterable[Finding] | str:
                 cause = "each rank has the metric of its part, and ranks may take different checkpoints for the best"
             findings.append(Finding("LS605", Place(file, row, function), evidence, cause, remedy, tuple(by_rank), None))
     parts, seen = _parts_apart(history)
-    is_known = seen or any(history.of("log"))
+    parts, is_known = [*parts, *_statistics(history)], seen or any(history.of("log"))
     return [*findings, *parts] if is_known else "no evaluation on data that a sampler deals to ranks"
+
+
+def _statistics(history: History) -> list[Finding]:
+    """Numbers of training that a Trainer logs at the same step, another on each rank."""
+    told: dict[tuple[Any, ...], dict[int, float]] = {}
+    for event in history.of("log"):
+        if event.get("is_training"):
+            told.setdefault((*event["at"], event["name"], event["step"]), {})[event["rank"]] = event["value"]
+    findings: dict[str, Finding] = {}
+    to_one = any(event.get("op") in ("reduce", "gather", "gather_object") for event in history.of("collective"))
+    for (file, row, function, name, step), by_rank in told.items() if not to_one else ():
+        least, most = min(by_rank.values()), max(by_rank.values())
+        if len(by_rank) == len(history.ranks) and most - least > _WHOLE * max(abs(least), abs(most)):
+            evidence = f"the first {name} that differs: {each_rank({r: f'{v:.6g}' for r, v in by_rank.items()})}"
+            cause = "each rank counts its own batches; what is shown and kept is that of rank 0"
+            remedy = 'accelerator.reduce(..., reduction="sum") of the sums and the counts, before one divides'
+            found = Finding("LS605", Place(file, row, function), evidence, cause, remedy, tuple(by_rank), step)
+            findings.setdefault(f"{file}:{row}", found)
+    return list(findings.values())
 
 
 def _parts_apart(history: History) -> tuple[list[Finding], bool]:
