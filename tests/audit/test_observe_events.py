@@ -677,6 +677,14 @@ def test_gathered_features_are_found_below_a_loss_whatever_multiplies_them(monke
     products = [own @ got.T, torch.einsum("nd,md->nm", own, normalize(got)), torch.cdist(own, got)]
     assert [looked(each) for each in products] == [1, 1, 1]
     assert looked(own @ torch.cat(sent).T, sent) == 1
+    both = torch.randn(4, 6, requires_grad=True)
+    all_both = torch.cat([both.detach(), torch.randn(4, 6)])
+    first, second = all_both.chunk(2, dim=1)
+    parts = [first.T, normalize(second, dim=-1).T, torch.cat([second, first]).T]
+    assert [looked(both[:, :3] @ each, all_both, both) for each in parts] == [1, 1, 1]
+    assert looked(both @ all_both[2:7].T, all_both, both) == 1
+    alone = [both.detach()[:, :3].T, all_both[4:, :3].T, torch.randn(3, 8)]  # of one rank, or of none
+    assert [looked(both[:, :3] @ each, all_both, both) for each in alone] == [0, 0, 0]
     with_own = torch.cat([own, other])
     right = [own @ with_own.T, own @ torch.randn(3, 8), torch.cat([own, got]) @ torch.eye(3)]
     assert [looked(each) for each in right] == [0, 0, 0]

@@ -248,6 +248,20 @@ def test_a_loss_divided_by_the_labels_of_all_ranks_is_a_warning_where_batches_ar
     assert trained(21.0, ops=("DivBackward0", "DivBackward0", "AddBackward0", "MulBackward1"))  # smoothed labels
 
 
+def test_a_loss_divided_by_the_labels_of_all_ranks_without_the_first_of_each_row_is_a_warning():
+    def trained(divisor, ops=("DivBackward0", "DivBackward0", "AddBackward0")):
+        script = Script().optimizer()
+        for rank in range(2):
+            batches = [{"loader": 0, "batch": n, "samples": 4, "valid": 24, "shifted": 20 + rank} for n in (0, 1)]
+            script.step(rank, micro_batches=batches, backwards=2)
+            for told in script.events[-1]["backwards"]:
+                told |= {"divisor": divisor, "ops": list(ops), "loss_at": at(39)}
+        return script.found("LS211")
+
+    assert "divided by 82, the labels that count after the first" in trained(82.0)[0].evidence
+    assert trained(41.0) == trained(1.0) == trained(82.0, ("DivBackward0", "MulBackward0", "DivBackward0")) == []
+
+
 def test_a_mean_that_a_trainer_multiplies_by_the_number_of_ranks_is_a_warning():
     def scaled(mean, model=None):
         return Script().add("scaled_loss", at=at(29), op="MeanBackward0", mean=mean, by=2, model=model).found("LS218")

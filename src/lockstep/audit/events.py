@@ -53,7 +53,9 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     batch         sampled batches that a loader gave        loader, epoch, batch (number), digests: [of each tensor],
                                                             samples (first dimension of the first tensor), digest (of
                                                             all tensors), valid (labels
-                                                            that are not -100, if any is)
+                                                            that are not -100, if any is),
+                                                            shifted (these without the first
+                                                            of each row)
     loader_end    an iteration ends, also at exit           loader, epoch, batches (given), samples, is_complete (it was
                                                             exhausted), backwards, optimizer_steps, forwards_training,
                                                             forwards_eval (of watched models, during it),
@@ -148,7 +150,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             since the last step of any optimizer; of this optimizer,
                                                             where there is none (two optimizers, one backward);
                                                             micro_batches: [{loader,
-                                                            batch, samples, valid (labels that are not -100, if any)}]
+                                                            batch, samples, valid (labels that are not -100, if any),
+                                                            shifted (these without the first of each row)}]
                                                             given since the last step, hyperparameters: [{lr, ...}] by
                                                             group, where they changed; clips: [{at, how ("norm",
                                                             "value"), limit, norm, backwards_before}];

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -323,25 +323,30 @@ def _give(turn: Pass, batch: Any) -> None:
     if turn.is_map_style and turn.drawn:
         _keep_indices(turn, turn.drawn.popleft())
     if recorder.is_sampled(number) or number < turn.rounds:
-        valid = _valid(batch)
-        told |= {"valid": valid} if valid is not None else {}
+        told |= _labels(batch)
         each = digests.of_batch(batch)
         digest = digests.of_numbers(each)
         recorder.emit("batch", epoch=turn.epoch, digest=digest, digests=each[:20], **told)
+    elif recorder.is_sampled(recorder.counts.optimizer_steps):
+        told |= _labels(batch)
     if len(given) < _MOST_GIVEN:
         given.append((turn, told))
     else:
         recorder.cut["micro_batches"] += 1
 
 
-def _valid(batch: Any) -> int | None:
-    """The number of labels that are not -100, if any is."""
+def _labels(batch: Any) -> dict[str, int]:
+    """The number of labels that are not -100, if any is, and without the first of each row as causal models count."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
     for tensor in digests.tensors_in(batch):
         if tensor.dtype == torch.int64 and tensor.device.type == "cpu":
-            ignored = int((tensor == IGNORED).sum())
-            if ignored:
-                return tensor.numel() - ignored
-    return None
+            counts = tensor != IGNORED
+            shifted = {"shifted": int(counts[..., 1:].sum())} if tensor.ndim > 1 else {}
+            if not bool(counts.all()):
+                return {"valid": int(counts.sum())} | shifted
+            if tensor is labels:
+                return shifted
+    return {}
 
 
 def _keep_indices(turn: Pass, drawn: Any) -> None:

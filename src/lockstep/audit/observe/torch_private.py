@@ -138,7 +138,7 @@ def _patches() -> list[Patch]:
     found += [Patch("torch", f"Tensor.{name}", compared, is_frequent=True) for name in ("__eq__", "__sub__")]
     found += [Patch("torch", f"Tensor.{name}", floor_divided) for name in _FLOOR]
     found += [Patch("torch", "Tensor.mean", mean), Patch("torch", "arange", arranged)]
-    found += [Patch("torch", "Tensor.__truediv__", divided, is_frequent=True)]
+    found += [Patch("torch", name, divided, is_frequent=True) for name in ("Tensor.__truediv__", "Tensor.div", "div")]
     for name in ("exp", "sqrt"):
         curve, owners = functools.partial(curved, name), (("torch", name), ("math", name), ("torch", f"Tensor.{name}"))
         found += [Patch(*owner, curve, is_frequent=True) for owner in owners]

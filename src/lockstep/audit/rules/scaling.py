@@ -162,11 +162,11 @@ def _division(loss_at: Any, at: Any) -> Any:
 def _given(history: History) -> dict[tuple[int, int, float], str]:
     """By optimizer, step and number: what all ranks together were given in this step."""
     sums: dict[tuple[int, int, str], dict[int, int]] = {}
-    for (event, batches), what in itertools.product(_fed(history), ("samples", "valid")):
+    for (event, batches), what in itertools.product(_fed(history), ("samples", "valid", "shifted")):
         counts = [each[what] for each in batches if what in each]
         if counts and len(counts) == len(batches):
             sums.setdefault((event["optimizer"], event["index"], what), {})[event["rank"]] = sum(counts)
-    words = {"samples": "samples", "valid": "labels that count"}
+    words = {"samples": "samples", "valid": "labels that count", "shifted": "labels that count after the first"}
     full = {key: by_rank for key, by_rank in sums.items() if len(by_rank) == len(history.ranks) > 1}
     return {(*key[:2], float(sum(by_rank.values()))): words[key[2]] for key, by_rank in full.items()}
 
