@@ -418,6 +418,24 @@ class _Spectra(torch.nn.Module):
         return (self.scale * x).sum()
 
 
+def test_an_evaluation_that_calls_parts_of_a_model_counts_as_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(data.recorder, "folder", tmp_path)
+    monkeypatch.setattr(data.recorder, "emit", lambda kind, **keys: None)
+    for owner, name, value in ((models, "on_wrapped", []), (models, "at_wrapping", set())):
+        monkeypatch.setattr(owner, name, value)
+    monkeypatch.setattr(models.made, "has_wrapped", True)
+    wrapper = torch.nn.Module()
+    wrapper.module, before = _Spectra(), data.recorder.counts.forwards_eval
+    models._watch("ddp", None, wrapper, None)
+    calls.mode_set(wrapper.module.eval(), False)
+    try:
+        for _ in range(2):
+            wrapper.module.elbo(torch.ones(2))
+    finally:
+        calls.mode_set(wrapper.module.train(), True)
+    assert data.recorder.counts.forwards_eval == before + 1
+
+
 def test_parts_and_parameters_that_train_a_model_past_its_wrapper_are_told_with_the_line_of_the_script(
     monkeypatch, tmp_path
 ):

@@ -60,6 +60,12 @@ def padded(_: Any, tensor: Any, dim: int = 0, pad_index: int = 0, *__: Any, **__
     return after
 
 
+def state_loaded(accelerator: Any, *_: Any, **__: Any) -> None:
+    """Accelerator.load_state, which loads nothing into what was not prepared before."""
+    held = [getattr(accelerator, name, None) for name in ("_models", "_optimizers", "_custom_objects")]
+    recorder.emit("prepared", limit=_EACH_LINE, at=places.here(), objects=sum(len(each or ()) for each in held))
+
+
 def logged(module: Any, name: Any, value: Any = None, *arguments: Any, **named: Any) -> After:
     """LightningModule.log in an evaluation. A metric of torchmetrics is exchanged by itself."""
     trainer = getattr(module, "_trainer", None)

@@ -35,7 +35,7 @@ from lockstep.audit.observe import (
     training,
     writes,
 )
-from lockstep.audit.observe.frameworks import asked, gathered, gathers, logged, noted, padded, ran, scaled
+from lockstep.audit.observe.frameworks import asked, gathered, gathers, logged, noted, padded, ran, scaled, state_loaded
 from lockstep.audit.observe.gathers import by_lightning
 from lockstep.audit.observe.gradients import gradients, watch_hooks
 from lockstep.audit.observe.lined import compared
@@ -120,6 +120,7 @@ def _patches() -> list[Patch]:
         Patch("accelerate.data_loader", "DataLoaderDispatcher.__init__", contents.dispatched),
         Patch("accelerate.data_loader", "skip_first_batches", data.first_skipped),
         Patch("accelerate.accelerator", "Accelerator.pad_across_processes", padded),
+        Patch("accelerate.accelerator", "Accelerator.load_state", state_loaded),
         *(Patch(f"{name}.core.module", "LightningModule.log", logged) for name in _LIGHTNING),
         *(Patch(f"{name}.core.module", "LightningModule.all_gather", by_lightning) for name in _LIGHTNING),
         *(Patch(f"{name}.fabric", "Fabric.all_gather", by_lightning) for name in _FABRIC),

@@ -306,9 +306,17 @@ def loaded_on_some_ranks(history: History) -> Iterable[Finding] | str:
     return [] if loads else "no state was loaded into a model that FSDP shards"
 
 
-@rule("LS707", "nothing-loaded", "the names in a checkpoint are not those of the model")
+@rule("LS707", "nothing-loaded", "a checkpoint was read, and nothing of it reached the model")
 def nothing_loaded(history: History) -> Iterable[Finding] | str:
-    """load_state_dict(..., strict=False) of names with a prefix, such as `module.`: nothing is loaded."""
+    """load_state_dict(..., strict=False) of names with a prefix such as `module.`, or load_state before prepare."""
+    for event in history.of("prepared"):
+        later = [wrap for wrap in history.of("wrap") if wrap["rank"] == event["rank"]]
+        if not event["objects"] and later and all(wrap["number"] > event["number"] for wrap in later):
+            evidence = "Accelerator.load_state was called when no model and no optimizer was prepared"
+            cause = "it loads into what prepare() was given before, and says nothing where that is nothing"
+            remedy = "call accelerator.load_state(...) after accelerator.prepare(...)"
+            ranks = tuple(history.ranks)
+            return [Finding("LS707", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])]
     for event in history.of("state"):
         missing, unexpected = set(event.get("missing") or ()), set(event.get("unexpected") or ())
         for prefix in _PREFIXES:
