@@ -148,6 +148,17 @@ def test_replicas_have_equal_digests_until_a_call_past_the_wrapper(both):
     assert steps[0][0]["gradients"]["0.bias"] is None
 
 
+def test_a_digest_is_that_of_the_numbers_whatever_the_strides():
+    for one, other in (
+        (torch.tensor(1.0).expand(1), torch.ones(1)),
+        (torch.arange(6.0)[::2], torch.tensor([0.0, 2.0, 4.0])),
+        (torch.arange(6.0).view(2, 3).T, torch.arange(6.0).view(2, 3).T.contiguous()),
+        (torch.ones(1).expand(4, 3), torch.ones(4, 3)),
+    ):
+        assert digests.of_tensors({"": one}) == digests.of_tensors({"": other})
+    assert digests.of_tensors({"": torch.tensor(1.0)})[""] is not None
+
+
 def test_a_call_past_the_wrapper_is_told_with_its_line(both):
     (bypass,) = events(both, "bypass")
     assert bypass["at"][1] == line_of("line of the bypass")

@@ -167,7 +167,7 @@ def _note_part(module: Any) -> None:
     """A framework may call parts of a model only."""
     model = _has_part(module)
     if model is not None and model.number in _due:
-        recorder.counts.forwards_eval += not model.active
+        recorder.counts.forwards_eval += not model.active and models.inside(module) is None
         _note_evaluation(model)
 
 

@@ -40,7 +40,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor as int64, 1-dim; zeros fill the last."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().reshape(-1)
+    if flat.stride(0) != 1:  # a single number may have the stride 0 of an expanded tensor
+        flat = flat.clone(memory_format=torch.contiguous_format)
     size = flat.numel() * flat.element_size()
     if size % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0:
         return flat.view(torch.int64)
