@@ -167,7 +167,8 @@ def _note_part(module: Any) -> None:
     """A framework may call parts of a model only."""
     model = _has_part(module)
     if model is not None and model.number in _due:
-        recorder.counts.forwards_eval += not model.active and models.inside(module) is None
+        is_whole = models.of(module) is not None or models.inside(module) is not None  # counted by itself
+        recorder.counts.forwards_eval += not model.active and not is_whole
         _note_evaluation(model)
 
 
