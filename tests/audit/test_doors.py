@@ -259,6 +259,21 @@ def test_the_arithmetic_of_an_optimizer_is_not_observed_but_that_of_its_closure_
         ends.remove()
 
 
+def test_what_an_observer_computes_is_not_observed(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "folder", tmp_path)
+    seen = []
+
+    def observer(tensor, *_, **__):
+        seen.append(tensor.tolist())
+        tensor.clone().mul_(3.0)
+        recorder.guard("another", tensor.clone().mul_, 3.0)
+        return lambda result, error: result.clone().mul_(3.0)
+
+    monkeypatch.setattr(torch.Tensor, "mul_", torch_private.around("mul_", torch.Tensor.mul_, observer))
+    assert [torch.ones(1).mul_(2.0).item() for _ in range(2)] == [2.0, 2.0]
+    assert seen == [[1.0], [1.0]]
+
+
 def test_constant_tensors_are_told_from_others():
     whole = [torch.zeros(3), torch.full((2, 2), 0.5), torch.empty(0), torch.tensor(1)]
     assert all(map(digests.is_constant, whole))

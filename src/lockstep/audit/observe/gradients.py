@@ -224,7 +224,7 @@ def gradient_norm(parameters: list[torch.Tensor]) -> float:
 
 
 def _norm(tensor: torch.Tensor) -> float:
-    return float(digests.local(tensor).detach().double().norm())
+    return norms_of([digests.local(tensor).detach().double()])[0]
 
 
 gradients = Gradients()

@@ -39,6 +39,10 @@ class Counts:
     """Over loaders."""
 
 
+class _Thread(threading.local):
+    is_observing = False
+
+
 class Recorder:
     """Writes the events of this process.
 
@@ -56,6 +60,8 @@ class Recorder:
         self.has_loader = False
         self.is_stepping = False
         """Whether an optimizer steps, and no code of the script runs inside."""
+        self.thread = _Thread()
+        """`is_observing`: an observer runs in this thread, so what torch does there is not the script's."""
         self.counts = Counts()
         self.cut: Counter[str] = Counter()
         self.moved = time.monotonic()
@@ -148,11 +154,14 @@ class Recorder:
         """Call an observer. One that fails is noted and switched off; the script goes on."""
         if name in self._off or self.folder is None:
             return None
+        outer, self.thread.is_observing = self.thread.is_observing, True
         try:
             return function(*arguments, **named)
         except Exception as error:
             self.switch_off(name, error)
             return None
+        finally:
+            self.thread.is_observing = outer
 
     def switch_off(self, name: str, error: BaseException) -> None:
         """Note that an observer failed, and call it no more."""

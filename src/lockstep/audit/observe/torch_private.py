@@ -113,26 +113,7 @@ def _patches() -> list[Patch]:
         Patch("torch.distributed.rendezvous", "_create_c10d_store", communication.store_made),
         Patch(c10d, "init_process_group", communication.initialized, ("torch.distributed",)),
         Patch(c10d, "new_group", communication.group_made, ("torch.distributed",)),
-        Patch("accelerate.accelerator", "Accelerator.gather_for_metrics", gathered),
-        Patch("accelerate.accelerator", "Accelerator.gather", gathers),
-        Patch("accelerate.optimizer", "AcceleratedOptimizer.__init__", training.prepared),
-        Patch("accelerate.data_loader", "IterableDatasetShard.__init__", contents.shard_made),
-        Patch("accelerate.data_loader", "DataLoaderDispatcher.__init__", contents.dispatched),
-        Patch("accelerate.data_loader", "skip_first_batches", data.first_skipped),
-        Patch("accelerate.accelerator", "Accelerator.pad_across_processes", padded),
-        Patch("accelerate.accelerator", "Accelerator.load_state", state_loaded),
-        *(Patch(f"{name}.core.module", "LightningModule.log", logged) for name in _LIGHTNING),
-        *(Patch(f"{name}.core.module", "LightningModule.all_gather", by_lightning) for name in _LIGHTNING),
-        *(Patch(f"{name}.fabric", "Fabric.all_gather", by_lightning) for name in _FABRIC),
-        *(Patch(f"{name}.trainer.trainer", "Trainer.fit", ran) for name in _LIGHTNING),
-        *(Patch(f"{name}.trainer.trainer", "Trainer.__setattr__", asked) for name in _LIGHTNING),
-        Patch("transformers.trainer_callback", "TrainerControl.__setattr__", asked),
-        *(Patch(f"{name}.core.module", "LightningModule.unfreeze", made.freed_by_framework) for name in _LIGHTNING),
-        *(Patch(f"{name}.{_TUNING[0]}", f"{_TUNING[1]}.__init__", made.callback_made) for name in _LIGHTNING),
-        *(Patch(f"{n}.{_TUNING[0]}", f"{_TUNING[1]}.make_trainable", made.freed_by_framework) for n in _LIGHTNING),
-        Patch("transformers.trainer", "Trainer.log", noted),
-        Patch("transformers.trainer", "Trainer.compute_loss", scaled),
-        Patch("transformers.trainer", "Trainer.train", ran),
+        *_of_frameworks(),
         *_of_files(),
     ]
     found += [Patch("torch.nn.functional", name, loss) for name in LOSSES]
@@ -156,6 +137,31 @@ def _patches() -> list[Patch]:
         found.append(Patch(c10d, name, observer, ("torch.distributed",), is_optional="coalesced" in name))
     schedulers = ("LRScheduler", "ReduceLROnPlateau", "SequentialLR", "ChainedScheduler", "CosineAnnealingWarmRestarts")
     return found + [Patch("torch.optim.lr_scheduler", f"{name}.step", schedules.steps) for name in schedulers]
+
+
+def _of_frameworks() -> list[Patch]:
+    return [
+        Patch("accelerate.accelerator", "Accelerator.gather_for_metrics", gathered),
+        Patch("accelerate.accelerator", "Accelerator.gather", gathers),
+        Patch("accelerate.optimizer", "AcceleratedOptimizer.__init__", training.prepared),
+        Patch("accelerate.data_loader", "IterableDatasetShard.__init__", contents.shard_made),
+        Patch("accelerate.data_loader", "DataLoaderDispatcher.__init__", contents.dispatched),
+        Patch("accelerate.data_loader", "skip_first_batches", data.first_skipped),
+        Patch("accelerate.accelerator", "Accelerator.pad_across_processes", padded),
+        Patch("accelerate.accelerator", "Accelerator.load_state", state_loaded),
+        *(Patch(f"{name}.core.module", "LightningModule.log", logged) for name in _LIGHTNING),
+        *(Patch(f"{name}.core.module", "LightningModule.all_gather", by_lightning) for name in _LIGHTNING),
+        *(Patch(f"{name}.fabric", "Fabric.all_gather", by_lightning) for name in _FABRIC),
+        *(Patch(f"{name}.trainer.trainer", "Trainer.fit", ran) for name in _LIGHTNING),
+        *(Patch(f"{name}.trainer.trainer", "Trainer.__setattr__", asked) for name in _LIGHTNING),
+        Patch("transformers.trainer_callback", "TrainerControl.__setattr__", asked),
+        *(Patch(f"{name}.core.module", "LightningModule.unfreeze", made.freed_by_framework) for name in _LIGHTNING),
+        *(Patch(f"{name}.{_TUNING[0]}", f"{_TUNING[1]}.__init__", made.callback_made) for name in _LIGHTNING),
+        *(Patch(f"{n}.{_TUNING[0]}", f"{_TUNING[1]}.make_trainable", made.freed_by_framework) for n in _LIGHTNING),
+        Patch("transformers.trainer", "Trainer.log", noted),
+        Patch("transformers.trainer", "Trainer.compute_loss", scaled),
+        Patch("transformers.trainer", "Trainer.train", ran),
+    ]
 
 
 def _ending(*arguments: Any, **named: Any) -> data.After:
@@ -196,11 +202,11 @@ def around(
     name: str, original: Callable[..., Any], observer: Observer, is_frequent: bool = False
 ) -> Callable[..., Any]:
     """The function with its observer around it."""
-    guard, is_compiling = recorder.guard, torch.compiler.is_compiling
+    guard, thread, is_compiling = recorder.guard, recorder.thread, torch.compiler.is_compiling
 
     @functools.wraps(original)
     def observed(*arguments: Any, **named: Any) -> Any:
-        if (is_frequent and recorder.is_stepping) or is_compiling():
+        if (is_frequent and recorder.is_stepping) or thread.is_observing or is_compiling():
             return original(*arguments, **named)
         after = guard(name, observer, *arguments, **named)
         if after is None:
