@@ -201,8 +201,10 @@ def test_an_optimizer_of_parameters_beside_the_wrapped_model_is_named():
 
 
 def test_a_model_that_each_rank_trains_on_its_own_data_and_saves_is_its_own():
-    def personal(path, **keys):
-        script = Script().optimizer(owned=0, initial={"0.0": "x"}).add("save", path=path, how="torch.save")
+    def personal(path, how="ddp", **keys):
+        script = Script(how=how).optimizer(owned=0, initial={"0.0": "x"}).add("save", path=path, how="torch.save")
+        if how is None:
+            script.add("hand_reduce", at=at(28), optimizer=0, op="SUM", parameters=1, divided=True)
         script.epoch(parts(), train=False, end={"backwards": 2}, digest=lambda rank, batch: f"{rank}{batch}", **keys)
         for rank in range(2):
             script.step(rank, gradients={"0.0": str(rank)}, parameters={"0.0": str(rank)})
@@ -210,6 +212,7 @@ def test_a_model_that_each_rank_trains_on_its_own_data_and_saves_is_its_own():
 
     assert personal(lambda rank: f"head{rank}.pt") == []
     assert "LS207" in personal("head.pt")
+    assert "LS201" in personal(lambda rank: f"state{rank}.pt", how=None)  # gradients are reduced by hand
     assert "LS207" in personal(lambda rank: f"head{rank}.pt", distributed=dealt())
 
 

@@ -89,7 +89,9 @@ def own_from_the_start(history: History) -> set[str]:
 
 
 def _keep_their_own(history: History) -> bool:
-    """True if no sampler deals data to ranks, and each rank saves a file that no other rank saves."""
+    """True if no sampler deals data to ranks, and each rank saves a file that no other rank saves, beside a wrapper."""
+    if not any(history.of("wrap")) or any(history.of("hand_reduce")):
+        return False
     saved = {r: {e.get("path") for e in history.of("save", rank=r) if e.get("how") != "open"} for r in history.ranks}
     own = [paths - set().union(*(saved[other] for other in saved if other != r)) for r, paths in saved.items()]
     dealt = any((event.get("distributed") or {}).get("replicas", 1) > 1 for event in history.of("loader"))
