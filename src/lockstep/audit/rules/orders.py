@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lockstep.audit.rules.sources import _holds, _name, _own_nodes, nodes
+from lockstep.audit.rules.sources import holds, name_of, nodes, own_nodes
 
 _REORDERING = (
     "stack",
@@ -32,7 +32,7 @@ def strides(*events: Mapping[str, Any]) -> bool:
 def reorders(*events: Mapping[str, Any]) -> bool:
     """True if a function around one of these lines, or one that is called there, may bring rows into another order."""
     own = [(event["at"][0], node) for event in events if event.get("at") for node in _around(event["at"])]
-    called = {(path, _name(node)) for path, node in own if isinstance(node, ast.Call)}
+    called = {(path, name_of(node)) for path, node in own if isinstance(node, ast.Call)}
     inner = [n for path, name in called for f in nodes(path) if getattr(f, "name", "") == name for n in ast.walk(f)]
     targets = [t for _, n in own if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Subscript)]
     is_put = any(isinstance(target.slice, (ast.Name, ast.Call, ast.Attribute)) for target in targets)
@@ -42,24 +42,24 @@ def reorders(*events: Mapping[str, Any]) -> bool:
 
 
 def _around(at: Sequence[Any] | None) -> Iterator[ast.AST]:
-    functions = [n for n in nodes(at[0]) if isinstance(n, ast.FunctionDef) and _holds(n, at[1])] if at else []
+    functions = [n for n in nodes(at[0]) if isinstance(n, ast.FunctionDef) and holds(n, at[1])] if at else []
     module = (n for n in (nodes(at[0]) if at else ()) if isinstance(n, ast.Module))
     scope = max(functions, key=lambda function: function.lineno) if functions else next(module, None)
-    return _own_nodes(scope) if scope is not None else iter(())
+    return own_nodes(scope) if scope is not None else iter(())
 
 
 def _is_stride(node: ast.AST) -> bool:
-    if isinstance(node, ast.Call) and _name(node) == "list":
-        return any("sampler" in _name(each).lower() for each in node.args)
+    if isinstance(node, ast.Call) and name_of(node) == "list":
+        return any("sampler" in name_of(each).lower() for each in node.args)
     if isinstance(node, ast.Call):
-        return _name(node) in ("range", "arange") and len(node.args) > len(("first", "end"))
+        return name_of(node) in ("range", "arange") and len(node.args) > len(("first", "end"))
     return isinstance(node, ast.Slice) and node.step is not None
 
 
 def _is_reordering(node: ast.AST) -> bool:
     if isinstance(node, ast.Call) and any(isinstance(each, ast.Starred) for each in node.args):
-        return _name(node) in ("zip", "zip_longest")
-    return isinstance(node, (ast.Call, ast.Attribute, ast.Name)) and _name(node) in (*_REORDERING, *_RELATED)
+        return name_of(node) in ("zip", "zip_longest")
+    return isinstance(node, (ast.Call, ast.Attribute, ast.Name)) and name_of(node) in (*_REORDERING, *_RELATED)
 
 
 def resets(at: Sequence[Any] | None) -> bool:
@@ -80,4 +80,4 @@ def resets(at: Sequence[Any] | None) -> bool:
 
 def _calls_in_place(node: ast.AST, names: tuple[str, ...]) -> bool:
     call = node.func if isinstance(node, ast.Call) else None
-    return isinstance(call, ast.Attribute) and call.attr in names and _name(call.value) != "grad"
+    return isinstance(call, ast.Attribute) and call.attr in names and name_of(call.value) != "grad"

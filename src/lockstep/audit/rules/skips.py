@@ -10,7 +10,7 @@ from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Place
 from lockstep.audit.rules.facts import differ, line, named, place
 from lockstep.audit.rules.loaders import iterations
-from lockstep.audit.rules.sources import nodes
+from lockstep.audit.rules.sources import holds, nodes
 
 REMEDY = "decide on all ranks together: all_reduce the flag (MAX), and leave the batch out on all ranks or on none"
 _TESTS = ("nan", "finite", "isinf", "numel", "len", "shape", "size", "None")
@@ -97,7 +97,7 @@ def left_out(loop: Any, backward: Any, loss: Any = None) -> list[tuple[int, str,
     for path, row, last in {(at[0], at[1], end) for at, end in ((loop, None), (backward, True), (loss, False)) if at}:
         scope = _scope(path, row, (ast.For, ast.While) if last is None else (ast.FunctionDef,))
         for node in ast.walk(scope) if scope else ():
-            end = backward[1] if backward and backward[0] == path and _holds(scope, backward[1]) else None
+            end = backward[1] if backward and backward[0] == path and holds(scope, backward[1]) else None
             if isinstance(node, ast.If) and (end is None or node.lineno <= end) and _leaves(node, scope, end):
                 words = ast.unparse(node.test)
                 found.append((0 if any(word in words for word in _TESTS) else 2, path, node.lineno))
@@ -106,13 +106,9 @@ def left_out(loop: Any, backward: Any, loss: Any = None) -> list[tuple[int, str,
     return sorted(set(found))
 
 
-def _holds(node: ast.AST | None, row: int) -> bool:
-    return getattr(node, "lineno", 0) <= row <= (getattr(node, "end_lineno", 0) or 0)
-
-
 def _scope(path: str, row: int, kinds: tuple[type[ast.AST], ...]) -> ast.AST | None:
     """The innermost loop or function around a line."""
-    return max((n for n in nodes(path) if isinstance(n, kinds) and _holds(n, row)), key=_first, default=None)
+    return max((n for n in nodes(path) if isinstance(n, kinds) and holds(n, row)), key=_first, default=None)
 
 
 def _first(node: ast.AST) -> int:
@@ -128,4 +124,4 @@ def _leaves(node: ast.If, scope: ast.AST | None, backward: int | None) -> bool:
     """True if an `if` leaves out what comes behind it, or the backward pass in it."""
     inner = [each for part in (node.body, node.orelse) for one in part for each in ast.walk(one)]
     ways = (ast.Return,) if isinstance(scope, ast.FunctionDef) else (ast.Continue, ast.Return)
-    return any(isinstance(each, ways) for each in inner) or (backward is not None and _holds(node, backward))
+    return any(isinstance(each, ways) for each in inner) or (backward is not None and holds(node, backward))

@@ -27,14 +27,15 @@ def nodes(path: str) -> tuple[ast.AST, ...]:
         return ()
 
 
-def _name(node: ast.AST | None) -> str:
+def name_of(node: ast.AST | None) -> str:
     """The last name of a variable, an attribute or a called function."""
     if isinstance(node, ast.Call):
-        return _name(node.func)
+        return name_of(node.func)
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _holds(node: ast.AST, row: int) -> bool:
+def holds(node: ast.AST | None, row: int) -> bool:
+    """True if a line is one of those of a node."""
     return getattr(node, "lineno", 0) <= row <= (getattr(node, "end_lineno", 0) or 0)
 
 
@@ -46,12 +47,12 @@ def unordered(paths: Iterable[str | None]) -> list[tuple[str, int]]:
         scopes = [n for n in nodes(path) if isinstance(n, (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef))]
         shared = set[str]()
         for scope in scopes:
-            own = list(_own_nodes(scope))
-            sets = {"", *members, *shared} | {_name(target) for node in own for target in _made_sets(node)}
+            own = list(own_nodes(scope))
+            sets = {"", *members, *shared} | {name_of(target) for node in own for target in _made_sets(node)}
             shared |= sets if isinstance(scope, ast.Module) else set()
             for node in own:
                 taken = [node.iter] if isinstance(node, (ast.For, ast.comprehension)) else []
-                taken = node.args if isinstance(node, ast.Call) and _name(node) in _ORDERING else taken
+                taken = node.args if isinstance(node, ast.Call) and name_of(node) in _ORDERING else taken
                 found += [(path, each.lineno) for each in taken if _is_unordered(each, sets)]
     return sorted(set(found))
 
@@ -61,12 +62,12 @@ def _made_sets(node: ast.AST) -> list[ast.expr]:
     return node.targets if isinstance(node, ast.Assign) and _is_unordered(node.value, set()) else []
 
 
-def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a function without those of functions in it; of a file, those outside of functions."""
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from _own_nodes(child)
+            yield from own_nodes(child)
 
 
 def outside_factories(places: Sequence[Sequence[Any]]) -> Sequence[Any] | None:
@@ -75,32 +76,32 @@ def outside_factories(places: Sequence[Sequence[Any]]) -> Sequence[Any] | None:
 
 
 def _is_returned(path: str, row: int) -> bool:
-    functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and _holds(n, row)]
+    functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and holds(n, row)]
     if not functions:
         return False
-    inside = list(_own_nodes(max(functions, key=lambda function: function.lineno)))
-    names = {_name(t) for n in inside if isinstance(n, ast.Assign) and _holds(n, row) for t in n.targets} - {""}
+    inside = list(own_nodes(max(functions, key=lambda function: function.lineno)))
+    names = {name_of(t) for n in inside if isinstance(n, ast.Assign) and holds(n, row) for t in n.targets} - {""}
     ends = [node for node in inside if isinstance(node, ast.Return) and node.value]
-    return any(_holds(end, row) or _name(end.value) in names for end in ends)
+    return any(holds(end, row) or name_of(end.value) in names for end in ends)
 
 
 def returns(path: str, row: int) -> list[int]:
     """Lines where the innermost function around a line gives something back behind it."""
-    functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and _holds(n, row)]
-    own = _own_nodes(max(functions, key=lambda function: function.lineno)) if functions else ()
+    functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and holds(n, row)]
+    own = own_nodes(max(functions, key=lambda function: function.lineno)) if functions else ()
     return sorted(n.lineno for n in own if isinstance(n, ast.Return) and n.value and n.lineno > row)
 
 
 def _is_unordered(node: ast.AST, sets: set[str]) -> bool:
     if isinstance(node, ast.Call):
-        return _name(node) in _UNORDERED
-    return isinstance(node, (ast.Set, ast.SetComp)) or _name(node) in sets - {""}
+        return name_of(node) in _UNORDERED
+    return isinstance(node, (ast.Set, ast.SetComp)) or name_of(node) in sets - {""}
 
 
 def ways_out(path: str, inside: int, outside: int) -> list[int]:
     """Lines of `break` and `return` that lead out of the loops around a line, to a line behind these loops."""
-    loops = [n for n in nodes(path) if isinstance(n, (ast.For, ast.While)) and _holds(n, inside)]
-    return sorted({row for loop in loops if not _holds(loop, outside) for row in _breaks(loop)})
+    loops = [n for n in nodes(path) if isinstance(n, (ast.For, ast.While)) and holds(n, inside)]
+    return sorted({row for loop in loops if not holds(loop, outside) for row in _breaks(loop)})
 
 
 def _breaks(node: ast.AST, is_own: bool = True) -> Iterator[int]:
@@ -116,9 +117,9 @@ def cuts(path: str) -> bool:
     for node in nodes(path):
         end = node.slice.upper if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) else None
         if end is not None and isinstance(node, ast.Subscript):
-            calls = [call for call in ast.walk(end) if isinstance(call, ast.Call) and _name(call) == "len"]
-            is_joined = any(isinstance(each, ast.Call) and _name(each) in _JOINS for each in ast.walk(node.value))
-            if any("data" in _name(each).lower() for call in calls for each in call.args):
+            calls = [call for call in ast.walk(end) if isinstance(call, ast.Call) and name_of(call) == "len"]
+            is_joined = any(isinstance(each, ast.Call) and name_of(each) in _JOINS for each in ast.walk(node.value))
+            if any("data" in name_of(each).lower() for call in calls for each in call.args):
                 return True
             if is_joined and not isinstance(end, (ast.Constant, ast.UnaryOp)):
                 return True
@@ -135,14 +136,14 @@ def stops(path: str) -> list[int]:
     """Lines of a callback that ask a framework to stop: `control.should_training_stop = True`."""
     assigned = [node for node in nodes(path) if isinstance(node, ast.Assign)]
     assigned = [n for n in assigned if not (isinstance(n.value, ast.Constant) and not n.value.value)]
-    return sorted({n.lineno for n in assigned for target in n.targets if _name(target) in _STOPS})
+    return sorted({n.lineno for n in assigned for target in n.targets if name_of(target) in _STOPS})
 
 
 def condition(path: str, before: int, after: int) -> int | None:
     """The first `if` behind a line that decides whether a later line is reached."""
     found = [node for node in nodes(path) if isinstance(node, ast.If) and before < node.lineno < after]
     ways = (ast.Continue, ast.Break)
-    found = [n for n in found if _holds(n, after) or any(isinstance(each, ways) for each in ast.walk(n))]
+    found = [n for n in found if holds(n, after) or any(isinstance(each, ways) for each in ast.walk(n))]
     return min((node.lineno for node in found), default=None)
 
 
@@ -157,7 +158,7 @@ def changes_in_place(path: str) -> list[int]:
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
         )
         changed += [each for each in others if not isinstance(each, ast.Name)]
-        parts = {_name(inner).lower() for each in changed for inner in ast.walk(each)} - {""}
+        parts = {name_of(inner).lower() for each in changed for inner in ast.walk(each)} - {""}
         is_self = parts == {"p"} or any(part in words or part.endswith(("weight", "bias")) for part in parts)
         found |= {getattr(node, "lineno", 0)} if is_self and "grad" not in parts else set()
     return sorted(found)
@@ -173,9 +174,9 @@ def sets_rates(path: str) -> list[int]:
 def for_one_rank(path: str, words: Sequence[str] = _CHANGES) -> list[int]:
     """Lines of calls that change something, by the words in their names, below an `if` that asks for the rank."""
     branches = [node for node in nodes(path) if isinstance(node, ast.If)]
-    branches = [b for b in branches if any(w in _name(n).lower() for n in ast.walk(b.test) for w in _OF_ONE_RANK)]
+    branches = [b for b in branches if any(w in name_of(n).lower() for n in ast.walk(b.test) for w in _OF_ONE_RANK)]
     found = [each for branch in branches for each in branch.body if isinstance(each, ast.Expr)]
-    return sorted(each.lineno for each in found if any(word in _name(each.value).lower() for word in words))
+    return sorted(each.lineno for each in found if any(word in name_of(each.value).lower() for word in words))
 
 
 def set_in_prepare_data(paths: Iterable[str | None]) -> list[tuple[str, int]]:
@@ -188,18 +189,18 @@ def set_in_prepare_data(paths: Iterable[str | None]) -> list[tuple[str, int]]:
             others = [node for name, inside in methods.items() if name != "__init__" for node in inside]
             attributes = [node for node in others if isinstance(node, ast.Attribute)]
             read = {node.attr for node in attributes} - _stored(attributes)
-            if any(_name(base).endswith(("DataModule", "LightningModule")) for base in kind.bases):
+            if any(name_of(base).endswith(("DataModule", "LightningModule")) for base in kind.bases):
                 sets = [n for n in prepare if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
-                found += [(path, n.lineno) for n in sets if _name(n.value) == "self" and n.attr in read]
+                found += [(path, n.lineno) for n in sets if name_of(n.value) == "self" and n.attr in read]
     return sorted(found)
 
 
 def _stored(inside: Iterable[ast.AST]) -> set[str]:
-    return {_name(node) for node in inside if isinstance(getattr(node, "ctx", None), ast.Store)} - {""}
+    return {name_of(node) for node in inside if isinstance(getattr(node, "ctx", None), ast.Store)} - {""}
 
 
 def _loaded(node: ast.AST) -> set[str]:
-    return {_name(each) for each in ast.walk(node) if isinstance(getattr(each, "ctx", None), ast.Load)} - {"", "self"}
+    return {name_of(each) for each in ast.walk(node) if isinstance(getattr(each, "ctx", None), ast.Load)} - {"", "self"}
 
 
 def made_on_one_rank(path: str, row: int) -> list[tuple[str, int]]:
@@ -207,19 +208,19 @@ def made_on_one_rank(path: str, row: int) -> list[tuple[str, int]]:
 
     What ranks exchange after that is left out.
     """
-    functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and _holds(n, row)]
+    functions = [n for n in nodes(path) if isinstance(n, ast.FunctionDef) and holds(n, row)]
     scope = [*nodes(path)[:1], *sorted(functions, key=lambda function: function.lineno)][-1:]
-    inside = [node for each in scope for node in _own_nodes(each)]
+    inside = [node for each in scope for node in own_nodes(each)]
     simple = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return)
     steps = sorted((n for n in inside if isinstance(n, simple)), key=lambda n: -n.lineno)
-    used = {name for step in steps if _holds(step, row) for name in _loaded(step)}
+    used = {name for step in steps if holds(step, row) for name in _loaded(step)}
     for step in (step for step in steps if step.lineno < row):
         used |= _loaded(step) if _stored(ast.walk(step)) & used else set()
     found = []
-    for branch in (n for n in inside if isinstance(n, ast.If) and n.lineno < row and not _holds(n, row)):
+    for branch in (n for n in inside if isinstance(n, ast.If) and n.lineno < row and not holds(n, row)):
         later = [n for n in inside if isinstance(n, ast.Call) and branch.lineno < n.lineno <= row]
-        is_asked = any(word in _name(n).lower() for n in ast.walk(branch.test) for word in _OF_ONE_RANK)
-        if is_asked and not branch.orelse and not any(word in _name(n) for n in later for word in _EXCHANGES):
+        is_asked = any(word in name_of(n).lower() for n in ast.walk(branch.test) for word in _OF_ONE_RANK)
+        if is_asked and not branch.orelse and not any(word in name_of(n) for n in later for word in _EXCHANGES):
             found += [getattr(n, "lineno", 0) for each in branch.body for n in ast.walk(each) if _stored([n]) & used]
     return [(path, line) for line in sorted(found)]
 
@@ -235,16 +236,16 @@ def unfreezes(path: str, wrapped: int) -> int | None:
     functions = {n.lineno: n for n in tree if isinstance(n, ast.FunctionDef)}
     sets = [n for n in tree if isinstance(n, ast.Assign) and getattr(n.targets[0], "attr", "") == "requires_grad"]
     around = {n: _scope(functions, n.lineno) for n in sets}
-    given = {n: functions[row] for n, row in around.items() if row and _name(n.value) in _arguments(functions[row])}
+    given = {n: functions[row] for n, row in around.items() if row and name_of(n.value) in _arguments(functions[row])}
     helpers = {function.name for function in given.values()}
-    calls = [n for n in tree if isinstance(n, ast.Call) and _name(n.func) in {*helpers, "requires_grad_"}]
+    calls = [n for n in tree if isinstance(n, ast.Call) and name_of(n.func) in {*helpers, "requires_grad_"}]
     off, on, here = set[int](), dict[int, int](), _scope(functions, wrapped)
     lines: list[ast.expr | ast.stmt] = [*calls, *(n for n in sets if n not in given)]
     for node in lines:
         scope = _scope(functions, node.lineno)
         if any(isinstance(each, ast.Constant) and each.value is False for each in ast.walk(node)):
             off.add(scope)
-        elif _name(getattr(node, "func", node)) in {*helpers, ""} and (scope != here or node.lineno > wrapped):
+        elif name_of(getattr(node, "func", node)) in {*helpers, ""} and (scope != here or node.lineno > wrapped):
             on[scope] = min(on.get(scope, node.lineno), node.lineno)
     found = [row for scope, row in on.items() if scope not in off or scope == here]
     return found[0] if len(found) == 1 else None
