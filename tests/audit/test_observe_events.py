@@ -38,6 +38,7 @@ from lockstep.audit.observe import (
     splits,
     torch_private,
 )
+from lockstep.audit.observe.objects import Registry
 from tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -559,7 +560,7 @@ def test_statistics_that_a_script_adds_to_the_log_of_a_trainer_are_told(monkeypa
     monkeypatch.setattr(data.recorder, "folder", tmp_path)
     monkeypatch.setattr(data.recorder, "emit", lambda kind, limit, **keys: told.append((keys["name"], keys["at"][2])))
     monkeypatch.setattr(frozen.torch_state, "has_other_ranks", lambda: True)
-    monkeypatch.setattr(frameworks, "_entries", {})
+    monkeypatch.setattr(frameworks, "_entries", Registry())
     log = torch_private.around("log", Trainer.log, frameworks.noted)
     log(trainer, {"loss": 1.0, "accuracy": 0.5, "train_runtime": 2.0, "eval_f1": 0.5})
     trainer.state.log_history.append({"step": 1, "sentiment": 0.5})

@@ -136,10 +136,10 @@ def test_names_with_a_prefix_that_load_nothing_are_named():
     assert loaded(None, None).found("LS707") == []
     assert loaded(["head"], ["old_head"]).found("LS707") == []  # another head, on purpose
     assert loaded(["a"], ["module.a"], of=20).found("LS707") == []
-    early = [Script(how=None).add("prepared", at=at(12), objects=number) for number in (0, 2)]
+    early = [Script(how=None).add("load_state", at=at(12), objects=number) for number in (0, 2)]
     lines = [[each.where.line for each in script.add("wrap", how="ddp").found("LS707")] for script in early]
     assert lines == [[12], []]
-    assert Script().add("prepared", at=at(12), objects=0).found("LS707") == []  # a model was wrapped before
+    assert Script().add("load_state", at=at(12), objects=0).found("LS707") == []  # a model was wrapped before
 
 
 def test_a_checkpoint_that_was_renamed_is_known():

@@ -231,7 +231,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
     state         load_state_dict of a model, optimizer,    what ("model", "optimizer", "scheduler", "scaler"), id
                   scheduler, scaler                         missing, unexpected: [name, ...], of (number of names),
                                                             names_digest (of a model), model (of a watched one)
-    prepared      Accelerator.load_state                    objects (models, optimizers and objects that it loads into)
+    load_state    Accelerator.load_state                    objects (models, optimizers and objects that it loads into)
     stuck         no event and no collective for a while    stacks: {thread: [place, ...]}, collectives: [{group,
                                                             sequence, name, sizes, dtypes, state}] newest last (flight
                                                             recorder), blocked_in (name of the call the main thread is

@@ -11,6 +11,7 @@ import torch
 
 from lockstep.audit.observe import digests, places, torch_state
 from lockstep.audit.observe.data import IGNORED, After
+from lockstep.audit.observe.objects import Registry
 from lockstep.audit.observe.recorder import recorder
 
 _EACH_LINE = 20
@@ -63,7 +64,7 @@ def padded(_: Any, tensor: Any, dim: int = 0, pad_index: int = 0, *__: Any, **__
 def state_loaded(accelerator: Any, *_: Any, **__: Any) -> None:
     """Accelerator.load_state, which loads nothing into what was not prepared before."""
     held = [getattr(accelerator, name, None) for name in ("_models", "_optimizers", "_custom_objects")]
-    recorder.emit("prepared", limit=_EACH_LINE, at=places.here(), objects=sum(len(each or ()) for each in held))
+    recorder.emit("load_state", limit=_EACH_LINE, at=places.here(), objects=sum(len(each or ()) for each in held))
 
 
 def logged(module: Any, name: Any, value: Any = None, *arguments: Any, **named: Any) -> After:
@@ -78,7 +79,7 @@ def logged(module: Any, name: Any, value: Any = None, *arguments: Any, **named: 
     return None
 
 
-_entries: dict[int, int] = {}
+_entries: Registry[int] = Registry()
 """By Trainer, how many entries its history had after its last log."""
 
 
@@ -89,13 +90,14 @@ def noted(trainer: Any, logs: Any = None, *_: Any, **__: Any) -> After:
     given, history = dict(logs or {}), trainer.state.log_history
     if places.is_by_user(sys._getframe(3)):
         _note(trainer, given, places.here())
-    for entry in history[_entries.get(id(trainer), len(history)) :]:
+    told_before = _entries.get(trainer)
+    for entry in history[len(history) if told_before is None else told_before :]:
         _note(trainer, entry)
 
     def after(result: Any, error: BaseException | None) -> None:
         told = {**(logs or {}), **(history[-1] if history else {})}
         _note(trainer, {name: value for name, value in told.items() if name not in given})
-        _entries[id(trainer)] = len(history)
+        _entries.put(trainer, len(history))
 
     return after
 

@@ -43,7 +43,8 @@ def compared(one: Any, other: Any = None, *_: Any, **__: Any) -> After:
     """Tensor == Tensor, Tensor - Tensor, or a loss: of rows in the order of ranks with rows of another order."""
     if not _gathered or not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return None
-    if one.ndim and other.ndim and one.shape[0] == other.shape[0] > _FEW and one.device == other.device:
+    is_read = one.device.type == other.device.type == "cpu"
+    if is_read and one.ndim and other.ndim and one.shape[0] == other.shape[0] > _FEW:
         froms = [_from(each) for each in (one, other)]
         if sum(each is not None for each in froms) == 1:
             gathered_at = next(each for each in froms if each is not None)[0]

@@ -39,6 +39,14 @@ def _address(tensor: Any) -> int:
         return 0
 
 
+def _parameter(inner: Any, name: str) -> Any:
+    """A parameter of a model, if it is still there."""
+    try:
+        return inner.get_parameter(name)
+    except AttributeError:
+        return None
+
+
 def written(tensor: Any, *_: Any, **__: Any) -> After:
     """Tensor.copy_ and the like, outside of optimizers. A parameter's `data` has the parameter's memory."""
     known = _memory.get(_address(tensor)) if _memory else None
@@ -48,7 +56,7 @@ def written(tensor: Any, *_: Any, **__: Any) -> After:
     inner, name = known[0](), known[1]
     line = id(frame.f_code), frame.f_lineno
     _lines[line] += 1
-    if _lines[line] > _EACH or inner is None or _address(inner.get_parameter(name)) != _address(tensor):
+    if _lines[line] > _EACH or inner is None or _address(_parameter(inner, name)) != _address(tensor):
         return None
     at = places.here(frame)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import os
 from collections.abc import Iterable
@@ -344,32 +343,6 @@ def _is_of_part(history: History, save: Event, lines: int, by_rank: dict[int, It
     made = [e for e in made if e.get("op") not in _WAITS and e.get("elements") != 1 and str(e.get("at")) not in loops]
     others = [e for e in history.of("save") if e["rank"] in by_rank and e["rank"] != rank]
     return not made and not any(e["step"] >= save["step"] for e in others)
-
-
-@rule("LS608", "padding-counted", "padding counts in a metric", "warning")
-def padding_counted(history: History) -> Iterable[Finding] | str:
-    """Labels with -100 that are padded for a gather with the number of a class. Tokens that are decoded drop theirs."""
-    found: dict[str, list[Event]] = {}
-    for event in history.of("padded"):
-        found.setdefault(str(event.get("at")), []).append(event)
-    findings = []
-    for events in found.values():
-        first, index = events[0], events[0]["index"]
-        is_class = index >= 0 and all(any(event[key] for event in events) for key in ("ignored", "held", "added"))
-        if is_class and not _handles_padding((first.get("at") or [""])[0]):
-            evidence = f"labels that have -100 where nothing counts, and {index} as a class, are padded with {index}"
-            cause = "pad_across_processes pads with pad_index=0 unless it is told another"
-            remedy = "pad_across_processes(labels, dim=1, pad_index=-100)"
-            ranks = {event["rank"] for event in events}
-            findings.append(Finding("LS608", place(first.get("at")), evidence, cause, remedy, (*ranks,), first["step"]))
-    return findings if found else "nothing was padded with pad_across_processes"
-
-
-def _handles_padding(path: str) -> bool:
-    """True if a file decodes the tokens that it gathers, or pads a mask, too."""
-    calls = [ast.unparse(node) for node in sources.nodes(path) if isinstance(node, ast.Call)]
-    is_decoded = any(word in call for call in calls for word in ("generate(", "skip_special_tokens"))
-    return is_decoded or any("pad_across_processes(" in call and "mask" in call for call in calls)
 
 
 @rule("LS802", "data-parallel", "torch.nn.DataParallel", "warning")

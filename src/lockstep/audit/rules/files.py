@@ -309,7 +309,7 @@ def loaded_on_some_ranks(history: History) -> Iterable[Finding] | str:
 @rule("LS707", "nothing-loaded", "a checkpoint was read, and nothing of it reached the model")
 def nothing_loaded(history: History) -> Iterable[Finding] | str:
     """load_state_dict(..., strict=False) of names with a prefix such as `module.`, or load_state before prepare."""
-    for event in history.of("prepared"):
+    for event in history.of("load_state"):
         later = [wrap for wrap in history.of("wrap") if wrap["rank"] == event["rank"]]
         if not event["objects"] and later and all(wrap["number"] > event["number"] for wrap in later):
             evidence = "Accelerator.load_state was called when no model and no optimizer was prepared"

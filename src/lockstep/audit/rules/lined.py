@@ -1,13 +1,14 @@
-"""Rules on what ranks gather or sum in an evaluation: rows in the order of ranks, counts that are summed again."""
+"""Rules on what ranks gather or sum in an evaluation: rows in the order of ranks, running counts, padding."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from typing import Any
 
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
-from lockstep.audit.rules import orders
+from lockstep.audit.rules import orders, sources
 from lockstep.audit.rules.facts import line, place, rule
 from lockstep.audit.rules.loaders import Iteration, iterations
 
@@ -110,3 +111,29 @@ def summed_again(history: History) -> Iterable[Finding] | str:
             findings.append(Finding("LS611", at, evidence, cause, remedy, ranks, first["step"]))
     calls = [e for e in history.of("collective") if e.get("op") == "all_reduce" and e.get("reduce_op") == "SUM"]
     return findings if calls or lines else "nothing was summed over ranks in Python"
+
+
+@rule("LS608", "padding-counted", "padding counts in a metric", "warning")
+def padding_counted(history: History) -> Iterable[Finding] | str:
+    """Labels with -100 that are padded for a gather with the number of a class. Tokens that are decoded drop theirs."""
+    found: dict[str, list[Event]] = {}
+    for event in history.of("padded"):
+        found.setdefault(str(event.get("at")), []).append(event)
+    findings = []
+    for events in found.values():
+        first, index = events[0], events[0]["index"]
+        is_class = index >= 0 and all(any(event[key] for event in events) for key in ("ignored", "held", "added"))
+        if is_class and not _handles_padding((first.get("at") or [""])[0]):
+            evidence = f"labels that have -100 where nothing counts, and {index} as a class, are padded with {index}"
+            cause = "pad_across_processes pads with pad_index=0 unless it is told another"
+            remedy = "pad_across_processes(labels, dim=1, pad_index=-100)"
+            ranks = {event["rank"] for event in events}
+            findings.append(Finding("LS608", place(first.get("at")), evidence, cause, remedy, (*ranks,), first["step"]))
+    return findings if found else "nothing was padded with pad_across_processes"
+
+
+def _handles_padding(path: str) -> bool:
+    """True if a file decodes the tokens that it gathers, or pads a mask, too."""
+    calls = [ast.unparse(node) for node in sources.nodes(path) if isinstance(node, ast.Call)]
+    is_decoded = any(word in call for call in calls for word in ("generate(", "skip_special_tokens"))
+    return is_decoded or any("pad_across_processes(" in call and "mask" in call for call in calls)
