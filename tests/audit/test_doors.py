@@ -95,6 +95,12 @@ def test_a_notebook_is_told_what_to_do(tmp_path, capsys, monkeypatch):
         assert "nbconvert" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("target", "said"), [("--evry", "no such option"), ("train.py", "is no file")])
+def test_a_wrong_option_and_a_script_that_is_not_there_are_told_apart(target, said):
+    with pytest.raises(UsageError, match=said):
+        run.run([target, "3"], Settings(), nproc=2)
+
+
 @pytest.mark.parametrize("arguments", [["none.py"], [], ["--every", "0", __file__]])
 def test_a_module_that_gets_no_script_is_an_error_of_usage(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
