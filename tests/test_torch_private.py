@@ -5,6 +5,7 @@ call each. `audit/observe/torch_private.py` has what the audit observes, all of 
 """
 
 import ast
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -83,6 +84,7 @@ def private_part(name):
     return None if place is None else ".".join(parts[: place + 1])
 
 
+@functools.cache
 def used():
     """For each private name of torch, the files that use it."""
     found = {}

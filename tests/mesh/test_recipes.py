@@ -35,7 +35,7 @@ def settings_of(strategy, micro=2, **more):
 
 
 CASES = [(kind, mesh, 20) for kind in MODELS for mesh in MESHES]
-KEPT = [("small", "1x1x2", 3), ("llama, tokens", "1x1x2", 3)]
+KEPT = [("llama, tokens", "1x1x2", 3)]
 
 
 def scores_by_hand(options, weights):

@@ -39,9 +39,7 @@ def logged(folder, step):
     return next(entry for entry in entries if entry["step"] == step and "train/loss" in entry)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "strategy"), mainly([(1, "ddp"), (2, "ddp")], [(1, "ddp"), (2, "ddp"), (2, "fsdp"), (3, "ddp")])
-)
+@pytest.mark.parametrize(("ranks", "strategy"), mainly([(2, "ddp")], [(1, "ddp"), (2, "ddp"), (2, "fsdp"), (3, "ddp")]))
 def test_a_step_again_is_the_same_bits_and_as_logged(ranks, strategy, tmp_path, capsys):
     wants = Wants(rank=ranks - 1, samples=True)
     report = run_ranks(ranks, trained_and_replayed, tmp_path / "run", strategy, 20, wants)[0]

@@ -81,7 +81,7 @@ def between(settings, folder, *arguments):
         (1, [0], [6], "silent", True),
         (1, [0], [6], "noticed", False),
         (2, [0, 1], [6], "noticed", False),
-        (2, [0, 1], [6], "of one rank", False),
+        pytest.param(2, [0, 1], [6], "of one rank", False, marks=pytest.mark.exhaustive),
         pytest.param(1, [0], range(1, 12), "silent", False, marks=pytest.mark.exhaustive),
         pytest.param(3, [1], [6], "silent", True, marks=pytest.mark.exhaustive),
         pytest.param(3, [0, 1, 2], [6], "silent", False, marks=pytest.mark.exhaustive),

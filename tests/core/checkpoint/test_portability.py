@@ -64,7 +64,7 @@ def test_checkpoint_goes_on_anywhere_as_if_undisturbed(saved, undisturbed, name,
     assert "from step 6" in (folder / "train.log").read_text()
 
 
-@pytest.mark.parametrize("saved", mainly(["hybrid 2x2"], ["ddp 2", "hybrid 2x2"]), indirect=True)
+@pytest.mark.parametrize("saved", mainly(["fsdp 2"], ["ddp 2", "fsdp 2", "hybrid 2x2"]), indirect=True)
 def test_checkpoint_is_read_by_torchs_own_tools(saved, tmp_path):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -75,7 +75,7 @@ def test_checkpoint_is_read_by_torchs_own_tools(saved, tmp_path):
     assert {name: list(tensor.shape) for name, tensor in whole.items()} == ours
 
 
-@pytest.mark.parametrize(("saved", "name"), pairs(lambda one, other: (one, other) in ((4, 3),)), indirect=["saved"])
+@pytest.mark.parametrize(("saved", "name"), pairs(lambda one, other: (one, other) == (2, 1)), indirect=["saved"])
 def test_any_ranks_export_and_evaluate_the_same_from_one_checkpoint(saved, name, tmp_path):
     task = own_tasks.Deep(**OPTIONS)
     alone = Trainer(settings("single", 6), run_dir=saved, quiet=True)

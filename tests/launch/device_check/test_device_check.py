@@ -70,6 +70,7 @@ def wrong_labels(reports):
     return {(report.rank, label) for report in reports for label, tally in report.tallies.items() if tally.wrong}
 
 
+@pytest.mark.exhaustive  # below, of three ranks the two right ones have none
 def test_a_device_without_faults_has_none_on_three_ranks():
     reports = run_ranks(3, faulty.check, None, "")[0]
     assert wrong_labels(reports) == set()
