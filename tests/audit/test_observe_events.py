@@ -502,6 +502,20 @@ def test_the_line_where_a_script_divides_a_loss_is_told_by_the_number(monkeypatc
     assert means.divided_at(550.0) is None
 
 
+def test_labels_that_a_mean_is_taken_over_are_counted_apart_where_some_are_ignored(monkeypatch, tmp_path):
+    monkeypatch.setattr(data.recorder, "folder", tmp_path)
+
+    def told(target, **options):
+        means.loss(torch.zeros(len(target), 3, requires_grad=True), target, **options)
+        return means.last_labels()
+
+    assert told(torch.tensor([0, 1, 2])) == {"rows": 3}
+    assert told(torch.tensor([0, -100, 2])) == {"labels": 2}
+    assert told(torch.tensor([0, 1, 1]), ignore_index=1) == {"labels": 1}
+    assert told(torch.tensor([0, 1, 2]), reduction="sum") == told(torch.ones(3)) == {}
+    assert told(torch.ones(3, dtype=torch.int64, device="meta")) == {}  # nothing is read from a device
+
+
 def test_frozen_modules_skipped_batches_and_padding_are_told(monkeypatch, tmp_path):
     told, net = [], torch.nn.Sequential(torch.nn.Linear(2, 2))
     monkeypatch.setattr(data.recorder, "folder", tmp_path)

@@ -83,6 +83,28 @@ def test_unequal_numbers_of_labels_under_a_plain_mean_are_a_warning():
     assert counted(()).found("LS403") == []
 
 
+def selected(rows, ops=("NllLossBackward0",), factor=0.5, steps=3):
+    """Steps of one backward pass, whose mean is over `rows(rank, step)` labels that the script selected."""
+    script = Script(how=None).optimizer().add("hand_reduce", at=at(27), op="SUM", parameters=2, factor=factor)
+    for step in range(steps):
+        first = len(script.events)
+        script.step()
+        for event in script.events[first:]:
+            for each in event.get("backwards") or ():
+                each |= {"ops": list(ops), "rows": rows(event["rank"], step)}
+    return script.found("LS403")
+
+
+def test_means_over_labels_that_a_script_selects_have_unequal_weights():
+    (finding,) = selected(lambda rank, step: 40 + 60 * rank)
+    assert (finding.where.line, finding.step) == (25, 0)
+    assert "[40] on rank 0, [100] on rank 1" in finding.evidence
+    assert selected(lambda rank, step: 40 + 60 * rank * (step == 2)) == []  # a short batch at the end
+    assert selected(lambda rank, step: 40 + 60 * rank, ops=("MulBackward0", "NllLossBackward0")) == []
+    assert selected(lambda rank, step: 40 + 60 * rank, factor=0.3) == []  # the script weights gradients
+    assert selected(lambda rank, step: 40 + 60 * rank, ops=("SumBackward0",)) == []
+
+
 def test_an_exchange_for_each_micro_batch_is_a_warning():
     assert losses(["DivBackward0"]).found("LS404")[0].where.line == 25
     assert losses(["DivBackward0"], accumulate=1).found("LS404") == []

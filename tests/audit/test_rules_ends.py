@@ -152,15 +152,17 @@ def test_a_wrapper_whose_group_is_one_rank_is_named():
 
 
 def test_losses_that_are_divided_by_the_global_batch_or_by_unequal_counts_are_a_warning():
-    def divided(divisor, inner="SumBackward0"):
+    def divided(divisor, *inner):
         script = Script().optimizer().step(micro_batches=[{"loader": 0, "batch": 0, "samples": 8}])
         for event in script.events:
             for each in event.get("backwards") or ():
-                each |= {"divisor": divisor(event["rank"]), "ops": ["DivBackward0", inner]}
+                each |= {"divisor": divisor(event["rank"]), "ops": ["DivBackward0", *(inner or ["SumBackward0"])]}
         return script
 
     assert divided(lambda rank: 16.0).found("LS211")[0].where.line == 25
     assert divided(lambda rank: 8.0).ids() == divided(lambda rank: 16.0, "MulBackward0").ids() == set()
+    focal = ("SumBackward0", "MulBackward0")  # what is summed may be multiplied, by a mask or a weight
+    assert divided(lambda rank: 16.0, *focal).found("LS211")[0].where.line == 25
     assert divided(lambda rank: 40.0 + 60 * rank).ids() == {"LS403"}
     twice = Script(how=None).add("hand_reduce", at=at(27), op="SUM", parameters=2, divided=False, factor=0.25)
     assert twice.optimizer().step().ids() == {"LS211"}

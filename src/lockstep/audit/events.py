@@ -143,8 +143,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             synced (bool: gradients of a watched DDP model were
                                                             exchanged; left out: not DDP), flag_set_late (bool),
                                                             forwards (training forward passes through the wrapper since
-                                                            the backward before), loss (number) and ops (names of the
-                                                            last autograd functions that made the loss, the last first;
+                                                            the backward before), ops (names of the last autograd
+                                                            functions that made the loss, the last first;
                                                             `DivBackward0` is a division) and divisor (what these
                                                             divided by; 1: nothing), of sampled steps}]
                                                             since the last step of any optimizer; of this optimizer,
@@ -172,6 +172,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             loss_at (of the loss, where a framework calls backward),
                                                             divided_at (where the script divided by the divisor),
                                                             labels (that the loss is a mean of, if some are ignored),
+                                                            rows (the same, if none is),
                                                             by_ranks (the function that calls backward knows the
                                                             number of ranks), discarded (all gradients of the pass
                                                             before were gone when this one began, and no optimizer

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from lockstep.audit.observe import buffers, digests, evaluations, made, models, past, places
-from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import After, recorder
 
 _WATCH_STEPS = 4
 _INPUTS = 6

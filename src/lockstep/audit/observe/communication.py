@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.audit.observe import digests, gathers, lined, means, models, places, torch_state
-from lockstep.audit.observe.data import After
 from lockstep.audit.observe.gradients import Reduction, gradients
-from lockstep.audit.observe.recorder import LAUNCHER, recorder
+from lockstep.audit.observe.recorder import LAUNCHER, After, recorder
 from lockstep.core.parallel import torch_internals
 
 _EACH_LINE = 2000

@@ -19,8 +19,8 @@ import numpy
 import torch
 
 from lockstep.audit.observe import digests, places
-from lockstep.audit.observe.data import After, loader_at
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.data import loader_at
+from lockstep.audit.observe.recorder import After, recorder
 
 _PROBED, _MORE, _QUICK_S = 8, 64, 0.3
 """So many samples are read of each data set, and so many where that is quick: of few classes, few may differ."""

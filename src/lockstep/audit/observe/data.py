@@ -1,4 +1,4 @@
-"""Observes data: loaders, samplers, splits, and the batches that the script gets."""
+"""Observes data: loaders, and the batches that the script gets."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import digests, orders, places
-from lockstep.audit.observe.objects import Numbers, Registry
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe import digests, orders, places, samplers
+from lockstep.audit.observe.objects import Registry
+from lockstep.audit.observe.recorder import After, recorder
 
 _INDICES = 100_000
 _EACH = 50
@@ -21,10 +21,6 @@ IGNORED = -100
 """The label that losses of torch leave out."""
 _MAPPED = 20_000
 _CALLS = ("forwards_eval", "forwards_training", "backwards")
-_SHUFFLING = {"RandomSampler": True, "SeedableRandomSampler": True, "WeightedRandomSampler": True}
-_SHUFFLING |= {"SubsetRandomSampler": True, "SequentialSampler": False, "LengthGroupedSampler": True}
-
-After = Callable[[Any, BaseException | None], None] | None
 
 
 @dataclasses.dataclass
@@ -67,8 +63,6 @@ _loaders: Registry[Loader] = Registry()
 _passes: Registry[Pass] = Registry()
 _open: dict[int, Pass] = {}
 """Iterations that have not ended, by the number of their loader, which may be gone before the script ends."""
-_samplers = Numbers()
-_samplers_at: Registry[list[str | int] | None] = Registry()
 _made_for: Registry[list[str | int] | None] = Registry()
 _skips: Registry[tuple[int, list[str | int] | None]] = Registry()
 """Of loaders that leave out their first batches: how many, and where the script asked for it."""
@@ -89,8 +83,8 @@ def loader_made(loader: Any, dataset: Any, *_: Any, **named: Any) -> After:
             known = loader_at(dataset)
             made_at = at if by_user or known is None else known
             if by_user:
-                _weak(_made_for.put, dataset, at)
-                _weak(orders.chosen, dataset, _samplers_in(loader), named.get("sampler"), _sampler_made)
+                samplers.weak(_made_for.put, dataset, at)
+                samplers.weak(orders.chosen, dataset, samplers.within(loader), named.get("sampler"), samplers.made_at)
             _loaders.put(loader, Loader(_count, made_at))
             _count += 1
 
@@ -99,8 +93,8 @@ def loader_made(loader: Any, dataset: Any, *_: Any, **named: Any) -> After:
 
 def loader_at(dataset: Any) -> list[str | int] | None:
     """Where the script made the loader of a data set, or else the data set."""
-    found: list[str | int] | None = _weak(_made_for.get, dataset)
-    return found or _sampler_made(dataset)
+    found: list[str | int] | None = samplers.weak(_made_for.get, dataset)
+    return found or samplers.made_at(dataset)
 
 
 def first_skipped(loader: Any, num_batches: int = 0) -> After:
@@ -112,13 +106,6 @@ def first_skipped(loader: Any, num_batches: int = 0) -> After:
             _skips.put(getattr(result, "base_dataloader", result), (int(num_batches), at))
 
     return after
-
-
-def _weak(function: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        return function(*arguments)
-    except TypeError:  # a list has no weak references
-        return None
 
 
 def iteration_begins(loader: Any) -> After:
@@ -205,92 +192,18 @@ def iterator_made(iterator: Any, *_: Any, **__: Any) -> After:
     return after
 
 
-def _samplers_in(loader: Any) -> list[Any]:
-    """The samplers of a loader, the innermost last."""
-    found: list[Any] = []
-    inner = _sampler_in(loader)
-    while inner is not None and not any(inner is one for one in found):
-        found.append(inner)
-        inner = _sampler_in(inner)
-    return found
-
-
 def _described(loader: Any, known: Loader) -> dict[str, Any]:
-    samplers = _samplers_in(loader)
-    inner = samplers[-1] if samplers else None
-    shares = [told for told in map(_distribution, samplers) if told]
-    distributed = shares[0] if shares else None
-    kind = type(inner).__name__ if inner is not None else None
-    shuffles = distributed.get("shuffle") if distributed else None
-    made = (at for one in reversed(samplers) if _distribution(one) and (at := _sampler_made(one)))
-    size = loader.batch_size or next((s.batch_size for s in samplers if hasattr(s, "batch_size")), None)
+    found, dataset = samplers.within(loader), loader.dataset
+    is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
     mapped = known.mapped if known.epochs == 1 and len(known.mapped or ()) <= _MAPPED else None
-    is_twice = sum((told.get("replicas") or 1) > 1 for told in shares) > 1
-    drops = loader.drop_last or any(getattr(s, "drop_last", False) for s in samplers)
-    replacement = next((bool(s.replacement) for s in samplers if hasattr(s, "replacement")), None)
-    shuffles = shuffles if shuffles is not None else _SHUFFLING.get(kind or "")
     told: dict[str, Any] = {"loader": known.number, "made_at": known.made_at, "epoch": known.epochs - 1}
-    told |= {"subset": known.subset, "dataset_at": _sampler_made(loader.dataset)}
-    told |= {"dataset": type(loader.dataset).__name__, "dataset_size": length_of(loader.dataset), "mapped": mapped}
-    told |= {"defined_in": places.file_of(type(loader.dataset)), "shared_twice": is_twice or None}
-    told |= {"replacement": replacement, "batches": length_of(loader), "batch_size": size, "drop_last": bool(drops)}
-    told |= {"is_iterable": isinstance(loader.dataset, torch.utils.data.IterableDataset), "sampler_kind": kind}
-    told |= {"skips": _skips.get(loader)}
-    told |= {"num_workers": loader.num_workers, "sampler": None if inner is None else _weak(_samplers.of, inner)}
-    told |= {"generators": orders.generators(loader.dataset, loader) if told["is_iterable"] else None}
-    told |= {"reordered": _weak(orders.lost, loader.dataset, samplers)}
-    return told | {"sampler_at": next(made, None), "shuffles": shuffles, "distributed": distributed}
-
-
-def _distribution(sampler: Any) -> dict[str, Any] | None:
-    """How a sampler shares samples among ranks: torch's DistributedSampler and those like it, Accelerate's shards."""
-    names = {"replicas": "num_replicas", "rank": "rank", "shuffle": "shuffle", "epoch": "epoch", "seed": "seed"}
-    names |= {"drop_last": "drop_last", "total_size": "total_size"}
-    if not hasattr(sampler, "num_replicas"):
-        names = {"replicas": "num_processes", "rank": "process_index", "even_batches": "even_batches"}
-        names |= {"split_batches": "split_batches"}
-        if not hasattr(sampler, "num_processes"):
-            names = {"replicas": "world_size", "rank": "rank", "shuffle": "shuffle", "epoch": "epoch", "seed": "seed"}
-        if not all(isinstance(getattr(sampler, names[key], None), int) for key in ("replicas", "rank")):
-            return None
-    told = {key: getattr(sampler, name) for key, name in names.items() if hasattr(sampler, name)}
-    return {"kind": type(sampler).__name__} | {k: v for k, v in told.items() if isinstance(v, (bool, int))}
-
-
-def _sampler_in(thing: Any) -> Any:
-    """The sampler that a loader or a sampler draws from. A sampler without a length has no truth value."""
-    batches = getattr(thing, "batch_sampler", None)
-    found = getattr(thing, "sampler", None) if batches is None else batches
-    if found is None and isinstance(thing, torch.utils.data.Sampler):
-        return next((one for one in vars(thing).values() if isinstance(one, torch.utils.data.Sampler)), None)
-    return found
-
-
-def watch_made(name: str, module: Any) -> None:
-    """Note where the script makes objects of a class: samplers, data sets."""
-    base = getattr(module, name)
-
-    def made(kind: Any, *arguments: Any, **named: Any) -> Any:
-        outer = super(base, kind).__new__
-        one = outer(kind) if outer is object.__new__ else outer(kind, *arguments, **named)
-        if places.is_by_user(sys._getframe(1)):
-            recorder.guard(f"making of {name}", _weak, _samplers_at.put, one, places.here(sys._getframe(1)))
-        return one
-
-    base.__new__ = made
-
-
-def _sampler_made(sampler: Any) -> list[str | int] | None:
-    found: list[str | int] | None = _weak(_samplers_at.get, sampler)
-    return found
-
-
-def length_of(thing: Any) -> int | None:
-    """The length of a loader, a data set or an array. None: it has none."""
-    try:
-        return len(thing)
-    except (TypeError, NotImplementedError):
-        return None
+    told |= {"subset": known.subset, "mapped": mapped, "dataset_at": samplers.made_at(dataset)}
+    told |= {"dataset": type(dataset).__name__, "dataset_size": samplers.length_of(dataset)}
+    told |= {"defined_in": places.file_of(type(dataset)), "is_iterable": is_stream, "skips": _skips.get(loader)}
+    told |= {"batches": samplers.length_of(loader), "num_workers": loader.num_workers}
+    told |= {"generators": orders.generators(dataset, loader) if is_stream else None}
+    told |= {"reordered": samplers.weak(orders.lost, dataset, found)}
+    return told | samplers.described(loader, found)
 
 
 def batch_asked(iterator: Any) -> After:
@@ -315,7 +228,7 @@ def _give(turn: Pass, batch: Any) -> None:
     number = turn.batches
     recorder.progress()
     first = next(digests.tensors_in(batch), None)
-    samples = int(first.shape[0]) if first is not None and first.ndim else length_of(batch) or 1
+    samples = int(first.shape[0]) if first is not None and first.ndim else samplers.length_of(batch) or 1
     turn.batches += 1
     turn.samples += samples
     turn.is_complete |= turn.batches == turn.due
@@ -406,9 +319,3 @@ def at_exit() -> dict[str, Any]:
     for turn in list(_open.values()):
         close(turn, is_complete=False)
     return {}
-
-
-def epoch_set(sampler: Any, epoch: Any) -> After:
-    """DistributedSampler.set_epoch."""
-    recorder.emit("set_epoch", limit=2000, at=places.here(), sampler=_samplers.of(sampler), epoch=int(epoch))
-    return None

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.audit.observe import buffers, calls, digests, made, models
-from lockstep.audit.observe.data import After
 from lockstep.audit.observe.models import parameters_of
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import After, recorder
 
 _NAMES = 50
 _last: dict[int, dict[str, str | None]] = {}

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from lockstep.audit.observe import calls, digests, models, places
-from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Numbers
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import After, recorder
 
 _EACH_LINE = 50
 _KEYS = 30

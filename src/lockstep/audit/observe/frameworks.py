@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from lockstep.audit.observe import digests, places, torch_state
-from lockstep.audit.observe.data import IGNORED, After
+from lockstep.audit.observe.data import IGNORED
 from lockstep.audit.observe.objects import Registry
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import After, recorder
 
 _EACH_LINE = 20
 _FLAGS = ("should_stop", "should_training_stop", "should_epoch_stop", "should_save", "should_evaluate")

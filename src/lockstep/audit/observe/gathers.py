@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.audit.observe import digests, places
-from lockstep.audit.observe.data import After
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import After, recorder
 
 _MOST, _NODES, _READ, _CLOSE, _ALIKE = 8, 2000, 1 << 24, 1e-4, 1e-5
 _PRODUCTS = {

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from lockstep.audit.observe import data, digests, places
-from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import After, recorder
 
 _FEW, _LARGEST, _SMALL, _TURNS = 12, 1_000_000, 1024, 2
 _gathered: deque[tuple[list[torch.Tensor], list[str | int] | None]] = deque(maxlen=8)

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from lockstep.audit.observe import digests, lined, places, torch_state
-from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import After, recorder
 
 LOSSES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
@@ -32,7 +31,7 @@ def loss(output: Any, target: Any = None, *arguments: Any, **named: Any) -> Afte
     recorder.guard("gathered rows", lined.compared, output, target)
     if torch.is_grad_enabled():
         is_sampled = recorder.is_sampled(recorder.counts.optimizer_steps)
-        _last_loss, _last_labels = places.here(), _counted(target, **named) if is_sampled else None
+        _last_loss, _last_labels = places.here(), _counted(target, **named) if is_sampled else {}
         recorder.guard("labels of gathered features", _note_labels, output, target, _last_loss)
         _note_weights(named.get("weight") if named.get("pos_weight") is None else named["pos_weight"], target)
     if torch.is_grad_enabled() or named.get("reduction", "mean") != "mean" or not isinstance(target, torch.Tensor):
@@ -43,12 +42,14 @@ def loss(output: Any, target: Any = None, *arguments: Any, **named: Any) -> Afte
     return lambda result, error: _keep(result, count)
 
 
-def _counted(target: Any, ignore_index: int = -100, reduction: str = "mean", **_: Any) -> int | None:
-    """The number of labels that a mean is taken over, if some are ignored."""
+def _counted(target: Any, ignore_index: int = -100, reduction: str = "mean", **_: Any) -> dict[str, int]:
+    """The number of labels that a mean is taken over: `labels` if some are ignored, else `rows`."""
     if reduction != "mean" or not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
-        return None
-    counted = int((target != ignore_index).sum()) if target.device.type == "cpu" else target.numel()
-    return counted if counted < target.numel() else None
+        return {}
+    if target.device.type != "cpu":
+        return {}
+    counted = int((target != ignore_index).sum())
+    return {"labels" if counted < target.numel() else "rows": counted}
 
 
 def _note_weights(weight: Any, target: Any) -> None:
@@ -76,11 +77,11 @@ def _keep(result: Any, count: int) -> None:
 
 
 _last_loss: list[str | int] | None = None
-_last_labels: int | None = None
+_last_labels: dict[str, int] = {}
 
 
-def last_labels() -> int | None:
-    """Of how many labels the last loss in training is the mean. None: of all, or it is no such mean."""
+def last_labels() -> dict[str, int]:
+    """Of how many labels the last loss in training is the mean, as `_counted` tells. Empty: it is no such mean."""
     return _last_labels
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from lockstep.audit.observe import digests, evaluations, made, places, torch_state, writes
-from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import After, recorder
 
 _NAMES = 50
 _MODAL = ("Dropout", "BatchNorm", "InstanceNorm", "DropPath")

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from lockstep.audit.observe import calls, digests, gathers, means, places
-from lockstep.audit.observe.data import After
 from lockstep.audit.observe.gradients import gradients
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import After, recorder
 
 _MOST = 256
 _DRAWN = 8
@@ -61,7 +60,7 @@ def backward(tensors: Any, *_: Any, **__: Any) -> After:
     if not recorder.counts.backwards and frame is not None and not recorder.has_loader:
         recorder.guard("numbers of a script", _note_numbers, frame)
     if is_sampled:
-        told |= _loss(tensors) | {"labels": means.last_labels()}
+        told |= _loss(tensors) | means.last_labels()
         told["divided_at"] = means.divided_at(told.get("divisor"))
         told["by_ranks"] = (frame is not None and _knows_ranks(frame.f_code)) or None
         if recorder.counts.backwards > state.last_seen:
@@ -109,7 +108,7 @@ def _knows_ranks(code: Any) -> bool:
 
 
 def _loss(tensors: Any) -> dict[str, Any]:
-    """The value of a loss, and the last operations that made the loss, the last first."""
+    """The last operations that made a loss, the last first, and the number that they divide by."""
     root = next(digests.tensors_in(tensors), None)
     if root is None or root.numel() != 1:
         return {}
@@ -120,7 +119,7 @@ def _loss(tensors: Any) -> dict[str, Any]:
         names.append(type(function).__name__)
         divisor *= _divisor(function)
         function = next((inner for inner, _ in function.next_functions if inner is not None), None)
-    return {"loss": float(root.detach()), "ops": names, "divisor": divisor}
+    return {"ops": names, "divisor": divisor}
 
 
 def _divisor(function: Any) -> float:

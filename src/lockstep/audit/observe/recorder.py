@@ -19,6 +19,8 @@ from lockstep.audit.observe import places
 
 LAUNCHER = "LOCKSTEP_AUDIT_LAUNCHER"
 """Environment variable of an observed process and its children: the run id and the port of the launcher's store."""
+After = Callable[[Any, BaseException | None], None] | None
+"""What an observer gives: called with the result, or the error, of what was observed."""
 _FIRST = 4
 _WAITING = 5000
 _STACK = 60

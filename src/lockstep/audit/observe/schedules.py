@@ -11,9 +11,8 @@ from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from lockstep.audit.observe import places
-from lockstep.audit.observe.data import After
 from lockstep.audit.observe.objects import Registry
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import After, recorder
 
 _EACH_LINE = 100
 _LEAST, _ZERO, _NOISE = 3, 0.01, 1e-9

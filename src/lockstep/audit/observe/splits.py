@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy
 
-from lockstep.audit.observe import data, digests, places
-from lockstep.audit.observe.data import After
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe import digests, places, samplers
+from lockstep.audit.observe.recorder import After, recorder
 
 _COMPARED = 1000
 
@@ -58,7 +57,7 @@ def arrays_split(*_: Any, random_state: Any = None, shuffle: bool = True, **__: 
 
     def after(arrays: Any, error: BaseException | None) -> None:
         if error is None:
-            lengths = [data.length_of(array) for array in arrays[:2]]
+            lengths = [samplers.length_of(array) for array in arrays[:2]]
             digest = digests.of_numbers([state if shuffle else None])
             recorder.emit("split", limit=20, at=at, by="train_test_split", lengths=lengths, digest=digest)
 

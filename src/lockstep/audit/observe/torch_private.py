@@ -29,6 +29,7 @@ from lockstep.audit.observe import (
     made,
     models,
     orders,
+    samplers,
     schedules,
     splits,
     stuck,
@@ -41,9 +42,9 @@ from lockstep.audit.observe.gradients import gradients, watch_hooks
 from lockstep.audit.observe.lined import compared
 from lockstep.audit.observe.means import LOSSES, arranged, curved, divided, floor_divided, loss, mean
 from lockstep.audit.observe.passes import backward, clipped, drawn
-from lockstep.audit.observe.recorder import is_child, recorder
+from lockstep.audit.observe.recorder import After, is_child, recorder
 
-Observer = Callable[..., data.After]
+Observer = Callable[..., After]
 _LIGHTNING, _SCHEDULERS = ("lightning.pytorch", "pytorch_lightning"), ("LRScheduler", "LambdaLR")
 _FABRIC = ("lightning.fabric", "lightning_fabric")
 _FREED = (("torch.nn.modules.module", "Module.requires_grad_"), ("torch", "Tensor.requires_grad_"))
@@ -84,7 +85,7 @@ def _patches() -> list[Patch]:
         Patch("torch.utils.data.dataset", "Subset.__init__", splits.subset_made),
         Patch("datasets.arrow_dataset", "Dataset.select", splits.selected),
         Patch("sklearn.model_selection._split", "train_test_split", splits.arrays_split, ("sklearn.model_selection",)),
-        Patch("torch.utils.data.distributed", "DistributedSampler.set_epoch", data.epoch_set),
+        Patch("torch.utils.data.distributed", "DistributedSampler.set_epoch", samplers.epoch_set),
         Patch("torch.nn.modules.module", "Module.train", calls.mode_set),
         *(Patch("torch.nn.modules.module", f"Module.{name}", made.made) for name in ("__init__", "__setstate__")),
         *(Patch(*owner, made.freed) for owner in _FREED),
@@ -164,7 +165,7 @@ def _of_frameworks() -> list[Patch]:
     ]
 
 
-def _ending(*arguments: Any, **named: Any) -> data.After:
+def _ending(*arguments: Any, **named: Any) -> After:
     """The process group ends."""
     contents.probe()
     return ends.note_parameters()
@@ -266,7 +267,7 @@ def install(after_import: Callable[[str, Callable[[ModuleType], None]], None]) -
     files.watch_open()
     after_import("torch.distributed", watch_hooks)
     for module, name in (("sampler", "Sampler"), ("dataset", "Dataset")):
-        after_import(f"torch.utils.data.{module}", functools.partial(data.watch_made, name))
+        after_import(f"torch.utils.data.{module}", functools.partial(samplers.watch_made, name))
     register_optimizer_step_pre_hook(training.step_begins)
     register_optimizer_step_post_hook(training.step_ends)
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from lockstep.audit.observe import calls, communication, data, digests, ends, made, models, passes, places, schedules
-from lockstep.audit.observe.data import After
 from lockstep.audit.observe.gradients import gradient_norm, gradients
 from lockstep.audit.observe.objects import Registry
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import After, recorder
 from lockstep.audit.observe.torch_state import has_other_ranks
 
 _MOST = 256

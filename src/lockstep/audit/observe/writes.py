@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.audit.observe import digests, places
-from lockstep.audit.observe.data import After
-from lockstep.audit.observe.recorder import recorder
+from lockstep.audit.observe.recorder import After, recorder
 
 NAMES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "add_", "sub_", "mul_", "div_", "__setitem__", "__iadd__")
 _EACH = 24

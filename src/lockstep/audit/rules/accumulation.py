@@ -17,6 +17,9 @@ from lockstep.audit.rules.loaders import Iteration, iterations
 _NONE = "no step took several backward passes"
 _UNEQUAL = 1.25
 """Micro-batches whose counts of labels differ by this factor are unequal."""
+_SAME = 0.01
+_OTHER = ("Mul", "Add", "Sub")
+"""Last operations of a loss that is more than a mean, or is multiplied by an unknown number."""
 
 
 def _usual(events: Iterable[Event]) -> int:
@@ -60,23 +63,20 @@ def leftover_micro_batches(history: History) -> Iterable[Finding] | str:
             for rank, it in by_rank.items():
                 if it.end and it.is_complete and it.end.get("backwards"):
                     trained.setdefault(rank, []).append(it)
-    findings: dict[str, Finding] = {}
+    findings: list[Finding] = []
     for rank, usual, events in accumulating:
         its = sorted(trained.get(rank, []), key=lambda it: int(it.begin["number"]))
-        found = _leftover(usual, events, its)
+        found = _leftover(rank, usual, events, its)
         if found:
-            earlier = findings.get(str(found.where))
-            ranks = (*earlier.ranks, rank) if earlier else (rank,)
-            told = (found.where, found.evidence, found.cause, found.remedy, ranks, found.step)
-            findings[str(found.where)] = Finding("LS401", *told)
-    return list(findings.values())
+            findings.append(found)
+    return findings
 
 
 def _only_optimizer(history: History, rank: int) -> bool:
     return len({event["optimizer"] for event in history.of("step", rank=rank)}) == 1
 
 
-def _leftover(usual: int, events: list[Event], its: list[Iteration]) -> Finding | None:
+def _leftover(rank: int, usual: int, events: list[Event], its: list[Iteration]) -> Finding | None:
     remedy = "step at the last batch of an epoch, too: `if (i + 1) % accumulation == 0 or i + 1 == len(loader)`, and "
     remedy += "divide the loss by the number of micro-batches of this step"
     cause = "the number of batches is no multiple of the accumulation, and the last step of the epoch is missing"
@@ -97,14 +97,14 @@ def _leftover(usual: int, events: list[Event], its: list[Iteration]) -> Finding 
             else:
                 return None
             at = next((e.get("at") for e in reversed(within)), it.begin.get("at"))
-            return Finding("LS401", place(at), what, cause, remedy, (), end["step"])
+            return Finding("LS401", place(at), what, cause, remedy, (rank,), end["step"])
     return None
 
 
 @rule("LS402", "undivided-loss", "the loss of micro-batches is not divided", "warning")
 def undivided_loss(history: History) -> Iterable[Finding] | str:
     """Accumulated losses that nothing divides: the gradient grows with the number of micro-batches."""
-    findings: dict[str, Finding] = {}
+    findings: list[Finding] = []
     accumulating = _accumulating(history)
     for rank, usual, events in accumulating:
         backwards = [each for event in events for each in passes(event)]
@@ -115,21 +115,21 @@ def undivided_loss(history: History) -> Iterable[Finding] | str:
         evidence = f"a step adds {usual} backward passes, and none of their losses ends with a division"
         cause = "the sum of means is that many times their mean, unless the learning rate was chosen for it"
         remedy = "(loss / accumulation).backward(), or divide a summed loss by the number of all labels of the step"
-        earlier = findings.get(str(at))
-        ranks = (*earlier.ranks, rank) if earlier else (rank,)
-        findings[str(at)] = Finding("LS402", place(at), evidence, cause, remedy, ranks, events[0]["step"])
-    return list(findings.values()) if accumulating else _NONE
+        findings.append(Finding("LS402", place(at), evidence, cause, remedy, (rank,), events[0]["step"]))
+    return findings if accumulating else _NONE
 
 
 @rule("LS403", "unequal-weights", "labels of one step have unequal weights", "warning")
 def unequal_weights(history: History) -> Iterable[Finding] | str:
     """Means over unequal numbers of labels, which are then averaged as if the numbers were equal."""
-    findings: list[Finding] = []
     known = False
     groups = replicas(history) or [(rank,) for rank in history.ranks]
+    factors = [event.get("factor", 0.0) * len(history.ranks) for event in history.of("hand_reduce")]
+    averages = not any(history.of("hook")) and all(abs(factor - 1) < _SAME for factor in factors)
     for by_rank in steps(history).values():
         for group in groups:
             ranks = [rank for rank in group if rank in by_rank]
+            selected: list[tuple[Event, list[Event], dict[int, list[int]]]] = []
             for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))) if ranks else ():
                 events = {rank: by_rank[rank][index] for rank in ranks}
                 micro = {rank: event.get("micro_batches") or () for rank, event in events.items()}
@@ -140,14 +140,31 @@ def unequal_weights(history: History) -> Iterable[Finding] | str:
                 is_by_hand = len(backwards) > 1 and all(all(each) for each in by_hand.values())
                 is_by_hand = is_by_hand and by_hand != given and not any(history.of("hand_reduce", "hook"))
                 told: dict[int, list[Any]] = by_hand if is_by_hand else counts
-                flat = [count for each in told.values() for count in each if count]
-                if len(flat) < 2:
-                    continue
-                known = True
+                rows = {r: _rows(passes(e)) for r, e in events.items()}
+                if averages and all(rows.values()) and len(backwards) > 1 and rows != given:
+                    selected.append((events[ranks[0]], backwards, rows))
+                known = known or bool(selected) or sum(map(len, told.values())) > 1
                 is_plain = is_by_hand or all("ops" in each and _is_mean(each["ops"]) for each in backwards)
-                if min(flat) * _UNEQUAL < max(flat) and is_plain and backwards:
+                if _differ(told) and is_plain and backwards:
                     return [_unequal(events[ranks[0]], backwards, told, tuple(ranks))]
-    return findings if known else "no step had several micro-batches with labels that are masked"
+            unequal = [each for each in selected if _differ(each[2])]
+            if len(unequal) > 1 and 2 * len(unequal) > len(selected):  # a last batch alone may be short
+                return [_unequal(*unequal[0], tuple(ranks))]
+    return [] if known else "no step had several micro-batches with labels that are masked or selected"
+
+
+def _differ(counts: dict[int, list[Any]]) -> bool:
+    """True if some numbers of labels are unequal."""
+    flat = [count for each in counts.values() for count in each if count]
+    return bool(flat) and min(flat) * _UNEQUAL < max(flat)
+
+
+def _rows(backwards: list[Event]) -> list[int]:
+    """Of each backward pass, the number of labels that a mean was given, if nothing weights the means; else empty."""
+    found = [each.get("rows", 0) if _is_mean(each.get("ops") or ()) else 0 for each in backwards]
+    first = {each["ops"][0] for each in backwards if each.get("ops")}
+    is_weighted = len({each.get("divisor") for each in backwards}) > 1 or any(op.startswith(_OTHER) for op in first)
+    return [] if is_weighted or not all(found) else found
 
 
 def _count(backward: Event) -> int | None:
@@ -170,7 +187,7 @@ def _unequal(event: Event, backwards: list[Event], counts: dict[int, list[int]],
 @rule("LS404", "sync-each-micro-batch", "every micro-batch exchanges gradients", "warning")
 def sync_each_micro_batch(history: History) -> Iterable[Finding] | str:
     """Accumulation without no_sync(): the same result, and the communication of several steps."""
-    findings: dict[str, Finding] = {}
+    findings: list[Finding] = []
     accumulating = _accumulating(history)
     for rank, usual, events in accumulating:
         full = [passes(event) for event in events if len(passes(event)) == usual]
@@ -179,11 +196,9 @@ def sync_each_micro_batch(history: History) -> Iterable[Finding] | str:
         at = full[0][0].get("at")
         evidence = f"all of the {usual} backward passes before a step exchange gradients"
         remedy = "`with model.no_sync():` around forward and backward of all micro-batches of a step but the last"
-        earlier = findings.get(str(at))
-        ranks = (*earlier.ranks, rank) if earlier else (rank,)
         cause = "each backward pass of DistributedDataParallel exchanges gradients unless no_sync() is active"
-        findings[str(at)] = Finding("LS404", place(at), evidence, cause, remedy, ranks, events[0]["step"])
-    return list(findings.values()) if accumulating else _NONE
+        findings.append(Finding("LS404", place(at), evidence, cause, remedy, (rank,), events[0]["step"]))
+    return findings if accumulating else _NONE
 
 
 @rule("LS405", "clip-each-micro-batch", "gradients are clipped before all micro-batches were added", "warning")
@@ -207,7 +222,7 @@ def clip_each_micro_batch(history: History) -> Iterable[Finding] | str:
 @rule("LS406", "discarded-gradients", "gradients of micro-batches are thrown away", "warning")
 def discarded_gradients(history: History) -> Iterable[Finding] | str:
     """Steps of several backward passes whose gradients are cleared in between: only those of the last ones count."""
-    findings: dict[str, Finding] = {}
+    findings: list[Finding] = []
     seen = False
     for by_rank in steps(history).values():
         for rank, by_index in by_rank.items():
@@ -225,10 +240,8 @@ def discarded_gradients(history: History) -> Iterable[Finding] | str:
             if uses(history, "accelerate") and len(backwards) - last == 1:
                 cause += ": in accumulate(), Accelerate's zero_grad() does nothing but at the last micro-batch"
             remedy = "optimizer.zero_grad() right after optimizer.step(), and nowhere else"
-            earlier = findings.get(str(at))
-            ranks = (*earlier.ranks, rank) if earlier and rank not in earlier.ranks else (rank,)
-            findings[str(at)] = Finding("LS406", place(at), evidence, cause, remedy, ranks, looked[0]["step"])
-    return list(findings.values()) if seen else "no step took several backward passes that were looked at"
+            findings.append(Finding("LS406", place(at), evidence, cause, remedy, (rank,), looked[0]["step"]))
+    return findings if seen else "no step took several backward passes that were looked at"
 
 
 def _discards(event: Event) -> bool:

@@ -26,11 +26,11 @@ _WAITS = ("barrier", "monitored_barrier")
 @rule("LS601", "eval-duplicates", "an evaluation counts samples twice, or leaves some out", "warning")
 def eval_duplicates(history: History) -> Iterable[Finding] | str:
     """Padding of a sampler that an evaluation counts, unless the script takes duplicates out."""
-    findings, seen = dict[str, Finding](), False
+    findings, seen = list[Finding](), False
     for epochs in iterations(history).values():
         whole = (by_rank for by_rank in epochs.values() if all(it.is_complete for it in by_rank.values()))
         for by_rank in itertools.islice(whole, 1):  # Lightning begins with an evaluation of a few batches
-            findings |= {str(dropped.where): dropped for dropped in _dropped(by_rank)}
+            findings += _dropped(by_rank)
             its = {rank: it for rank, it in by_rank.items() if it.shards > 1 and it.end and not it.is_training}
             its = {rank: it for rank, it in its.items() if (it.end or {}).get("forwards_eval") and it.is_complete}
             if not its:
@@ -57,9 +57,8 @@ def eval_duplicates(history: History) -> Iterable[Finding] | str:
                     cause += f", and gather() at {line(gather.get('at'))} keeps them"
                     at, remedy = place(gather.get("at")), "accelerator.gather_for_metrics(...), which takes them out"
                     break
-            found = Finding("LS601", at, evidence, cause, remedy, tuple(its), first.begin["step"])
-            findings.setdefault(str(at), found)  # a loader that is made anew for each evaluation
-    return list(findings.values()) if seen else "no evaluation on data that a sampler deals to ranks"
+            findings.append(Finding("LS601", at, evidence, cause, remedy, tuple(its), first.begin["step"]))
+    return findings if seen else "no evaluation on data that a sampler deals to ranks"
 
 
 def _dropped(by_rank: dict[int, Iteration]) -> list[Finding]:
@@ -133,29 +132,28 @@ def buffers_part(history: History) -> Iterable[Finding] | str:
 @rule("LS603", "integer-mean", "a mean of whole numbers is rounded down")
 def integer_mean(history: History) -> Iterable[Finding] | str:
     """A sum over ranks that is divided as a whole number."""
-    calls, findings = [event for event in history.of("collective") if "divided_integer" in event], {}
-    for event in calls:
-        if event["divided_integer"] and str(event.get("at")) not in findings:
+    findings: list[Finding] = []
+    for event in history.of("collective"):
+        if event.get("divided_integer"):
             world = len(history.ranks)
             evidence = f"{event.get('op')} of {event.get('dtype')}: the division by {world} left a remainder"
             cause = "the tensor holds whole numbers, so its mean does, too"
             remedy = "tensor.float() before the reduction"
-            ranks = tuple(history.ranks)
-            at = place(event.get("at"))
-            findings[str(event.get("at"))] = Finding("LS603", at, evidence, cause, remedy, ranks, event["step"])
+            at, ranks = place(event.get("at")), tuple(history.ranks)
+            findings.append(Finding("LS603", at, evidence, cause, remedy, ranks, event["step"]))
     for event in history.of("floor_division"):
         if event.get("remainder"):
             evidence = f"a sum over ranks was divided by {event['divisor']} with //, and left a remainder"
             at, ranks = place(event.get("at")), tuple(history.ranks)
             remedy = "divide with /, or add counts and divide once"
-            findings[str(at)] = Finding("LS603", at, evidence, "// rounds down", remedy, ranks, event["step"])
-    return list(findings.values()) if any(history.of("collective")) else "no collective was seen in Python"
+            findings.append(Finding("LS603", at, evidence, "// rounds down", remedy, ranks, event["step"]))
+    return findings if any(history.of("collective")) else "no collective was seen in Python"
 
 
 @rule("LS604", "mean-of-means", "a metric is a mean of unequal means", "warning")
 def mean_of_means(history: History) -> Iterable[Finding] | str:
     """A mean over batches or ranks that gives a small part the weight of a large one."""
-    findings: dict[str, Finding] = {}
+    findings: list[Finding] = []
     turns: dict[tuple[Any, ...], dict[int, list[Event]]] = {}
     for event in history.of("collective"):
         if "value" in event:
@@ -169,9 +167,9 @@ def mean_of_means(history: History) -> Iterable[Finding] | str:
             remedy = "add the sums and the counts of all batches and ranks, and divide once"
             cause = "the parts have unequal sizes, and each mean has the same weight"
             cause = "a root or an exponential of a mean is no mean" if "()" in words else cause
-            found = Finding("LS604", Place(file, row, function), words, cause, remedy, tuple(by_rank), step)
-            findings.setdefault(f"{file}:{row}", found)
-    return list(findings.values()) if turns else "no single number was exchanged by ranks"
+            at, ranks = Place(file, row, function), tuple(by_rank)
+            findings.append(Finding("LS604", at, words, cause, remedy, ranks, step))
+    return findings if turns else "no single number was exchanged by ranks"
 
 
 def _unequal_means(firsts: dict[int, Event]) -> str | None:
@@ -246,7 +244,7 @@ def _statistics(history: History) -> list[Finding]:
     for event in history.of("log"):
         if event.get("is_training"):
             told.setdefault((*event["at"], event["name"], event["step"]), {})[event["rank"]] = event["value"]
-    findings: dict[str, Finding] = {}
+    findings: list[Finding] = []
     to_one = any(event.get("op") in ("reduce", "gather", "gather_object") for event in history.of("collective"))
     for (file, row, function, name, step), by_rank in told.items() if not to_one else ():
         least, most = min(by_rank.values()), max(by_rank.values())
@@ -254,14 +252,14 @@ def _statistics(history: History) -> list[Finding]:
             evidence = f"the first {name} that differs: {each_rank({r: f'{v:.6g}' for r, v in by_rank.items()})}"
             cause = "each rank counts its own batches; what is shown and kept is that of rank 0"
             remedy = 'accelerator.reduce(..., reduction="sum") of the sums and the counts, before one divides'
-            found = Finding("LS605", Place(file, row, function), evidence, cause, remedy, tuple(by_rank), step)
-            findings.setdefault(f"{file}:{row}", found)
-    return list(findings.values())
+            at, ranks = Place(file, row, function), tuple(by_rank)
+            findings.append(Finding("LS605", at, evidence, cause, remedy, ranks, step))
+    return findings
 
 
 def _parts_apart(history: History) -> tuple[list[Finding], bool]:
     """Evaluations of a part on each rank after which nothing is exchanged, and nothing is written for each rank."""
-    findings, seen = dict[str, Finding](), False
+    findings, seen = list[Finding](), False
     by_trainer = uses(history, "transformers")
     groups = [] if uses(history, "lightning") or uses(history, "pytorch_lightning") else replicas(history)
     for epochs in iterations(history).values():
@@ -277,8 +275,8 @@ def _parts_apart(history: History) -> tuple[list[Finding], bool]:
         at = place(first.begin.get("at"))
         rows = sources.returns(at.file, at.line) if at else []
         at = at._replace(line=rows[0]) if at and rows else at
-        findings[str(at)] = Finding("LS605", at, evidence, cause, remedy, tuple(by_rank), first.begin["step"])
-    return list(findings.values()), seen
+        findings.append(Finding("LS605", at, evidence, cause, remedy, tuple(by_rank), first.begin["step"]))
+    return findings, seen
 
 
 def _shares_evaluation(by_rank: dict[int, Iteration], groups: list[tuple[int, ...]], by_trainer: bool) -> bool:
@@ -309,7 +307,7 @@ def predictions_of_one_rank(history: History) -> Iterable[Finding] | str:
     saves = {(e["rank"], e["path"]): e for e in history.of("save") if (e["rank"], e.get("path")) in rows}
     turns = [by_rank for epochs in iterations(history).values() for by_rank in epochs.values()]
     turns = [by_rank for by_rank in turns if all(len(by_rank) == it.shards > 1 for it in by_rank.values())]
-    findings: dict[str, Finding] = {}
+    findings: list[Finding] = []
     for (rank, path), save in saves.items():
         lines = rows[rank, path]
         for by_rank in turns:
@@ -323,8 +321,8 @@ def predictions_of_one_rank(history: History) -> Iterable[Finding] | str:
             cause = "no collective gathers what the other ranks computed, and they wrote no file"
             remedy = "dist.all_gather_object of the rows before one rank writes them, or a file for each rank"
             at = place(it.begin.get("at"))
-            findings[str(at)] = Finding("LS607", at, evidence, cause, remedy, tuple(by_rank), save["step"])
-    return list(findings.values()) if turns and saves else "no file of rows, or no loop over data dealt to ranks"
+            findings.append(Finding("LS607", at, evidence, cause, remedy, tuple(by_rank), save["step"]))
+    return findings if turns and saves else "no file of rows, or no loop over data dealt to ranks"
 
 
 def _is_of_part(history: History, save: Event, lines: int, by_rank: dict[int, Iteration]) -> bool:

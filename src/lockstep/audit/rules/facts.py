@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,13 +22,26 @@ Check = Callable[[History], Iterable[Finding] | str]
 
 
 def rule(id: str, name: str, title: str, severity: Literal["error", "warning"] = "error") -> Callable[[Check], Check]:
-    """Make a function the check of a rule."""
+    """Make a function the check of a rule, which says each line once, with the ranks of all that it found there."""
 
     def add(check: Check) -> Check:
-        RULES.append(Rule(id, name, title, severity, check))
+        def each_line_once(history: History) -> Iterable[Finding] | str:
+            found = check(history)
+            return found if isinstance(found, str) else _each_line_once(found)
+
+        RULES.append(Rule(id, name, title, severity, each_line_once))
         return check
 
     return add
+
+
+def _each_line_once(findings: Iterable[Finding]) -> list[Finding]:
+    lines: dict[object, Finding] = {}
+    for finding in findings:
+        key = (finding.where.file, finding.where.line) if finding.where else len(lines)
+        earlier = lines.setdefault(key, finding)
+        lines[key] = dataclasses.replace(earlier, ranks=tuple(dict.fromkeys((*earlier.ranks, *finding.ranks))))
+    return list(lines.values())
 
 
 def place(at: Sequence[Any] | None) -> Place | None:

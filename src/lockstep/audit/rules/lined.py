@@ -20,7 +20,7 @@ _GATHERS = ("all_gather", "all_gather_into_tensor", "gather", "all_gather_object
 def order_of_ranks(history: History) -> Iterable[Finding] | str:
     """Predictions of each rank's part, one rank's behind the other's, beside the data in their own order."""
     rows = {(text["rank"], text["path"]): text["lines"] for text in history.of("text")}
-    findings, seen = dict[str, Finding](), False
+    findings, seen = list[Finding](), False
     for epochs in iterations(history).values():
         for by_rank in epochs.values():
             if not _is_dealt(by_rank):
@@ -40,8 +40,8 @@ def order_of_ranks(history: History) -> Iterable[Finding] | str:
             cause = "no labels, ids or indices were gathered with them, so each row stands beside another sample"
             remedy = "gather the indices, too, and sort by them, or torch.stack(parts, 1).flatten()"
             at, ranks = place(first.get("at")), tuple(by_rank)
-            findings.setdefault(str(at), Finding("LS610", at, evidence, cause, remedy, ranks, first.get("step")))
-    return list(findings.values()) if seen else "no rows of a whole evaluation were gathered, once and for themselves"
+            findings.append(Finding("LS610", at, evidence, cause, remedy, ranks, first.get("step")))
+    return findings if seen else "no rows of a whole evaluation were gathered, once and for themselves"
 
 
 def _is_dealt(by_rank: dict[int, Iteration]) -> bool:

@@ -109,7 +109,7 @@ def optimizer_owns_nothing(history: History) -> Iterable[Finding] | str:
     if not wrapped:
         return "no wrapped model"
     made = list(history.of("optimizer"))
-    findings: dict[str, Finding] = {}
+    findings: list[Finding] = []
     for event in made:
         held = sum(int(group.get("parameters") or 0) for group in event.get("groups") or ())
         is_dead = event.get("owned") == 0 and held > 0 and (event.get("gradients_none") or 0) >= held
@@ -126,31 +126,25 @@ def optimizer_owns_nothing(history: History) -> Iterable[Finding] | str:
             how, wrapped_at = wraps[0]["how"], facts.line(wraps[0].get("at"))
             cause = f"{how} at {wrapped_at} made new parameters after the optimizer took the old ones"
         remedy = "make the optimizer after the model is wrapped, sharded and moved"
-        key = str(at)
-        ranks = (*findings[key].ranks, event["rank"]) if key in findings else (event["rank"],)
-        findings[key] = Finding("LS303", facts.place(at), evidence, cause, remedy, ranks, event["step"])
-    return list(findings.values()) if made else "no optimizer made a step"
+        findings.append(Finding("LS303", facts.place(at), evidence, cause, remedy, (event["rank"],), event["step"]))
+    return findings if made else "no optimizer made a step"
 
 
 @facts.rule("LS304", "clip-before-unscale", "gradients are clipped while they are scaled")
 def clip_before_unscale(history: History) -> Iterable[Finding] | str:
     """clip_grad_norm_ before scaler.unscale_: the limit then holds for gradients that are thousands of times larger."""
-    findings: dict[str, Finding] = {}
-    seen = False
+    findings, seen = list[Finding](), False
     for event in history.of("step"):
         scaler, clips = event.get("scaler") or {}, event.get("clips") or []
         seen = seen or bool(scaler and clips)
         if scaler.get("unscaled_before_clip") is not False or not clips or scaler.get("scale") in (None, 1, 1.0):
             continue
         at = clips[0].get("at")
-        if str(at) in findings:
-            continue
         evidence = f"gradients were multiplied by {scaler['scale']:g} when they were clipped to {clips[0].get('limit')}"
         cause = "scaler.unscale_(optimizer) was not called before"
         remedy = "scaler.unscale_(optimizer) between scaler.scale(loss).backward() and clip_grad_norm_"
-        ranks = tuple(history.ranks)
-        findings[str(at)] = Finding("LS304", facts.place(at), evidence, cause, remedy, ranks, event["step"])
-    return list(findings.values()) if seen else "no step clipped gradients under a GradScaler"
+        findings.append(Finding("LS304", facts.place(at), evidence, cause, remedy, (event["rank"],), event["step"]))
+    return findings if seen else "no step clipped gradients under a GradScaler"
 
 
 @facts.rule("LS305", "scalers-differ", "loss scales differ between ranks")

@@ -57,12 +57,11 @@ def labels_of_rank_0(history: History) -> Iterable[Finding] | str:
 @rule("LS216", "gathered-constant", "gathered features carry no gradient", "warning")
 def gathered_constant(history: History) -> Iterable[Finding] | str:
     """all_gather of features that need a gradient: a loss that compares with the result sees numbers."""
-    lines = {tuple((event.get("at") or ["?", 0])[:2]): event for event in history.of("gathered")}
     own = "or put the rank's own features back into their place"
     cause = "the gather copies numbers: the gradient by the gathered features, also by the rank's own, is missing"
     evidence, ranks = "the loss has a product with features that were gathered from all ranks", tuple(history.ranks)
     found = []
-    for event in lines.values():
+    for event in history.of("gathered"):
         remedy = f"{event.get('remedy', 'torch.distributed.nn.functional.all_gather')}, {own}"
         found.append(Finding("LS216", place(event.get("at")), evidence, cause, remedy, ranks, event["step"]))
     return found or "no features that need a gradient were gathered and multiplied in a loss"
@@ -71,16 +70,15 @@ def gathered_constant(history: History) -> Iterable[Finding] | str:
 @rule("LS209", "sum-not-awaited", "gradients are used before their sum is there")
 def sum_not_awaited(history: History) -> Iterable[Finding] | str:
     """all_reduce(gradient, async_op=True) without wait() before the step."""
-    findings: dict[str, Finding] = {}
+    findings: list[Finding] = []
     for event in history.of("hand_reduce"):
         if event.get("unwaited"):
             evidence = f"the step began, and nobody had waited for the sum of {event.get('parameters')} gradients"
             cause = "all_reduce with async_op=True returns at once; the step may use gradients of this rank alone"
             remedy = "keep the works that all_reduce returns, and call wait() of each before optimizer.step()"
             at, ranks = place(event.get("at")), tuple(history.ranks)
-            finding = Finding("LS209", at, evidence, cause, remedy, ranks, event["step"])
-            findings.setdefault(str(event.get("at")), finding)
-    return list(findings.values()) if any(history.of("hand_reduce")) else "the script does not reduce gradients itself"
+            findings.append(Finding("LS209", at, evidence, cause, remedy, ranks, event["step"]))
+    return findings if any(history.of("hand_reduce")) else "the script does not reduce gradients itself"
 
 
 @rule("LS210", "evaluation-mode", "the model is trained in evaluation mode", "warning")
@@ -116,15 +114,14 @@ def evaluation_mode(history: History) -> Iterable[Finding] | str:
 def divided_twice(history: History) -> Iterable[Finding] | str:
     """loss / world_size under a wrapper that averages, or loss / accumulation where a framework divides, too."""
     groups = [] if any(history.of("hook", "hand_reduce")) else replicas(history, "ddp", "fsdp2", "fsdp1")
-    findings: dict[str, Finding] = {}
+    findings: list[Finding] = []
     seen, given = any(history.of("hand_reduce")), _given(history)
     for event in history.of("hand_reduce"):
         if abs(event.get("factor", 0.0) * len(history.ranks) ** 2 - 1) < _SAME and len(history.ranks) > 1:
             evidence = f"gradients were summed over {len(history.ranks)} ranks, and divided by their number two times"
             remedy = "divide once: before the sum, after it, or by ReduceOp.AVG"
             at, ranks = place(event.get("at")), tuple(history.ranks)
-            found_twice = Finding("LS211", at, evidence, None, remedy, ranks, event["step"])
-            findings.setdefault(str(event.get("at")), found_twice)
+            findings.append(Finding("LS211", at, evidence, None, remedy, ranks, event["step"]))
     for group in groups:
         for event in history.of("step"):
             backwards = passes(event)
@@ -133,23 +130,24 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
             seen, ops, at = True, backwards[0].get("ops") or [""], backwards[0].get("at")
             found = _squared(backwards)
             if found:
-                findings.setdefault(str(at), Finding("LS211", place(at), *found, group, event["step"]))
+                findings.append(Finding("LS211", place(at), *found, group, event["step"]))
             is_mean = len(ops) > 1 and ops[1].startswith(_MEANS)
             is_by_ranks = backwards[0]["divisor"] == len(group) and backwards[0].get("by_ranks")
             if is_by_ranks and len(backwards) == 1 and ops[0].startswith("Div") and is_mean:
                 evidence = f"a mean loss was divided by {len(group)}, the number of ranks"
                 cause = "the wrapper averages gradients over ranks: nothing is left to divide"
                 remedy = "loss.backward() of the mean over the batch of this rank"
-                findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
+                findings.append(Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
             what = given.get((event["optimizer"], event["index"], backwards[0]["divisor"]))
-            is_multiplied = any(op.startswith("MulBackward0") for op in ops[1:])  # others are cross_entropy's own
+            of_one = list(itertools.takewhile(lambda op: not op.startswith(("Sum", *_MEANS)), ops))
+            is_multiplied = any(op.startswith("MulBackward0") for op in of_one)  # others may be masks, or weights
             if what and ops[0].startswith("Div") and not is_multiplied and len(group) > 1:
                 evidence = f"a loss was divided by {backwards[0]['divisor']:.0f}, the {what} of this step on all ranks"
                 cause = f"the wrapper averages gradients over {len(group)} ranks: they are divided by that once more"
                 remedy = "divide by the number of this rank's batch, or multiply the loss by the number of ranks"
                 at = backwards[0].get("divided_at") or _division(backwards[0].get("loss_at"), at) or at
-                findings.setdefault(str(at), Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
-    return list(findings.values()) if seen else "no wrapped model was trained, or a hook exchanges in its own way"
+                findings.append(Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
+    return findings if seen else "no wrapped model was trained, or a hook exchanges in its own way"
 
 
 def _division(loss_at: Any, at: Any) -> Any:
@@ -234,7 +232,7 @@ def class_weights_differ(history: History) -> Iterable[Finding] | str:
 def clip_before_average(history: History) -> Iterable[Finding] | str:
     """Clipping before the script's own all_reduce: the limit then is that of no gradient that is used."""
     reduced = {(e["rank"], e["step"]) for e in history.of("hand_reduce")}
-    findings: dict[str, Finding] = {}
+    findings: list[Finding] = []
     for event in history.of("step"):
         clips = event.get("clips") or [] if (event["rank"], event["step"]) in reduced else []
         if clips and not any(each.get("reduced_before") for each in clips):
@@ -243,5 +241,5 @@ def clip_before_average(history: History) -> Iterable[Finding] | str:
             cause = "each rank scales by the norm of its own gradient, so ranks have unequal weights in the average"
             remedy = "all_reduce the gradients, then clip"
             ranks = tuple(history.ranks)
-            findings.setdefault(str(at), Finding("LS212", place(at), evidence, cause, remedy, ranks, event["step"]))
-    return list(findings.values()) if reduced else "the script does not reduce gradients itself"
+            findings.append(Finding("LS212", place(at), evidence, cause, remedy, ranks, event["step"]))
+    return findings if reduced else "the script does not reduce gradients itself"

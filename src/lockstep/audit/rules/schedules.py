@@ -25,7 +25,7 @@ _NO_STEP = "no optimizer made a step"
 @rule("LS307", "schedule-length", "the schedule is longer or shorter than the training", "warning")
 def schedule_length(history: History) -> Iterable[Finding] | str:
     """A schedule that steps by epochs and was made for batches, or for the steps of one process; a rate of zero."""
-    findings: dict[str, Finding] = {}
+    findings: list[Finding] = []
     ended = all(not e.get("code") and not e.get("error") for e in history.of("exit"))
     told = [event for event in history.of("schedule") if event.get("optimizer_steps", 0) >= _LEAST]
     for event in told if ended else ():
@@ -36,13 +36,9 @@ def schedule_length(history: History) -> Iterable[Finding] | str:
         if words:
             at = event.get("made_at") or event.get("at")
             remedy = "count the schedule in the steps that are made: optimizer steps of this process, or epochs"
-            ranks, evidence = (event["rank"],), words[0]
-            findings.setdefault(
-                str(at), Finding("LS307", place(at), evidence, words[1], remedy, ranks, event["optimizer_steps"])
-            )
-    if not findings:
-        findings = {str(each.where): each for each in _without_rate(history, told)}
-    return list(findings.values()) if told else "no schedule with several optimizer steps"
+            ranks, step = (event["rank"],), event["optimizer_steps"]
+            findings.append(Finding("LS307", place(at), *words, remedy, ranks, step))
+    return findings or _without_rate(history, told) if told else "no schedule with several optimizer steps"
 
 
 def _rounds(history: History, rank: int) -> int:
@@ -120,7 +116,7 @@ def _without_rate(history: History, told: Sequence[Event]) -> list[Finding]:
 def left_out(history: History) -> Iterable[Finding] | str:
     """Parameters of a wrapped model that are trained by nobody."""
     made = {event["rank"]: event for event in history.of("optimizer") if event.get("owned")}
-    findings: dict[str, Finding] = {}
+    findings: list[Finding] = []
     for rank, event in made.items():
         wraps = {str(wrap["model"]): wrap for wrap in history.of("wrap", rank=rank)}
         for model, names in (event.get("left_out") or {}).items():
@@ -129,10 +125,8 @@ def left_out(history: History) -> Iterable[Finding] | str:
                 evidence = f"{some(names)} got gradients in the first step, and no optimizer has them"
                 cause = "the optimizer was given a part of the parameters, or was made before these were"
                 remedy = "give them to an optimizer, or freeze them: requires_grad_(False) before wrapping"
-                findings.setdefault(
-                    str(at), Finding("LS308", place(at), evidence, cause, remedy, (rank,), event["step"])
-                )
-    return list(findings.values()) if made else "no optimizer of a wrapped model made a step"
+                findings.append(Finding("LS308", place(at), evidence, cause, remedy, (rank,), event["step"]))
+    return findings if made else "no optimizer of a wrapped model made a step"
 
 
 def _looked_at(history: History) -> list[list[Event]]:

@@ -218,7 +218,7 @@ def workers_repeat(history: History) -> Iterable[Finding] | str:
 @rule("LS110", "ids-differ", "ranks give other numbers to the same things")
 def ids_differ(history: History) -> Iterable[Finding] | str:
     """Words or classes that are numbered in an order of each rank's own, such as that of a set, or by hash()."""
-    findings, seen = dict[str, Finding](), False
+    findings, seen = list[Finding](), False
     for event, by_rank in [*probes(history), *_held(history)]:
         columns = list(zip(*by_rank.values(), strict=False))
         seen = seen or bool(columns)
@@ -236,9 +236,9 @@ def ids_differ(history: History) -> Iterable[Finding] | str:
                     cause = "Python gives hash() of the same text another value in each process"
                     remedy = "zlib.crc32(text.encode()), or another hash that is the same in every process"
                 at = Place(*lines[0], "") if lines else place(event.get("at"))
-                findings[str(at)] = Finding("LS110", at, evidence, cause, remedy, tuple(by_rank), event["step"])
+                findings.append(Finding("LS110", at, evidence, cause, remedy, tuple(by_rank), event["step"]))
                 break
-    return list(findings.values()) if seen else "no samples of data that a sampler deals were compared"
+    return findings if seen else "no samples of data that a sampler deals were compared"
 
 
 def _hashes(files: list[str | None]) -> list[tuple[str, int]]:

@@ -19,16 +19,14 @@ _CLOSE = 0.05
 def sum_not_divided(history: History) -> Iterable[Finding] | str:
     """all_reduce(SUM) of gradients by the script, without a division by the number of ranks."""
     reduced = list(history.of("hand_reduce"))
-    findings, seen = [], set()
+    findings = []
     for event in reduced:
-        at = tuple((event.get("at") or ["?", 0])[:2])
-        if event.get("op", "").upper() != "SUM" or event.get("divided") is not False or at in seen:
+        if event.get("op", "").upper() != "SUM" or event.get("divided") is not False:
             continue
         if _counts_before(history, event) or _divided_loss(history, event):
             continue
         if event.get("factor", 1.0) * len(history.ranks) < 1:
             continue  # LS211
-        seen.add(at)
         count, world = event.get("parameters"), len(history.ranks)
         evidence = f"{count} gradients were summed over {world} ranks, and the step took the sum"
         cause = "the loss is a mean over the batch of a rank, and a sum of means grows with the number of ranks"

@@ -139,7 +139,7 @@ def copies_part(history: History) -> Iterable[Finding] | str:
 
 def _frozen(history: History, copied: set[str]) -> list[Finding]:
     """Other modules that nothing trains, and whose weights differ from their first call on."""
-    told, findings = dict[tuple[Any, ...], dict[int, list[Event]]](), dict[str, Finding]()
+    told, findings = dict[tuple[Any, ...], dict[int, list[Event]]](), list[Finding]()
     for event in history.of("frozen"):  # experts of a rank have other names, or are called elsewhere
         key = (str(event.get("at")), event["class"], event["names_digest"], event["step"])
         told.setdefault(key, {}).setdefault(event["rank"], []).append(event)
@@ -157,5 +157,5 @@ def _frozen(history: History, copied: set[str]) -> list[Finding]:
             if not facts.differ({rank: event["changes"] for rank, event in firsts.items()}):
                 at = facts.place(sources.outside_factories(first.get("made_from") or [])) or at
             remedy = "copy the model after DistributedDataParallel(...) made it equal, or broadcast the weights"
-            findings[str(at)] = Finding("LS214", at, evidence, cause, remedy, tuple(found), first["step"])
-    return list(findings.values())
+            findings.append(Finding("LS214", at, evidence, cause, remedy, tuple(found), first["step"]))
+    return findings

@@ -28,7 +28,7 @@ def eval_weights_differ(history: History) -> Iterable[Finding] | str:
         return "no model of DistributedDataParallel was evaluated on several ranks"
     if any(history.of("hand_average")) or averages(history) or hooked(history):
         return "the script averages parameters itself"
-    findings: dict[str, Finding] = {}
+    findings: list[Finding] = []
     for look in looks:
         names = _unlike({rank: event["digests"] for rank, event in look.items()})
         its = {rank: _part(history, event) for rank, event in look.items()} if names else {}
@@ -43,8 +43,8 @@ def eval_weights_differ(history: History) -> Iterable[Finding] | str:
         evidence += f"{named(look)} ({some(names)}), and each rank evaluates a part of the data"
         cause, remedy = _cause(history, look)
         at = place(_changed_at(history, look) or (begin.begin.get("at") if begin else None) or first.get("at"))
-        findings.setdefault(str(at), Finding("LS609", at, evidence, cause, remedy, tuple(look), first["step"]))
-    return list(findings.values())
+        findings.append(Finding("LS609", at, evidence, cause, remedy, tuple(look), first["step"]))
+    return findings
 
 
 def _looks(history: History) -> list[Look]:
