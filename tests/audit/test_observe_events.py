@@ -450,6 +450,39 @@ def test_an_evaluation_that_calls_parts_of_a_model_counts_as_one(monkeypatch, tm
     assert data.recorder.counts.forwards_eval == before + 1
 
 
+class _Sending(torch.nn.Module):
+    """As DDP: it makes the buffers of its module those of rank 0 before a forward pass."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.module = inner
+
+    def forward(self, x):
+        self.module.running_mean.fill_(7.0)
+        return self.module(x)
+
+
+def test_buffers_at_an_evaluation_are_those_that_the_wrapper_has_sent(monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr(data.recorder, "folder", tmp_path)
+    monkeypatch.setattr(data.recorder, "emit", lambda kind, **keys: told.append((kind, keys)))
+    for owner, name, value in ((models, "on_wrapped", []), (models, "at_wrapping", set())):
+        monkeypatch.setattr(owner, name, value)
+    monkeypatch.setattr(models.made, "has_wrapped", True)
+    wrapper = _Sending(torch.nn.BatchNorm1d(2))
+    forward = torch_private.around("forward", _Sending.forward, calls.forward)
+    monkeypatch.setattr(_Sending, "forward", forward)
+    models._watch("ddp", None, wrapper, None)
+    wrapper(torch.randn(4, 2))  # in training
+    wrapper.eval()
+    calls.mode_set(wrapper, False)
+    with torch.no_grad():
+        wrapper(torch.ones(4, 2))
+    calls.mode_set(wrapper, True)
+    (keys,) = [keys for kind, keys in told if kind == "buffers"]
+    assert keys["digests"] == digests.of_tensors(dict(wrapper.module.named_buffers()))
+
+
 def test_parts_and_parameters_that_train_a_model_past_its_wrapper_are_told_with_the_line_of_the_script(
     monkeypatch, tmp_path
 ):

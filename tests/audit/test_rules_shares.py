@@ -79,6 +79,19 @@ def test_shares_that_overlap_are_named_with_the_seeds():
     assert [script.found("LS108") for script in right] == [[], [], [], []]
 
 
+def test_a_last_batch_that_is_filled_with_samples_of_the_beginning_is_no_overlap():
+    """As Accelerate fills that of the second rank: 150 samples, batches of 16."""
+
+    def filled(rank):
+        return [[index % 150 for index in range(first, first + 16)] for first in range(0, 160, 16)][rank::2]
+
+    keys = {"batch_size": 16, "dataset_size": 150}
+    assert trained(filled, distributed=dealt(even_batches=True), **keys).found("LS108") == []
+    assert len(trained(filled, distributed=dealt(), **keys).found("LS108")) == 1
+    shuffled = lambda rank: [drawn(rank)[n] + drawn(rank)[n + 1] for n in range(0, 8, 2)]  # noqa: E731
+    assert len(trained(shuffled, distributed=dealt(even_batches=True), batch_size=8).found("LS108")) == 1
+
+
 def test_parts_of_a_data_set_by_hand_are_compared_below_their_subsets():
     def subset(order):
         keys = {"mapped": lambda rank: order(rank)[rank::2], "subset": str, "dataset_size": 32}

@@ -163,11 +163,11 @@ on_called: list[Callable[[Any], None]] = []
 
 
 def _note_part(module: Any) -> None:
-    """A framework may call parts of a model only."""
+    """A framework may call parts of a model only. Whole models are noted once DDP has made their buffers equal."""
     model = _has_part(module)
-    if model is not None and model.number in _due:
-        is_whole = models.of(module) is not None or models.inside(module) is not None  # counted by itself
-        recorder.counts.forwards_eval += not model.active and not is_whole
+    is_whole = models.of(module) is not None or models.inside(module) is not None
+    if model is not None and model.number in _due and not model.active and not is_whole:
+        recorder.counts.forwards_eval += 1
         _note_evaluation(model)
 
 

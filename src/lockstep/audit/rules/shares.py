@@ -172,8 +172,13 @@ def _fixed(history: History) -> set[tuple[int, int]]:
 
 
 def _share(iteration: Iteration, is_fixed: bool) -> set[int] | None:
-    """The samples of an epoch of a rank, as numbers of the data set below. None: not known, or drawn otherwise."""
+    """The samples of an epoch of a rank, as numbers of the data set below. None: not known, or drawn otherwise.
+
+    Without those of the last batch, which Accelerate fills with samples from the beginning of the epoch.
+    """
     mapped, indices = iteration.begin.get("mapped"), iteration.indices
+    if (iteration.begin.get("distributed") or {}).get("even_batches"):
+        indices = indices[: -(iteration.begin.get("batch_size") or 1)]
     dealt = iteration.shards > 1 or is_fixed
     if not iteration.is_complete or iteration.begin.get("replacement") or not (dealt or mapped) or not indices:
         return None
