@@ -81,6 +81,9 @@ def test_an_evaluation_of_parts_that_nobody_exchanges_is_a_warning():
 def test_an_evaluation_that_leaves_samples_out_is_a_warning():
     assert evaluated(drop_last=True, batch_size=2, dataset_size=19).found("LS601")[0].where.line == 10
     assert evaluated(drop_last=True, batch_size=2).found("LS601") == []
+    rest = evaluated(drop_last=True, batch_size=2, dataset_size=19)
+    keys = {"subset": "of the last", "train": False}
+    assert rest.epoch(lambda rank: [[16, 17, 18]], number=2, dataset_size=3, **keys).found("LS601") == []
 
 
 def test_inputs_that_differ_by_rank_are_a_warning_and_other_contents_an_error():

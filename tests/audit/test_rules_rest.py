@@ -43,8 +43,8 @@ def test_means_of_whole_numbers_are_named():
     assert mean(False).errors() == mean(None).errors() == set()
 
 
-def saved(path="/runs/last.pt", how="torch.save", script=None, ranks=None):
-    return (script or Script()).optimizer().step().add("save", ranks, at=at(60), path=path, how=how)
+def saved(path="/runs/last.pt", how="torch.save", script=None, ranks=None, **keys):
+    return (script or Script()).optimizer().step().add("save", ranks, at=at(60), path=path, how=how, **keys)
 
 
 def test_a_checkpoint_that_all_ranks_write_is_named():
@@ -67,6 +67,8 @@ def test_a_checkpoint_that_all_ranks_write_is_named():
 
 def test_another_file_that_all_ranks_write_is_a_warning():
     assert saved(how="open", path="/runs/args.json").ids() == {"LS702"}
+    (finding,) = saved(how="open", mode="a+", path="/runs/log.csv").found("LS702")
+    assert finding.cause == "each rank appends its own rows"
     assert saved(how="open", path=lambda rank: f"/runs/log-{rank}.txt").ids() == set()
     assert saved(how="open", path="/runs/args.json", ranks=0).ids() == set()
 
@@ -103,6 +105,25 @@ def test_a_run_that_repeats_an_epoch_after_going_on_is_named():
         if event["kind"] == "loader":
             event["distributed"]["shuffle"] = event["shuffles"] = False
     assert second_run(plain, parts()).errors() == set()
+
+
+def test_a_run_without_a_loader_that_draws_the_inputs_of_its_beginning_again_is_named():
+    def inputs(script, digest, steps=4):
+        for step in range(steps):
+            script.add("inputs", at=at(23), model=0, digest=lambda rank, step=step: digest(rank, step)).step()
+        return script
+
+    def resumed(digest):
+        first = inputs(Script().optimizer(), lambda rank, step: f"{rank} {step}", 5)
+        first.add("save", 0, at=at(60), path="/runs/last.pt", how="torch.save")
+        script = Script(previous=first.history).add("load", at=at(15), path="/runs/last.pt", keys=["model"])
+        for what in ("model", "optimizer"):
+            script.add("state", at=at(16), what=what, id=0)
+        return inputs(script.optimizer(), digest).found("LS703")
+
+    (finding,) = resumed(lambda rank, step: f"{rank} {step}")
+    assert (finding.where.line, "the first 4 steps" in finding.evidence) == (15, True)
+    assert resumed(lambda rank, step: f"{rank} {step + 5}") == resumed(lambda rank, step: f"{rank} {step % 2}") == []
 
 
 def test_a_run_that_begins_an_epoch_anew_is_named():

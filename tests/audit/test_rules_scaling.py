@@ -1,5 +1,6 @@
 """Rules on gradients between the backward pass and the step, on modes, schedules, and what optimizers leave out."""
 
+from lockstep.audit.rules import sources
 from tests.audit.made_events import Script, at, dealt, parts
 
 
@@ -168,19 +169,31 @@ def test_steps_without_gradients_are_named():
 
     assert normed(0.0, 0.0, 0.0).found("LS309")[0].ranks == (0, 1)
     assert normed(0.0, 0.0, 1.0).found("LS309") == normed(0.0).found("LS309") == normed(1.0, 1.0).found("LS309") == []
+    script = normed(0.0, 0.0)  # cross_entropy with one column
+    for each in (each for event in script.events for each in event.get("backwards", [])):
+        each["loss"] = -0.0
+    assert script.found("LS309")[0].cause == "the loss is 0 in all of these steps, whatever the model says"
 
 
-def test_gradients_that_are_never_cleared_are_a_warning():
+def test_gradients_that_are_never_cleared_are_a_warning(tmp_path):
+    file = tmp_path / "train.py"
+
     def cleared(*turns):
         script = Script().optimizer()
         for turn in turns:
             script.step(was_cleared=turn)
+        for event in script.events:
+            event["at"] = [str(file), *at(30)[1:]] if event["kind"] == "step" else event.get("at")
         return script
 
     assert cleared(None, False, False).found("LS310")[0].where.line == 30
     assert cleared(None, False, False, None).found("LS310")  # the last step begins another loop
     assert cleared(None, True, True).found("LS310") == cleared(None, False, True).found("LS310") == []
     assert cleared(None, None, None).found("LS310") == []
+    assert cleared(None, False, False).found("LS310")[0].cause == "no zero_grad() in this file"
+    file.write_text("optimizer.zero_grad()\n")
+    sources.nodes.cache_clear()
+    assert cleared(None, False, False).found("LS310")[0].cause is None
 
 
 def test_an_optimizer_of_parameters_beside_the_wrapped_model_is_named():

@@ -143,8 +143,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             synced (bool: gradients of a watched DDP model were
                                                             exchanged; left out: not DDP), flag_set_late (bool),
                                                             forwards (training forward passes through the wrapper since
-                                                            the backward before), ops (names of the last autograd
-                                                            functions that made the loss, the last first;
+                                                            the backward before), loss (number) and ops (names of the
+                                                            last autograd functions that made the loss, the last first;
                                                             `DivBackward0` is a division) and divisor (what these
                                                             divided by; 1: nothing), of sampled steps}]
                                                             since the last step of any optimizer; of this optimizer,

@@ -108,7 +108,7 @@ def _knows_ranks(code: Any) -> bool:
 
 
 def _loss(tensors: Any) -> dict[str, Any]:
-    """The last operations that made a loss, the last first, and the number that they divide by."""
+    """The value of a loss, the last operations that made it, the last first, and the number that they divide by."""
     root = next(digests.tensors_in(tensors), None)
     if root is None or root.numel() != 1:
         return {}
@@ -119,7 +119,7 @@ def _loss(tensors: Any) -> dict[str, Any]:
         names.append(type(function).__name__)
         divisor *= _divisor(function)
         function = next((inner for inner, _ in function.next_functions if inner is not None), None)
-    return {"ops": names, "divisor": divisor}
+    return {"loss": float(root.detach()), "ops": names, "divisor": divisor}
 
 
 def _divisor(function: Any) -> float:

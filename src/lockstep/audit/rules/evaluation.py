@@ -30,7 +30,7 @@ def eval_duplicates(history: History) -> Iterable[Finding] | str:
     for epochs in iterations(history).values():
         whole = (by_rank for by_rank in epochs.values() if all(it.is_complete for it in by_rank.values()))
         for by_rank in itertools.islice(whole, 1):  # Lightning begins with an evaluation of a few batches
-            findings += _dropped(by_rank)
+            findings += _dropped(by_rank, history)
             its = {rank: it for rank, it in by_rank.items() if it.shards > 1 and it.end and not it.is_training}
             its = {rank: it for rank, it in its.items() if (it.end or {}).get("forwards_eval") and it.is_complete}
             if not its:
@@ -61,7 +61,7 @@ def eval_duplicates(history: History) -> Iterable[Finding] | str:
     return findings if seen else "no evaluation on data that a sampler deals to ranks"
 
 
-def _dropped(by_rank: dict[int, Iteration]) -> list[Finding]:
+def _dropped(by_rank: dict[int, Iteration], history: History) -> list[Finding]:
     """Samples that no rank evaluates, because samplers or batches drop the last."""
     its = [it for it in by_rank.values() if it.is_complete and not it.is_training and it.begin.get("drop_last")]
     its = [it for it in its if (it.end or {}).get("forwards_eval")]
@@ -72,6 +72,9 @@ def _dropped(by_rank: dict[int, Iteration]) -> list[Finding]:
     size, dealt = first.begin.get("dataset_size"), first.begin.get("distributed") or {}
     if size is None or not 0 < given < size or first.begin.get("batch_size") is None:
         return []
+    rests = [event for event in history.of("loader", rank=first.begin["rank"]) if event.get("subset")]
+    if any(e["step"] == first.begin["step"] and e.get("dataset_size") == size - given for e in rests):
+        return []  # another loop evaluates those that are left out
     at = first.begin.get("made_at") or first.begin.get("at")
     at = first.begin.get("sampler_at", at) if dealt.get("drop_last") else at
     evidence = f"{given} samples were evaluated, and the data set has {size}"

@@ -17,6 +17,8 @@ from lockstep.audit.rules.loaders import Iteration, iterations
 _NO_PREVIOUS = "no earlier run to compare with (--previous)"
 _STATELESS = ("SGD",)
 _FEW = 8
+_DRAWN = 3
+"""So many steps whose inputs are those of the earlier run show that a run draws them again."""
 _PREFIXES = ("module.", "_orig_mod.", "model.", "_fsdp_wrapped_module.", "base_model.model.")
 _LISTED = 30
 """So many names of missing and unexpected keys are in an event."""
@@ -43,6 +45,7 @@ def _written(history: History, id: str, saved: bool) -> list[Finding] | str:
         how = event.get("how")
         evidence = f"{named(ranks)} wrote {os.path.basename(path)} at step {event['step']} with {how} ({path})"
         cause = "each rank writes, and the writes may mix" if saved else "each rank empties the file of the others"
+        cause = "each rank appends its own rows" if str(event.get("mode")).startswith("a") else cause
         remedy = "`if dist.get_rank() == 0:` around the write, and a barrier before others read; or a file a rank"
         findings[at] = Finding(id, place(event.get("at")), evidence, cause, remedy, ranks, event["step"])
     any_save = any((event.get("how") != "open") == saved for event in history.of("save"))
@@ -94,7 +97,7 @@ def resume_samples(history: History) -> Iterable[Finding] | str:
     before = [(key, it) for key, it in _trained(history.previous, writer) if it.begin["number"] < save["number"]]
     after = [(key, it) for key, it in _trained(history, writer if writer in history.ranks else rank)]
     if not before or not after:
-        return "no training before the save, or none after the load"
+        return _drawn_again(history, load, save) or "no training before the save, or none after the load"
     found = _repeated(before, after[0], save, _passed_over(history, after[0][1])[0])
     if found is None:
         return []
@@ -104,6 +107,19 @@ def resume_samples(history: History) -> Iterable[Finding] | str:
     sets = [e for e in history.of("set_epoch", rank=begin["rank"]) if e["number"] < begin["number"] and e.get("at")]
     at = place((sets[-1]["at"] if sets else None) or begin.get("at") or load.get("at"))
     return [Finding("LS703", at, evidence, cause, remedy, tuple(history.ranks), load["step"])]
+
+
+def _drawn_again(history: History, load: Event, save: Event) -> list[Finding]:
+    """A run that goes on, without a loader, and that begins with the inputs of the first steps of the earlier run."""
+    runs = (history, history.previous)
+    mine, first = ([e["digest"] for e in run.of("inputs", rank=load["rank"])] if run else [] for run in runs)
+    count = min(len(mine), len(first), save["step"])
+    if count < _DRAWN or mine[:count] != first[:count] or len(set(mine[:count])) < count:
+        return []
+    evidence = f"the inputs of the first {count} steps that were looked at are those of the earlier run's first steps"
+    cause = "the generators are seeded anew, and the position in the data is not restored"
+    remedy = "save and restore the states of the generators, or seed by the step that the run goes on from"
+    return [Finding("LS703", place(load.get("at")), evidence, cause, remedy, tuple(history.ranks), load["step"])]
 
 
 def _repeated(

@@ -76,8 +76,8 @@ def _length(event: Event, world: int, rounds: int, has_outer: bool) -> tuple[str
     if 0.9 * made <= horizon <= 1.15 * made and own < made / 1.9:
         return said, "it was made for optimizer steps, and steps once for each epoch or some steps"
     if own >= 1.9 * horizon and name != "CosineAnnealingWarmRestarts":
-        cause = "it steps once for each rank" if own == world * made else "it was made for epochs, and steps by batches"
-        return said, cause
+        by_ranks = own - world * made in (0, 1)  # a scheduler may count the step that sets its first rate
+        return said, "it steps once for each rank" if by_ranks else "it was made for epochs, and steps by batches"
     return None
 
 
@@ -160,6 +160,9 @@ def no_gradients(history: History) -> Iterable[Finding] | str:
     wrong = [events for events in looked if len(events) > 1 and all(e.get("gradient_norm") == 0 for e in events)]
     cause = "zero_grad() between backward() and step(), a loss without a way to the parameters, or shards not reduced"
     remedy = "optimizer.zero_grad(), loss.backward(), optimizer.step(), in this order"
+    if wrong and all(each.get("loss") == 0 for events in wrong for e in events for each in e["backwards"]):
+        cause = "the loss is 0 in all of these steps, whatever the model says"
+        remedy = "cross_entropy wants a column for each class, and a mask must leave some labels"
     return _named("LS309", wrong, "no parameter had a gradient other than zero", cause, remedy)
 
 
@@ -170,5 +173,8 @@ def never_cleared(history: History) -> Iterable[Finding] | str:
     looked = [[e for e in events if e.get("was_cleared") is not None] for events in _looked_at(history)]
     wrong = [events for events in looked if len(events) > 1 and not any(e["was_cleared"] for e in events)]
     remedy = "optimizer.zero_grad() after each step"
-    found = _named("LS310", wrong, "no backward pass began without the gradients of the step before", None, remedy)
+    files = {(event.get("at") or [""])[0] for events in wrong for event in events}
+    is_named = any(sources.name_of(node) == "zero_grad" for file in files for node in sources.nodes(file))
+    cause = None if is_named else "no zero_grad() in this file"
+    found = _named("LS310", wrong, "no backward pass began without the gradients of the step before", cause, remedy)
     return found if any(looked) else _NO_STEP
