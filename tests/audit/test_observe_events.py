@@ -32,6 +32,7 @@ from lockstep.audit.observe import (
     means,
     models,
     orders,
+    passes,
     past,
     schedules,
     self_test,
@@ -547,6 +548,22 @@ def test_labels_that_a_mean_is_taken_over_are_counted_apart_where_some_are_ignor
     assert told(torch.tensor([0, 1, 1]), ignore_index=1) == {"labels": 1}
     assert told(torch.tensor([0, 1, 2]), reduction="sum") == told(torch.ones(3)) == {}
     assert told(torch.ones(3, dtype=torch.int64, device="meta")) == {}  # nothing is read from a device
+
+
+def test_a_loss_that_ddp_passes_on_is_that_of_the_model():
+    """As with find_unused_parameters: all outputs go through one function of DDP's."""
+
+    def sunk(loss, *others):
+        owner = types.SimpleNamespace(_ddp_sink_clone=True)
+        return torch.nn.parallel.distributed._DDPSink.apply(lambda: owner, *others, loss)[-1]
+
+    def told(loss):
+        return {name: passes._loss(loss)[name] for name in ("ops", "divisor")}
+
+    weights = torch.ones(3, requires_grad=True)
+    loss, other = weights.mean(), weights.exp()
+    assert told(sunk(loss)) == told(sunk(loss, other)) == told(loss)
+    assert told(sunk(loss, other) / 2) == told(loss / 2) == {"ops": ["DivBackward0", *told(loss)["ops"]], "divisor": 2}
 
 
 def test_frozen_modules_skipped_batches_and_padding_are_told(monkeypatch, tmp_path):

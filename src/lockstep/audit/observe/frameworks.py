@@ -140,7 +140,7 @@ def scaled(trainer: Any, model: Any, *_: Any, **__: Any) -> After:
         root: Any = getattr(loss, "grad_fn", None)
         by = getattr(root, "_saved_other", None)
         if error is None and isinstance(by, (int, torch.Tensor)) and by == trainer.accelerator.num_processes:
-            inner = next((function for function, _ in root.next_functions if function is not None), None)
+            inner = torch_state.below(root)
             is_mean = type(inner).__name__.startswith("MeanBackward") or getattr(inner, "_saved_reduction", 0) == _MEAN
             code = getattr(trainer.compute_loss_func, "__code__", None)
             own = [code.co_filename, code.co_firstlineno, code.co_name] if code else None

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.audit.observe import calls, digests, gathers, means, places
+from lockstep.audit.observe import calls, digests, gathers, means, places, torch_state
 from lockstep.audit.observe.gradients import gradients
 from lockstep.audit.observe.recorder import After, recorder
 
@@ -114,11 +114,11 @@ def _loss(tensors: Any) -> dict[str, Any]:
         return {}
     names: list[str] = []
     divisor = 1.0
-    function = root.grad_fn
+    function = torch_state.below(root.grad_fn, root.output_nr)
     while function is not None and len(names) < 4:
         names.append(type(function).__name__)
         divisor *= _divisor(function)
-        function = next((inner for inner, _ in function.next_functions if inner is not None), None)
+        function = torch_state.below(function)
     return {"loss": float(root.detach()), "ops": names, "divisor": divisor}
 
 

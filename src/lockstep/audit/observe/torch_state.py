@@ -38,6 +38,18 @@ def ranks_of(group: dist.ProcessGroup | None) -> list[int] | None:
     return dist.get_process_group_ranks(group) if group is not None else None
 
 
+def below(function: Any, output: int = -1) -> Any:
+    """The autograd function that gave a function its first input; given an output: the one that made this output.
+
+    DDP may pass the outputs of a model through a function of its own, which is left out.
+    """
+    if output < 0:
+        function, output = next((each for each in function.next_functions if each[0] is not None), (None, 0))
+    while type(function).__name__ == "_DDPSinkBackward":
+        function, output = function.next_functions[output]
+    return function
+
+
 def has_other_ranks() -> bool:
     """True if there are several ranks."""
     group = dist.GroupMember.WORLD if dist.is_available() else None
