@@ -92,7 +92,7 @@ def _sums(words: Tensor, key: int) -> Tensor:
         torch.bitwise_right_shift(part, 32, out=high)  # torch copies the sign; halves that differ still do
         _dot(high, factors[1, : len(part)], high, found[1, number])
     odd = [[_odd(key, number, row) for number in (*range(len(starts)), -1)] for row in range(2)]
-    last = torch.tensor(odd, device=words.device)
+    last = torch.tensor(odd).to(words.device)
     return (found * last[:, :-1]).sum(1) + last[:, -1]
 
 
