@@ -534,6 +534,22 @@ def test_the_line_where_a_script_divides_a_loss_is_told_by_the_number(monkeypatc
     assert means.divided_at(7.0) is None
     means.forget()
     assert means.divided_at(550.0) is None
+    with torch.no_grad(), torch._subclasses.FakeTensorMode():
+        assert means.divided(torch.ones(()), torch.ones(())) is None  # fake tensors have no numbers
+
+
+def test_ranks_of_shards_are_those_of_the_mesh(monkeypatch):
+    told = []
+    monkeypatch.setattr(data.recorder, "emit", lambda kind, **keys: told.append(keys.get("ranks")))
+    for owner, name, value in ((models, "on_wrapped", []), (models, "at_wrapping", set())):
+        monkeypatch.setattr(owner, name, value)
+    monkeypatch.setattr(models.made, "has_wrapped", True)
+    monkeypatch.setattr(models, "DeviceMesh", types.SimpleNamespace)
+    for mesh in (None, types.SimpleNamespace(mesh=torch.tensor([[0, 2], [4, 6]]))):
+        shards = torch.nn.Linear(2, 2)
+        models.wrapped("fsdp2", shards, mesh=mesh)(shards, None)
+        models.tell(models.of(shards))
+    assert told == [None, [0, 2, 4, 6]]
 
 
 def test_labels_that_a_mean_is_taken_over_are_counted_apart_where_some_are_ignored(monkeypatch, tmp_path):
@@ -544,6 +560,8 @@ def test_labels_that_a_mean_is_taken_over_are_counted_apart_where_some_are_ignor
         return means.last_labels()
 
     assert told(torch.tensor([0, 1, 2])) == {"rows": 3}
+    means.loss(input=torch.zeros(3, 3, requires_grad=True), target=torch.tensor([0, 1, 2]))
+    assert means.last_labels() == {"rows": 3}
     assert told(torch.tensor([0, -100, 2])) == {"labels": 2}
     assert told(torch.tensor([0, 1, 1]), ignore_index=1) == {"labels": 1}
     assert told(torch.tensor([0, 1, 2]), reduction="sum") == told(torch.ones(3)) == {}

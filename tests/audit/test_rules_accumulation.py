@@ -25,6 +25,14 @@ def test_micro_batches_that_are_left_over_are_named():
     assert "7 backward passes in an epoch, a step after 3, and 1 left over: no step used" in finding.evidence
     (carried,) = epochs(7, 3, count=2, carried=1).found("LS401")
     assert "the next step added them to its own and had 4" in carried.evidence
+    cleared = epochs(7, 3, count=2, carried=1)  # zero_grad() at the beginning of each epoch
+    for event in (e for e in cleared.events if e["kind"] == "step" and len(e["backwards"]) == 4):
+        event["backwards"] = [
+            *event["backwards"][:1],
+            event["backwards"][1] | {"discarded": True},
+            *event["backwards"][2:],
+        ]
+    assert cleared.found("LS401")[0].evidence.endswith("and 1 left over: no step used their gradients")
 
 
 def test_accumulation_that_is_right_leaves_nothing_over():

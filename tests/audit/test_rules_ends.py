@@ -163,6 +163,13 @@ def test_losses_that_are_divided_by_the_global_batch_or_by_unequal_counts_are_a_
         return script
 
     assert divided(lambda rank: 16.0).found("LS211")[0].where.line == 25
+    by_ranks = Script().add("framework", name="accelerate").optimizer().step()
+    for each in (each for event in by_ranks.events for each in event.get("backwards") or ()):
+        each |= {"divisor": 2.0, "by_ranks": True, "ops": ["DivBackward0", "MeanBackward0"]}
+    assert by_ranks.ids() == set()  # Accelerate divides by the micro-batches, of which there are as many as ranks
+    for each in (each for event in by_ranks.events for each in event.get("backwards") or ()):
+        each["divided_at"] = at(24)
+    assert by_ranks.ids() == {"LS211"}
     assert divided(lambda rank: 8.0).ids() == divided(lambda rank: 16.0, "MulBackward0").ids() == set()
     focal = ("SumBackward0", "MulBackward0")  # what is summed may be multiplied, by a mask or a weight
     assert divided(lambda rank: 16.0, *focal).found("LS211")[0].where.line == 25

@@ -140,6 +140,27 @@ def test_a_run_that_begins_an_epoch_anew_is_named():
     assert rest.errors() == set()
 
 
+def test_batches_that_were_used_are_those_of_micro_batches():
+    """8 batches in steps of 2: the file is saved behind the second step, and the run goes on in another order."""
+
+    def saved_within(order):
+        script = Script().optimizer().epoch(parts(32), accumulate=2, distributed=dealt())
+        steps = [n for n, e in enumerate(script.events) if e["kind"] == "step" and e["rank"] == 0]
+        last = script.events[steps[1]]
+        save = {"kind": "save", "rank": 0, "number": last["number"] + 1, "step": last["step"] + 1}
+        for event in script.events[steps[1] + 1 :]:
+            event["number"] += event["rank"] == 0
+        script.events.insert(steps[1] + 1, save | {"path": "/runs/last.pt", "how": "torch.save"})
+        return second_run(script.history, order).found("LS703")
+
+    assert len(parts(32)(0)) == 8
+    assert saved_within(lambda rank: parts(32)(rank)[4:]) == []
+    (finding,) = saved_within(parts(32))
+    assert "of 8 samples before the save, 8 come again" in finding.evidence
+    (finding,) = saved_within(lambda rank: [*parts(32)(rank)[6:], *[[90 + n, 91 + n] for n in range(4)]])
+    assert "of 8 samples that were left of the epoch" in finding.evidence
+
+
 def test_a_run_that_goes_on_without_the_state_of_its_optimizer_is_named():
     previous = first_run([parts()], save_after=1)
     (finding,) = second_run(previous, parts(shift=3), restored=("model",)).found("LS704")

@@ -25,14 +25,14 @@ summed: Registry[list[str | int] | None] = Registry()
 """Whole numbers that were summed over ranks, and where."""
 
 
-def loss(output: Any, target: Any = None, *arguments: Any, **named: Any) -> After:
+def loss(input: Any, target: Any = None, *arguments: Any, **named: Any) -> After:
     """A loss of torch.nn.functional, outside of training. In training: the weights of classes, and where it is."""
     global _last_loss, _last_labels
-    recorder.guard("gathered rows", lined.compared, output, target)
+    recorder.guard("gathered rows", lined.compared, input, target)
     if torch.is_grad_enabled():
         is_sampled = recorder.is_sampled(recorder.counts.optimizer_steps)
         _last_loss, _last_labels = places.here(), _counted(target, **named) if is_sampled else {}
-        recorder.guard("labels of gathered features", _note_labels, output, target, _last_loss)
+        recorder.guard("labels of gathered features", _note_labels, input, target, _last_loss)
         _note_weights(named.get("weight") if named.get("pos_weight") is None else named["pos_weight"], target)
     if torch.is_grad_enabled() or named.get("reduction", "mean") != "mean" or not isinstance(target, torch.Tensor):
         return None
@@ -145,8 +145,8 @@ def divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:
         is_number = isinstance(other, (int, float)) or (isinstance(other, torch.Tensor) and other.numel() == 1)
         if is_number and recorder.is_sampled(recorder.counts.optimizer_steps) and places.is_by_user(sys._getframe(3)):
             _divisions.append((other, places.here()))
-    if torch.is_grad_enabled() or not isinstance(other, torch.Tensor) or not isinstance(tensor, torch.Tensor):
-        return None
+    if torch.is_grad_enabled() or type(tensor) is not torch.Tensor or type(other) is not torch.Tensor:
+        return None  # fake tensors have no numbers
     if tensor.ndim or other.ndim or other.device.type != "cpu" or len(_ratios) >= _MOST:
         return None
     by = float(other)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.audit.observe import digests, evaluations, made, places, torch_state, writes
 from lockstep.audit.observe.objects import Registry
@@ -32,6 +33,8 @@ class Model:
     """By name, of each parameter at the wrapping."""
     before: str | None = None
     """A digest of the parameters before DDP made them equal."""
+    ranks: list[int] | None = None
+    """Of the mesh that fully_shard was given."""
     is_told: bool = False
     active: int = 0
     """Forward passes through the wrapper that run just now."""
@@ -75,7 +78,7 @@ def wrapped(how: str, wrapper: Any, module: Any = None, *arguments: Any, **named
 
     def after(result: Any, error: BaseException | None) -> None:
         if error is None:
-            _watch(how, at, wrapper, before)
+            _watch(how, at, wrapper, before, named.get("mesh") if how == "fsdp2" else None)
 
     return after
 
@@ -84,11 +87,12 @@ def _weights(module: Any) -> str:
     return digests.of_numbers(digests.of_tensors({n: p.detach() for n, p in module.named_parameters()}).values())
 
 
-def _watch(how: str, at: list[str | int] | None, wrapper: Any, before: str | None) -> None:
+def _watch(how: str, at: list[str | int] | None, wrapper: Any, before: str | None, mesh: Any = None) -> None:
     global _count
     inner = wrapper if how == "fsdp2" else wrapper.module
     trainable = {name: parameter.requires_grad for name, parameter in inner.named_parameters()}
     model = Model(_count, how, at, weakref.ref(wrapper), weakref.ref(inner), trainable, before)
+    model.ranks = mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else None
     _count += 1
     made.has_wrapped = True
     at_wrapping.update(map(id, inner.parameters()))
@@ -115,7 +119,7 @@ def tell(model: Model) -> None:
     refresh(model)
     group = getattr(wrapper, "process_group", None)
     event: dict[str, Any] = {"at": model.at, "model": model.number, "how": model.how, "class": type(inner).__name__}
-    event |= {"group": getattr(group, "group_name", None), "ranks": torch_state.ranks_of(group)}
+    event |= {"group": getattr(group, "group_name", None), "ranks": model.ranks or torch_state.ranks_of(group)}
     event |= {"ignored": sorted(getattr(wrapper, "parameters_to_ignore", ()))[:_NAMES] or None}
     event |= {"parameters": len(model.trainable), "trainable": sum(model.trainable.values())}
     event |= {"frozen": [name for name, is_on in model.trainable.items() if not is_on][:_NAMES]}

@@ -90,7 +90,7 @@ def _leftover(rank: int, usual: int, events: list[Event], its: list[Iteration]) 
             what = f"{end['backwards']} backward passes in an epoch, a step after {usual}, and {left} left over"
             if later and count == usual:
                 return None  # steps reach over the ends of epochs
-            if not later:
+            if not later or any(each.get("discarded") for each in passes(later[0])):
                 what += ": no step used their gradients"
             elif count > usual:
                 what += f": the next step added them to its own and had {count}"

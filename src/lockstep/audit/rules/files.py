@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
 from lockstep.audit.rules import sources
-from lockstep.audit.rules.facts import Key, line, named, place, rule, some
+from lockstep.audit.rules.facts import Key, line, named, passes, place, rule, some
 from lockstep.audit.rules.loaders import Iteration, iterations
 
 _NO_PREVIOUS = "no earlier run to compare with (--previous)"
@@ -98,7 +98,8 @@ def resume_samples(history: History) -> Iterable[Finding] | str:
     after = [(key, it) for key, it in _trained(history, writer if writer in history.ranks else rank)]
     if not before or not after:
         return _drawn_again(history, load, save) or "no training before the save, or none after the load"
-    found = _repeated(before, after[0], save, _passed_over(history, after[0][1])[0])
+    used = _used(history.previous, before[-1][1], save)
+    found = _repeated(before, after[0], save, used, _passed_over(history, after[0][1])[0])
     if found is None:
         return []
     evidence, cause = found
@@ -123,9 +124,13 @@ def _drawn_again(history: History, load: Event, save: Event) -> list[Finding]:
 
 
 def _repeated(
-    before: list[tuple[Key, Iteration]], after: tuple[Key, Iteration], save: Event, passed_over: int
+    before: list[tuple[Key, Iteration]], after: tuple[Key, Iteration], save: Event, batches: int, passed_over: int
 ) -> tuple[str, str] | None:
-    """Evidence and cause where the first epoch of a run uses samples again, behind the batches that it passes over."""
+    """Evidence and cause where the first epoch of a run uses samples again, behind the batches that it passes over.
+
+    Args:
+        batches: of the last iteration before the save, how many steps had used.
+    """
     key, again = after
     same = [it for other, it in before if other[1:] == key[1:]] or [it for _, it in before]
     skipped = sum(len(again.batches.get(number, ())) for number in range(passed_over))
@@ -139,14 +144,15 @@ def _repeated(
                 evidence = f"the file was saved after epoch {number}, and the first {length} indices here are its own"
                 return evidence, "the run begins with an epoch that was over when the checkpoint was saved"
         return _left_out(same, again)
-    used = _used_before(last, save)
+    used = [index for number in range(batches) for index in last.batches.get(number, ())]
     repeated = [index for index in fresh[: len(used)] if index in set(used)]
     if used and len(repeated) > len(used) // 2 and len(last.indices) > len(used):
         evidence = f"of {len(used)} samples before the save, {len(repeated)} come again: {some(map(str, repeated), 5)}"
         return evidence, "the run begins the epoch anew, and the position in it is not restored"
     rest = last.indices[len(used) :]
-    others = [index for index in fresh[: len(rest)] if index not in set(rest)]
-    if used and last.is_complete and len(rest) >= _FEW and 4 * len(others) > len(rest):
+    begun = fresh[: len(rest)]
+    others = [index for index in begun if index not in set(rest)]
+    if used and last.is_complete and len(begun) >= _FEW and 4 * len(others) > len(begun):
         evidence = f"of {len(rest)} samples that were left of the epoch, the run begins with {len(others)} others"
         return evidence, "the position in the epoch is restored, and its order is that of another epoch"
     return None
@@ -167,10 +173,12 @@ def _is_shuffled(iteration: Iteration) -> bool:
     return bool((iteration.begin.get("distributed") or {}).get("shuffle") or iteration.begin.get("shuffles"))
 
 
-def _used_before(iteration: Iteration, save: Event) -> list[str]:
-    """Indices of the batches that were used in steps before the save."""
-    count = save["step"] - iteration.begin["step"]
-    return [index for number in range(count) for index in iteration.batches.get(number, ())]
+def _used(history: History, it: Iteration, save: Event) -> int:
+    """How many batches of an iteration the steps before a save had used. A framework draws one ahead of its use."""
+    steps = [e for e in history.of("step", rank=save["rank"]) if it.begin["number"] < e["number"] < save["number"]]
+    given = sum(micro["loader"] == it.begin["loader"] for e in steps for micro in e.get("micro_batches") or ())
+    trained = sum(len(passes(e)) for e in steps)  # twice as many where two networks train on each batch
+    return min(given, trained) or trained
 
 
 def _left_out_again(history: History) -> list[Finding]:

@@ -18,6 +18,18 @@ _WRITES = "write before DistributedDataParallel(...), all_reduce what comes from
 _WRITES += "or broadcast the parameters of rank 0 afterwards"
 
 
+_UNUSED = (
+    "the loss leaves out parameters, and the wrapper waits for theirs",
+    "find_unused_parameters=True, or a wrapper for each network that is trained by itself",
+)
+
+
+def _waits_for_unused(history: History) -> bool:
+    """True if a rank ended with DDP's error about parameters without a gradient."""
+    errors = [event.get("error") or {} for event in history.of("exit")]
+    return any("find_unused_parameters" in str(error.get("message")) for error in errors)
+
+
 def _backwards(parting: Parting) -> list[Event]:
     return [each for event in parting.events.values() for each in event.get("backwards") or ()]
 
@@ -163,8 +175,8 @@ def _parted(history: History, parting: Parting) -> Finding:
         cause = "gradients are equal: something else than the optimizer has changed parameters on one rank"
         rows = sources.changes_in_place(at[0]) if at else []
         at = [at[0], rows[0], ""] if at and len(rows) == 1 else at
-    if any("find_unused_parameters" in str((e.get("error") or {}).get("message")) for e in history.of("exit")):
-        at, cause = _wrapped_at(history, parting), "the loss leaves out parameters, and the wrapper waits for theirs"
+    if _waits_for_unused(history):
+        at, (cause, remedy) = _wrapped_at(history, parting), _UNUSED
     return Finding("LS201", place(at), parting.evidence, cause, remedy, parting.ranks, parting.first["step"])
 
 
@@ -239,6 +251,8 @@ def step_without_sync(history: History) -> Iterable[Finding] | str:
         elif any(each.get("flag_set_late") for each in _backwards(parting)):
             cause = "the forward pass decides whether gradients are exchanged, and no_sync() or the flag was off later"
             remedy = "end no_sync(), or set require_backward_grad_sync, before the forward pass of the last micro-batch"
+        elif _waits_for_unused(history):
+            at, (cause, remedy) = _wrapped_at(history, parting), _UNUSED
         elif _is_past(parting):
             at, cause = last.get("loss_at") or at, "no forward pass of the wrapper came before these backward passes"
             remedy = "call the wrapped model itself: model(inputs), not a method or a part of model.module"

@@ -9,7 +9,7 @@ from typing import Any
 from lockstep.audit.events import Event, History
 from lockstep.audit.findings import Finding
 from lockstep.audit.rules import sources
-from lockstep.audit.rules.facts import differ, each_rank, named, passes, place, replicas, rule, steps
+from lockstep.audit.rules.facts import differ, each_rank, named, passes, place, replicas, rule, steps, uses
 
 _SAME = 0.01
 _MEANS = ("NllLoss", "Mean", "CrossEntropy", "MseLoss", "L1Loss", "SmoothL1Loss", "BinaryCrossEntropy", "HuberLoss")
@@ -133,6 +133,7 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
                 findings.append(Finding("LS211", place(at), *found, group, event["step"]))
             is_mean = len(ops) > 1 and ops[1].startswith(_MEANS)
             is_by_ranks = backwards[0]["divisor"] == len(group) and backwards[0].get("by_ranks")
+            is_by_ranks = is_by_ranks and (backwards[0].get("divided_at") or not uses(history, "accelerate"))
             if is_by_ranks and len(backwards) == 1 and ops[0].startswith("Div") and is_mean:
                 evidence = f"a mean loss was divided by {len(group)}, the number of ranks"
                 cause = "the wrapper averages gradients over ranks: nothing is left to divide"
