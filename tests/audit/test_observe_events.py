@@ -584,6 +584,15 @@ def test_a_loss_that_ddp_passes_on_is_that_of_the_model():
     assert told(sunk(loss, other) / 2) == told(loss / 2) == {"ops": ["DivBackward0", *told(loss)["ops"]], "divisor": 2}
 
 
+def test_what_a_script_multiplies_a_loss_with_is_told():
+    weights = torch.ones(3, requires_grad=True)
+    loss = weights.exp().mean()
+    third = torch.tensor(3.0)
+    factors = [passes._loss(each)["factor"] for each in (loss, 2 * loss, loss * third, third * loss, loss * 6 / third)]
+    assert factors == pytest.approx([1.0, 2.0, 3.0, 3.0, 2.0])
+    assert passes._loss((weights * 0.5).sum())["factor"] == 1.0  # of what is summed
+
+
 def test_frozen_modules_skipped_batches_and_padding_are_told(monkeypatch, tmp_path):
     told, net = [], torch.nn.Sequential(torch.nn.Linear(2, 2))
     monkeypatch.setattr(data.recorder, "folder", tmp_path)
@@ -900,6 +909,7 @@ def test_a_count_that_grows_from_sum_to_sum_is_told(monkeypatch):
 def test_more_samples_are_read_of_a_data_set_where_that_is_quick(monkeypatch):
     told = []
     monkeypatch.setattr(contents.recorder, "emit", lambda kind, samples, **keys: told.append(samples))
+    monkeypatch.setattr(contents.time, "monotonic", lambda: 0.0)  # on a busy machine nothing is quick
     contents._probe(list(range(1000)), None, {"dataset_size": 1000})
     clock = iter(range(1000))
     monkeypatch.setattr(contents.time, "monotonic", lambda: next(clock))

@@ -91,7 +91,7 @@ def test_unequal_numbers_of_labels_under_a_plain_mean_are_a_warning():
     assert counted(()).found("LS403") == []
 
 
-def selected(rows, ops=("NllLossBackward0",), factor=0.5, steps=3):
+def selected(rows, ops=("NllLossBackward0",), factor=0.5, steps=3, weight=lambda rank: 1.0):
     """Steps of one backward pass, whose mean is over `rows(rank, step)` labels that the script selected."""
     script = Script(how=None).optimizer().add("hand_reduce", at=at(27), op="SUM", parameters=2, factor=factor)
     for step in range(steps):
@@ -99,7 +99,7 @@ def selected(rows, ops=("NllLossBackward0",), factor=0.5, steps=3):
         script.step()
         for event in script.events[first:]:
             for each in event.get("backwards") or ():
-                each |= {"ops": list(ops), "rows": rows(event["rank"], step)}
+                each |= {"ops": list(ops), "rows": rows(event["rank"], step), "factor": weight(event["rank"])}
     return script.found("LS403")
 
 
@@ -108,7 +108,9 @@ def test_means_over_labels_that_a_script_selects_have_unequal_weights():
     assert (finding.where.line, finding.step) == (25, 0)
     assert "[40] on rank 0, [100] on rank 1" in finding.evidence
     assert selected(lambda rank, step: 40 + 60 * rank * (step == 2)) == []  # a short batch at the end
-    assert selected(lambda rank, step: 40 + 60 * rank, ops=("MulBackward0", "NllLossBackward0")) == []
+    scaled = {"ops": ("MulBackward0", "NllLossBackward0")}
+    assert len(selected(lambda rank, step: 40 + 60 * rank, weight=lambda rank: 1024.0, **scaled)) == 1  # a GradScaler
+    assert selected(lambda rank, step: 40 + 60 * rank, weight=lambda rank: 0.6 + 0.8 * rank, **scaled) == []
     assert selected(lambda rank, step: 40 + 60 * rank, factor=0.3) == []  # the script weights gradients
     assert selected(lambda rank, step: 40 + 60 * rank, ops=("SumBackward0",)) == []
 

@@ -169,10 +169,15 @@ def test_steps_without_gradients_are_named():
 
     assert normed(0.0, 0.0, 0.0).found("LS309")[0].ranks == (0, 1)
     assert normed(0.0, 0.0, 1.0).found("LS309") == normed(0.0).found("LS309") == normed(1.0, 1.0).found("LS309") == []
+    script = normed(lambda rank: float(rank == 0), lambda rank: float(rank == 0))
+    assert script.found("LS309") == []  # rank 1 has no rows of the shards
     script = normed(0.0, 0.0)  # cross_entropy with one column
     for each in (each for event in script.events for each in event.get("backwards", [])):
         each["loss"] = -0.0
     assert script.found("LS309")[0].cause == "the loss is 0 in all of these steps, whatever the model says"
+    for each in (each for event in script.events for each in event.get("backwards", [])):
+        each["factor"] = 0.0
+    assert script.found("LS309") == []  # a loss that begins to count later
 
 
 def test_gradients_that_are_never_cleared_are_a_warning(tmp_path):

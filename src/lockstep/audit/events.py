@@ -172,7 +172,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             loss_at (of the loss, where a framework calls backward),
                                                             divided_at (where the script divided by the divisor),
                                                             labels (that the loss is a mean of, if some are ignored),
-                                                            rows (the same, if none is),
+                                                            rows (the same, if none is), factor (what the script
+                                                            multiplies the loss with),
                                                             by_ranks (the function that calls backward knows the
                                                             number of ranks), discarded (all gradients of the pass
                                                             before were gone when this one began, and no optimizer

@@ -14,6 +14,7 @@ from lockstep.audit.observe import calls, digests, gathers, means, places, torch
 from lockstep.audit.observe.gradients import gradients
 from lockstep.audit.observe.recorder import After, recorder
 
+_SCALING = ("MulBackward0", "DivBackward0")
 _MOST = 256
 _DRAWN = 8
 """Random numbers are compared in so many first steps, of tensors with at least so many elements."""
@@ -44,7 +45,7 @@ def _next_is_sampled() -> bool:
     return recorder.is_sampled(recorder.counts.optimizer_steps)
 
 
-def backward(tensors: Any, *_: Any, **__: Any) -> After:
+def backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> After:
     """torch.autograd.backward, which Tensor.backward calls. Backward passes within one are checkpoints'."""
     global _depth
     recorder.is_stepping = False  # a step before may have raised an error
@@ -61,6 +62,7 @@ def backward(tensors: Any, *_: Any, **__: Any) -> After:
         recorder.guard("numbers of a script", _note_numbers, frame)
     if is_sampled:
         told |= _loss(tensors) | means.last_labels()
+        told["factor"] = told.get("factor", 1.0) * _number(next(digests.tensors_in(grad_tensors), None))
         told["divided_at"] = means.divided_at(told.get("divisor"))
         told["by_ranks"] = (frame is not None and _knows_ranks(frame.f_code)) or None
         if recorder.counts.backwards > state.last_seen:
@@ -113,13 +115,27 @@ def _loss(tensors: Any) -> dict[str, Any]:
     if root is None or root.numel() != 1:
         return {}
     names: list[str] = []
-    divisor = 1.0
+    divisor, factor, is_scaling = 1.0, 1.0, True
     function = torch_state.below(root.grad_fn, root.output_nr)
     while function is not None and len(names) < 4:
         names.append(type(function).__name__)
         divisor *= _divisor(function)
+        is_scaling = is_scaling and names[-1] in _SCALING
+        factor *= _factor(function) if is_scaling else 1.0
         function = torch_state.below(function)
-    return {"loss": float(root.detach()), "ops": names, "divisor": divisor}
+    return {"loss": float(root.detach()), "ops": names, "divisor": divisor, "factor": factor}
+
+
+def _factor(function: Any) -> float:
+    """What a multiplication or a division of a loss multiplies the loss with."""
+    other = getattr(function, "_saved_other", None)
+    number = _number(getattr(function, "_saved_self", None) if other is None else other)
+    return number if type(function).__name__ == _SCALING[0] else 1 / number if number else 1.0
+
+
+def _number(tensor: Any) -> float:
+    """The one number of a tensor, else 1."""
+    return float(tensor) if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 else 1.0
 
 
 def _divisor(function: Any) -> float:

@@ -18,8 +18,8 @@ _NONE = "no step took several backward passes"
 _UNEQUAL = 1.25
 """Micro-batches whose counts of labels differ by this factor are unequal."""
 _SAME = 0.01
-_OTHER = ("Mul", "Add", "Sub")
-"""Last operations of a loss that is more than a mean, or is multiplied by an unknown number."""
+_OTHER = ("Add", "Sub")
+"""Last operations of a loss that is more than a mean."""
 
 
 def _usual(events: Iterable[Event]) -> int:
@@ -141,6 +141,10 @@ def unequal_weights(history: History) -> Iterable[Finding] | str:
                 is_by_hand = is_by_hand and by_hand != given and not any(history.of("hand_reduce", "hook"))
                 told: dict[int, list[Any]] = by_hand if is_by_hand else counts
                 rows = {r: _rows(passes(e)) for r, e in events.items()}
+                weights = [each.get("factor", 1.0) for each in backwards]
+                if weights and max(weights) - min(weights) > _SAME * abs(max(weights)):
+                    known = True
+                    continue  # the script weights the means
                 if averages and all(rows.values()) and len(backwards) > 1 and rows != given:
                     selected.append((events[ranks[0]], backwards, rows))
                 known = known or bool(selected) or sum(map(len, told.values())) > 1
@@ -160,11 +164,10 @@ def _differ(counts: dict[int, list[Any]]) -> bool:
 
 
 def _rows(backwards: list[Event]) -> list[int]:
-    """Of each backward pass, the number of labels that a mean was given, if nothing weights the means; else empty."""
+    """Of each backward pass, the number of labels that a mean was given, if the loss is a mean alone; else empty."""
     found = [each.get("rows", 0) if _is_mean(each.get("ops") or ()) else 0 for each in backwards]
     first = {each["ops"][0] for each in backwards if each.get("ops")}
-    is_weighted = len({each.get("divisor") for each in backwards}) > 1 or any(op.startswith(_OTHER) for op in first)
-    return [] if is_weighted or not all(found) else found
+    return [] if any(op.startswith(_OTHER) for op in first) or not all(found) else found
 
 
 def _count(backward: Event) -> int | None:

@@ -116,7 +116,8 @@ def divided_twice(history: History) -> Iterable[Finding] | str:
     groups = [] if any(history.of("hook", "hand_reduce")) else replicas(history, "ddp", "fsdp2", "fsdp1")
     findings: list[Finding] = []
     seen, given = any(history.of("hand_reduce")), _given(history)
-    for event in history.of("hand_reduce"):
+    by_micro_batches = any(len(passes(event)) == len(history.ranks) for event in history.of("step"))
+    for event in history.of("hand_reduce") if not by_micro_batches else ():
         if abs(event.get("factor", 0.0) * len(history.ranks) ** 2 - 1) < _SAME and len(history.ranks) > 1:
             evidence = f"gradients were summed over {len(history.ranks)} ranks, and divided by their number two times"
             remedy = "divide once: before the sum, after it, or by ReduceOp.AVG"
@@ -184,7 +185,7 @@ def _fed(history: History) -> Iterator[tuple[Event, list[Event]]]:
 def _squared(backwards: list[Event]) -> tuple[str, str, str] | None:
     """Evidence, cause and remedy where each micro-batch's mean is divided by their number two times."""
     count, ops = len(backwards), backwards[0].get("ops") or []
-    is_twice = len(ops) > 2 and all(op.startswith(("Div", "Mul")) for op in ops[:2]) and ops[2].startswith(_MEANS)
+    is_twice = len(ops) > 2 and all(op.startswith("Div") for op in ops[:2]) and ops[2].startswith(_MEANS)
     if count < 2 or not is_twice or abs(backwards[0]["divisor"] - count * count) > _SAME:
         return None
     evidence = f"a mean loss was divided by {count * count} in each of {count} backward passes of a step"

@@ -129,14 +129,17 @@ def left_out(history: History) -> Iterable[Finding] | str:
     return findings if made else "no optimizer of a wrapped model made a step"
 
 
-def _looked_at(history: History) -> list[list[Event]]:
-    """Of each optimizer of each rank: the steps that were looked at closely, and that follow a backward pass."""
+def _looked_at(history: History) -> list[list[list[Event]]]:
+    """Of each optimizer, of each rank: the steps that were looked at closely, and that follow a backward pass."""
     found = []
     for by_rank in steps(history).values():
-        for by_index in by_rank.values():
-            events = [by_index[index] for index in sorted(by_index)]
-            found.append([e for e in events if e.get("sampled") and not e.get("skipped") and e.get("backwards")])
+        turns = [[by_index[index] for index in sorted(by_index)] for by_index in by_rank.values()]
+        found.append([list(filter(_is_looked_at, turn)) for turn in turns])
     return found
+
+
+def _is_looked_at(event: Event) -> bool:
+    return bool(event.get("sampled") and not event.get("skipped") and event.get("backwards"))
 
 
 def _named(id: str, cases: list[list[Event]], evidence: str, cause: str | None, remedy: str) -> list[Finding]:
@@ -154,10 +157,11 @@ def _named(id: str, cases: list[list[Event]], evidence: str, cause: str | None, 
 @rule("LS309", "no-gradients", "the optimizer steps without gradients")
 def no_gradients(history: History) -> Iterable[Finding] | str:
     """Steps after a backward pass that find no gradient, or zeros: nothing is trained."""
-    looked = [events for events in _looked_at(history) if events]
+    turns = [[events for events in ranks if events] for ranks in _looked_at(history)]
+    looked = [ranks for ranks in turns if ranks]
     if uses(history, "deepspeed") or not looked:
         return _NO_STEP
-    wrong = [events for events in looked if len(events) > 1 and all(e.get("gradient_norm") == 0 for e in events)]
+    wrong = [events for ranks in looked if all(map(_has_none, ranks)) for events in ranks]  # a rank may hold no rows
     cause = "zero_grad() between backward() and step(), a loss without a way to the parameters, or shards not reduced"
     remedy = "optimizer.zero_grad(), loss.backward(), optimizer.step(), in this order"
     if wrong and all(each.get("loss") == 0 for events in wrong for e in events for each in e["backwards"]):
@@ -166,11 +170,19 @@ def no_gradients(history: History) -> Iterable[Finding] | str:
     return _named("LS309", wrong, "no parameter had a gradient other than zero", cause, remedy)
 
 
+def _has_none(events: list[Event]) -> bool:
+    """True if no step of a rank found a gradient, and the script did not multiply the loss by 0: it begins later."""
+    backwards = [each for event in events for each in event["backwards"]]
+    is_off = all(each.get("factor") == 0 for each in backwards)
+    return len(events) > 1 and all(event.get("gradient_norm") == 0 for event in events) and not is_off
+
+
 @rule("LS310", "never-cleared", "gradients are never cleared", "warning")
 def never_cleared(history: History) -> Iterable[Finding] | str:
     """Steps whose gradients still hold those of all steps before."""
     # The first step of a loop is looked at too late to know what its backward pass began with.
-    looked = [[e for e in events if e.get("was_cleared") is not None] for events in _looked_at(history)]
+    turns = [events for ranks in _looked_at(history) for events in ranks]
+    looked = [[e for e in events if e.get("was_cleared") is not None] for events in turns]
     wrong = [events for events in looked if len(events) > 1 and not any(e["was_cleared"] for e in events)]
     remedy = "optimizer.zero_grad() after each step"
     files = {(event.get("at") or [""])[0] for events in wrong for event in events}
