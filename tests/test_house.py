@@ -188,7 +188,7 @@ CODE_LINES = {
     "tasks/lm/stream.py": 40,
     "trainer/hub.py": 70,
     "tasks/lm/attention.py": 115,
-    "audit": 7_537,
+    "audit": 7_550,
     "audit/rules/sources.py": 176,
     "launch/device_check": 450,
     "cli/check_device.py": 61,

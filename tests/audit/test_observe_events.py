@@ -564,7 +564,7 @@ def test_labels_that_a_mean_is_taken_over_are_counted_apart_where_some_are_ignor
     assert means.last_labels() == {"rows": 3}
     assert told(torch.tensor([0, -100, 2])) == {"labels": 2}
     assert told(torch.tensor([0, 1, 1]), ignore_index=1) == {"labels": 1}
-    assert told(torch.tensor([0, 1, 2]), reduction="sum") == told(torch.ones(3)) == {}
+    assert (told(torch.tensor([0, 1, 2]), reduction="sum"), told(torch.ones(3))) == ({"summed": 1}, {})
     assert told(torch.ones(3, dtype=torch.int64, device="meta")) == {}  # nothing is read from a device
 
 
@@ -591,6 +591,7 @@ def test_what_a_script_multiplies_a_loss_with_is_told():
     factors = [passes._loss(each)["factor"] for each in (loss, 2 * loss, loss * third, third * loss, loss * 6 / third)]
     assert factors == pytest.approx([1.0, 2.0, 3.0, 3.0, 2.0])
     assert passes._loss((weights * 0.5).sum())["factor"] == 1.0  # of what is summed
+    assert passes._loss(weights.sum() / 3)["factor"] == 1.0  # a mean
 
 
 def test_frozen_modules_skipped_batches_and_padding_are_told(monkeypatch, tmp_path):

@@ -89,6 +89,10 @@ def test_unequal_numbers_of_labels_under_a_plain_mean_are_a_warning():
     assert counted((100, 99)).found("LS403") == []
     assert counted((100, 20), ops=("DivBackward0", "SumBackward0")).found("LS403") == []  # divided by all labels
     assert counted(()).found("LS403") == []
+    summed = counted((100, 20))
+    for each in (each for event in summed.events for each in event.get("backwards", [])):
+        each["summed"] = 1
+    assert summed.found("LS403") == []  # the remedy of the page
 
 
 def selected(rows, ops=("NllLossBackward0",), factor=0.5, steps=3, weight=lambda rank: 1.0):

@@ -172,6 +172,27 @@ def test_shares_by_hand_that_stay_the_same_in_all_epochs_are_compared():
     assert trained(drawn).found("LS108") == []  # one epoch: drawn at random, perhaps
 
 
+def test_ranks_that_take_parts_of_the_same_batches_train_on_other_data():
+    def split(elements, digest):
+        batch = lambda rank: [[4 * n + k for k in range(4)] for n in range(8)]  # noqa: E731
+        script = trained(batch)
+        for event in script.events:
+            event |= {"elements": 40} if event["kind"] == "batch" else {}
+        given = Script()
+        for step in range(3):
+            given.add(
+                "inputs", at=at(23), model=0, elements=elements, digest=lambda rank, step=step: digest(rank, step)
+            )
+        for event in given.events:
+            if event["kind"] == "inputs":
+                script.events.append(event | {"number": 1000 + event["number"]})
+        return script.found("LS101")
+
+    assert split(20, lambda rank, step: f"{rank} {step}") == []
+    assert len(split(40, lambda rank, step: f"{rank} {step}")) == 1  # noise on the same samples
+    assert len(split(20, lambda rank, step: str(step))) == 1
+
+
 def test_batches_that_a_script_draws_itself_and_that_are_equal_are_named():
     def given(digest, steps=4):
         script = Script().optimizer()

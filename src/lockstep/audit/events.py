@@ -51,6 +51,7 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                                                             [[index, ...], ...] of map-style data; at most 100,000
                                                             indices an epoch
     batch         sampled batches that a loader gave        loader, epoch, batch (number), digests: [of each tensor],
+                                                            elements (of the largest tensor),
                                                             samples (first dimension of the first tensor), digest (of
                                                             all tensors), valid (labels
                                                             that are not -100, if any is),
@@ -73,8 +74,8 @@ object agree over ranks only if all ranks ran the same code, so rules match obje
                   first rank reads for all (`at`: of the    the data set's attributes that its functions use; asks:
                   loader that the script made)              {name: [a number, "rank" or "ranks", place]} of what its
                                                             functions read outside of it while it is read
-    inputs        the first training forward pass of each   model, digest
-                  of the first 6 steps, without a loader
+    inputs        the first training forward pass of each   model, digest, elements (of the largest tensor)
+                  of the first 6 steps
     class_weights the first loss of torch.nn.functional     digest, classes
                   with weights of classes, for each line
     labels        the first loss of each line whose columns first (label), rows; `at`: of torch.arange, if known

@@ -38,12 +38,16 @@ def forward(wrapper: Any, *arguments: Any, **named: Any) -> After:
 
 
 def _note_inputs(model: models.Model, inputs: list[Any]) -> None:
-    """Digests of what a model is given, of scripts without a DataLoader: the first time in each of the first steps."""
+    """Digests of what a model is given: the first time in each of the first steps."""
     steps = recorder.counts.optimizer_steps
-    if steps < _INPUTS and steps not in model.inputs and not recorder.has_loader:
+    if steps < _INPUTS and steps not in model.inputs:
         model.inputs.add(steps)
-        found = digests.of_tensors({str(number): tensor for number, tensor in enumerate(digests.tensors_in(inputs))})
-        recorder.emit("inputs", at=places.here(), model=model.number, digest=digests.of_numbers(found.values()))
+        tensors = list(digests.tensors_in(inputs))
+        found = digests.of_tensors({str(number): tensor for number, tensor in enumerate(tensors)})
+        elements = max((tensor.numel() for tensor in tensors), default=0)
+        recorder.emit(
+            "inputs", at=places.here(), model=model.number, digest=digests.of_numbers(found.values()), elements=elements
+        )
 
 
 def forward_of_shards(state: Any, module: Any, *arguments: Any, **__: Any) -> After:

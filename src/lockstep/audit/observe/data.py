@@ -239,7 +239,8 @@ def _give(turn: Pass, batch: Any) -> None:
         told |= _labels(batch)
         each = digests.of_batch(batch)
         digest = digests.of_numbers(each)
-        recorder.emit("batch", epoch=turn.epoch, digest=digest, digests=each[:20], **told)
+        elements = max((tensor.numel() for tensor in digests.tensors_in(batch)), default=0)
+        recorder.emit("batch", epoch=turn.epoch, digest=digest, digests=each[:20], elements=elements, **told)
     elif recorder.is_sampled(recorder.counts.optimizer_steps):
         told |= _labels(batch)
     if len(given) < _MOST_GIVEN:

@@ -43,9 +43,9 @@ def loss(input: Any, target: Any = None, *arguments: Any, **named: Any) -> After
 
 
 def _counted(target: Any, ignore_index: int = -100, reduction: str = "mean", **_: Any) -> dict[str, int]:
-    """The number of labels that a mean is taken over: `labels` if some are ignored, else `rows`."""
+    """The number of labels that a mean is taken over: `labels` if some are ignored, else `rows`. `summed`: no mean."""
     if reduction != "mean" or not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
-        return {}
+        return {"summed": 1} if reduction == "sum" else {}
     if target.device.type != "cpu":
         return {}
     counted = int((target != ignore_index).sum())

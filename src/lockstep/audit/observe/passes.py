@@ -120,9 +120,10 @@ def _loss(tensors: Any) -> dict[str, Any]:
     while function is not None and len(names) < 4:
         names.append(type(function).__name__)
         divisor *= _divisor(function)
-        is_scaling = is_scaling and names[-1] in _SCALING
-        factor *= _factor(function) if is_scaling else 1.0
+        is_scaling, made = is_scaling and names[-1] in _SCALING, function
         function = torch_state.below(function)
+        is_scaling = is_scaling and not type(function).__name__.startswith("Sum")  # a sum and its number are a mean
+        factor *= _factor(made) if is_scaling else 1.0
     return {"loss": float(root.detach()), "ops": names, "divisor": divisor, "factor": factor}
 
 

@@ -148,7 +148,8 @@ def unequal_weights(history: History) -> Iterable[Finding] | str:
                 if averages and all(rows.values()) and len(backwards) > 1 and rows != given:
                     selected.append((events[ranks[0]], backwards, rows))
                 known = known or bool(selected) or sum(map(len, told.values())) > 1
-                is_plain = is_by_hand or all("ops" in each and _is_mean(each["ops"]) for each in backwards)
+                is_plain = is_by_hand or all(_is_mean(each.get("ops") or ()) for each in backwards)
+                is_plain = is_plain and not any(each.get("summed") for each in backwards)
                 if _differ(told) and is_plain and backwards:
                     return [_unequal(events[ranks[0]], backwards, told, tuple(ranks))]
             unequal = [each for each in selected if _differ(each[2])]

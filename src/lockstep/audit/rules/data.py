@@ -86,6 +86,7 @@ def same_data(history: History) -> Iterable[Finding] | str:
             seen = seen or bool(pairs)
             same = {pair: _read_the_same(training[pair[0]], training[pair[1]]) for pair in sorted(pairs)}
             equal = [pair for pair, evidence in same.items() if evidence]
+            equal = [pair for pair in equal if not _parted(history, pair, training)]
             if equal and not _other_data(found, key, equal[0], training[equal[0][0]]):
                 ranks = tuple(sorted({rank for pair in equal for rank in pair}))
                 finding = _same_data(training[ranks[0]], ranks, str(same[equal[0]]), len(by_rank))
@@ -94,6 +95,15 @@ def same_data(history: History) -> Iterable[Finding] | str:
     if not found:
         findings, seen = _same_inputs(history, groups), any(history.of("inputs"))
     return findings if seen else _NO_LOADER
+
+
+def _parted(history: History, pair: tuple[int, int], its: dict[int, Iteration]) -> bool:
+    """True if the script gives the models of two ranks other parts of the same batches: samples, or tokens."""
+    given = [[e for e in history.of("inputs", rank=rank) if e["number"] > its[rank].begin["number"]] for rank in pair]
+    read = [max((e.get("elements") or 0 for e in its[rank].sampled.values()), default=0) for rank in pair]
+    apart = [one["digest"] != other["digest"] for one, other in zip(*given, strict=False)]
+    most = max((e.get("elements") or 0 for events in given for e in events), default=0)
+    return len(apart) > 1 and all(apart) and 0 < most <= min(read) / 2
 
 
 def _same_inputs(history: History, groups: list[tuple[int, ...]]) -> list[Finding]:

@@ -207,7 +207,7 @@ def _left_out_again(history: History) -> list[Finding]:
 
 
 def _passed_over(history: History, it: Iteration) -> tuple[int, Any]:
-    """How many batches a loop got before the first that it trained, and the `if` that decided so; (0, None): none."""
+    """How many batches a loop got before the first that it trained, and the `if` that decided so, if there is one."""
     end, begin, at = (it.end or {}).get("number", float("inf")), it.begin, it.begin.get("at")
     steps = [e for e in history.of("step", rank=begin["rank"]) if begin["number"] < e["number"] < end][:2]
     given = [[each for each in step.get("micro_batches") or () if each["loader"] == begin["loader"]] for step in steps]
@@ -219,7 +219,7 @@ def _passed_over(history: History, it: Iteration) -> tuple[int, Any]:
     if not (at and last and (at[0], at[2]) == (last[0], last[2]) and count > 0) or given[0][0]["batch"]:
         return 0, None
     row = sources.condition(at[0], at[1], last[1])
-    return (count, [at[0], row, at[2]]) if row else (0, None)
+    return count, [at[0], row, at[2]] if row else None
 
 
 @rule("LS704", "resume-without-state", "a resumed run has lost the state of the optimizer")

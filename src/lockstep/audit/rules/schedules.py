@@ -172,8 +172,8 @@ def no_gradients(history: History) -> Iterable[Finding] | str:
 
 def _has_none(events: list[Event]) -> bool:
     """True if no step of a rank found a gradient, and the script did not multiply the loss by 0: it begins later."""
-    backwards = [each for event in events for each in event["backwards"]]
-    is_off = all(each.get("factor") == 0 for each in backwards)
+    factors = [each["factor"] for event in events for each in event["backwards"] if "factor" in each]
+    is_off = bool(factors) and not any(factors)
     return len(events) > 1 and all(event.get("gradient_norm") == 0 for event in events) and not is_off
 
 
