@@ -163,6 +163,11 @@ line, and 4 were not seen; of the 40 of the set before, 35. On 40 odd but right 
 was no false error; on the 80 of the set before there were 2, and 108 public examples showed 2 more: all repaired
 ([what was found, and what was not](../benchmarks/RESULTS.md#lockstep-audit-on-scripts-of-others)).
 [Public examples](audit_found.md): real faults in known projects, false alarms, and what was missed.
+- False alarms that are known: LS101 where ranks answer the same prompts with other draws (rollouts of one group), LS108
+with samplers that repeat samples by design (torchvision's RASampler on 4 ranks), LS703 where two networks train on each
+batch and the run goes on within an accumulation. Warnings: LS601 where repeated samples are taken out by a mask or by
+their ids, LS403 where labels of -100 are no part of the mean (DPO), LS211 where a divisor is by chance the number of
+all samples, LS307 where a training is cut short on purpose. `# lockstep: ignore[LS101] reason` switches one off.
 - What a script keeps in objects of its own is not compared between ranks. So statistics that each rank gathers for
 itself are not seen, such as the running mean of observations that normalizes them: ranks may rightly hold other numbers
 there, such as states of their environments, and nothing tells the ones from the others.
