@@ -93,6 +93,10 @@ def test_unequal_numbers_of_labels_under_a_plain_mean_are_a_warning():
     for each in (each for event in summed.events for each in event.get("backwards", [])):
         each["summed"] = 1
     assert summed.found("LS403") == []  # the remedy of the page
+    for event in summed.events:  # by the labels of each micro-batch: a mean of its own
+        for each, count in zip(event.get("backwards", []), (100, 20), strict=False):
+            each |= {"divisor": float(count), "factor": 1 / count}
+    assert len(summed.found("LS403")) == 1
 
 
 def selected(rows, ops=("NllLossBackward0",), factor=0.5, steps=3, weight=lambda rank: 1.0):

@@ -44,10 +44,9 @@ def _note_inputs(model: models.Model, inputs: list[Any]) -> None:
         model.inputs.add(steps)
         tensors = list(digests.tensors_in(inputs))
         found = digests.of_tensors({str(number): tensor for number, tensor in enumerate(tensors)})
-        elements = max((tensor.numel() for tensor in tensors), default=0)
-        recorder.emit(
-            "inputs", at=places.here(), model=model.number, digest=digests.of_numbers(found.values()), elements=elements
-        )
+        told: dict[str, Any] = {"digest": digests.of_numbers(found.values())}
+        told["elements"] = max((t.numel() for t in tensors), default=0)
+        recorder.emit("inputs", at=places.here(), model=model.number, **told)
 
 
 def forward_of_shards(state: Any, module: Any, *arguments: Any, **__: Any) -> After:

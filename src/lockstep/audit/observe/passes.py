@@ -124,7 +124,8 @@ def _loss(tensors: Any) -> dict[str, Any]:
         function = torch_state.below(function)
         is_scaling = is_scaling and not type(function).__name__.startswith("Sum")  # a sum and its number are a mean
         factor *= _factor(made) if is_scaling else 1.0
-    return {"loss": float(root.detach()), "ops": names, "divisor": divisor, "factor": factor}
+    value = float(digests.local(root.detach())) if _is_whole(root) else None
+    return {"loss": value, "ops": names, "divisor": divisor, "factor": factor}
 
 
 def _factor(function: Any) -> float:
@@ -135,17 +136,18 @@ def _factor(function: Any) -> float:
 
 
 def _number(tensor: Any) -> float:
-    """The one number of a tensor, else 1."""
-    return float(tensor) if isinstance(tensor, torch.Tensor) and tensor.numel() == 1 else 1.0
+    """The one number of a tensor that this rank holds, else 1."""
+    is_number = isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and _is_whole(tensor)
+    return float(digests.local(tensor)) if is_number else 1.0
 
 
 def _divisor(function: Any) -> float:
     """The number that an autograd function divides by: of a division, or of a multiplication by less than 1."""
     other = getattr(function, "_saved_other", None)
-    if not isinstance(other, torch.Tensor) or other.numel() != 1 or not float(other):
-        return 1.0
-    name, number = type(function).__name__, float(other)
-    return number if name == "DivBackward0" else 1 / number if name == "MulBackward0" and 0 < number < 1 else 1.0
+    name, number = type(function).__name__, _number(other)
+    if name == "MulBackward0":
+        return 1 / number if 0 < number < 1 else 1.0
+    return number or 1.0 if name == "DivBackward0" else 1.0
 
 
 def drawn(*_: Any, **__: Any) -> After:

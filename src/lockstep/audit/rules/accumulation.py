@@ -63,13 +63,10 @@ def leftover_micro_batches(history: History) -> Iterable[Finding] | str:
             for rank, it in by_rank.items():
                 if it.end and it.is_complete and it.end.get("backwards"):
                     trained.setdefault(rank, []).append(it)
-    findings: list[Finding] = []
-    for rank, usual, events in accumulating:
-        its = sorted(trained.get(rank, []), key=lambda it: int(it.begin["number"]))
-        found = _leftover(rank, usual, events, its)
-        if found:
-            findings.append(found)
-    return findings
+    for its in trained.values():
+        its.sort(key=lambda it: int(it.begin["number"]))
+    found = [_leftover(rank, usual, events, trained.get(rank, [])) for rank, usual, events in accumulating]
+    return [each for each in found if each]
 
 
 def _only_optimizer(history: History, rank: int) -> bool:
@@ -141,15 +138,15 @@ def unequal_weights(history: History) -> Iterable[Finding] | str:
                 is_by_hand = is_by_hand and by_hand != given and not any(history.of("hand_reduce", "hook"))
                 told: dict[int, list[Any]] = by_hand if is_by_hand else counts
                 rows = {r: _rows(passes(e)) for r, e in events.items()}
-                weights = [each.get("factor", 1.0) for each in backwards]
+                weights = [each.get("factor", 1.0) for each in backwards if not _is_quotient(each)]
                 if weights and max(weights) - min(weights) > _SAME * abs(max(weights)):
                     known = True
                     continue  # the script weights the means
                 if averages and all(rows.values()) and len(backwards) > 1 and rows != given:
                     selected.append((events[ranks[0]], backwards, rows))
                 known = known or bool(selected) or sum(map(len, told.values())) > 1
-                is_plain = is_by_hand or all(_is_mean(each.get("ops") or ()) for each in backwards)
-                is_plain = is_plain and not any(each.get("summed") for each in backwards)
+                means = [_is_mean(each.get("ops") or ()) and not each.get("summed") for each in backwards]
+                is_plain = is_by_hand or all(means)
                 if _differ(told) and is_plain and backwards:
                     return [_unequal(events[ranks[0]], backwards, told, tuple(ranks))]
             unequal = [each for each in selected if _differ(each[2])]
@@ -173,11 +170,17 @@ def _rows(backwards: list[Event]) -> list[int]:
 
 def _count(backward: Event) -> int | None:
     """The number of labels that a loss is the mean of: of a mean that leaves some out, or that divides a sum."""
-    ops, divisor = backward.get("ops") or [], backward.get("divisor") or 0
-    is_quotient = len(ops) > 1 and ops[0].startswith("Div") and ops[1].startswith("Sum")
-    if is_quotient and divisor > 1 and divisor == int(divisor):
+    divisor = backward.get("divisor") or 0
+    if _is_quotient(backward) and divisor > 1 and divisor == int(divisor):
         return int(divisor)
-    return backward.get("labels") if _is_mean(ops) else None
+    return backward.get("labels") if _is_mean(backward.get("ops") or []) else None
+
+
+def _is_quotient(backward: Event) -> bool:
+    """True if the loss is a sum that is divided, and nothing else."""
+    ops = backward.get("ops") or []
+    is_sum = len(ops) > 1 and (ops[1].startswith("Sum") or (backward.get("summed") and ops[1].startswith("NllLoss")))
+    return bool(is_sum and ops[0].startswith("Div"))
 
 
 def _unequal(event: Event, backwards: list[Event], counts: dict[int, list[int]], ranks: tuple[int, ...]) -> Finding:

@@ -103,7 +103,8 @@ def _parted(history: History, pair: tuple[int, int], its: dict[int, Iteration]) 
     read = [max((e.get("elements") or 0 for e in its[rank].sampled.values()), default=0) for rank in pair]
     apart = [one["digest"] != other["digest"] for one, other in zip(*given, strict=False)]
     most = max((e.get("elements") or 0 for events in given for e in events), default=0)
-    return len(apart) > 1 and all(apart) and 0 < most <= min(read) / 2
+    is_part = most > 0 and read[0] == read[1] and not read[0] % most and 1 < read[0] // most <= len(its)
+    return len(apart) > 1 and all(apart) and is_part
 
 
 def _same_inputs(history: History, groups: list[tuple[int, ...]]) -> list[Finding]:

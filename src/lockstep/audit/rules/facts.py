@@ -40,7 +40,7 @@ def _each_line_once(findings: Iterable[Finding]) -> list[Finding]:
     for finding in findings:
         key = (finding.where.file, finding.where.line) if finding.where else len(lines)
         earlier = lines.setdefault(key, finding)
-        lines[key] = dataclasses.replace(earlier, ranks=tuple(dict.fromkeys((*earlier.ranks, *finding.ranks))))
+        lines[key] = dataclasses.replace(earlier, ranks=tuple(sorted({*earlier.ranks, *finding.ranks})))
     return list(lines.values())
 
 

@@ -184,8 +184,7 @@ def scheduler_too_fast(history: History) -> Iterable[Finding] | str:
         if event["per_step"] >= 2 and event["step"] > 0 and str(at) not in findings:
             evidence = f"{event['per_step']} steps of {event.get('class', 'a scheduler')} since the last optimizer step"
             world, told = len(history.ranks), [e["per_step"] for e in stepped if e.get("at") == at]
-            is_by_ranks = len(told) > world and set(told) == {world}
-            cause = f"the factor is the number of ranks, {world}" if is_by_ranks else None
+            cause = f"the factor is the number of ranks, {world}" if len(told) > world and {*told} == {world} else None
             remedy, ranks = "scheduler.step() once, after optimizer.step()", (event["rank"],)
             findings[str(at)] = Finding("LS306", facts.place(at), evidence, cause, remedy, ranks, event["step"])
         elif event["per_step"] == 1:

@@ -130,12 +130,12 @@ def left_out(history: History) -> Iterable[Finding] | str:
 
 
 def _looked_at(history: History) -> list[list[list[Event]]]:
-    """Of each optimizer, of each rank: the steps that were looked at closely, and that follow a backward pass."""
+    """Of each optimizer, of each rank: the steps that were looked at closely, and follow a backward pass, if any."""
     found = []
     for by_rank in steps(history).values():
         turns = [[by_index[index] for index in sorted(by_index)] for by_index in by_rank.values()]
-        found.append([list(filter(_is_looked_at, turn)) for turn in turns])
-    return found
+        found.append([looked for turn in turns if (looked := list(filter(_is_looked_at, turn)))])
+    return [ranks for ranks in found if ranks]
 
 
 def _is_looked_at(event: Event) -> bool:
@@ -157,8 +157,7 @@ def _named(id: str, cases: list[list[Event]], evidence: str, cause: str | None, 
 @rule("LS309", "no-gradients", "the optimizer steps without gradients")
 def no_gradients(history: History) -> Iterable[Finding] | str:
     """Steps after a backward pass that find no gradient, or zeros: nothing is trained."""
-    turns = [[events for events in ranks if events] for ranks in _looked_at(history)]
-    looked = [ranks for ranks in turns if ranks]
+    looked = _looked_at(history)
     if uses(history, "deepspeed") or not looked:
         return _NO_STEP
     wrong = [events for ranks in looked if all(map(_has_none, ranks)) for events in ranks]  # a rank may hold no rows
