@@ -134,11 +134,11 @@ class Ours:
         from lockstep.core.parallel.signals import StopConsensus, StopFlag
         from lockstep.core.training_run import join_parts
         from lockstep.parts import built_in
-        from lockstep.trainer import logs
+        from lockstep.trainer import assemble, logs
 
         self.trainer.config = self.trainer.config.model_copy(update={"batch": self.trainer.config.batch.resolve(1)})
         self.trainer.run_dir.mkdir(exist_ok=True)
-        prepared = self.trainer._prepare(self.task, self.world)
+        prepared = assemble.prepare(self.trainer.setup, self.task, self.world)
         prepared.intervals = loop.Intervals(log=50)
         logs.open_writers(prepared, None, quiet=False)
         parts = join_parts(prepared, built_in.parts(prepared))

@@ -69,7 +69,7 @@ def now():
 
 def lockstep_worker(options, grouped=False):
     from lockstep import Trainer
-    from lockstep.trainer.trainer import Recorder
+    from lockstep.trainer.recorder import Recorder
 
     task, counts, times = make_task(options), [], []
     task.collate = counted(task.collate, counts)

@@ -22,9 +22,10 @@ def seconds_per_step(trainer, world, with_metrics):
     from lockstep.core.parallel.signals import StopConsensus, StopFlag
     from lockstep.core.train_metrics import TrainMetrics
     from lockstep.core.training_run import join_parts
+    from lockstep.trainer import assemble
 
     task = trainer.task()
-    prepared = trainer._prepare(task, world)
+    prepared = assemble.prepare(trainer.setup, task, world)
     prepared.state.metrics = TrainMetrics(task, world) if with_metrics else None
     if with_metrics:
         prepared.state.metrics._make()  # imports torchmetrics

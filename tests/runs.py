@@ -24,7 +24,7 @@ from lockstep.core.training_run import join_parts
 from lockstep.mesh.layout import laid_out
 from lockstep.parts import built_in
 from lockstep.recipes import config_file
-from lockstep.trainer.trainer import Recorder
+from lockstep.trainer.recorder import Recorder
 from lockstep.updates.arrange import arrange
 from lockstep.watch.part import Watch
 from lockstep.weights.init_from import InitFrom

@@ -15,7 +15,7 @@ from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.parallel.world import join_world
 from lockstep.core.step import train_step
 from lockstep.recipes import config_file
-from lockstep.trainer.trainer import Recorder
+from lockstep.trainer.recorder import Recorder
 from tests import runs
 
 

@@ -8,6 +8,7 @@ import torch
 from lockstep import Trainer
 from lockstep.core.checkpoint import store
 from lockstep.core.parallel.world import join_world
+from lockstep.trainer import assemble
 from lockstep.watch import replay
 from tests import own_tasks
 from tests.ranks import run_ranks
@@ -21,7 +22,7 @@ def replayed(settings, folder, begin, until):
         config = trainer.config.model_copy(update={"batch": trainer.config.batch.resolve(world.size)})
         trainer.config = config
         checkpoint = None if begin == 0 else replay.nearest(folder / "checkpoints", begin)
-        run = trainer._rebuilt(own_tasks.Deep(), world, checkpoint)
+        run = assemble.rebuilt(trainer.setup, own_tasks.Deep(), world, checkpoint)
         assert run.state.step == begin
         steps = [(one.step, one.loss["loss"], one.grad_norm) for one in replay.steps(run, until)]
         return steps, replay.digests(run)

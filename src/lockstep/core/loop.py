@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from lockstep.core.parallel.faults import fail_at
 from lockstep.core.parallel.heartbeat import Phase
 from lockstep.core.parallel.signals import StopConsensus
 from lockstep.core.parallel.strategy import Strategy
-from lockstep.core.step import StepResult, TrainState, train_step
+from lockstep.core.step import StepResult, TrainState, driven, train_step
 from lockstep.core.stopping import Stopping
 from lockstep.core.training_log import TrainingLog
 from lockstep.core.writer import Writer
@@ -63,7 +63,39 @@ class Keeper:
         """After the last step: wait until everything is saved."""
 
 
+@dataclass
+class NextStep:
+    """A step that is to be made. Whoever drives `steps` makes it, and sends its result."""
+
+    micro_batches: list[MicroBatch]
+    """Of this rank."""
+    samples: int
+    """Size of the global batch, over all ranks."""
+    want_norm: bool
+    """Whether the norm of the gradient is wanted."""
+
+
+class LeftLoop(BaseException):
+    """Thrown into `steps` between two steps: whoever drives it ends the training early. The state is saved."""
+
+
 def fit(
+    state: TrainState, *arguments: Any, step: Callable[..., StepResult] | None = None, **options: Any
+) -> dict[str, float]:
+    """Make all `steps`, each by `step`. None: by `train_step`."""
+    return driven(steps(state, *arguments, **options), made_by(state, step))
+
+
+def made_by(state: TrainState, step: Callable[..., StepResult] | None) -> Callable[[NextStep], StepResult]:
+    """A function that makes a step by `step`. None: by `train_step`."""
+
+    def make(asked: NextStep) -> StepResult:
+        return (step or train_step)(state, asked.micro_batches, asked.samples, want_norm=asked.want_norm)
+
+    return make
+
+
+def steps(
     state: TrainState,
     batches: Iterator[list[MicroBatch]],
     *,
@@ -77,9 +109,10 @@ def fit(
     writers: Sequence[Writer] = (),
     evaluated: dict[str, float] | None = None,
     stopping: Stopping | None = None,
-    step: Callable[..., StepResult] | None = None,
-) -> dict[str, float]:
+) -> Generator[NextStep, StepResult, dict[str, float]]:
     """Train from `state.step` to `stop`, or until `stopping` or a Part ends the training.
+
+    It is a generator: it yields each step that is to be made, and is sent the result.
 
     A due checkpoint is saved before the evaluation of the same step: an evaluation that fails loses nothing. The state
     is also saved before the first evaluation of this process, because nobody has seen that evaluation succeed.
@@ -94,7 +127,6 @@ def fit(
         evaluated: results of the evaluation at `state.step`, where the run goes on from a checkpoint that has them.
         stopping: decides after each evaluation whether the training ends there, and before each step whether that step
             is the last, because the time is up. What happens after the last step then happens, too.
-        step: consumes a global batch. None: `train_step`.
 
     Returns:
         the last value of everything logged.
@@ -123,7 +155,7 @@ def fit(
         for micro_batches in batches:
             waited, due = (asked, device.mark()), loop.before_step()
             parts.before_step(micro_batches)
-            result = (step or train_step)(state, micro_batches, plan.samples(state.step), want_norm=any(due))
+            result = yield NextStep(micro_batches, plan.samples(state.step), any(due))
             loop.add(result, waited)
             loop.after_step(due)
             if consensus() and state.step < loop.stop:
@@ -140,7 +172,7 @@ def fit(
                 break
             loop.note_late_save()
             asked = device.mark()
-    except Preempted:
+    except (Preempted, LeftLoop):
         if loop.saved_at < state.step:
             window.check_finite()
             loop.save({})

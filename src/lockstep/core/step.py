@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,10 @@ from lockstep.core.unfreeze import Unfreezing
 SAMPLES = ""
 """The key of W where the unit of every head is the sample."""
 
+R = TypeVar("R")
+Call = Callable[[nn.Module, Any], Any]
+"""From the model and a batch to the loss sums by head."""
+
 
 class FirstPass(Protocol):
     """A pass over a global batch that comes before those of its micro-batches; see `updates.global_loss`."""
@@ -44,7 +48,7 @@ class FirstPass(Protocol):
     def run(self, state: TrainState, micro_batches: Sequence[MicroBatch], step: int) -> None:
         """Make the pass of a step."""
 
-    def call(self, number: int, last: bool) -> Callable[[nn.Module, Any], Losses]:
+    def call(self, number: int, last: bool) -> Call:
         """The losses of a micro-batch by head, as a function of model and batch."""
         ...
 
@@ -67,6 +71,8 @@ class TrainState:
     """Factors of the losses by head; 1 for heads that are not here."""
     must_agree_on_weights: bool = False
     """True if ranks may lose samples, and so must count them together where the unit is the sample."""
+    counts_late: bool = False
+    """True if the units of a micro-batch are known only when its losses are: `MicroBatch.weights` is set by then."""
     averages: Ema | None = None
     """Moving averages of the weights, where they are wanted."""
     metrics: TrainMetrics | None = None
@@ -147,7 +153,18 @@ class StepResult:
 def train_step(
     state: TrainState, micro_batches: Sequence[MicroBatch], samples: int, *, want_norm: bool = False
 ) -> StepResult:
+    """`exact_step` with the losses of the task."""
+    return driven(exact_step(state, micro_batches, samples, want_norm=want_norm), lambda micro_batch: None)
+
+
+def exact_step(
+    state: TrainState, micro_batches: Sequence[MicroBatch], samples: int, *, want_norm: bool = False
+) -> Generator[MicroBatch, Call | None, StepResult]:
     """Consume one global batch and apply one update.
+
+    It is a generator, so that the losses may be computed elsewhere, such as in a user's own loop. It yields each
+    micro-batch, inside the contexts of its forward pass, and is sent a function that gives the losses. None: the losses
+    of the task.
 
     Args:
         micro_batches: this rank's micro-batches, equally many on every rank. Only the batch in use and the next are on
@@ -161,13 +178,13 @@ def train_step(
     """
     strategy, optimizer, scaler = state.strategy, state.optimizer, state.precision.scaler
     state.unfreeze()
-    result = StepResult(state.step, samples, totals=_count_units(state, micro_batches, samples))
+    totals = {SAMPLES: float(samples)} if state.counts_late else _count_units(state, micro_batches, samples)
+    result = StepResult(state.step, samples, totals)
     for micro_batch in micro_batches:
         result.add_samples(micro_batch)
     state.step += 1
     if not any(result.totals.values()):  # no unit on any rank. All ranks know the totals, so all ranks skip
-        state.skipped += 1
-        return result
+        return _skipped(state, result)
 
     ignored = [head for head, coefficient in state.coefficients.items() if not coefficient]
     began = strategy.begin_step(Trial(lambda: micro_batches[0].batch, state.precision, ignored))
@@ -177,8 +194,12 @@ def train_step(
         state.first_pass.run(state, micro_batches, result.step)
     for number, micro_batch in enumerate(one_ahead(micro_batches)):
         last = number == len(micro_batches) - 1
-        rest = forward_backward_step(state, micro_batch, result, number=number, last=last)
+        rest = yield from forward_backward_step(state, micro_batch, result, number=number, last=last)
 
+    if state.counts_late:
+        rest *= _count_late(state, micro_batches, result)
+        if not any(result.totals.values()):
+            return _skipped(state, result)
     if rest != 1.0:
         scale_grads(state.parameters, rest)
     scaler.unscale_(optimizer)
@@ -196,8 +217,8 @@ def train_step(
 
 def forward_backward_step(
     state: TrainState, micro_batch: MicroBatch, result: StepResult, *, number: int, last: bool
-) -> float:
-    """The forward and the backward pass of a micro-batch. Adds its losses to `result`.
+) -> Generator[MicroBatch, Call | None, float]:
+    """The forward and the backward pass of a micro-batch, as a part of `exact_step`. Adds its losses to `result`.
 
     Args:
         number: of the micro-batch in this step, from 0.
@@ -214,7 +235,9 @@ def forward_backward_step(
         kept = strategy.unwrapped.kept
         kept.is_wanted = metrics is not None and metrics.wants_output
         with state.precision.autocast():
-            call = None if state.first_pass is None else state.first_pass.call(number, last)
+            call = yield micro_batch
+            if state.first_pass is not None:
+                call = state.first_pass.call(number, last)
             losses: Losses = strategy.forward(micro_batch.batch, call)
         output = map_tensors(kept.take(), Tensor.detach)
         losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
@@ -228,6 +251,17 @@ def forward_backward_step(
     if metrics is not None and output is not None:
         metrics.add(output, micro_batch.batch)
     return rest
+
+
+def driven(steps: Generator[Any, Any, R], answer: Callable[[Any], Any]) -> R:
+    """The value that a generator returns, when it is sent `answer(value)` for each value that it yields."""
+    try:
+        asked = next(steps)
+        while True:
+            asked = steps.send(answer(asked))
+    except StopIteration as end:
+        found: R = end.value
+        return found
 
 
 def seed_of(state: TrainState, step: int, number: int) -> int:
@@ -253,6 +287,23 @@ def _count_units(state: TrainState, micro_batches: Sequence[MicroBatch], samples
         for head in state.weight_heads
     ]
     return dict(zip(state.weight_heads, state.world.sum_once(units), strict=True))
+
+
+def _skipped(state: TrainState, result: StepResult) -> StepResult:
+    state.optimizer.zero_grad(set_to_none=True)
+    state.skipped += 1
+    return result
+
+
+def _count_late(state: TrainState, micro_batches: Sequence[MicroBatch], result: StepResult) -> float:
+    """Put W into `result`, when all micro-batches of all ranks have counted their units.
+
+    Returns:
+        the factor of the gradients, which were divided by the number of samples.
+    """
+    units = sum(sum((micro_batch.weights or {}).values()) for micro_batch in micro_batches)
+    result.totals = {"loss": state.world.sum_once([units])[0]}
+    return result.samples / result.totals["loss"] if result.totals["loss"] else 1.0
 
 
 def _factors(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from lockstep.core.parallel.buffers import restored_state
 from lockstep.core.parallel.signals import StopConsensus
 from lockstep.core.part import Part
 from lockstep.core.resume import RunKeeper
+from lockstep.core.step import StepResult
 from lockstep.core.task import Task
 from lockstep.core.writer import tell
 
@@ -129,7 +130,7 @@ def _check_model(run: Run) -> list[str]:
 # ---- from the first step to the last checkpoint
 
 
-def train(
+def steps(
     run: Run,
     batches: Iterator[list[MicroBatch]],
     *,
@@ -137,8 +138,8 @@ def train(
     checks: Checks,
     viewers: Sequence[Viewer],
     consensus: StopConsensus,
-) -> dict[str, float]:
-    """Train a run that was checked.
+) -> Generator[loop.NextStep, StepResult, dict[str, float]]:
+    """Train a run that was checked: yields each step that is to be made, and is sent its result; see `loop.steps`.
 
     Args:
         batches: the micro-batches of the run, which somebody may look at on their way.
@@ -149,7 +150,7 @@ def train(
 
     Raises:
         Preempted: a rank was asked to stop. The state is saved.
-        TrainingError: see `loop.fit`.
+        TrainingError: see `loop.steps`.
     """
     state, retention = run.state, run.config.checkpoint
     saver = Saver(
@@ -164,7 +165,7 @@ def train(
     consensus.flag.saves = True
     try:
         _tell_if_complete(run, parts)
-        latest = loop.fit(
+        latest = yield from loop.steps(
             state,
             checks.watched(batches),
             plan=run.plan,
@@ -177,7 +178,6 @@ def train(
             writers=run.writers,
             evaluated=run.results,
             stopping=run.stopping,
-            step=run.step,
         )
         saver.finish()
         _give_artifacts(run)
@@ -185,6 +185,10 @@ def train(
         loop.check_any_update(state)
     except Preempted:
         raise _preempted(run, saver, consensus.flag.name) from None
+    except loop.LeftLoop:
+        saver.finish()
+        run.tell(f"the training ended at step {state.step} of {run.stop}: the script left its loop")
+        raise
     finally:
         saver.close()
         _let_loaders(run, print_warning)  # a recorder among the writers may hold the loader: no cycles

@@ -32,7 +32,7 @@ from lockstep.plan.command import facts_with_or_without_data, with_tensor
 from lockstep.plan.estimate import Estimate, estimate, gathered_bytes, pass_of
 from lockstep.plan.inputs import ModelFacts, PrecisionName, Setting, StrategyName, World
 from lockstep.plan.trace import tensors_of
-from lockstep.trainer.trainer import Trainer
+from lockstep.trainer import assemble
 
 if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
@@ -88,11 +88,11 @@ def measure(config: RunConfig) -> Measured | None:
         LockstepError: the config, the data or the model cannot be used.
     """
     with shortages.temporary_folder("lockstep-measure-") as folder:
-        trainer = Trainer(_short(config), run_dir=folder / "run", quiet=True)
-        with trainer._join() as ranks:
-            trainer.config = trainer.config.model_copy(update={"batch": trainer.config.batch.resolve(ranks.data_size)})
-            run = trainer._prepare(trainer.task(), ranks)
-            everywhere = ranks.gather(_measure(trainer.config, run, ranks))
+        short, run_dir = _short(config), folder / "run"
+        with assemble.joined(short, run_dir) as ranks:
+            short = short.model_copy(update={"batch": short.batch.resolve(ranks.data_size)})
+            run = assemble.prepare(assemble.Setup(short, run_dir, quiet=True), assemble.make_task(short), ranks)
+            everywhere = ranks.gather(_measure(short, run, ranks))
             return None if everywhere is None else max(everywhere, key=lambda measured: measured.peak_bytes)
 
 

@@ -16,7 +16,7 @@ from lockstep.core.step import train_step
 from lockstep.core.task import Task
 from lockstep.search import curve
 from lockstep.search.curve import Suggestion
-from lockstep.trainer.trainer import Trainer
+from lockstep.trainer import assemble
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,11 @@ def range_test(
     """
     curve.check(low, high, steps)
     with shortages.temporary_folder("lockstep-tune-") as folder:
-        trainer = Trainer(_short(config, steps), run_dir=folder / "run", quiet=True)
-        with trainer._join() as ranks:
-            trainer.config = trainer.config.model_copy(update={"batch": trainer.config.batch.resolve(ranks.size)})
-            run = trainer._prepare(task or trainer.task(), ranks)
+        short, run_dir = _short(config, steps), folder / "run"
+        with assemble.joined(short, run_dir) as ranks:
+            short = short.model_copy(update={"batch": short.batch.resolve(ranks.size)})
+            setup = assemble.Setup(short, run_dir, quiet=True)
+            run = assemble.prepare(setup, task or assemble.make_task(short), ranks)
             if run.step is not None:
                 what = "players take turns, and no single loss tells how well they learn"
                 raise UsageError(what, where="lockstep tune lr", remedy="compare rates with lockstep sweep")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import copy
-import functools
 import json
 import os
 import sys
@@ -18,75 +15,51 @@ from torch import nn
 
 import lockstep
 from lockstep.core import (
-    atomic,
-    build,
     caller,
-    devices,
     evaluation_run,
     joined_parts,
     resume,
     run_data,
     run_model,
     task_checks,
-    training_run,
 )
 from lockstep.core import evaluate as evaluation
 from lockstep.core.build import Run
-from lockstep.core.checkpoint import choice, store
+from lockstep.core.checkpoint import choice
 from lockstep.core.checkpoint.store import Checkpoint
-from lockstep.core.config.sections import RunConfig, all_values
-from lockstep.core.data.loader import MicroBatch, is_default
-from lockstep.core.errors import LockstepError, Preempted, UsageError, exits_are_failures
+from lockstep.core.config.sections import RunConfig
+from lockstep.core.data.loader import is_default
+from lockstep.core.errors import LockstepError, Preempted, UsageError
 from lockstep.core.parallel import signals
-from lockstep.core.parallel.precision import Precision, check_supported
+from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.sharded_tensor import gather_on_rank0
-from lockstep.core.parallel.signals import StopConsensus
 from lockstep.core.parallel.strategy import Strategy
-from lockstep.core.parallel.world import World, join_world
-from lockstep.core.part import Part, label
+from lockstep.core.parallel.world import World
+from lockstep.core.part import Part
 from lockstep.core.run_data import EvaluationData
 from lockstep.core.run_model import SpreadModel
-from lockstep.core.task import Samples, Task, methods_not_called
-from lockstep.core.writer import Writer
-from lockstep.launch import watchdog
+from lockstep.core.task import Samples, Task
 from lockstep.launch.decision import NOT_BEGUN
 from lockstep.launch.device_check import judgement as device_check
 from lockstep.launch.device_check import run as device_check_run
 from lockstep.launch.preflight import run as preflight
 from lockstep.launch.preflight import variables
-from lockstep.launch.preflight.facts import Subject, spans_machines
 from lockstep.launch.preflight.judgement import Finding
-from lockstep.lora import exports, frozen
-from lockstep.mesh.layout import laid_out
-from lockstep.parts import built_in, determinism, ending
+from lockstep.lora import exports
 from lockstep.parts import profile as profiling
-from lockstep.parts.checks.run_checks import RunChecks
-from lockstep.parts.writer_kinds import files_of_writers
-from lockstep.recipes import config_file, registry
-from lockstep.recipes.task_options import TaskOptions
-from lockstep.sampling import of_data
-from lockstep.streams import stream
-from lockstep.tasks.vision.pictures.cache import CacheOptions
+from lockstep.recipes import config_file
 from lockstep.trainer import (
-    backends,
-    foreign,
+    assemble,
     local_ranks,
-    logs,
     memory_shortage,
     prediction_run,
-    room,
-    run_directory,
     run_export,
-    run_parts,
     run_record,
-    source_code,
     training_state,
 )
 from lockstep.trainer.export import export_weights
-from lockstep.updates.arrange import arrange
-from lockstep.watch import evidence, replay
-from lockstep.watch.part import Watch
-from lockstep.weights.init_from import InitFrom
+from lockstep.trainer.recorder import Recorder
+from lockstep.watch import replay
 
 _PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
 
@@ -223,46 +196,14 @@ class Trainer:
         with (
             signals.listening() as flag,
             self._join() as world,
-            self._settled(task, world) as task,
-            self._looked_at(task, world) as remarks,
-            run_directory.claim(
-                self.run_dir, self.config, world, self.fresh, self.allow_change, written_by=files_of_writers
-            ) as config,
+            assemble.assemble(self.setup, task, world, flag=flag, recorder=recorder) as training,
         ):
-            self.config, self._model = config, None
-            own_parts = [*run_parts.make(config.train.parts), *self.parts, *foreign.parts(task)]
-            joined_parts.check(own_parts)
-            task = foreign.configured(task, config) or self.task()
-            messages = remarks + run_record.check_source(self.run_dir, task, config, world, self.allow_change)
-            run = self._prepare(task, world)
-            run.messages += [*messages, *foreign.notes(task)]
-            git = run_record.git_commit(config, world)
-            with logs.opened(run, git, quiet=self.quiet), memory_shortage.noted(self.run_dir, config, world, run.plan):
-                batches: Iterator[list[MicroBatch]] = run.batches
-                if recorder is not None:
-                    run.writers.append(recorder)
-                    batches = recorder.record_steps(run)
-                checks = RunChecks(run)
-                at_once = memory_shortage.fitting(self.run_dir, config, world).evaluation
-                training_run.open_evaluations(run, self._evaluated_tasks(task, world), at_once)
-                profiler = [profiling.Profiler(self.profile, run)] if self.profile else []
-                rebuild = functools.partial(self._rebuilt, task, world)
-                watch = [Watch(run, rebuild)] if config.watch.every else []
-                own_parts += stream.part_of(run)
-                parts = training_run.join_parts(run, [*built_in.parts(run), *watch, *profiler], own_parts)
-                viewers = built_in.viewers(run)
-                training_run.check(run, parts, checks, viewers)
-                run_record.keep(run, git)
-                consensus = StopConsensus(world, flag)  # the clock of this training
-                with evidence.setting_aside(run), profiler[0] if profiler else contextlib.nullcontext():
-                    self.results = training_run.train(
-                        run, batches, parts=parts, checks=checks, viewers=viewers, consensus=consensus
-                    )
-                ending.tell(run, self.results, consensus.elapsed_s)
-                if "train/loss" not in self.results:  # the run was complete already
-                    self.results = world.on_rank0(self._latest) | self.results
-            self._model = _finished(run)
-            return dict(self.results)
+            self.config, self._model = training.setup.config, None
+            self.results = training.train()
+            if "train/loss" not in self.results:  # the run was complete already
+                self.results = world.on_rank0(self._latest) | self.results
+            self._model = training.trained
+        return dict(self.results)
 
     def preflight(self, task: Task | None = None, *, deep: bool = False) -> list[Finding]:
         """Make the checks that `fit` makes before anything expensive, and those that it leaves out on a single node.
@@ -283,42 +224,8 @@ class Trainer:
         _given(task)
         with signals.listening(), self._join() as world:
             self.variables = variables.of_ranks(world)
-            found = preflight.check(self._subject(task, world), world, everything=True)
+            found = preflight.check(assemble.subject(self.setup, task, world), world, everything=True)
             return found + (device_check.findings(device_check_run.check(world)) if deep else [])
-
-    @contextlib.contextmanager
-    def _settled(self, task: Task | None, world: World) -> Iterator[Task | None]:
-        """The task, if it is given or in a file. Of another library's code, it adds to the config what that implies."""
-        task = _given(task)
-        if task is None and foreign.is_in_file(self.config):
-            task = self.task()
-        self.config = foreign.settle(self.config, task, world)
-        yield task
-
-    @contextlib.contextmanager
-    def _looked_at(self, task: Task | None, world: World) -> Iterator[list[str]]:
-        """Make the checks before anything expensive. Yields lines for the log.
-
-        Raises:
-            UsageError: names all faults.
-        """
-        findings = preflight.check(self._subject(task, world), world)
-        preflight.raise_faults(findings)
-        yield preflight.lines(findings)
-
-    def _subject(self, task: Task | None, world: World) -> Subject:
-        data = self.config.data
-        sources = {"data.train": data.train}
-        sources |= {f"data.eval.{name}" if name else "data.eval": path for name, path in data.eval_sources.items()}
-        parts = source_code.of_choice(task, self.config.task.get("kind")) if spans_machines(world.size) else {}
-        return Subject(
-            config=all_values(self.config) | {"Trainer(parts=...)": [label(part) for part in self.parts]},
-            source=source_code.digest(parts) if parts else "",
-            folder=self.run_dir,
-            data={key: path for key, path in sources.items() if path},
-            stop=self.config.train.steps,
-            fresh=self.fresh,
-        )
 
     def _fit_on_ranks(
         self, task: Task | None, recorder: Recorder | None, nproc: int | str, max_restarts: int
@@ -390,51 +297,6 @@ class Trainer:
         has_file = "json_lines" in self.config.log.writers
         return {name: value for entry in (self.history if has_file else ()) for name, value in entry.items()}
 
-    def _prepare(self, task: Task, world: World) -> Run:
-        """Make the run on this rank, and load the newest checkpoint, if there is one."""
-        checkpoint, complaints = store.newest(self._checkpoints, world)
-        self._set_up(task, world, trained=checkpoint is not None)
-        run = self._run_at(self.config, task, world, checkpoint)
-        if checkpoint is not None:
-            run.confirmed_step = evidence.confirmed_step(self.run_dir, checkpoint)
-            if world.rank == 0 and not self.quiet:
-                print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.state.step}"]))
-        run.messages += [*methods_not_called(task), *of_data.lines(run.plan), *stream.lines(run)]
-        run.messages += [] if self.config.train.unfreeze else frozen.note(run.model)
-        options = getattr(task, "options", None)
-        if isinstance(options, TaskOptions):  # with train.steps, the number of epochs depends on the data
-            never = options.never_reached(-(-run.stop // run.plan.steps_per_epoch))
-            texts = [f"warning: task.{key}: {what}" for key, what in never.items()]
-            run.warnings += [text for text in texts if text not in run.warnings]
-        if checkpoint is None:
-            preflight.check_room(self.run_dir, room.estimated_bytes(run), world)
-        run.may_be_infinite = resume.may_be_infinite(run)
-        return run
-
-    def _run_at(self, config: RunConfig, task: Task, world: World, checkpoint: Checkpoint | None) -> Run:
-        """Make the run on this rank, with the state of a checkpoint, or at its beginning."""
-        micro_batch = memory_shortage.fitting(self.run_dir, config, world).training
-        beginning = InitFrom(config.train) if config.train.init_from else None
-        run = build.prepare_run(
-            config,
-            task,
-            world,
-            micro_batch=micro_batch,
-            checkpoint=checkpoint,
-            folder=self.run_dir,
-            beginning=beginning,
-            order_of=of_data.order_of,
-        )
-        arrange(run)
-        if checkpoint is not None:
-            run.messages += resume.restore(checkpoint, run, self.allow_change)
-        return run
-
-    def _rebuilt(self, task: Task, world: World, checkpoint: Checkpoint | None) -> Run:
-        """The run once more beside the run that trains; see `watch.replay`. Its samples are read by this process."""
-        data = self.config.data.model_copy(update={"workers": 0})
-        return self._run_at(self.config.model_copy(update={"data": data}), copy.copy(task), world, checkpoint)
-
     @contextlib.contextmanager
     def replaying(self, step: int, task: Task | None = None) -> Iterator[tuple[Run, Callable[[], Run | None]]]:
         """The run as it was at the nearest checkpoint before a step, to make its steps again: `watch.replay.steps`.
@@ -452,9 +314,10 @@ class Trainer:
         """
         with self._join() as world:
             task = _given(task) or self.task()
-            if self._kept.is_dir():
+            if self.setup.kept.is_dir():
                 self._set_up(task, world, trained=True)
-            run = self._rebuilt(task, world, world.on_rank0(lambda: replay.nearest(self._checkpoints, step - 1)))
+            before = world.on_rank0(lambda: replay.nearest(self._checkpoints, step - 1))
+            run = assemble.rebuilt(self.setup, task, world, before)
             if not 1 <= step <= run.stop:
                 what = f"the run has the steps 1 to {run.stop}"
                 raise UsageError(what, where=f"--step {step}", remedy="give one of them, as the log counts steps")
@@ -463,7 +326,8 @@ class Trainer:
 
             def after() -> Run | None:
                 found = world.on_rank0(lambda: replay.nearest(self._checkpoints, step))
-                return self._rebuilt(task, world, found) if found is not None and found.step == step else None
+                is_there = found is not None and found.step == step
+                return assemble.rebuilt(self.setup, task, world, found) if is_there else None
 
             yield run, after
 
@@ -608,7 +472,7 @@ class Trainer:
             config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": on_error})})
         with self._join() as world:
             task = _given(task) or self.task()
-            if self._kept.is_dir():
+            if self.setup.kept.is_dir():
                 self._set_up(task, world, trained=True)
             presenter = task_checks.presenter(task)
             found = prediction_run.read_samples(task, presenter, world, inputs, samples)
@@ -750,80 +614,29 @@ class Trainer:
 
     # ---- shared by the methods above
 
-    @exits_are_failures()
     def task(self, evaluated: str | None = None) -> Task:
-        """A new object of the config's task.
-
-        Args:
-            evaluated: the name of its evaluation data, where `data.eval` has several. None: the first.
-        """
-        run_model.seed_everything(self.config)
-        data = self.config.data
-        sources = data.eval_sources
-        held_out = sources[evaluated] if evaluated is not None else next(iter(sources.values()))
-        cache = CacheOptions(int(data.cache_gb * 1e9), data.cache_size) if data.cache == "decoded" else None
-        train, held_out = (source and os.path.expanduser(source) for source in (data.train, held_out))
-        task = registry.build_task(self.config.task, train, held_out, cache, fold=data.fold)
-        return foreign.configured(task, self.config) or task
+        """A new object of the config's task; see `assemble.make_task`."""
+        return assemble.make_task(self.config, evaluated)
 
     def _evaluated_tasks(self, task: Task, world: World) -> dict[str, Task]:
-        """For each set of evaluation data, by its name, the task that has it: `task` itself for the first."""
-        first, *others = self.config.data.eval_sources
-        tasks = {first: task}
-        for name in others:
-            tasks[name] = self.task(name)
-            self._set_up(tasks[name], world, trained=True)
-        return tasks
+        return assemble.evaluated_tasks(self.setup, task, world)
 
-    @contextlib.contextmanager
-    def _join(self) -> Iterator[World]:
-        config, compute = self.config, self.config.compute
-        if compute.deterministic:
-            determinism.prepare()
-        with contextlib.ExitStack() as stack:
-            timeout_s = config.parallel.timeout_s
-            watch = functools.partial(watchdog.watch, timeout_s=timeout_s, folder=self.run_dir)
-            world = laid_out(stack.enter_context(join_world(config.device, timeout_s, watch)), config)
-            stack.enter_context(exits_are_failures())
-            stack.enter_context(_deterministic(compute.deterministic))
-            check_supported(config.precision, world.device)
-            stack.enter_context(backends.chosen(compute))
-            if compute.numa_binding:
-                stack.enter_context(devices.of(world.device).near_cpus(compute.numa_binding))
-            if compute.memory_snapshot:
-                file = self.run_dir / "memory" / f"rank{world.rank}.pickle"
-                stack.enter_context(devices.of(world.device).snapshot_at_shortage(file))
-            yield world
+    def _join(self) -> contextlib.AbstractContextManager[World]:
+        return assemble.joined(self.config, self.run_dir)
 
     def _set_up(self, task: Task, world: World, trained: bool) -> None:
-        """Set up the task: rank 0 writes the files that the task keeps with the run, then the other ranks read them."""
+        assemble.set_up(self.setup, task, world, trained=trained)
 
-        def write() -> None:
-            if not trained:  # an earlier start without a checkpoint may have had another config
-                with contextlib.suppress(OSError):
-                    atomic.remove(self._kept)
-            task.setup(self._kept, trained)
-
-        world.on_rank0(write)
-        if world.rank:
-            task.setup(self._kept, trained)
+    @property
+    def setup(self) -> assemble.Setup:
+        """What the trainings of this object are made of."""
+        return assemble.Setup(
+            self.config, self.run_dir, self.fresh, self.allow_change, self.quiet, self.profile, self.parts
+        )
 
     @property
     def _checkpoints(self) -> Path:
         return self.run_dir / "checkpoints"
-
-    @property
-    def _kept(self) -> Path:
-        """The folder of the files that the task keeps with the run."""
-        return self.run_dir / "task"
-
-
-class Recorder(Writer, abc.ABC):
-    """Records a training on every rank, between its steps, and leaves no trace in it."""
-
-    @abc.abstractmethod
-    def record_steps(self, run: Run) -> Iterator[list[MicroBatch]]:
-        """Pass the batches of `run` on. When the next batch is asked for, the step before it is done."""
 
 
 def run_rank(arguments: Sequence[str]) -> None:
@@ -841,35 +654,3 @@ def _given(task: Task | None) -> Task | None:
         name = task.__name__
         raise UsageError(f"the task is the class {name}", where="Trainer", remedy=f"give an object: {name}()")
     return task
-
-
-def _finished(run: Run) -> nn.Module | None:
-    """The trained model as evaluations use it. The state is saved, so averages may take the place of the weights."""
-    state, model = run.state, run.model
-    if state.strategy.is_sharded:
-        return None
-    if state.averages is not None:
-        with torch.no_grad():
-            for name, average in state.averages.tensors.items():
-                model.get_parameter(name).copy_(average)
-    model.zero_grad(set_to_none=True)
-    return model.eval()
-
-
-@contextlib.contextmanager
-def _deterministic(enabled: bool) -> Iterator[None]:
-    """Inside, torch uses deterministic kernels only, where `enabled`.
-
-    Raises:
-        UsageError: an operation has no such kernel; names it.
-    """
-    try:
-        with determinism.deterministic(enabled):
-            yield
-    except determinism.NotDeterministic as error:
-        raise UsageError(
-            str(error),
-            where="compute.deterministic=true",
-            remedy="use another operation, or compute.deterministic=false: a GPU then repeats and resumes a training "
-            "to rounding only",
-        ) from error

@@ -21,7 +21,7 @@ from lockstep.core.parallel.gradients import grad_norm
 from lockstep.core.task import Task
 from lockstep.parts import replicas
 from lockstep.parts.replicas import StateDigests
-from lockstep.trainer.trainer import Recorder
+from lockstep.trainer.recorder import Recorder
 from lockstep.verify.comparable_task import ComparableTask
 from lockstep.verify.digest import digest_of_batch
 from lockstep.verify.generators import disturb

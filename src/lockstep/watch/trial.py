@@ -15,7 +15,7 @@ from lockstep.core.data.order import MicroBatchPlan
 from lockstep.core.data.randomness import restored_generators
 from lockstep.core.parallel.buffers import restored_state
 from lockstep.core.parallel.strategy import Losses, Strategy
-from lockstep.core.step import StepResult, TrainState, forward_backward_step
+from lockstep.core.step import StepResult, TrainState, driven, forward_backward_step
 from lockstep.watch.gradients import Detail, Seen, digest_of_batch, watched
 
 
@@ -81,7 +81,7 @@ def trial(
         restored_generators(world.device),
         watched(forward, leaves, sums=leaves if detailed else (), each=detailed, ranks=world.size) as seen,
     ):
-        forward_backward_step(shadow, micro_batch, result, number=share.number, last=False)
+        driven(forward_backward_step(shadow, micro_batch, result, number=share.number, last=False), lambda _: None)
     micro_batch.let_go()
     return seen
 
