@@ -2,6 +2,7 @@
 
 Trainer: trains, evaluates, predicts and exports as a config says.
 Task: what a user writes: model, data, loss, metrics.
+Loop: a training loop that you write yourself, with the promises of a Trainer.
 Metrics: what `Task.metrics` may return, for batches that are not (input, target) pairs.
 AlternatingTask: a task whose players, such as a generator and a discriminator, update in turn.
 Player: parameters with a loss of their own.
@@ -32,6 +33,7 @@ __all__ = [
     "AlternatingTask",
     "Follower",
     "LockstepError",
+    "Loop",
     "Metrics",
     "Part",
     "Player",
@@ -61,12 +63,14 @@ if TYPE_CHECKING:
     from lockstep.shards.data import Shards
     from lockstep.streams.stream import Stream
     from lockstep.trainer.trainer import Trainer
+    from lockstep.trainer.user_loop import Loop
     from lockstep.updates.players import AlternatingTask, Follower, Player
 
 _HOMES = {
     "AlternatingTask": "updates.players",
     "Follower": "updates.players",
     "LockstepError": "core.errors",
+    "Loop": "trainer.user_loop",
     "Metrics": "core.task",
     "Part": "core.part",
     "Player": "updates.players",

@@ -23,6 +23,7 @@ from lockstep.cli.preflight import preflight
 from lockstep.cli.recipes import presets, recipes
 from lockstep.cli.replay import replay
 from lockstep.cli.report import compare, report
+from lockstep.cli.run import run
 from lockstep.cli.shards import shards
 from lockstep.cli.sweep import sweep
 from lockstep.cli.train import train
@@ -33,6 +34,7 @@ _COMMANDS: dict[Callable[..., None], str] = {
     recipes: "lockstep recipes",
     presets: "lockstep presets",
     train: "lockstep train digits --nproc 2 optim.lr=1e-3",
+    run: "lockstep run --nproc 2 train.py --lr 1e-3",
     evaluate: "lockstep evaluate runs/digits --nproc 2 --checkpoint best",
     predict: "lockstep predict runs/mine 'photos/**/*.jpg' --out predictions.csv",
     checkpoints: "lockstep checkpoints runs/digits --check",
@@ -65,7 +67,8 @@ app = typer.Typer(
     help="Distributed PyTorch training whose result does not depend on how it was run.",
 )
 for _command, _example in _COMMANDS.items():
-    app.command(epilog=f"Example: {_example}", context_settings=_FOREIGN if _command is audit else None)(_command)
+    _settings = _FOREIGN if _command in (audit, run) else None
+    app.command(epilog=f"Example: {_example}", context_settings=_settings)(_command)
 app.add_typer(launch, name="launch")
 app.add_typer(tune, name="tune")
 

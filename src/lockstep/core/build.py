@@ -20,7 +20,7 @@ from lockstep.core.checkpoint.form import Form, check_complete
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.data_check import check_data
-from lockstep.core.data.loader import StepIterator
+from lockstep.core.data.loader import StepIterator, is_default
 from lockstep.core.data.order import Order, StepPlan
 from lockstep.core.ema import Ema
 from lockstep.core.loop import Intervals
@@ -177,6 +177,7 @@ def prepare_run(
         seed=config.seed,
         clip_norm=config.optim.clip_norm,
         coefficients=task_checks.coefficients(task),
+        counts_late=task.losses_elsewhere and is_default(task.weight),
         must_agree_on_weights=config.data.on_error == "skip",
         metrics=TrainMetrics(task, world) if config.log.train_metrics else None,
         averages=Ema(model, train.ema_decay) if train.ema_decay else None,

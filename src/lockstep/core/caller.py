@@ -43,31 +43,47 @@ def command() -> Iterator[None]:
         _is_command = before
 
 
-def words(text: str) -> str:
-    """`text` with the arguments of `Trainer` in place of options, unless a command asks."""
+@contextlib.contextmanager
+def script() -> Iterator[None]:
+    """Inside, a script asks that a command runs."""
+    global _is_command
+    before, _is_command = _is_command, False
+    try:
+        yield
+    finally:
+        _is_command = before
+
+
+def words(text: str, asker: str = "Trainer") -> str:
+    """`text` with the arguments of `Trainer` in place of options, unless a command asks.
+
+    Args:
+        asker: the class whose arguments are named.
+    """
     if _is_command or "--" not in text:
         return text
     for option, argument in _WORDS:
         text = re.sub(rf"(?<![\w-]){option}(?![\w-])", argument, text)
-    return text
+    return text.replace("Trainer(", f"{asker}(")
 
 
 def speaks_python(cls: type[T]) -> type[T]:
     """A class decorator: errors that leave a public method name arguments in place of options; see `words`."""
     for name, value in list(vars(cls).items()):
         if callable(value) and not isinstance(value, type) and (not name.startswith("_") or name == "__init__"):
-            setattr(cls, name, _translating(value))
+            setattr(cls, name, _translating(value, cls.__name__))
     return cls
 
 
-def _translating(method: Callable[..., Any]) -> Callable[..., Any]:
+def _translating(method: Callable[..., Any], asker: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(*arguments: Any, **options: Any) -> Any:
         try:
             return method(*arguments, **options)
         except LockstepError as error:
-            error.what = words(error.what)
-            error.where, error.remedy = error.where and words(error.where), error.remedy and words(error.remedy)
+            error.what = words(error.what, asker)
+            error.where = error.where and words(error.where, asker)
+            error.remedy = error.remedy and words(error.remedy, asker)
             raise
 
     return call

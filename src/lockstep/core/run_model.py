@@ -97,6 +97,7 @@ def build_model(
         model,
         loss,
         calls_vary=task.calls_vary,
+        is_bypassed=task.losses_elsewhere,
         uses_graphs=compute.uses_cuda_graphs,
         tensor_plan=task.tensor_plan,
     )

@@ -159,12 +159,12 @@ def train_step(
 
 def exact_step(
     state: TrainState, micro_batches: Sequence[MicroBatch], samples: int, *, want_norm: bool = False
-) -> Generator[MicroBatch, Call | None, StepResult]:
+) -> Generator[MicroBatch | None, Call | None, StepResult]:
     """Consume one global batch and apply one update.
 
     It is a generator, so that the losses may be computed elsewhere, such as in a user's own loop. It yields each
     micro-batch, inside the contexts of its forward pass, and is sent a function that gives the losses. None: the losses
-    of the task.
+    of the task. It yields None when the backward pass is done.
 
     Args:
         micro_batches: this rank's micro-batches, equally many on every rank. Only the batch in use and the next are on
@@ -195,6 +195,7 @@ def exact_step(
     for number, micro_batch in enumerate(one_ahead(micro_batches)):
         last = number == len(micro_batches) - 1
         rest = yield from forward_backward_step(state, micro_batch, result, number=number, last=last)
+        yield None
 
     if state.counts_late:
         rest *= _count_late(state, micro_batches, result)

@@ -58,7 +58,7 @@ class FSDP(Single):
         mesh = self._mesh()
         self._shard(forward, mesh)
         self.forward = self.unwrapped = forward
-        self._modules = [forward, *(unit for unit, _ in self._units)]
+        self._modules = [_root(forward), *(unit for unit, _ in self._units)]
         device = torch.device("cpu") if self.options.cpu_offload else self.world.device
         materialise(forward.model, self._values, self.world, device)
         self._let_passes_agree(forward)
@@ -111,8 +111,8 @@ class FSDP(Single):
                 module.largest_over_ranks = largest
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        self.forward.set_requires_gradient_sync(last or self.options.reduce_each_micro_batch)
-        self.forward.set_requires_all_reduce(last)  # over the replicas of a hybrid mesh
+        self._modules[0].set_requires_gradient_sync(last or self.options.reduce_each_micro_batch)
+        self._modules[0].set_requires_all_reduce(last)  # over the replicas of a hybrid mesh
         return contextlib.nullcontext()
 
     def backward(self, losses: Losses, factors: Losses, last: bool) -> Waits | None:
@@ -147,7 +147,7 @@ class FSDP(Single):
         return {name: found[id(parameter)] for name, parameter in self.trainable.items()}
 
     def backward_alone(self, losses: Losses, factors: Losses) -> None:
-        self.forward.set_requires_gradient_sync(False)
+        self._modules[0].set_requires_gradient_sync(False)
         torch.autograd.backward(*self._roots(losses, factors, last=False))
         for module in self._modules:
             torch_internals.drop_gathered_gradients(module)
@@ -231,7 +231,7 @@ class FSDP(Single):
             common["offload_policy"] = CPUOffloadPolicy(pin_memory=devices.of(self.world.device).has_own_memory)
         for unit, frees in self._units:
             fully_shard(unit, reshard_after_forward=frees, **common)
-        fully_shard(forward, **common)
+        fully_shard(_root(forward), **common)
         for name, parameter in forward.named_parameters():
             vars(parameter).update(attributes[name])  # those that a model sets; FSDP makes new objects
         units = [unit for unit, _ in self._units]
@@ -240,6 +240,12 @@ class FSDP(Single):
                 unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + options.forward_prefetch])
             if options.backward_prefetch:
                 unit.set_modules_to_backward_prefetch(units[max(0, place - options.backward_prefetch) : place][::-1])
+
+
+def _root(forward: Any) -> nn.Module:
+    """The module whose call gathers the parameters outside of the units."""
+    root: nn.Module = forward.model if forward.is_bypassed else forward
+    return root
 
 
 def _check_parameters(forward: nn.Module, blocks: Sequence[nn.Module]) -> None:

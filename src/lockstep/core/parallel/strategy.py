@@ -63,6 +63,7 @@ class Forward(nn.Module):
     Args:
         loss: `Task.loss`.
         calls_vary: `Task.calls_vary`.
+        is_bypassed: others call the model itself: what must happen around a forward pass belongs to the model.
         uses_graphs: the model may run as CUDA graphs. A graph writes its results into the same memory each time, so
             they are copied.
         tensor_plan: what `Task.tensor_plan` returns.
@@ -74,6 +75,7 @@ class Forward(nn.Module):
         loss: Callable[[nn.Module, Any], Any],
         *,
         calls_vary: bool = False,
+        is_bypassed: bool = False,
         uses_graphs: bool = False,
         tensor_plan: Callable[[], Mapping[str, str] | None] = lambda: None,
     ) -> None:
@@ -81,6 +83,7 @@ class Forward(nn.Module):
         self.model = model
         self.loss = loss
         self.calls_vary = calls_vary
+        self.is_bypassed = is_bypassed
         self.uses_graphs = uses_graphs
         self.tensor_plan = tensor_plan
         self.kept = KeptOutput()

@@ -1,0 +1,147 @@
+"""`LoopStep`: one step of a user's own loop."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.errors import UsageError
+from lockstep.core.loop import NextStep
+from lockstep.core.step import StepResult, TrainState, exact_step
+from lockstep.trainer.user_loop_task import zero_loss
+
+
+class LoopStep:
+    """One global batch and one update. `Loop` makes it; iterate over it to get this rank's micro-batches.
+
+    Attributes:
+        number: of this step, from 1.
+        epoch: of its samples, from 0.
+        ends_epoch: True if it has the last samples of its epoch.
+        is_last: True if the training ends after it.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        asked: NextStep,
+        *,
+        steps_per_epoch: int,
+        stop: int,
+        updated: Callable[[StepResult], None],
+    ) -> None:
+        self.number = state.step + 1
+        self.epoch = state.step // steps_per_epoch
+        self.ends_epoch = self.number % steps_per_epoch == 0
+        self.is_last = self.number >= stop
+        self.result: StepResult | None = None
+        """None until the update is done."""
+        self._state, self._count, self._updated = state, len(asked.micro_batches), updated
+        self._update = exact_step(state, asked.micro_batches, asked.samples, want_norm=asked.want_norm)
+        self._begun = False
+        self._current: Any = None  # the micro-batch that has no backward pass yet
+        self._at = 0  # its number, from 1
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's micro-batches, on its device. When they are used up, the update is made."""
+        if self._begun:
+            remedy = "iterate once over the micro-batches of a step"
+            raise UsageError("its micro-batches were read before", where=f"step {self.number}", remedy=remedy)
+        self._begun = True
+        try:
+            try:
+                asked = next(self._update)
+                while True:
+                    assert asked is not None
+                    self._current, self._at = asked, self._at + 1
+                    yield asked.batch
+                    if self._current is not None:
+                        raise self._no_backward()
+                    asked = next(self._update)
+            except StopIteration as end:
+                self.result = end.value
+                self._updated(end.value)
+        finally:
+            self._update.close()  # an exception or a break left it: the contexts of its forward pass end
+
+    def backward(
+        self, loss: Tensor, *, units: float | Tensor | None = None, reduction: Literal["mean", "sum"] = "mean"
+    ) -> None:
+        """The backward pass of the loss of this micro-batch. Call it once for each micro-batch.
+
+        The gradient of the step is that of the sum of the loss over all units of the global batch, divided by their
+        number: a mean over all samples (or tokens, or pixels), however they are spread over ranks and micro-batches.
+
+        Args:
+            loss: a scalar.
+            units: how many samples (or valid labels, tokens, pixels) `loss` is the mean of, or the sum. None: the
+                samples of the micro-batch. 0: the micro-batch does not count.
+            reduction: whether `loss` is the `mean` over the units, or their `sum`.
+
+        Raises:
+            UsageError: it was called before for this micro-batch, or the loss is not a scalar with a gradient.
+        """
+        micro_batch, where = self._current, f"step {self.number}, step.backward"
+        if micro_batch is None:
+            what = (
+                "it was called outside of `for batch in step`"
+                if not self._at
+                else "it was called twice for a micro-batch"
+            )
+            remedy = "call it once for each micro-batch, with the sum of the losses: step.backward(loss_a + loss_b)"
+            raise UsageError(what, where=where, remedy=remedy)
+        if reduction not in ("mean", "sum"):
+            raise UsageError(f"reduction={reduction!r}", where=where, remedy="use 'mean' or 'sum'")
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            remedy = "give a scalar: loss.mean(), or loss.sum() with reduction='sum'"
+            raise UsageError(f"the loss is {shown}", where=where, remedy=remedy)
+        if not loss.requires_grad:
+            remedy = "compute it from the output of loop.model, without detach(), .item() or torch.no_grad()"
+            raise UsageError("the loss depends on no trainable parameter", where=where, remedy=remedy)
+        if self._state.counts_late:
+            count = _number(units, where) if units is not None else float(len(micro_batch.indices))
+            micro_batch.weights = {"loss": 0.0 if micro_batch.filler else count}
+        else:  # Loop(units=...) has counted them
+            count = sum((micro_batch.weights or {}).values())
+        total = loss if reduction == "sum" else loss * count
+        has_mean = bool(count) or bool(total.isfinite())  # a mean over no unit is NaN
+        if not has_mean and self._state.strategy.is_sharded:
+            remedy = "give the sum: step.backward(loss, units=n, reduction='sum')"
+            raise UsageError(f"the loss is {float(loss)} with units=0", where=where, remedy=remedy)
+
+        def losses(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            return {"loss": total if has_mean else zero_loss(model)}
+
+        self._current = None
+        self._update.send(losses)
+
+    def _no_backward(self) -> UsageError:
+        return UsageError(
+            f"micro-batch {self._at} of {self._count} had no backward pass",
+            where=f"step {self.number}",
+            remedy="call step.backward(loss) for each micro-batch: other ranks wait for it. With units=0 it does not "
+            "count",
+        )
+
+    def incomplete(self) -> UsageError:
+        """The error about a body that did not go through all micro-batches."""
+        what = "its micro-batches were not read" if not self._begun else f"only {self._at} of {self._count} were read"
+        return UsageError(
+            f"the body of the loop ended before the update: {what}",
+            where=f"step {self.number}",
+            remedy="write `for batch in step:` inside of `for step in loop:`, and do not leave it with break",
+        )
+
+
+def _number(units: Any, where: str) -> float:
+    value = (
+        float(units) if isinstance(units, numbers.Real) or (isinstance(units, Tensor) and units.numel() == 1) else -1.0
+    )
+    if not 0 <= value < torch.inf:
+        raise UsageError(f"units={units!r}", where=where, remedy="give the number of units: 0 or more")
+    return value

@@ -1,0 +1,384 @@
+"""`Loop`: a user's own loop ends with the weights of the same `Task`, and of plain torch."""
+
+import copy
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, TensorDataset, WeightedRandomSampler
+
+import lockstep
+from lockstep.core.errors import RankError, UsageError
+from lockstep.trainer import user_exit
+from lockstep.verify.workers import WorkerEnded
+from tests import own_tasks, ranks, runs
+from tests.processes import HANG_S
+from tests.ranks import run_ranks
+
+QUIET = {"quiet": True, "config": {"log.writers": ["json_lines"], "device": "cpu"}}
+SETTINGS = {"log": {"writers": ["json_lines"], "every_steps": 5, "pictures": 0, "flops": False}, "device": "cpu"}
+
+
+def loop_of(task, folder, steps=20, scheduler=None, **options):
+    """A loop over the data of a task, and its model."""
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    options = {"config": SETTINGS, "global_batch": 24, "quiet": True, "run_dir": folder} | options
+    made = scheduler(optimizer) if scheduler else None
+    return lockstep.Loop(model, optimizer, task.train_data(), steps=steps, scheduler=made, **options)
+
+
+def squared(loop, batch):
+    inputs, targets, mask = batch
+    return ((loop.model(inputs) - targets).square() * mask).sum()
+
+
+def masked_body(loop, *, stop=None):
+    """Train on the mean over the valid labels of each micro-batch, of which the body knows the number."""
+    for step in loop:
+        for inputs, targets, mask in step:
+            error = ((loop.model(inputs) - targets).square() * mask).sum()
+            step.backward(error / mask.sum().clamp(min=1), units=mask.sum())
+        if step.number == stop:
+            break
+
+
+def trained_in_loop(options, units):
+    """Weights of a loop on these ranks."""
+    with runs.shared_folder() as folder:
+        task = own_tasks.Masked()
+        loop = loop_of(task, folder, units=task.weight if units else None, **options)
+        if units:
+            for step in loop:
+                for batch in step:
+                    step.backward(task.loss(loop.model, batch), reduction="sum")
+        else:
+            masked_body(loop)
+        weights = runs.whole_weights(loop.model)
+        loop.close()
+        return weights
+
+
+def trained_as_task(settings):
+    return runs.fit(own_tasks.Masked(), runs.config(**settings))[0]
+
+
+CASES = [
+    (1, {}, {}),
+    (2, {"micro_batch": 5}, {"batch": {"micro": 5}}),
+    (3, {"micro_batch": 3, "clip_norm": 0.1}, {"batch": {"micro": 3}, "optim": {"clip_norm": 0.1}}),
+    (2, {"strategy": "fsdp", "micro_batch": 7}, {"batch": {"micro": 7}, "parallel": {"strategy": "fsdp"}}),
+]
+
+
+def test_a_loop_ends_with_the_bits_of_the_same_task():
+    for world, options, settings in CASES:
+        loop = run_ranks(world, trained_in_loop, options, True)[0]
+        task = run_ranks(world, trained_as_task, settings)[0]
+        assert all(torch.equal(loop[name], task[name]) for name in task), (world, options)
+
+
+def test_units_that_only_the_body_knows_give_the_update_of_plain_torch():
+    for world, options, _ in CASES:
+        expected, _ = runs.by_hand(own_tasks.Masked(), clip_norm=options.get("clip_norm"))
+        loop = run_ranks(world, trained_in_loop, options, False)[0]
+        assert runs.difference(loop, expected) < 1e-10, (world, options)
+
+
+def test_steps_without_a_unit_are_skipped_on_all_ranks():
+    expected, norms = runs.by_hand(own_tasks.FewLabels())
+    for world in (1, 2):
+        assert runs.difference(run_ranks(world, trained_on_few_labels)[0], expected) < 1e-10, world
+    assert len(norms) < 20
+
+
+def trained_on_few_labels():
+    with runs.shared_folder() as folder:
+        loop = loop_of(own_tasks.FewLabels(), folder, micro_batch=5)
+        masked_body(loop)
+        assert loop._run.state.skipped > 0
+        weights = runs.whole_weights(loop.model)
+        loop.close()
+        return weights
+
+
+def cosine(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+
+def stopped_and_resumed(stop):
+    """Weights, state and last rate of a loop that is left after `stop` steps, and made again in the same folder."""
+    with runs.shared_folder() as folder:
+        if stop:
+            first = loop_of(own_tasks.Masked(), folder, scheduler=cosine, micro_batch=5)
+            first.state["seen"] = []
+            for step in first:
+                for inputs, targets, mask in step:
+                    step.backward(
+                        ((first.model(inputs) - targets).square() * mask).sum(), units=mask.sum(), reduction="sum"
+                    )
+                first.state["seen"].append(step.number)
+                if step.number == stop:
+                    break
+            first.close()
+        loop = loop_of(own_tasks.Masked(), folder, scheduler=cosine, micro_batch=5)
+        loop.state.setdefault("seen", [])
+        for step in loop:
+            for batch in step:
+                step.backward(squared(loop, batch), units=batch[2].sum(), reduction="sum")
+            loop.state["seen"].append(step.number)
+        weights = runs.whole_weights(loop.model)
+        loop.close()
+        return weights, loop.state["seen"], loop.results["train/lr"]
+
+
+def test_a_loop_that_was_left_resumes_with_its_state_and_scheduler():
+    for world in (1, 2):
+        whole, seen, rate = run_ranks(world, stopped_and_resumed, 0)[0]
+        assert seen == list(range(1, 21))
+        for stop in (7, 19):
+            weights, again, resumed_rate = run_ranks(world, stopped_and_resumed, stop)[0]
+            assert (again, resumed_rate) == (seen, rate), (world, stop)
+            assert all(torch.equal(weights[name], whole[name]) for name in whole), (world, stop)
+
+
+def by_plain_torch_with_schedule():
+    torch.manual_seed(0)
+    model = nn.Linear(10, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=9)
+
+
+def test_a_scheduler_gives_the_rates_of_a_plain_loop(tmp_path):
+    data = TensorDataset(torch.randn(72, 10), torch.randn(72, 1))
+    model, optimizer, scheduler = by_plain_torch_with_schedule()
+    expected = []
+    for _ in range(9):
+        expected.append([optimizer.param_groups[0][key] for key in ("lr", "momentum")])
+        optimizer.step()
+        if len(expected) < 9:
+            scheduler.step()
+    model, optimizer, scheduler = by_plain_torch_with_schedule()
+    loop = lockstep.Loop(
+        model,
+        optimizer,
+        data,
+        global_batch=8,
+        epochs=1,
+        scheduler=scheduler,
+        run_dir=tmp_path,
+        quiet=True,
+        config=SETTINGS,
+    )
+    found = []
+    for step in loop:
+        for inputs, targets in step:
+            found.append([optimizer.param_groups[0][key] for key in ("lr", "momentum")])
+            step.backward((loop.model(inputs) - targets).square().mean())
+    loop.close()
+    assert found == expected
+
+
+def test_rates_that_the_body_sets_count(tmp_path):
+    data = TensorDataset(torch.randn(32, 10), torch.randn(32, 1))
+    model = nn.Linear(10, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = lockstep.Loop(model, optimizer, data, global_batch=8, epochs=1, run_dir=tmp_path, **QUIET)
+    for step in loop:
+        before = copy.deepcopy(loop.model.state_dict())
+        for inputs, targets in step:
+            step.backward((loop.model(inputs) - targets).square().mean())
+        changed = any(not torch.equal(value, before[name]) for name, value in loop.model.state_dict().items())
+        assert changed == (step.number < 3)
+        optimizer.param_groups[0]["lr"] = 0.0 if step.number == 2 else optimizer.param_groups[0]["lr"]
+    loop.close()
+
+
+def evaluated():
+    from torchmetrics import MeanSquaredError
+
+    with runs.shared_folder() as folder:
+        task = own_tasks.Masked(length=24)
+        loop = loop_of(task, folder, steps=1)
+        inputs, targets, _ = own_tasks.masked_data(37, seed=1)
+        masked_body(loop)
+        value = loop.evaluate(TensorDataset(inputs, targets), MeanSquaredError())
+        by_name = loop.evaluate(DataLoader(TensorDataset(inputs, targets), 4), {"mse": MeanSquaredError()})
+        with torch.no_grad():
+            expected = float((loop.model(inputs) - targets).square().mean())
+        was_training = loop.model.training
+        loop.close()
+        return value, by_name, expected, was_training
+
+
+def test_an_evaluation_counts_each_sample_once_on_any_number_of_ranks():
+    for world in (1, 2, 3):
+        for value, by_name, expected, _ in run_ranks(world, evaluated):
+            assert value == pytest.approx(expected, rel=1e-6), world
+            assert by_name == {"mse": pytest.approx(expected, rel=1e-6)}, world
+
+
+def test_the_saved_file_is_loaded_by_plain_torch(tmp_path):
+    loop = loop_of(own_tasks.Masked(), tmp_path / "run", steps=2)
+    masked_body(loop)
+    loop.save(tmp_path / "model.pt")
+    loop.close()
+    model = own_tasks.Masked().model()
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loop.model.parameters(), strict=True))
+
+
+# ---- misuse
+
+
+def test_a_rank_that_leaves_alone_is_named():
+    # Rank 0 waits in a collective: it raises the error of rank 1, or its process ends.
+    waiting, left = ranks._ranks.run(2, left_by_rank_1, timeout_s=HANG_S)
+    assert left.startswith("for step in loop: rank 1 left its loop after step 3, and other ranks did not: rank 0"), left
+    assert isinstance(waiting, WorkerEnded) or "rank 1 left its loop" in waiting, waiting
+
+
+def left_by_rank_1():
+    user_exit._LEAVE_S = 2.0
+    with runs.shared_folder() as folder:
+        loop = loop_of(own_tasks.Masked(), folder)
+        try:
+            masked_body(loop, stop=3 if os.environ["RANK"] == "1" else None)
+            loop.close()
+        except RankError as error:
+            return str(user_exit.fail_open(error))
+        return "none"
+
+
+def body_without_backward(loop):
+    for step in loop:
+        for _ in step:
+            pass
+
+
+def body_with_two_passes(loop):
+    for step in loop:
+        for inputs, targets, _ in step:
+            for _ in range(2):
+                step.backward((loop.model(inputs) - targets).square().mean())
+
+
+def body_that_leaves_the_step(loop):
+    for step in loop:
+        for inputs, targets, _ in step:
+            step.backward((loop.model(inputs) - targets).square().mean())
+            break
+
+
+def body_with_a_vector(loop):
+    for step in loop:
+        for inputs, targets, _ in step:
+            step.backward((loop.model(inputs) - targets).square())
+
+
+def body_with_a_constant(loop):
+    for step in loop:
+        for inputs, targets, _ in step:
+            step.backward((loop.model(inputs) - targets).square().mean().detach())
+
+
+def body_with_negative_units(loop):
+    for step in loop:
+        for inputs, targets, _ in step:
+            step.backward((loop.model(inputs) - targets).square().mean(), units=-1)
+
+
+def test_a_body_that_breaks_a_rule_is_told_which(tmp_path):
+    cases = {
+        body_without_backward: "micro-batch 1 of 2 had no backward pass",
+        body_with_two_passes: "called twice for a micro-batch",
+        body_that_leaves_the_step: "only 1 of 2 were read",
+        body_with_a_vector: "the loss is a tensor of shape (12, 5)",
+        body_with_a_constant: "the loss depends on no trainable parameter",
+        body_with_negative_units: "units=-1",
+    }
+    for number, (body, text) in enumerate(cases.items()):
+        loop = loop_of(own_tasks.Masked(), tmp_path / str(number), micro_batch=12)
+        with pytest.raises(UsageError) as caught:
+            body(loop)
+        assert text in str(caught.value), body.__name__
+        assert "step 1" in str(caught.value), body.__name__
+        user_exit.fail_open(caught.value)
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+def test_what_cannot_be_kept_is_an_error(tmp_path):
+    data, model = TensorDataset(torch.randn(8, 2)), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    half = torch.optim.SGD([model.weight], lr=0.1)
+    cases = [
+        ((model, optimizer, DataLoader(data, 2)), "SequentialSampler"),
+        ((model, optimizer, DataLoader(data, sampler=SequentialSampler(data))), "SequentialSampler"),
+        ((model, optimizer, DataLoader(data, 2, shuffle=True, worker_init_fn=print)), "worker_init_fn"),
+        ((model, optimizer, DataLoader(data, batch_size=None, shuffle=True)), "makes its batches"),
+        ((model, optimizer, Numbers()), "IterableDataset"),
+        ((model, other, data), "a parameter of shape (1, 2) that the model does not have"),
+        ((model, half, data), "lacks parameters of the model that require a gradient: bias"),
+        ((optimizer, model, data), "the model is a SGD"),
+    ]
+    for number, (arguments, text) in enumerate(cases):
+        with pytest.raises(UsageError) as caught:
+            lockstep.Loop(*arguments, epochs=1, run_dir=tmp_path / str(number), quiet=True)
+        assert text in str(caught.value), (number, str(caught.value))
+
+
+def stacked(rows):
+    return torch.stack([row[0] for row in rows])
+
+
+def test_settings_of_a_data_loader_are_taken_over(tmp_path):
+    data = TensorDataset(torch.arange(40.0)[:, None])
+    weights = [1.0] * 20 + [0.0] * 20
+    sampler = WeightedRandomSampler(weights, 30)
+    loader = DataLoader(
+        data, 6, sampler=sampler, collate_fn=lambda rows: torch.stack([row[0] for row in rows]), drop_last=True
+    )
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    loop = lockstep.Loop(model, optimizer, loader, epochs=1, run_dir=tmp_path, **QUIET)
+    seen = []
+    for step in loop:
+        for batch in step:
+            seen.append(batch[:, 0].tolist())
+            step.backward(loop.model(batch).mean())
+    loop.close()
+    assert [len(batch) for batch in seen] == [6] * 5
+    assert max(max(batch) for batch in seen) < 20
+
+
+def test_frozen_parameters_need_not_be_in_the_optimizer(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model[1].parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(16, 2), torch.randn(16, 1))
+    loop = lockstep.Loop(model, optimizer, data, global_batch=8, epochs=1, run_dir=tmp_path, **QUIET)
+    for step in loop:
+        for inputs, targets in step:
+            step.backward((loop.model(inputs) - targets).square().mean())
+    loop.close()
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"1.weight", "1.bias"}
+
+
+def test_two_loops_follow_each_other_in_one_process():
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(2):
+            loop = loop_of(own_tasks.Masked(), Path(folder, str(number)), steps=2)
+            masked_body(loop)
+        assert len(list(Path(folder).glob("*/checkpoints/step-*"))) == 2
+        loop.close()
