@@ -56,7 +56,7 @@ def test_step_passes_these_files_of_the_engine_and_of_the_task(calls):
 def test_frames_below_the_loop(calls):
     names = [name for _, _, name in calls]
     step = calls[names.index("train_step") :]
-    assert max(depth for depth, _, _ in step) == 8
+    assert max(depth for depth, _, _ in step) == 10
     assert next(depth for depth, _, name in calls if name == "train_step") == 1
     assert max(depth for depth, _, _ in calls) == 11
 

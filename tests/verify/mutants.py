@@ -143,7 +143,7 @@ def _config(name: str, check: str, *overrides: str, base: str = "classes") -> No
     MUTANTS[name] = Mutant(name, check, base, overrides=overrides)
 
 
-STEP, OPTIM = "core.step:train_step", "core.schedule:set_lr"
+STEP, OPTIM = "core.step:exact_step", "core.schedule:set_lr"
 AVERAGE = "state.averages.update(state.step - state.skipped)"
 MICRO_BATCH, FACTORS = "core.step:forward_backward_step", "core.step:_factors"
 CALL_FACTORS = "factors, rest = _factors(state, losses, result.totals, micro_batch)"
@@ -333,7 +333,7 @@ _engine(
     "model left in evaluation mode by an evaluation",
     "gradients",
     (
-        "core.loop:fit",
+        "core.loop:steps",
         "for micro_batches in batches:",
         "for micro_batches in batches:\n    state.forward.train(state.step < 6)",
     ),
@@ -341,7 +341,7 @@ _engine(
 _engine(
     "model in evaluation mode from the start",
     "gradients",
-    ("core.loop:fit", "state.forward.train()", "state.forward.eval()"),
+    ("core.loop:steps", "state.forward.train()", "state.forward.eval()"),
     base="dropout",
 )
 _engine(
@@ -353,7 +353,7 @@ _engine(
 _engine(
     "modules put into training mode past the model's own train()",
     "gradients",
-    ("core.loop:fit", "state.forward.train()", "[setattr(one, 'training', True) for one in state.forward.modules()]"),
+    ("core.loop:steps", "state.forward.train()", "[setattr(one, 'training', True) for one in state.forward.modules()]"),
     base="frozen-norm",
 )
 _task("dead branch", "gradients", "DeadBranch")
