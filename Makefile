@@ -19,7 +19,7 @@ demo: $(DEMO_READY)
 	@$(BIN)/python examples/demo_result.py runs/demo
 
 test: $(READY)
-	$(BIN)/python tests/in_halves.py --durations=15
+	$(BIN)/python tests/in_shards.py --durations=10 $(TESTS)
 
 # Also the combinations that are left out above because others test the same. TESTS: paths and options of pytest.
 test-all: $(READY)

@@ -20,6 +20,7 @@ _SKELETON = "task_skeleton.py.txt"
 class Library(enum.StrEnum):
     """A library with a migration page."""
 
+    PLAIN = "plain"
     LIGHTNING = "lightning"
     ACCELERATE = "accelerate"
     TRANSFORMERS = "transformers"

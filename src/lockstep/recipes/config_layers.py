@@ -14,7 +14,7 @@ import yaml
 from lockstep.core.config.config_section import Section
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError, did_you_mean
-from lockstep.recipes import registry
+from lockstep.recipes import own_file, registry
 
 
 def read_numbers_as_today(side: Any) -> None:
@@ -84,8 +84,7 @@ def read_target(target: str) -> Layers:
     if path.endswith(".py"):
         if not Path(path).is_file():
             raise UsageError("no such file", where=path, remedy="give the path of your Python file, as FILE.py:Task")
-        if not attribute:
-            raise UsageError("no class is named", where=path, remedy=f"write {path}:MyTask")
+        own_file.check_target(path, attribute)
         values = {"name": Path(path).stem, "task": {"kind": f"{os.path.abspath(path)}:{attribute}"}}
         return Layers(values, target, {})
     values, sources = _read_layers(target, ())

@@ -1,0 +1,92 @@
+"""Run the tests in as many processes as there are cores, and print the results of one after the other.
+
+    python tests/in_shards.py [--record] [paths and options of pytest]
+
+A process takes whole files: fixtures and warm ranks serve all tests of a file. The files are dealt by the seconds
+that `tests/durations.json` records, the longest first. `--record` writes that file anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from pathlib import Path
+from statistics import median
+
+HERE = Path(__file__).resolve().parent
+DURATIONS = HERE / "durations.json"
+
+
+def shards(files: list[str], seconds: dict[str, float], count: int) -> list[list[str]]:
+    """Deal files to `count` shards of about equal seconds: the longest first, each to the shard with the least."""
+    usual = median(seconds.values()) if seconds else 1.0
+    found: list[list[str]] = [[] for _ in range(count)]
+    load = [0.0] * count
+    for file in sorted(files, key=lambda file: (-seconds.get(file, usual), file)):
+        least = load.index(min(load))
+        found[least].append(file)
+        load[least] += seconds.get(file, usual)
+    return [sorted(shard) for shard in found if shard]
+
+
+def measured(reports: list[Path]) -> dict[str, float]:
+    """Seconds by file, of pytest's XML reports."""
+    seconds: Counter[str] = Counter()
+    for report in reports:
+        for case in ElementTree.parse(report).iter("testcase"):
+            parts = case.get("classname", "").split(".")
+            while parts and not Path(*parts).with_suffix(".py").exists():
+                parts.pop()
+            if parts:
+                seconds["/".join(parts) + ".py"] += float(case.get("time", 0))
+    return {file: round(value, 1) for file, value in sorted(seconds.items())}
+
+
+def main() -> int:
+    os.chdir(HERE.parent)
+    # Compiled modules are kept even if the environment forbids it: otherwise each command that tests start would
+    # compile the package again, and each process all tests.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    arguments = [one for one in sys.argv[1:] if one != "--record"]
+    chosen = [one for one in arguments if Path(one.partition("::")[0]).exists()]
+    options = [one for one in arguments if one not in chosen]
+    roots = [Path(one) for one in chosen] or [Path("tests")]
+    files = sorted({str(p) for root in roots for p in (root.rglob("test_*.py") if root.is_dir() else [root])})
+    seconds = json.loads(DURATIONS.read_text()) if DURATIONS.is_file() else {}
+    dealt = shards(files, seconds, len(os.sched_getaffinity(0)))
+    with tempfile.TemporaryDirectory() as folder:
+        reports = [Path(folder, f"{number}.xml") for number in range(len(dealt))]
+        outputs = [Path(folder, f"{number}.txt").open("w+") for number in range(len(dealt))]
+        outputs[0] = None  # type: ignore[call-overload]  # it is shown while it runs
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "pytest", f"--junitxml={report}", *options, *shard],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for shard, report, output in zip(dealt, reports, outputs, strict=True)
+        ]
+        try:
+            codes = [process.wait() for process in processes]
+        finally:
+            for process, output in zip(processes, outputs, strict=True):
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait()
+                if output is not None:
+                    output.seek(0)
+                    print(output.read(), end="")
+        if "--record" in sys.argv:
+            new = {file: value for file, value in seconds.items() if Path(file).exists()} | measured(reports)
+            DURATIONS.write_text(json.dumps(dict(sorted(new.items())), indent=0) + "\n")
+    nothing = 5  # pytest's exit code where a shard has no test, such as with -k
+    return max((code for code in codes if code != nothing), default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

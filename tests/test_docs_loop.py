@@ -1,0 +1,76 @@
+"""The examples and the page of `Loop`."""
+
+import inspect
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.core.errors import UsageError
+from lockstep.recipes import config_file
+from lockstep.trainer import user_exit
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_both_examples_learn(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("plain", "with_lockstep"):
+        runpy.run_path(str(ROOT / "examples" / "loop" / f"{name}.py"), run_name="__main__")
+        user_exit.close_open()
+        last = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch 8: accuracy")]
+        assert float(last[0].split()[-1]) > 0.93, name
+        assert set(torch.load("model.pt")) == {"1.weight", "1.bias", "4.weight", "4.bias"}
+
+
+def changed_lines():
+    """The lines of a diff in docs/loop.md by their sign."""
+    text = (ROOT / "docs" / "loop.md").read_text()
+    diff = text.split("```diff\n")[1].split("```")[0].splitlines()
+    return {sign: [line[1:] for line in diff if line.startswith(sign)] for sign in "+- "}
+
+
+def test_the_loop_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    diff = changed_lines()
+    data = torch.utils.data.TensorDataset(torch.randn(512, 4), torch.randint(2, (512,)))
+    names = {"torch": torch, "Net": lambda: torch.nn.Linear(4, 2), "train_data": data}
+    names |= {"cross_entropy": torch.nn.functional.cross_entropy}
+    exec("\n".join(["import lockstep", *diff[" "], *diff["+"][1:]]), names)
+    user_exit.close_open()
+    assert set(torch.load("model.pt")) == {"weight", "bias"}
+
+
+def test_both_pages_show_the_same_diff():
+    pages = [ROOT / "docs" / "loop.md", ROOT / "src" / "lockstep" / "migration" / "plain.md"]
+    one, other = (page.read_text().split("```diff\n")[1].split("```")[0] for page in pages)
+    assert one == other
+
+
+def test_a_script_with_a_loop_is_recognised_without_running_it(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("model = 1 / 0\nloss.backward()\n")
+    for target in (str(script), f"{script}:model"):
+        with pytest.raises(UsageError) as caught:
+            config_file.load(target)
+        assert "lockstep init --from plain" in str(caught.value), target
+        assert f"lockstep run --nproc 2 {script}" in str(caught.value), target
+    script.write_text("class MyTask(lockstep.Task): pass\nmodel = 1 / 0\n")
+    with pytest.raises(UsageError, match=f"write {script}:MyTask"):
+        config_file.load(str(script))
+
+
+def test_every_argument_on_the_pages_is_one_of_loop():
+    text = pages_of_loop()
+    named = {name for call in re.findall(r"Loop\(([^`]*)\)", text) for name in re.findall(r"(\w+)=", call)}
+    assert named <= set(inspect.signature(lockstep.Loop).parameters)
+    assert len(named) >= 8
+
+
+def pages_of_loop():
+    pages = [ROOT / "docs" / "loop.md", ROOT / "src" / "lockstep" / "migration" / "plain.md"]
+    return "\n".join(page.read_text() for page in pages)
