@@ -30,6 +30,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from harness import ratios, spread
+
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEMS = ("lockstep", "trainer", "plain", "lockstep-grouped", "trainer-grouped")
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
@@ -288,8 +290,8 @@ def compared(ours, theirs):
     """Medians over rounds of the ratios, with the smallest and the largest."""
     texts = []
     for name in ("samples", "tokens", "tokens_cpu"):
-        ratios = [getattr(a, name) / getattr(b, name) for a, b in zip(ours, theirs, strict=True)]
-        texts.append(f"{name} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        of_rounds = ratios(*([getattr(run, name) for run in runs] for runs in (ours, theirs)))
+        texts.append(f"{name} {spread(of_rounds)}")
     return ", ".join(texts)
 
 
