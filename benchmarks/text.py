@@ -27,10 +27,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from harness import ratios, spread
+from harness import ratios, spread, take_turns
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEMS = ("lockstep", "trainer", "plain", "lockstep-grouped", "trainer-grouped")
@@ -267,11 +268,13 @@ def main():
         work(options)
         return
     make_task(options).train_data()  # tokenised outside of the clock
-    found = {system: [] for system in options.systems}
-    for number in range(options.rounds):
-        for system in options.systems:
-            found[system].append(measure(system, options))
-            print(f"round {number}  {system:<17} {described(found[system][-1:])}", flush=True)
+
+    def turn(system):
+        run = measure(system, options)
+        print(f"{system:<24} {described([run])}", flush=True)
+        return run
+
+    found = take_turns({system: partial(turn, system) for system in options.systems}, options.rounds)
     for system in options.systems:
         print(f"{system:<17} median {described(found[system])}")
     for ours in ("lockstep", "lockstep-grouped"):
