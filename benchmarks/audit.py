@@ -11,7 +11,6 @@ all that observers do, and of the time by the clock.
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from harness import free_port, ratios, spread
 
 BLOCK = 10
 SKIPPED = 40  # of the first steps, which start up
@@ -95,9 +96,7 @@ def train(steps: int, width: int) -> None:
 
 def measure(options: argparse.Namespace, every: int) -> tuple[dict[str, tuple[float, float]], int]:
     """By name: seconds of a step without observers and with them; the number of parameters."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "lockstep.audit", "--folder", folder, "--every", str(every), __file__]
         command += ["--train", "--steps", str(options.steps), "--width", str(options.width)]
@@ -149,8 +148,7 @@ def main() -> None:
         print(f"every {every}: {rounds[0][1]:,} parameters, 2 ranks, {options.rounds} rounds of {options.steps} steps")
         for name in rounds[0][0]:
             plain, observed = zip(*(found[name] for found, _ in rounds), strict=True)
-            ratios = [with_them / without for without, with_them in zip(plain, observed, strict=True)]
-            ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+            ratio = spread(ratios(observed, plain), ".3f")
             shown = f"{1e3 * statistics.median(plain):6.2f} ms, observed {1e3 * statistics.median(observed):6.2f} ms"
             print(f"  {name}: {shown}, {ratio}", flush=True)
 

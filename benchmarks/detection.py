@@ -22,13 +22,14 @@ import json
 import math
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from harness import spread
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = ["precision=bf16", "task.augment.vertical_flip=0.5"]
@@ -143,7 +144,7 @@ def compare(data: Path, epochs: int, rounds: int) -> None:
             for name, found in (("lockstep", lockstep), ("plain", loop))
         )
         print(f"round {number + 1}: {listed}; ratio {ratios[-1]:.2f}", flush=True)
-    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(f"ratio {spread(ratios)}")
 
 
 def gather_on_rank() -> None:

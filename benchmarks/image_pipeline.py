@@ -33,10 +33,12 @@ import random
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from harness import ratios, spread, take_turns
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -216,22 +218,21 @@ def systems() -> dict:
 
 def report(speeds: dict[str, list[float]]) -> None:
     for name, values in speeds.items():
-        ratios = [own / plain for own, plain in zip(values, speeds["plain"], strict=True)]
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-        print(f"  {name:13s}{statistics.median(values):8.0f} /s   {statistics.median(ratios):5.2f} ({spread})")
+        print(f"  {name:13s}{statistics.median(values):8.0f} /s   {spread(ratios(values, speeds['plain']))}")
 
 
 def one_process(files: Files, options: argparse.Namespace) -> None:
     for case in options.cases:
         prepared = {name: make(files, case, options.batch) for name, make in systems().items()}
-        speeds: dict[str, list[float]] = {name: [] for name in prepared}
-        for number in range(-1, options.rounds):  # the first round warms up
-            for name, read in prepared.items():
-                begin = time.process_time()
-                for turn in range(options.batches):
-                    read(turn * options.batch)
-                if number >= 0:
-                    speeds[name].append(options.batch * options.batches / (time.process_time() - begin))
+
+        def speed(read):
+            begin = time.process_time()
+            for turn in range(options.batches):
+                read(turn * options.batch)
+            return options.batch * options.batches / (time.process_time() - begin)
+
+        ways = {name: partial(speed, read) for name, read in prepared.items()}
+        speeds = take_turns(ways, options.rounds, warm_up=1)
         print(f"{case}: pictures per second on one core, and how often that is plain's")
         report(speeds)
 
@@ -257,14 +258,15 @@ def with_workers(files: Files, options: argparse.Namespace) -> None:
         ours = Loader(MicroBatches(files, Task(case), 0, training=True), workers=2, device=torch.device("cpu"))
         plain = DataLoader(PlainData(files, case, count), options.batch, num_workers=2, persistent_workers=True)
         read = {"lockstep": lambda ours=ours: ours.run(lambda: plans), "plain": lambda plain=plain: iter(plain)}
-        speeds: dict[str, list[float]] = {name: [] for name in read}
-        for number in range(-1, options.rounds):
-            for name, batches in read.items():
-                begin = time.perf_counter()
-                for _ in batches():
-                    pass
-                if number >= 0:
-                    speeds[name].append(count / (time.perf_counter() - begin))
+
+        def speed(batches):
+            begin = time.perf_counter()
+            for _ in batches():
+                pass
+            return count / (time.perf_counter() - begin)
+
+        ways = {name: partial(speed, batches) for name, batches in read.items()}
+        speeds = take_turns(ways, options.rounds, warm_up=1)
         print(f"{case}: pictures per second end to end with 2 workers, and how often that is plain's")
         report(speeds)
 
@@ -341,13 +343,14 @@ def operations(files: Files, options: argparse.Namespace) -> None:
         ways = {"lockstep": ours, "PIL": by_pil(pil)}
         if kornia is not None:
             ways["kornia"] = by_kornia(lambda x, other=other: other(kornia, x))
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(options.rounds):
-            for way, change in ways.items():
-                begin = time.perf_counter()
-                for picture in pictures:
-                    change(picture.image)
-                times[way].append((time.perf_counter() - begin) / len(pictures) * 1e6)
+
+        def microseconds(change):
+            begin = time.perf_counter()
+            for picture in pictures:
+                change(picture.image)
+            return (time.perf_counter() - begin) / len(pictures) * 1e6
+
+        times = take_turns({way: partial(microseconds, change) for way, change in ways.items()}, options.rounds)
         listed = "   ".join(f"{way} {statistics.median(t):6.0f} ({min(t):.0f})" for way, t in times.items())
         print(f"  {name:18s}{listed}")
 

@@ -26,9 +26,11 @@ import json
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from harness import take_turns
 from text import LR, ROOT, WARM_UP, compared, described, measure, now
 
 SYSTEMS = ("lockstep", "trl-packed", "trainer-padded", "lockstep-padded", "plain")
@@ -273,12 +275,13 @@ def main():
     for packed in (True, False):  # tokenised outside of the clock
         task = make_task(options, packed)
         task.train_data(), task.eval_data()
-    found = {system: [] for system in options.systems}
-    for number in range(options.rounds):
-        for system in options.systems:
-            found[system].append(measure(system, options, __file__, NAMES))
-            step = milliseconds(found[system][-1], options)
-            print(f"round {number}  {system:<16} {described(found[system][-1:])}  {step:.0f} ms a step", flush=True)
+
+    def turn(system):
+        run = measure(system, options, __file__, NAMES)
+        print(f"{system:<23} {described([run])}  {milliseconds(run, options):.0f} ms a step", flush=True)
+        return run
+
+    found = take_turns({system: partial(turn, system) for system in options.systems}, options.rounds)
     for system in options.systems:
         print(f"{system:<16} median {described(found[system])}")
     for ours in ("lockstep", "lockstep-padded"):

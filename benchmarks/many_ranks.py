@@ -34,9 +34,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from many_ranks_task import SAVES_AFTER
+import torch
+from harness import header, row
+from torch import nn
+from torch.utils.data import TensorDataset
 
-HERE = Path(__file__).parent
+from lockstep import Part, Task
+from lockstep.core.parallel import rendezvous
+
+THIS = Path(__file__).resolve()
+SAVES_AFTER = 5  # steps
 LIMIT_S = 900.0
 COLUMNS = (
     ("ranks", "{:d}"),
@@ -57,6 +64,63 @@ COLUMNS = (
 )
 
 
+# ---- what ranks train
+
+
+def mark(name, value=0.0):
+    """Append a line to the file that the environment names; a line so short is written whole."""
+    words = (time.time(), time.process_time(), os.environ["RANK"], os.getpid(), name, value)
+    with open(os.environ["MARKS"], "a") as file:
+        file.write(" ".join(map(str, words)) + "\n")
+
+
+class Tiny(Task):
+    def __init__(self, samples: int = 1024) -> None:
+        self.samples = samples
+        mark("imported")
+
+    def train_data(self):
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(self.samples, 8, generator=generator)
+        return TensorDataset(inputs, inputs.tanh())
+
+    def model(self):
+        mark("model")
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
+        return nn.Sequential(*blocks, nn.Linear(8, 8))
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().mean(dim=1).sum()
+
+
+class Marks(Part):
+    """Marks the first steps and the save, then makes steps rare: the processes wait to be looked at."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def start(self, training):
+        mark("ready")
+
+    def after_step(self, training):
+        self.steps += 1
+        if self.steps <= SAVES_AFTER:
+            mark(f"step-{self.steps}")
+        elif self.steps == SAVES_AFTER + 2:
+            if training.rank == 0:
+                mark("keys", next(iter(rendezvous._stores.values()))[0].num_keys())
+            mark("resting")
+        else:
+            time.sleep(0.5)
+
+    def before_save(self, training):
+        if self.steps == SAVES_AFTER:
+            mark("saves")
+
+
+# ---- the measurement
+
+
 class Job:
     """A training of many ranks."""
 
@@ -65,12 +129,12 @@ class Job:
         marks = folder / "marks"
         marks.touch()
         self.marks = marks.open()
-        command = [str(Path(sys.executable).parent / "lockstep"), "train", f"{HERE / 'many_ranks_task.py'}:Tiny"]
+        command = [str(Path(sys.executable).parent / "lockstep"), "train", f"{THIS}:Tiny"]
         command += ["--nproc", str(ranks), "--max-restarts", "1", "--run-dir", str(folder / "run")]
         command += ["device=cpu", "train.steps=100000", f"batch.global={ranks}"]
         command += [f"parallel.strategy={options.strategy}"]
         command += [f"checkpoint.every_steps={SAVES_AFTER}", f"task.samples={16 * ranks}"]
-        command += [f"train.parts=[{HERE / 'many_ranks_task.py'}:Marks]", *options.keys]
+        command += [f"train.parts=[{THIS}:Marks]", *options.keys]
         if options.shard_ranks:
             command.append(f"parallel.shard_ranks={options.shard_ranks}")
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MARKS": str(marks)}
@@ -216,11 +280,10 @@ def main():
     if options.mesh:
         measure_mesh(tuple(options.mesh))
         return
-    print("| " + " | ".join(name for name, _ in COLUMNS) + " |")
-    print("|" + "---:|" * len(COLUMNS))
+    header(*(name for name, _ in COLUMNS))
     for ranks in options.ranks:
-        row = measure(options, ranks)
-        print("| " + " | ".join(form.format(row[name]) for name, form in COLUMNS) + " |", flush=True)
+        found = measure(options, ranks)
+        row(*(form.format(found[name]) for name, form in COLUMNS))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,16 +20,40 @@ import time
 from pathlib import Path
 
 import torch
+from harness import spread
+from torch import nn
+from torch.utils.data import TensorDataset
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
+from lockstep import Task  # noqa: E402
 from lockstep.core.checkpoint import files, store  # noqa: E402
 from tests import processes  # noqa: E402
 from tests.namespaces import Namespaces, Training, kill, tree, why_not  # noqa: E402
 
 DIGITS = ["digits", "train.epochs=1", "train.eval_every_epochs=0", "checkpoint.every_steps=5", "log.every_steps=5"]
-SLOW = [f"{HERE}/nodes_task.py:Slow", "task.step_s=0.05", "train.steps=1000000", "checkpoint.every_steps=20"]
+SLOW = [f"{Path(__file__).resolve()}:Slow", "task.step_s=0.05", "train.steps=1000000", "checkpoint.every_steps=20"]
 LOG = ["log.writers=[text_log,json_lines]", "device=cpu"]
+
+
+class Slow(Task):
+    """A small model whose steps take a given time."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.step_s = step_s
+
+    def train_data(self):
+        generator = torch.Generator().manual_seed(1)
+        inputs = torch.randn(400, 10, generator=generator)
+        return TensorDataset(inputs, inputs[:, :5].tanh())
+
+    def model(self):
+        return nn.Sequential(nn.Linear(10, 32), nn.GELU(), nn.Linear(32, 5))
+
+    def loss(self, model, batch):
+        if model.training:
+            time.sleep(self.step_s)
+        return (model(batch[0]) - batch[1]).square().mean(dim=1).sum()
 
 
 def weights(run):
@@ -115,7 +138,7 @@ def main():
             rounds = [recover(folder, number, parts) for number in range(chosen.rounds)]
             for part in rounds[0]:
                 seconds = [one[part] for one in rounds]
-                print(f"{part}: median {statistics.median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f})")
+                print(f"{part}: {spread(seconds, '.1f')} s")
     print(f"load {os.getloadavg()[0]:.1f}", flush=True)
 
 

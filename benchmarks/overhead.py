@@ -21,7 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+
+from harness import spread, take_turns
 
 BATCH = 32
 # Hidden width, layers, steps in a round: about 2 ms and 30 ms per step on one core.
@@ -172,21 +175,16 @@ def rank_main(size, rounds, kind):
         sys.stdout.flush()
         keep, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)  # what the loops print costs them time, but is not for the reader
-        pairs = []
-        for number in range(rounds + 1):
-            first, second = (plain, ours) if number % 2 else (ours, plain)
-            times = {first: first.run(folder), second: second.run(folder)}
-            if number:
-                pairs.append((times[plain] * 1e3, times[ours] * 1e3))
+        ways = {name: partial(loop.run, folder) for name, loop in (("ours", ours), ("plain", plain))}
+        times = take_turns(ways, rounds, warm_up=1)
+        pairs = [(1e3 * p, 1e3 * o) for p, o in zip(times["plain"], times["ours"], strict=True)]
         os.dup2(keep, 1)
         if world.rank == 0:
             plain_ms = statistics.median(p for p, _ in pairs)
             extra = statistics.median(o - p for p, o in pairs)
-            ratio = statistics.median(o / p for p, o in pairs)
-            spread = f"{min(o / p for p, o in pairs):.3f} to {max(o / p for p, o in pairs):.3f}"
+            ratio = spread([o / p for p, o in pairs], ".3f")
             print(
-                f"{kind:8} {world.size} ranks  {size:5}  plain {plain_ms:7.3f} ms  ours {extra:+.3f} ms  "
-                f"ratio {ratio:.3f} ({spread})",
+                f"{kind:8} {world.size} ranks  {size:5}  plain {plain_ms:7.3f} ms  ours {extra:+.3f} ms  ratio {ratio}",
                 flush=True,
             )
 
@@ -233,15 +231,14 @@ def main():
                         *command[1:],
                     ]
                 subprocess.run(command, check=True, env=environment)
-    peaks = {which: [] for which in ("plain", "ours")}
-    for _ in range(3):
-        for which, found in peaks.items():
-            found.append(
-                float(
-                    subprocess.check_output([sys.executable, __file__, "--memory", which], env=environment).split()[-1]
-                )
-            )
-    plain, ours = (statistics.median(peaks[which]) for which in ("plain", "ours"))
+
+    def peak(which):
+        return float(
+            subprocess.check_output([sys.executable, __file__, "--memory", which], env=environment).split()[-1]
+        )
+
+    peaks = take_turns({which: partial(peak, which) for which in ("plain", "ours")}, 3)
+    plain, ours = map(statistics.median, peaks.values())
     print(
         f"peak memory, 1 rank, 50 million parameters: plain {plain:.0f} MiB, ours {ours:.0f} MiB, "
         f"ratio {ours / plain:.3f}"

@@ -17,7 +17,7 @@ alternate.
              were trained twice, or never, in the whole training
     kill     all processes are killed while a checkpoint is written: how often the next start goes on, begins anew,
              fails
-    text, lm, answers    `text.py`, `lm.py` and `lm_answers.py`, which have tables of their own
+    text, lm    `text.py` and `lm.py`, which have tables of their own
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ LR_OF_WIDE = 1e-6
 OTHERS = {
     "text": ["text.py", "--systems", "plain", "lockstep", "trainer"],
     "lm": ["lm.py", "--systems", "lockstep", "trl-packed", "trainer-padded", "plain"],
-    "answers": ["lm_answers.py"],
 }
 
 
@@ -345,8 +344,7 @@ def main():
             print(f"| {name}: {PARTS[name][2]} | {' | '.join(row.values())} |", flush=True)
     for name in [part for part in options.parts if part in OTHERS]:
         print(f"\n{name}", flush=True)
-        rounds = [] if name == "answers" else ["--rounds", str(options.rounds)]
-        small = ["--steps", "3"] if options.tiny and name != "answers" else []
+        rounds, small = ["--rounds", str(options.rounds)], ["--steps", "3"] if options.tiny else []
         subprocess.run([sys.executable, HERE / OTHERS[name][0], *OTHERS[name][1:], *rounds, *small], check=False)
 
 

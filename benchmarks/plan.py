@@ -24,7 +24,6 @@ import json
 import multiprocessing
 import os
 import resource
-import socket
 import sys
 import time
 import traceback
@@ -32,6 +31,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from harness import free_port
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -165,9 +165,7 @@ def measure(model: str, ranks: int, cases: list[Case]) -> list[dict[str, float]]
     """The figures of each case, of the rank with the largest peak."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes = [context.Process(target=_rank, args=(rank, ranks, port, model, cases, queue)) for rank in range(ranks)]
     for process in processes:
         process.start()

@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from harness import free_port
 
 COMMAND = [sys.executable, "-m", "lockstep"]
 PATIENCE_S = 90
@@ -86,12 +87,6 @@ FAULTS = {
         ["connection is slow (a to b"],
     ),
 }
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def start(node: str, command: list[str], folder: Path, code: str, mounts: list[str]) -> subprocess.Popen[str]:

@@ -28,13 +28,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from restart_plain import BATCH, EVERY
+from harness import ratios, spread
 
-HERE = Path(__file__).parent
+THIS = str(Path(__file__).resolve())
+BATCH = 64  # over all ranks
+EVERY = 50  # steps from checkpoint to checkpoint
 PARTS = {
     "agent": "started",
     "imports": "imported",
@@ -44,6 +47,115 @@ PARTS = {
     "step": "loss 2",
 }
 LIMIT_S = 120.0
+
+
+# ---- what is trained
+
+
+def mark(name, at=None):
+    """Append a line `time cpu-seconds rank pid name` to the file that the environment names."""
+    with open(os.environ["MARKS"], "a") as file:
+        file.write(
+            f"{time.time() if at is None else at:.3f} {time.process_time():.3f} "
+            f"{os.environ['RANK']} {os.getpid()} {name}\n"
+        )
+
+
+def started(thread=None):
+    """When this process, or one of its threads, was started; the system counts it in hundredths of a second."""
+    text = Path(f"/proc/self/task/{thread or os.getpid()}/stat").read_text()
+    ticks = int(text.rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def digits():
+    import torch
+    from torch.utils.data import TensorDataset
+
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(1797, 1, 8, 8, generator=generator), torch.randint(10, (1797,), generator=generator)
+    )
+
+
+def network():
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 16, 10)
+    )
+
+
+def plain_loop():
+    """A hand-written DDP loop that resumes from its `torch.save` checkpoint."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    mark("started", started())
+    mark("imported")
+    dist.init_process_group("gloo")
+    mark("joined")
+    rank, world, path = dist.get_rank(), dist.get_world_size(), Path(os.environ["CHECKPOINT"])
+    data = digits()
+    mark("model")
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = 0
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+    forward = DistributedDataParallel(model)
+    sampler = DistributedSampler(data, world, rank)
+    loader = DataLoader(data, BATCH // world, sampler=sampler)
+    while True:
+        sampler.set_epoch(step // len(loader))
+        for images, labels in loader:
+            mark("loss")
+            loss = nn.functional.cross_entropy(forward(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if step % EVERY == 0 and rank == 0:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                torch.save(state, path.with_suffix(".new"))
+                path.with_suffix(".new").replace(path)
+
+
+if __name__ != "__main__":  # `lockstep train` reads its task from this file
+    from torch import nn
+
+    from lockstep import Task
+
+    class Marked(Task):
+        """The same model, data and marks."""
+
+        def __init__(self):
+            mark("started", started())
+            # Lockstep starts this thread right before it makes the process group: imports are done, the store is there.
+            threads = [thread.native_id for thread in threading.enumerate() if thread.name == "lockstep-failures"]
+            mark("imported", started(*threads))
+            mark("joined")
+
+        def train_data(self):
+            return digits()
+
+        def model(self):
+            mark("model")
+            return network()
+
+        def loss(self, model, batch):
+            mark("loss")
+            return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+# ---- the measurement
 
 
 class Hang(Exception):
@@ -82,13 +194,14 @@ class Job:
                 "--nproc-per-node",
                 "2",
                 *restarts,
-                str(HERE / "restart_plain.py"),
+                THIS,
+                "--plain",
             ]
         else:
             command = [
                 str(Path(sys.executable).parent / "lockstep"),
                 "train",
-                f"{HERE / 'restart_task.py'}:Marked",
+                f"{THIS}:Marked",
                 "--nproc",
                 "2",
                 *restarts,
@@ -165,7 +278,7 @@ class Job:
         except subprocess.TimeoutExpired:
             for pid in (self.process.pid, *self.ranks):
                 command = Path(f"/proc/{pid}/cmdline")
-                if pid == self.process.pid or (command.exists() and b"restart_" in command.read_bytes()):
+                if pid == self.process.pid or (command.exists() and b"restart.py" in command.read_bytes()):
                     os.kill(pid, signal.SIGKILL)
         self.reading.close()
 
@@ -198,8 +311,8 @@ def compare(rounds, busy):
         seconds, cpu = (statistics.median(getattr(row, name) for row in rows) for name in ("seconds", "cpu"))
         print(f"{which:8} {seconds:.2f} s: {middle}; a rank computed {cpu:.2f} s")
     for name, what in (("seconds", "time"), ("cpu", "computing")):
-        ratios = [getattr(pair["lockstep"], name) / getattr(pair["plain"], name) for pair in pairs]
-        print(f"ratio of {what} {statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
+        ours, plain = ([getattr(pair[which], name) for pair in pairs] for which in ("lockstep", "plain"))
+        print(f"ratio of {what} {spread(ratios(ours, plain), '.3f')}", flush=True)
 
 
 def in_a_row(restarts):
@@ -213,8 +326,8 @@ def in_a_row(restarts):
                 times.append(job.kill(random.randrange(2)).seconds)
         except Hang as hang:
             print(hang)
-    spread = f", {statistics.median(times):.1f} s each ({min(times):.1f} to {max(times):.1f})" if times else ""
-    print(f"{len(times)} of {restarts} restarts in a row came back{spread}")
+    each = f", seconds each: {spread(times, '.1f')}" if times else ""
+    print(f"{len(times)} of {restarts} restarts in a row came back{each}")
 
 
 def main():
@@ -224,7 +337,11 @@ def main():
     parser.add_argument(
         "--busy", type=float, default=0.15, help="share of the machine that others may take in a round that counts"
     )
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.plain:
+        plain_loop()
+        return
     if options.rounds:
         compare(options.rounds, options.busy)
     if options.restarts:

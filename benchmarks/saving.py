@@ -29,6 +29,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+from harness import ratios, spread
+
 LAYERS = 24
 BATCH = 16  # per rank
 MIN_STEPS = 4
@@ -189,12 +191,9 @@ def report(found, size, busy):
         f"written and committed after {middle['written']:.2f} s of {middle['window']:.2f} s"
     )
     for what in ("blocked", "total"):
-        ratios = [row[f"ours {what}"] / row[f"plain {what}"] for row in found]
+        of_rounds = ratios(*([row[f"{who} {what}"] for row in found] for who in ("ours", "plain")))
         times = f"torch.save {middle[f'plain {what}']:.2f} s, Lockstep {middle[f'ours {what}']:.2f} s"
-        print(
-            f"{what:7}  {times}, ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            flush=True,
-        )
+        print(f"{what:7}  {times}, ratio {spread(of_rounds)}", flush=True)
 
 
 def main():

@@ -37,6 +37,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from harness import spread
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -329,8 +330,7 @@ def steps_main(options):
         ratios = [ours[number] / plain[number] for plain, ours in pairs]
         plain = statistics.median(plain[number] for plain, _ in pairs) * 1e3
         extra = statistics.median(ours[number] - plain[number] for plain, ours in pairs) * 1e3
-        spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-        print(f"{name:8}  plain {plain:.1f} ms, Lockstep {extra:+.1f} ms, ratio {spread}")
+        print(f"{name:8}  plain {plain:.1f} ms, Lockstep {extra:+.1f} ms, ratio {spread(ratios, '.3f')}")
     apart, steps = max(rank["apart"] for rank in found), (options.rounds + 1) * PHASE
     print(f"weights at most {apart:.1e} apart after {steps} steps of each", flush=True)
 

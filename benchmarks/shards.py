@@ -15,10 +15,12 @@ import statistics
 import tarfile
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
+from harness import header, ratios, row, spread, take_turns
 
 import lockstep
 from lockstep.shards.write import write
@@ -146,14 +148,9 @@ def case(name, samples, kind, reader, folder, rounds):
         read, runs["by hand"] = reader(paths), by_hand
         if kind == "tar" and (other := of_webdataset(paths)):
             runs["WebDataset"] = other
-    speeds = {who: [] for who in runs}
-    for _ in range(rounds):
-        for who, run in runs.items():
-            speeds[who].append(measured(run, len(samples)))
+    speeds = take_turns({who: partial(measured, run, len(samples)) for who, run in runs.items()}, rounds)
     for who, found in speeds.items():
-        ratios = [one / other for one, other in zip(found, speeds["Shards"], strict=True)]
-        middle, low, high = statistics.median(ratios), min(ratios), max(ratios)
-        print(f"| {name} | {who} | {statistics.median(found):,.0f} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
+        row(name, who, f"{statistics.median(found):,.0f}", spread(ratios(found, speeds["Shards"])))
 
 
 def main():
@@ -161,7 +158,7 @@ def main():
     options.add_argument("--samples", type=int, default=20_000)
     options.add_argument("--rounds", type=int, default=5)
     chosen = options.parse_args()
-    print("| samples | reader | samples per second | against Shards, round by round |\n|---|---|---:|---:|")
+    header("samples", "reader", "samples per second", "against Shards, round by round")
     short, long = texts(chosen.samples), pieces(chosen.samples // 10)
     cases = [
         ("texts in Parquet", short, "parquet", of_parquet),

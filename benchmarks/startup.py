@@ -19,10 +19,83 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-HERE = Path(__file__).parent
+from harness import ratios, spread, take_turns
+
+THIS = str(Path(__file__).resolve())
 LOCKSTEP = str(Path(sys.executable).parent / "lockstep")
+
+
+def mark_first_step():
+    """Note the time when the first step is done and the second begins."""
+    if os.environ.get("RANK", "0") == "0":
+        Path(os.environ["MARK"]).write_text(str(time.time()))
+
+
+def plain_loop():
+    """A hand-written loop with DDP, tqdm and TensorBoard."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+    from torch.utils.tensorboard import SummaryWriter
+    from tqdm import tqdm
+
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    if world > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
+    if world > 1:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = TensorDataset(torch.randn(1000, 10), torch.randn(1000, 5))
+    loader = DataLoader(data, 32 // world, sampler=DistributedSampler(data, world, rank))
+    writer = SummaryWriter(tempfile.mkdtemp()) if rank == 0 else None
+    bar = tqdm(total=2, disable=rank > 0)
+    for step, (inputs, targets) in enumerate(loader):
+        if step == 1:
+            mark_first_step()
+        loss = (model(inputs) - targets).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        bar.update()
+        if step == 1:
+            break
+    if writer is not None:
+        writer.add_scalar("loss", float(loss), 1)
+        writer.close()
+    if world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ != "__main__":  # `lockstep train` reads its task from this file
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    from lockstep import Task
+
+    class Marked(Task):
+        """The same model and data."""
+
+        calls = 0
+
+        def model(self):
+            return nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 5))
+
+        def train_data(self):
+            return TensorDataset(torch.randn(1000, 10), torch.randn(1000, 5))
+
+        def loss(self, model, batch):
+            self.calls += torch.is_grad_enabled()  # not the dry run before the first step
+            if self.calls == 2:
+                mark_first_step()
+            return (model(batch[0]) - batch[1]).square().mean(dim=1).sum()
 
 
 def first_step(command, folder):
@@ -47,28 +120,21 @@ def seconds(command):
 
 def commands(ranks, folder, steps=2):
     """The plain loop, Lockstep, and Lockstep with cold starts."""
-    plain = [sys.executable, str(HERE / "startup_plain.py")]
+    plain = [sys.executable, THIS, "--plain"]
     if ranks > 1:
         plain = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *plain[1:]]
-    task = [f"{HERE / 'startup_task.py'}:Marked", "device=cpu", f"train.steps={steps}"]
+    task = [f"{THIS}:Marked", "device=cpu", f"train.steps={steps}"]
     ours = [LOCKSTEP, "train", *task, "--nproc", str(ranks), "--run-dir", str(folder / "run"), "--fresh"]
     return {"plain": plain, "lockstep": ours, "lockstep --cold": [*ours, "--cold"]}
 
 
 def compare(ranks, rounds, folder):
-    times = {name: [] for name in commands(ranks, folder)}
-    for _ in range(rounds + 1):
-        for name, command in commands(ranks, folder).items():
-            times[name].append(first_step(command, folder))
-    plain = times["plain"][1:]
+    ways = {name: partial(first_step, command, folder) for name, command in commands(ranks, folder).items()}
+    times = take_turns(ways, rounds, warm_up=1)
+    plain = times.pop("plain")
     print(f"{ranks} ranks: plain {statistics.median(plain):.2f} s", flush=True)
-    for name in list(times)[1:]:
-        ratios = [ours / theirs for ours, theirs in zip(times[name][1:], plain, strict=True)]
-        print(
-            f"  {name}: {statistics.median(times[name][1:]):.2f} s, "
-            f"ratio {statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})",
-            flush=True,
-        )
+    for name, ours in times.items():
+        print(f"  {name}: {statistics.median(ours):.2f} s, ratio {spread(ratios(ours, plain), '.3f')}", flush=True)
 
 
 def processes():
@@ -149,7 +215,11 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 8])
     parser.add_argument("--launches", type=int, default=0)
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.plain:
+        plain_loop()
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if options.launches:

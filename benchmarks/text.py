@@ -27,8 +27,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+from harness import ratios, spread, take_turns
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEMS = ("lockstep", "trainer", "plain", "lockstep-grouped", "trainer-grouped")
@@ -265,11 +268,13 @@ def main():
         work(options)
         return
     make_task(options).train_data()  # tokenised outside of the clock
-    found = {system: [] for system in options.systems}
-    for number in range(options.rounds):
-        for system in options.systems:
-            found[system].append(measure(system, options))
-            print(f"round {number}  {system:<17} {described(found[system][-1:])}", flush=True)
+
+    def turn(system):
+        run = measure(system, options)
+        print(f"{system:<24} {described([run])}", flush=True)
+        return run
+
+    found = take_turns({system: partial(turn, system) for system in options.systems}, options.rounds)
     for system in options.systems:
         print(f"{system:<17} median {described(found[system])}")
     for ours in ("lockstep", "lockstep-grouped"):
@@ -288,8 +293,8 @@ def compared(ours, theirs):
     """Medians over rounds of the ratios, with the smallest and the largest."""
     texts = []
     for name in ("samples", "tokens", "tokens_cpu"):
-        ratios = [getattr(a, name) / getattr(b, name) for a, b in zip(ours, theirs, strict=True)]
-        texts.append(f"{name} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        of_rounds = ratios(*([getattr(run, name) for run in runs] for runs in (ours, theirs)))
+        texts.append(f"{name} {spread(of_rounds)}")
     return ", ".join(texts)
 
 

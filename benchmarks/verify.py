@@ -1,27 +1,46 @@
-"""False alarms and times of `lockstep verify`: every shipped recipe and the clean tasks of the tests.
+"""False alarms and times of `lockstep verify` on trainings that are right.
 
-    python benchmarks/verify.py [NAME ...] [--ranks 2,3] [--strategies ddp,fsdp] [--full] [--data DIR]
+    python benchmarks/verify.py recipes [NAME ...] [--ranks 2,3] [--strategies ddp,fsdp] [--full] [--data DIR]
+    python benchmarks/verify.py unusual [NAME ...] [--nproc 2] [--checks a,b] [--full] [--timeout-s 240]
+    python benchmarks/verify.py models [FAMILY ...] [--nproc 2] [--checks a,b] [--full] [--steps 4]
 
-Each training is verified on each number of ranks with each strategy, on CPU, with all checks (`--quick` unless
-`--full` is given). All of these trainings are right, so every fault is a false alarm. Recipes that need data take real
-data from DIR (default: ../shared/data). Where the data are absent, the recipe is left out with a message. Worker
-processes stay from one verification to the next, so the times do not include their start, for which a user waits once
-per command.
+`recipes`: every shipped recipe and the clean tasks of the tests, on each number of ranks with each strategy, on CPU.
+Recipes that need data take real data from DIR (default: ../shared/data), and are left out with a message where these
+are absent. Worker processes stay from one verification to the next, so the times do not include their start.
+
+`unusual`: the tasks of `tests/verify/unusual_models.py`, `unusual_losses.py` and `unusual_data.py`, by the command. A
+command that does not end is a false alarm, too.
+
+`models`: small, new models of many families of the package `transformers`, of `tests/verify/transformer_models.py`.
+
+All of them are right, so each fault is a false alarm, or names something that is really so in a model. A line tells how
+many checks passed; lines below it have those that were not shown or found a fault, with the reason. All checks are made
+as `--quick` makes them, unless `--full` is given. The exit code is 1 if there was a fault.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from lockstep.core.config import config_file  # noqa: E402
+from lockstep.core.errors import LockstepError  # noqa: E402
+from lockstep.core.task import Task  # noqa: E402
+from lockstep.recipes import config_file  # noqa: E402
 from lockstep.verify import command  # noqa: E402
+from lockstep.verify.result import CheckResult  # noqa: E402
 from lockstep.verify.workers import Workers  # noqa: E402
 
 COMMON = ["optim.lr=0.01", "batch.global=40"]
@@ -82,16 +101,21 @@ def targets(data: Path) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--ranks", default="2,3")
-    parser.add_argument("--strategies", default="ddp,fsdp")
-    parser.add_argument("--full", action="store_true")
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
-    options = parser.parse_args()
+def told(name: str, results: Sequence[CheckResult], seconds: float) -> bool:
+    """Print what the checks of a training gave. True if one found a fault."""
+    others = [one for one in results if one.status != "passed"]
+    is_fault = any(one.status == "fault" for one in others)
+    counts = f"{len(results) - len(others):>2} passed, {len(others)} not  ({seconds:.0f} s)"
+    print(f"{'FAULT' if is_fault else 'right'} {name:<36} {counts}", flush=True)
+    for one in others:
+        print(f"    {one.status:<9} {one.name}: {one.reason[:400]}", flush=True)
+    return is_fault
+
+
+def recipes(options: argparse.Namespace) -> int:
+    """The number of false alarms in recipes and clean tasks."""
     seconds: dict[str, list[float]] = {}
-    alarms = runs = 0
+    alarms = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         workers = Workers(folder / "ranks.log")
@@ -104,30 +128,97 @@ def main() -> None:
                     for strategy in options.strategies.split(","):
                         settings = config_file.load(what, [*overrides, f"parallel.strategy={strategy}", "device=cpu"])
                         settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
-                        result = command.verify(
-                            settings.model_dump(by_alias=True),
-                            count,
-                            folder,
-                            quick=not options.full,
-                            tell=lambda _: None,
-                            workers=workers,
-                        )
-                        runs += 1
-                        alarms += len(result.faults)
+                        config = settings.model_dump(by_alias=True)
+                        how = {"quick": not options.full, "tell": lambda _: None, "workers": workers}
+                        result = command.verify(config, count, folder, **how)
+                        alarms += told(f"{target} {count} {strategy}", result.checks, result.seconds)
                         for check in result.checks:
                             seconds.setdefault(check.name, []).append(check.seconds)
-                        others = [
-                            f"{check.name}: {check.reason}" for check in result.checks if check.status != "passed"
-                        ]
-                        counts = f"{len(result.checks) - len(others):>2} passed {len(result.faults)} faults"
-                        print(f"{target:<28} {count} {strategy:<5} {counts} {result.seconds:5.1f} s", flush=True)
-                        for other in others:
-                            print(f"    {other[:200]}", flush=True)
         finally:
             workers.close()
-    print(f"{runs} verifications, {alarms} false alarms")
     for check, values in seconds.items():
         print(f"{check:<14} median {statistics.median(values):5.2f} s, most {max(values):5.2f} s")
+    return alarms
+
+
+def by_command(task: type[Task], options: argparse.Namespace) -> list[CheckResult]:
+    """The checks of a verification by `lockstep verify`; a fault if there are none."""
+    from tests.verify.unusual_tasks import arguments
+
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "lockstep", "verify", *arguments(task)]
+        command += ["--nproc", str(options.nproc), "--run-dir", folder]
+        command += [] if options.full else ["--quick"]
+        command += ["--checks", options.checks] if options.checks else []
+        # A session of its own, so that the ranks of a command that hangs end with it.
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams)
+        try:
+            output, _ = process.communicate(timeout=options.timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            last = (output.decode().strip().splitlines() or ["nothing was printed"])[-1]
+            return [CheckResult("fault", f"it did not end within {options.timeout_s} s: {last}", name="command")]
+        written = Path(folder, "verify.json")
+        checks = json.loads(written.read_text())["checks"] if written.exists() else []
+    found = [CheckResult(check["status"], check["reason"], name=check["name"]) for check in checks]
+    return found or [CheckResult("fault", " ".join(output.decode().split())[-400:], name="command")]
+
+
+def unusual(options: argparse.Namespace) -> int:
+    """The number of false alarms in tasks that are right and unusual."""
+    from tests.verify.unusual_tasks import tasks
+
+    known, alarms = tasks(), 0
+    for name in options.names or known:
+        begun = time.perf_counter()
+        alarms += told(name, by_command(known[name], options), time.perf_counter() - begun)
+    return alarms
+
+
+def models(options: argparse.Namespace) -> int:
+    """The number of families of models with a fault."""
+    from tests.verify.transformer_models import FAMILIES, arguments
+
+    faults = 0
+    how = {"checks": options.checks.split(",") if options.checks else (), "quick": not options.full}
+    with tempfile.TemporaryDirectory() as root:
+        workers = Workers(Path(root, "verify.log"))  # the same processes for all families: transformers loads slowly
+        try:
+            for family in options.names or FAMILIES:
+                begun = time.perf_counter()
+                target, *overrides = arguments(family)
+                try:
+                    settings = config_file.load(target, overrides)
+                    settings = settings.model_copy(update={"batch": settings.batch.resolve(options.nproc)})
+                    config, place = settings.model_dump(by_alias=True), Path(root, family)
+                    more = {"tell": lambda _: None, "steps": options.steps, "workers": workers}
+                    results = command.verify(config, options.nproc, place, **how, **more).checks
+                except LockstepError as error:
+                    results = [CheckResult("fault", str(error), name="task")]
+                faults += told(family, results, time.perf_counter() - begun)
+        finally:
+            workers.close()
+    return faults
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=("recipes", "unusual", "models"))
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--ranks", default="2,3", help="of recipes")
+    parser.add_argument("--strategies", default="ddp,fsdp", help="of recipes")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data", help="of recipes")
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--checks", default="")
+    parser.add_argument("--timeout-s", type=float, default=240.0, help="of a command for an unusual task")
+    parser.add_argument("--steps", type=int, help="of each training of a model that is compared with another")
+    parser.add_argument("--full", action="store_true")
+    options = parser.parse_args()
+    alarms = {"recipes": recipes, "unusual": unusual, "models": models}[options.kind](options)
+    print(f"{alarms} false alarms")
+    sys.exit(alarms > 0)
 
 
 if __name__ == "__main__":

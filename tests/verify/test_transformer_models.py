@@ -1,4 +1,4 @@
-"""`lockstep verify` finds no fault in plain models of `transformers`, as `benchmarks/verify_models.py` shows of all."""
+"""`lockstep verify` finds no fault in plain models of `transformers`, as `benchmarks/verify.py models` shows of all."""
 
 import pytest
 

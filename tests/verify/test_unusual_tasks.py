@@ -1,4 +1,4 @@
-"""`lockstep verify` finds no fault in tasks that are right and unusual. `benchmarks/false_alarms.py` verifies all."""
+"""`lockstep verify` finds no fault in tasks that are right and unusual. `benchmarks/verify.py unusual` verifies all."""
 
 import pytest
 
