@@ -1,6 +1,7 @@
 """A LightningModule and a DataModule train as in plain torch, on any ranks; and what cannot be kept has its line."""
 
 import copy
+import importlib.util
 
 import numpy as np
 import pytest
@@ -400,3 +401,49 @@ def test_arguments_of_the_trainer_become_keys(tmp_path):
     assert (config.batch.global_, config.train.epochs, config.train.max_time) == (48, 2, 3600)
     assert config.train.stop_when.metric == "eval/val_loss"
     assert config.checkpoint.keep_best == "min eval/val_loss"
+
+
+IN_ANY_FOLDER = """
+import functools
+import torch
+from torch.nn.functional import cross_entropy
+from tests.adapters.lightning_cases import Net
+
+
+class Logs(Net):
+    def training_step(self, batch, batch_idx):
+        return functools.reduce(lambda name, value: self.log(name, value), ["words", "many"])  # HERE
+
+
+class Asks(Net):
+    @torch.no_grad()
+    def training_step(self, batch, batch_idx):
+        return torch.utils.checkpoint.checkpoint(lambda: self.trainer.world_size, use_reentrant=False)  # HERE
+
+
+class Gathers(Net):
+    def validation_step(self, batch, batch_idx):
+        self.all_gather(batch)  # HERE
+
+
+class Steps(Net):
+    def training_step(self, batch, batch_idx):
+        with torch.enable_grad():
+            self.optimizers().step()  # HERE
+"""
+
+
+def test_errors_name_the_users_line_in_folders_that_are_called_as_libraries(tmp_path):
+    lines = [number for number, line in enumerate(IN_ANY_FOLDER.split("\n"), 1) if "HERE" in line]
+    for name in ("lockstep", "torch", "transformers", "lightning", "pytorch_lightning", "torchmetrics"):
+        file = tmp_path / name / "src" / "mine.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(IN_ANY_FOLDER)
+        spec = importlib.util.spec_from_file_location(f"mine_in_{name}", file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for kind, line in zip((module.Logs, module.Asks, module.Gathers, module.Steps), lines, strict=True):
+            task = adapters.lightning(kind(), cases.Data(), weight="samples")
+            with pytest.raises(LockstepError) as caught:
+                task.metrics()
+            assert str(caught.value).startswith(f"{file}:{line}: "), (name, kind.__name__, str(caught.value))

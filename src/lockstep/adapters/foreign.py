@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lockstep.core.code_files import LOCKSTEP, PYTHON, library_of
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError
 from lockstep.core.part import Part, Training
@@ -16,7 +17,7 @@ from lockstep.core.task_checks import line_of as line_of
 Keys = dict[str, Any]
 """Values of the config by dotted path, such as `batch.global`."""
 DOCS = "docs/adapters.md"
-_LIBRARIES = ("/lockstep/", "/pytorch_lightning/", "/lightning/", "/torch/", "/torchmetrics/", "/transformers/")
+_LIBRARIES = (LOCKSTEP, PYTHON, "pytorch_lightning", "lightning", "torch", "torchmetrics", "transformers")
 
 
 class Foreign(Task):
@@ -81,7 +82,7 @@ def _excluding(section: str, key: str) -> set[str]:
 def users_line() -> str:
     """File and line of the nearest caller that is the user's code."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _LIBRARIES):
+    while frame.f_back is not None and library_of(frame.f_code.co_filename) in _LIBRARIES:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
