@@ -122,7 +122,7 @@ class LightningTask(Foreign):
         assert train is not None
         keys, validates = dict(train.keys), self._loaded["validate"] is not None
         more, notes = trainer_arguments.keys_of(self.trainer, keys["batch.global"], validates=validates)
-        self.notes += [*train.notes, *notes]
+        self.notes += [*train.notes, *(self._loaded["validate"].notes if self._loaded["validate"] else []), *notes]
         return keys | more
 
     # ---- the model
@@ -160,7 +160,7 @@ class LightningTask(Foreign):
         where = line_of(self.foreign.configure_optimizers)
         self._rates = None if config is None else optimizers.Rates(optimizer, config, where, module)
         if self._rates is not None:
-            self._rates.check_frequency(self.trainer.get("accumulate_grad_batches", 1))
+            self._rates.check_frequency(trainer_arguments.accumulated(self.trainer))
             trainer = self._served("train")
             del trainer.global_step, trainer.current_epoch  # factors are computed ahead
             self._rates.serve = functools.partial(served, Parts(module), trainer)
@@ -240,7 +240,7 @@ class LightningTask(Foreign):
         loader = loaders.single(found, where)
         if training:
             return loaders.read(loader, where)
-        return loaders.Loaded(loaders.Marked(loader.dataset, validates=True), loader.collate_fn)
+        return loaders.read_evaluated(loader, where)
 
     def train_data(self) -> Any:
         train = self._loaded["train"]
