@@ -163,6 +163,25 @@ def test_arguments_of_transformers_trainer_are_refused_at_once():
     assert "ignored callbacks of transformers: PrinterCallback" in task.notes
 
 
+def test_data_sets_that_transformers_takes_and_the_adapter_does_not_are_refused():
+    class Stream(torch.utils.data.IterableDataset):
+        pass
+
+    known = tags.samples(4, 0)
+    for given, message in (
+        (
+            {"train_dataset": known, "eval_dataset": {"one": known, "two": known}},
+            r"eval_dataset.*data sets: one, two",
+        ),
+        ({"train_dataset": {"train": known}}, r"train_dataset.*of data sets: train"),
+        ({"train_dataset": Stream()}, r"train_dataset.*it is a Stream\n.*docs/streams.md"),
+        ({"train_dataset": known, "eval_dataset": iter(known)}, r"eval_dataset.*it is a list_iterator"),
+        ({"train_dataset": None}, r"train_dataset.*it is missing"),
+    ):
+        with pytest.raises(LockstepError, match=message):
+            adapters.transformers(tags.model(), {}, **given)
+
+
 def test_training_arguments_with_lists_and_aliases_are_not_passed_over(tmp_path):
     def understood(**given):
         with warnings.catch_warnings():

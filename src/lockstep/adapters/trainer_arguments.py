@@ -108,7 +108,7 @@ def devices_of(trainer: Mapping[str, Any]) -> tuple[int, int]:
 def accumulated(trainer: Mapping[str, Any], faults: list[str] | None = None) -> int:
     """The number of batches that make an update. A fault is added if it is not one number for the whole training."""
     value: Any = trainer.get("accumulate_grad_batches", 1)
-    given = trainer.get("callbacks")
+    given: Any = trainer.get("callbacks")
     for one in given if isinstance(given, list | tuple) else [given]:
         if type(one).__name__ == "GradientAccumulationScheduler":
             value = one.scheduling

@@ -90,7 +90,7 @@ REFUSED = {
     "use_liger_kernel": "change the model before you give it",
 }
 """Arguments that must keep their defaults, with what to give instead."""
-_NEUTRAL = (None, False, 0, 0.0, "", [], {}, "random")  # defaults of what is refused
+_NEUTRAL: tuple[Any, ...] = (None, False, 0, 0.0, "", [], {}, "random")  # defaults of what is refused
 OF_TRAINER = {
     "callbacks": "a lockstep.Part: docs/adapters.md#a-callback-becomes-a-part",
     "compute_loss_func": "write a Task, whose loss is the sum of the losses: docs/tasks.md",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from lockstep.adapters import transformers_arguments, units
 from lockstep.adapters.foreign import Foreign, Keys, line_of, refused
@@ -66,6 +67,7 @@ class TransformersTask(Foreign):
         if model is not None and not hasattr(model, "config"):
             remedy = "give a model of transformers, an object with a `config`; for others, write a Task: docs/tasks.md"
             raise UsageError(f"the model is a {type(model).__name__}", where="adapters.transformers", remedy=remedy)
+        _check_sets(train_dataset, eval_dataset)
         self.made_model, self.model_init, self.processing_class = model, model_init, processing_class
         sets = (Marked(one) if reads_at_once(one) else one for one in (train_dataset, eval_dataset))
         self.sets, self.compute_metrics, self.given_weight = tuple(sets), compute_metrics, weight
@@ -277,6 +279,19 @@ class TransformersTask(Foreign):
         unit = units.of_loss(fits, last, self._where, near=rounding.near)
         self.notes.append(f"the loss of the model is a mean over {unit}, as {count} samples show")
         return unit
+
+
+def _check_sets(train: Any, evaluated: Any) -> None:
+    """Raises UsageError if a data set is none whose samples can be read by number."""
+    for name, data in (("train_dataset", train), ("eval_dataset", evaluated)):
+        where = f"adapters.transformers({name}=...)"
+        if isinstance(data, Mapping):
+            remedy = "give one of them; torch.utils.data.ConcatDataset joins several"
+            raise refused(f"it is a {type(data).__name__} of data sets: {', '.join(map(str, data))}", where, remedy)
+        is_missing = data is None and name == "train_dataset"
+        if is_missing or isinstance(data, IterableDataset) or (data is not None and not hasattr(data, "__len__")):
+            remedy = "give a data set with len() and [index]; for a stream, write a Task: docs/streams.md"
+            raise refused("it is missing" if is_missing else f"it is a {type(data).__name__}", where, remedy)
 
 
 def _decaying(module: nn.Module) -> set[str]:
