@@ -165,7 +165,8 @@ def test_arguments_of_transformers_trainer_are_refused_at_once():
 
 def test_data_sets_that_transformers_takes_and_the_adapter_does_not_are_refused():
     class Stream(torch.utils.data.IterableDataset):
-        pass
+        def __iter__(self):
+            return iter(known)
 
     known = tags.samples(4, 0)
     for given, message in (
