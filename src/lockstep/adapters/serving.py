@@ -124,7 +124,7 @@ class Parts:
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [part for part in module.modules() if "_automatic_optimization" in vars(part)]
-        self.metrics = metrics_in(module)
+        self.metrics, self.collections = metrics_in(module)
         self.first = next(module.parameters(), None)
 
 
@@ -145,6 +145,8 @@ def served(parts: Parts, trainer: ServedTrainer, record: Record | None = None, d
         with record.watching(parts.metrics):
             yield
     finally:
+        for collection in parts.collections:
+            collection._state_is_copy = False  # a step that lists its metrics sets it
         for module in parts.modules:
             for name in own:
                 vars(module).pop(name, None)

@@ -50,6 +50,7 @@ from lockstep.parts import profile as profiling
 from lockstep.recipes import config_file
 from lockstep.trainer import (
     assemble,
+    foreign,
     local_ranks,
     memory_shortage,
     prediction_run,
@@ -313,7 +314,7 @@ class Trainer:
             UsageError: the run has no such step.
         """
         with self._join() as world:
-            task = _given(task) or self.task()
+            task = foreign.configured(_given(task) or self.task(), self.config)
             if self.setup.kept.is_dir():
                 self._set_up(task, world, trained=True)
             before = world.on_rank0(lambda: replay.nearest(self._checkpoints, step - 1))
@@ -569,9 +570,9 @@ class Trainer:
         """
         with self._join() as world:
             task = _given(task) or self.task()
-            config = self.config
 
             def write(checkpoint: Checkpoint, built: SpreadModel) -> None:
+                config = self.config
                 model, sharded = built.strategy.unwrapped.model, built.strategy.is_sharded
                 optimizer = run_model.make_optimizer(config, task, model, built.blocks, sharded=sharded)
                 world.on_rank0(
@@ -597,6 +598,8 @@ class Trainer:
     def _built(self, task: Task, world: World, load: Callable[[Checkpoint, SpreadModel], object]) -> SpreadModel:
         """The model with the weights that the task gives it. `load` is called with `self.checkpoint` and the model."""
         self._model = None  # its memory may be needed
+        self.config = foreign.settle(self.config, task, world)
+        task = foreign.configured(task, self.config)
         retention = self.config.checkpoint
         chosen = choice.choose(self._checkpoints, world, retention, self.checkpoint)
         self._set_up(task, world, trained=True)

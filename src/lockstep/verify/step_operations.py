@@ -303,5 +303,5 @@ def _place_of_caller() -> tuple[str, bool]:
     """File and line of the caller, and whether the file belongs to the package without its tasks."""
     frame = _caller()
     name = frame.f_code.co_filename
-    own = name.startswith(_PACKAGE) and not name.startswith(f"{_PACKAGE}/tasks")
+    own = name.startswith(f"{_PACKAGE}/") and not name.startswith(f"{_PACKAGE}/tasks/")
     return f"{Path(name).name}:{frame.f_lineno}", own
