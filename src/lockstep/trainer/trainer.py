@@ -37,6 +37,7 @@ from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig, all_values
 from lockstep.core.data.loader import MicroBatch, is_default
 from lockstep.core.errors import LockstepError, Preempted, UsageError, exits_are_failures
+from lockstep.core.held_folder import HeldFolder
 from lockstep.core.parallel import signals
 from lockstep.core.parallel.precision import Precision, check_supported
 from lockstep.core.parallel.sharded_tensor import gather_on_rank0
@@ -228,6 +229,7 @@ class Trainer:
             run_directory.claim(
                 self.run_dir, self.config, world, self.fresh, self.allow_change, written_by=files_of_writers
             ) as config,
+            HeldFolder(self.run_dir) as held,
         ):
             self.config, self._model = config, None
             own_parts = [*run_parts.make(config.train.parts), *self.parts, *foreign.parts(task)]
@@ -235,6 +237,7 @@ class Trainer:
             task = foreign.configured(task, config) or self.task()
             messages = remarks + run_record.check_source(self.run_dir, task, config, world, self.allow_change)
             run = self._prepare(task, world)
+            run.held = held
             run.messages += [*messages, *foreign.notes(task)]
             git = run_record.git_commit(config, world)
             with logs.opened(run, git, quiet=self.quiet), memory_shortage.noted(self.run_dir, config, world, run.plan):
@@ -252,6 +255,7 @@ class Trainer:
                 parts = training_run.join_parts(run, [*built_in.parts(run), *watch, *profiler], own_parts)
                 viewers = built_in.viewers(run)
                 training_run.check(run, parts, checks, viewers)
+                held.check()
                 run_record.keep(run, git)
                 consensus = StopConsensus(world, flag)  # the clock of this training
                 with evidence.setting_aside(run), profiler[0] if profiler else contextlib.nullcontext():
