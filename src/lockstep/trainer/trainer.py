@@ -700,7 +700,7 @@ class Trainer:
 
             file = world.on_rank0(write)
             for text in [] if self.quiet else warnings:
-                print(f"warning: {text}", file=sys.stderr)
+                print(f"warning: {caller.words(text)}", file=sys.stderr)
             return file
 
     def export_training_state(self, file: str | Path, task: Task | None = None, *, force: bool = False) -> Path:
