@@ -47,7 +47,7 @@ def replay(
         from lockstep.recipes import config_file
 
         for file in (json_file, profile):
-            if file is not None and file.exists() and file.resolve().is_relative_to(run_dir.resolve()):
+            if file is not None and file.is_file() and file.resolve().is_relative_to(run_dir.resolve()):
                 remedy = "give a new file, or another folder"
                 raise UsageError("the run has such a file, which would be lost", where=str(file), remedy=remedy)
             check_replaceable(file, force=force)
