@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.options import Debug, as_arguments
+from lockstep.cli.options import Debug, Force, as_arguments
 from lockstep.cli.reporting import reporting
 from lockstep.core.errors import UsageError
+from lockstep.core.user_files import check_replaceable
 
 
 def audit(
@@ -26,6 +27,7 @@ def audit(
     read: Annotated[Path | None, typer.Option("--read", help="Judge the events of a folder; run no script.")] = None,
     baseline: Annotated[Path | None, typer.Option("--baseline", help="A file of known findings to leave out.")] = None,
     write_baseline: Annotated[Path | None, typer.Option("--write-baseline", help="Write that file.")] = None,
+    force: Force = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 for warnings, too.")] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Why rules were not exercised.")] = False,
     debug: Debug = False,
@@ -39,6 +41,8 @@ def audit(
 
         if format not in FORMATS:
             raise UsageError(f"unknown format {format}", where="--format", remedy=f"one of {', '.join(FORMATS)}")
+        for path in (output, write_baseline):
+            check_replaceable(path, force=force)
         settings = Settings(format, output, previous, baseline, write_baseline, strict, verbose)
         if read is not None:
             from lockstep.audit.judge import judge

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import ranks
-from lockstep.cli.options import Checkpoint, Cold, Debug, Nproc, Preset, RunDir, as_arguments
+from lockstep.cli.options import Checkpoint, Cold, Debug, Force, Nproc, Preset, RunDir, as_arguments
 from lockstep.cli.reporting import is_first, reporting, tell_first
 from lockstep.core.errors import UsageError
+from lockstep.core.user_files import check_replaceable
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -49,6 +50,7 @@ def predict(
             "each prediction, such as masks."
         ),
     ] = None,
+    force: Force = False,
     top_k: Annotated[int | None, typer.Option("--top-k", help="The config's task.top_k, for this prediction.")] = None,
     on_error: Annotated[
         OnError | None,
@@ -71,10 +73,12 @@ def predict(
         if out is not None:
             predictions.check(out, skips=on_error == "skip")  # before anything is computed
             _check_is_no_source(out, run_dir, inputs or [])
+            if (file := predictions.file_of(out)).exists():
+                check_replaceable(file, force=force)
         settings, nproc = ranks.on_machine(settings, preset, nproc)
         if ranks.is_launcher(nproc):
             options = {"--out": out, "--top-k": top_k, "--on-error": on_error, "--preset": preset, "--samples": samples}
-            options |= {"--checkpoint": checkpoint, "--debug": debug}
+            options |= {"--checkpoint": checkpoint, "--debug": debug, "--force": force}
             arguments = ["predict", *as_arguments(options), "--", str(run_dir), *(inputs or [])]
             ranks.launch(arguments, nproc, settings, cold=cold)
             return

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.core import optimizer_class
+from lockstep.core import optimizer_class, run_folder
 from lockstep.core.build import Run
 from lockstep.core.checkpoint import files, finite, store
 from lockstep.core.checkpoint import state as checkpoint_state
@@ -42,11 +44,13 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
         messages for the log.
 
     Raises:
-        UsageError: the data or the schedule are not the run's, and `allow_change` does not name them.
+        UsageError: another run saved the checkpoint, or the data or the schedule are not the run's and `allow_change`
+            does not name them.
         CheckpointError: the checkpoint does not fit the model, or is damaged.
     """
     manifest, config, state, model = checkpoint.manifest, run.config, run.state, run.model
     node = state.world.node_group
+    state.world.on_rank0(partial(_check_run, checkpoint, run.folder))
     store.read_contents(checkpoint, node)
     _check_data(checkpoint, run.fingerprint, allow_change)
     messages = _check_schedule(config, state, manifest, allow_change)
@@ -79,6 +83,28 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
     if state.step > state.skipped:  # the rate of the last update, which is logged where no other update follows
         set_lr(state.optimizer, state.schedule(state.step - state.skipped - 1))
     return messages
+
+
+def _check_run(checkpoint: Checkpoint, folder: Path) -> None:
+    """Raises UsageError if another run saved the checkpoint. Runs of earlier versions do not record what is compared.
+
+    environment.json has the digest of each config that the run has trained with, so also those that `--allow-change`
+    has replaced since.
+    """
+    recorded, manifest = run_folder.recorded(folder), checkpoint.manifest
+    run, saved_by = recorded.get("run"), manifest.get("run")
+    if run and saved_by and run != saved_by:
+        difference = f"its run id is {saved_by}, and that of the run directory is {run}"
+    elif manifest["config"] not in recorded.get("configs", [manifest["config"]]):
+        difference = f"config {manifest['config'][:12]} trained it, and the run directory records no such config"
+    else:
+        return
+    raise UsageError(
+        f"another run saved the checkpoint of step {checkpoint.step}: {difference}",
+        where=str(checkpoint.path),
+        remedy="move the checkpoints of the other run out of this folder, or start anew with --fresh. To begin with "
+        "the weights of a checkpoint: train.init_from=PATH in another --run-dir",
+    )
 
 
 def _check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any], allow_change: Sequence[str]) -> None:
@@ -186,6 +212,9 @@ class RunKeeper(Keeper):
         self.saver.add_metrics(self.run.state.step, results, self.parts.saved())
         self.checks.results(list(results))
 
+    def check_place(self) -> None:
+        self.saver.check_place()
+
     def kept(self) -> str:
         return self.saver.kept()
 
@@ -205,6 +234,7 @@ def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
         "optimizer": _kind_of_optimizer(run.config, state.optimizer),
         **({"optimizer_code": code} if (code := optimizer_class.code_of(state.optimizer)) else {}),
         "config": config_digest(run.config),
+        "run": run.id,
         "versions": {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": state.world.size},
         "schedule_steps": state.schedule.length,
         "schedule_warmup": [state.schedule.warmup_share, state.schedule.warmup],

@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def _claim(
                 _keep_task_as_it_is(folder)
                 held.callback(_put_task_back, folder)
         else:
-            write_environment(folder, world, {})
+            write_environment(folder, world, {"run": uuid.uuid4().hex})
             atomic.write_text(folder / "config.yaml", config_file.to_yaml(resolved))
     except OSError as error:
         raise unwritable(folder, error) from error

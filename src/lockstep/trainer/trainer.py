@@ -506,7 +506,13 @@ class Trainer:
                             add(rows, True)
 
     def export(
-        self, folder: str | Path, task: Task | None = None, *, program: bool = True, merge: bool = False
+        self,
+        folder: str | Path,
+        task: Task | None = None,
+        *,
+        program: bool = True,
+        merge: bool = False,
+        force: bool = False,
     ) -> Path:
         """Write the checkpoint's weights into `folder`: `model.safetensors`, files that the task adds, and `model.pt2`.
 
@@ -517,6 +523,7 @@ class Trainer:
         Args:
             program: whether to write `model.pt2`.
             merge: add adapters to the weights, and write whole weights. Otherwise adapters are written by themselves.
+            force: delete an earlier export that is in `folder` first.
 
         Returns:
             the file of weights.
@@ -533,7 +540,7 @@ class Trainer:
             tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
             whole = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
             presenter, warnings = task.presenter(task), list[str]()
-            presenter.merged = merge
+            presenter.merged, presenter.step = merge, self.loaded_step
             left_out = sorted(held.keys() - tensors.keys())
             if left_out and is_default(presenter.export_weights) and not exports.is_peft(model):
                 warnings.append(
@@ -550,17 +557,20 @@ class Trainer:
 
             def write() -> Path:
                 name, weights = run_export.weights_of(task, presenter, model, held | whole)
-                return export_weights(weights, Path(folder), about, add_files, name)
+                return export_weights(weights, Path(folder), about, add_files, name, force=force)
 
             file = world.on_rank0(write)
             for text in [] if self.quiet else warnings:
-                print(f"warning: {text}", file=sys.stderr)
+                print(f"warning: {caller.words(text)}", file=sys.stderr)
             return file
 
-    def export_training_state(self, file: str | Path, task: Task | None = None) -> Path:
+    def export_training_state(self, file: str | Path, task: Task | None = None, *, force: bool = False) -> Path:
         """Write one file with which plain torch goes on: `torch.load(file, weights_only=True)`.
 
         It has the keys of `training_state.as_torch`. Rank 0 holds the whole state in host memory.
+
+        Args:
+            force: replace a file that exists.
 
         Returns:
             the file.
@@ -579,6 +589,7 @@ class Trainer:
                     lambda: training_state.write(
                         training_state.as_torch(checkpoint, model, optimizer, config, task_checks.schedule(task)),
                         Path(file),
+                        force=force,
                     )
                 )
 

@@ -273,6 +273,19 @@ def test_two_files_of_classes_beside_each_other(folder):
     assert read(folder, classes=str(folder / "classes.json")).classes == NAMES
 
 
+def test_a_description_of_a_data_set_is_no_file_of_classes_and_is_passed_over(folder):
+    for content in ("train: images/train\nval: images/val\nnc: 2\n", "path: .\ntrain: [a, b]\n"):
+        (folder / "classes.yaml").write_text(content)
+        (folder / "classes.txt").unlink(missing_ok=True)
+        fault(folder, "the names of the classes are not known", "classes.yaml describes folders", classes=None)
+        (folder / "classes.txt").write_text("\n".join(NAMES))
+        found = read(folder, classes=None)
+        assert found.classes == NAMES
+        assert "classes.yaml describes folders of a data set and names no classes: it is not used" in str(found.notes)
+    (folder / "classes.yaml").write_text("train: 1\nsky: 0\n")  # classes with ids, one of which is a train
+    fault(folder, "classes.yaml and classes.txt", classes=None)
+
+
 def test_damaged_and_lossy_files(folder):
     content = (folder / "masks" / "0.png").read_bytes()
     for damaged, says in ((content[:-30], "damaged"), (b"", "empty")):
