@@ -1,4 +1,4 @@
-"""Looks whether training changes weights that checkpoints leave out, such as a frozen teacher that follows its student."""
+"""Checks that training does not change weights that checkpoints leave out, such as a teacher that follows a student."""
 
 from __future__ import annotations
 

@@ -154,8 +154,12 @@ class ReferenceOptimizer:
     def _average(self) -> None:
         share = max(1 - self.decay, 9 / (10 + self.updates))  # of the new weights in the averages: docs/checkpoints.md
         with torch.no_grad():
+            trained = dict(self.model.named_parameters())
             for name, average in self.averages.items():
-                average.mul_(1 - share).add_(self.copies[name], alpha=share)
+                if trained[name].requires_grad and (average.is_floating_point() or average.is_complex()):
+                    average.mul_(1 - share).add_(self.copies[name], alpha=share)
+                else:
+                    average.copy_(self.copies[name])
 
     def _compare(self, kind: str, own: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
         if own.keys() != trained.keys():
