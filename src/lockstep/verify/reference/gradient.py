@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.parameter_names import names_of_parameters
 from lockstep.core.task import Task, needs_global_batch
 from lockstep.verify.reference import data
 from lockstep.verify.reference.order import positions_of_step
@@ -105,7 +106,8 @@ def _gradient(task: Task, model: nn.Module, parts: list[list[Any]], device: torc
     """The gradient over samples, of which each part is one batch."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for player in task.players[:1]:
-        parameters = {name: parameters[name] for name in player.owned(parameters)}
+        names = names_of_parameters(model)
+        parameters = {name: parameter for name, parameter in parameters.items() if player.owns(names[name])}
     by_head: dict[str, tuple[float, dict[str, Tensor], float]] = {}  # units, gradient, sum of the norms of its parts
     epsilon = 0.0
     for part in parts:
