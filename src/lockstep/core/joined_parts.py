@@ -118,8 +118,10 @@ class JoinedParts:
             "_gradients": partial(_gradients, state.strategy.unwrapped.model),
         }
         gather = partial(_gathered, state.world)
-        more = {"state": state, "window": window, "parts": tuple(self.by_name), "writes": self.writes}
-        self._inside = [Inside(**seen, _gather=gather, **more) for _ in built_in]
+        own, writes = tuple(self.by_name), self.writes
+        self._inside = [
+            Inside(**seen, _gather=gather, state=state, window=window, parts=own, writes=writes) for _ in built_in
+        ]
         of_users = [Training(**seen, _gather=gather if part.required else None) for part in self.by_name.values()]
         self._trainings = dict(zip(self._all, [*self._inside, *of_users], strict=True))
 

@@ -138,6 +138,8 @@ def turns_of(task: Any, state: TrainState, config: RunConfig) -> Turns:
     model = state.strategy.unwrapped.model
     by_name = dict(model.named_parameters(remove_duplicate=False))
     followers = [_follow(by_name, follower) for follower in task.followers]
+    if followers:
+        state.strategy.wrap(state.strategy.unwrapped)  # they do not train any more
     trainable = {name: names for name, names in names_of_parameters(model).items() if by_name[name].requires_grad}
     owned = _owned(players, trainable)
     every = [by_name[name] for names in owned.values() for name in names]
