@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.core import atomic
 from lockstep.core.config.sections import RunConfig, training_keys
-from lockstep.recipes import config_file
+from lockstep.recipes import config_file, config_layers
 
 FOLDER = "configs"
 _NAME = re.compile(r"until-(\d+)\.yaml")
@@ -53,7 +53,7 @@ def of_step(run_dir: Path, step: int) -> RunConfig:
 
 
 def _read(path: Path) -> RunConfig:
-    return config_file.parse(config_file.read_yaml(path), str(path), needs_task=False)
+    return config_file.parse(config_layers.read_yaml(path), str(path), needs_task=False)
 
 
 def _keys(config: RunConfig) -> dict[str, Any]:
