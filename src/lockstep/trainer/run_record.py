@@ -80,7 +80,7 @@ def keep(run: Run, git: Mapping[str, Any] | None) -> None:
         try:
             if kept != found and (found or not kept):
                 source_code.write(folder / "source", source_code.of_task(run.task, kind))
-            earlier_configs.keep(folder, run.config, run.state.step)
+            earlier_configs.keep(folder, run.config, run.first_step)
             atomic.write_text(folder / "config.yaml", config_file.to_yaml(run.config))
             write_environment(folder, run.world, about)
             atomic.remove(folder / run_folder.TASK_BEFORE)
