@@ -45,6 +45,7 @@ def replay(
     with reporting(debug):
         from lockstep.core.errors import UsageError
         from lockstep.recipes import config_file
+        from lockstep.trainer import earlier_configs
 
         for file in (json_file, profile):
             if file is not None and file.is_file() and file.resolve().is_relative_to(run_dir.resolve()):
@@ -55,7 +56,9 @@ def replay(
             raise UsageError("it says how many ranks there were for --rank", where="--ranks", remedy="give --rank, too")
         if debugger and nproc not in (None, "1"):
             raise UsageError("a debugger needs one rank", where="--debugger", remedy="leave --nproc out")
-        settings = config_file.read_run(run_dir, overrides or (), _OF_REPLAY)
+        settings = config_file.read_run(
+            run_dir, overrides or (), _OF_REPLAY, file=earlier_configs.path_at(run_dir, step)
+        )
         settings = config_file.with_kept_task(settings, run_dir, tell_first)
         settings, count = ranks.on_machine(settings, None, nproc, overrides or ())
         if ranks.is_launcher(count):

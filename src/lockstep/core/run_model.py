@@ -109,8 +109,17 @@ def _check_parameters(model: nn.Module) -> nn.Module:
     """Check that parameters and buffers of `model` have shapes and are dense, and gradients, too. Returns `model`.
 
     Raises:
-        TrainingError: some module is lazy or has sparse gradients, or a tensor is sparse; names them and the remedy.
+        TrainingError: some module is lazy, of TorchScript or has sparse gradients, or a tensor is sparse; names them
+            and the remedy.
     """
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        raise TrainingError(
+            f"{scripted[0] or 'the model'} is a module of TorchScript, which cannot be trained or saved as others",
+            where="Task.model",
+            remedy="return the module itself, without torch.jit.script or torch.jit.trace; compute.compile=model makes "
+            "it fast. For weights in a file: module.load_state_dict(torch.jit.load(file).state_dict())",
+        )
     lazy = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(value)]
     if lazy:
         raise TrainingError(

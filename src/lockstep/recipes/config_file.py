@@ -68,17 +68,20 @@ def without_suggestions(layers: Layers, overrides: Sequence[str]) -> dict[str, A
     return RunConfig.model_validate(raw).model_dump(by_alias=True)
 
 
-def read_run(run_dir: Path, overrides: Sequence[str] = (), allowed: Sequence[str] = ()) -> RunConfig:
+def read_run(
+    run_dir: Path, overrides: Sequence[str] = (), allowed: Sequence[str] = (), file: Path | None = None
+) -> RunConfig:
     """The config that a run directory records.
 
     Args:
         overrides: `key=value` on the command line.
         allowed: the keys that may be overridden, and all keys below them.
+        file: of an earlier config of the run. None: its `config.yaml`.
 
     Raises:
         UsageError: not a run directory, or an override is wrong or not allowed.
     """
-    path = run_dir / "config.yaml"
+    path = file or run_dir / "config.yaml"
     if not path.is_file():
         raise UsageError(
             "not a run directory: it has no config.yaml",

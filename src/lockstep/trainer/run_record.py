@@ -15,7 +15,7 @@ from lockstep.core.errors import UsageError
 from lockstep.core.parallel.world import World
 from lockstep.core.task import Task
 from lockstep.recipes import config_file
-from lockstep.trainer import source_code
+from lockstep.trainer import earlier_configs, source_code
 from lockstep.trainer.run_directory import has_checkpoints, unwritable, write_environment
 
 
@@ -83,6 +83,7 @@ def keep(run: Run, git: Mapping[str, Any] | None) -> None:
         try:
             if kept != found and (found or not kept):
                 source_code.write(folder / "source", source_code.of_task(run.task, kind))
+            earlier_configs.keep(folder, run.config, run.first_step)
             atomic.write_text(folder / "config.yaml", config_file.to_yaml(run.config))
             write_environment(folder, run.world, about)
             atomic.remove(folder / run_folder.TASK_BEFORE)

@@ -50,6 +50,7 @@ from lockstep.parts import profile as profiling
 from lockstep.recipes import config_file
 from lockstep.trainer import (
     assemble,
+    earlier_configs,
     foreign,
     local_ranks,
     memory_shortage,
@@ -317,8 +318,9 @@ class Trainer:
             task = foreign.configured(_given(task) or self.task(), self.config)
             if self.setup.kept.is_dir():
                 self._set_up(task, world, trained=True)
-            before = world.on_rank0(lambda: replay.nearest(self._checkpoints, step - 1))
-            run = assemble.rebuilt(self.setup, task, world, before)
+            nearest = world.on_rank0(lambda: replay.nearest(self._checkpoints, step - 1))
+            world.on_rank0(lambda: self._check_config_of(step, nearest.step if nearest else 0))
+            run = assemble.rebuilt(self.setup, task, world, nearest)
             if not 1 <= step <= run.stop:
                 what = f"the run has the steps 1 to {run.stop}"
                 raise UsageError(what, where=f"--step {step}", remedy="give one of them, as the log counts steps")
@@ -331,6 +333,25 @@ class Trainer:
                 return assemble.rebuilt(self.setup, task, world, found) if is_there else None
 
             yield run, after
+
+    def _check_config_of(self, step: int, first: int) -> None:
+        """Check that steps after `first`, up to `step`, were made with this config.
+
+        Raises:
+            UsageError: they were made with another; says which keys differ, or where it changed.
+        """
+        change = earlier_configs.change_between(self.run_dir, first, step)
+        if change is not None:
+            what = (
+                f"the config changed after step {change}, and the nearest checkpoint before step {step} is of {first}"
+            )
+            raise UsageError(what, where=f"--step {step}", remedy=f"give a step up to {change}")
+        file = earlier_configs.path_at(self.run_dir, step)
+        if file.parent != self.run_dir and (
+            changed := earlier_configs.differences(earlier_configs.of_step(self.run_dir, step), self.config)
+        ):
+            what = f"step {step} was made with another config: {'; '.join(changed)}"
+            raise UsageError(what, where="Trainer", remedy=f"make the Trainer with the config {file}")
 
     # ---- a trained model
 

@@ -18,6 +18,7 @@ from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.randomness import restored_generators
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.gradients import grad_norm
+from lockstep.core.parameter_names import names_of_parameters
 from lockstep.core.task import Task
 from lockstep.parts import replicas
 from lockstep.parts.replicas import StateDigests
@@ -102,6 +103,8 @@ class Recording:
     """Names of all parameters, without those that are frozen and not saved."""
     trainable: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the parameters that train, unsharded. A complex number counts as two."""
+    names: dict[str, list[str]] = field(default_factory=dict)
+    """All names of each parameter, by its first: a tied parameter has several."""
     buffer_bytes: int = 0
     """Size of all buffers."""
     sharded: bool = False
@@ -212,6 +215,7 @@ class TrainingRecorder(Recorder):
             for name, p in model.named_parameters()
             if p.requires_grad
         }
+        recording.names = names_of_parameters(model)
         recording.own_rates = (
             state.schedule.own is not None or getattr(self.task.optimizer, "__func__", None) is not Task.optimizer
         )

@@ -15,6 +15,7 @@ from lockstep.core.checkpoint.form import Kind, described, kinds
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.randomness import restored_generators, seed_all
 from lockstep.core.errors import LockstepError, TrainingError
+from lockstep.parts.checks.left_out import LeftOut
 from lockstep.parts.checks.outside_state import OutsideState
 from lockstep.parts.replicas import differing, digests_of
 
@@ -34,6 +35,7 @@ class FirstSteps:
         """The form of a state that a newly built model is known to load."""
         self.tried: set[str] = set()
         """Names of what has another form than in a new model, and was loaded into one."""
+        self.left_out = LeftOut(run)
         self.outside = OutsideState(run.model, run.task) if run.state.world.rank == 0 else None
         self._look()
 
@@ -49,6 +51,7 @@ class FirstSteps:
                 state.strategy.begin_step()
                 self.check_loadable()
             else:
+                self.left_out.check()  # a copy of what trains begins to move in the second step
                 self._warn()
                 return
 
@@ -83,13 +86,14 @@ class FirstSteps:
                 self.run.tell(text)
 
     def check_loadable(self) -> None:
-        """Check that the optimizer has the model's parameters, and that a newly built model can load the state.
+        """Check that a newly built model can load the state, and that what the state leaves out has not changed.
 
         All ranks call it, after their buffers were made the same.
 
         Raises:
             TrainingError: on all ranks; names the tensors, and how they differ.
         """
+        self.left_out.check()
         world, state = self.run.state.world, self.run.state
         found = kinds(self.run.model.state_dict())
         code = zlib.crc32(repr(sorted(found.items())).encode())

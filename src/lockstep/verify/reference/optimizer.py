@@ -48,6 +48,10 @@ class ReferenceOptimizer:
         self.copies = {
             name: parameter.detach().clone().requires_grad_() for name, parameter in self.model.named_parameters()
         }
+        self._names: dict[str, list[str]] = {}  # all names of a tied parameter, by its first
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(first.setdefault(id(parameter), name), []).append(name)
         self._find = find or partial(getattr, torch.optim)
         self._factor = factor
         self.optimizers = self._make_optimizers(blocks, make)
@@ -89,7 +93,9 @@ class ReferenceOptimizer:
         levels = _levels(list(self.copies), blocks) if optim["layer_decay"] is not None else {}
         groups: dict[str, list[dict[str, Any]]] = {}  # by the name of the group that has an optimizer of its own
         for name, copy in self.copies.items():
-            own: Mapping[str, Any] = next((group for group in optim["groups"] if _takes(group, name, copy)), {})
+            own: Mapping[str, Any] = next(
+                (group for group in optim["groups"] if _takes(group, self._names[name], copy)), {}
+            )
             rate = own.get("lr")
             if not rate:
                 below_top = max(levels.values()) - levels[name] if levels else 0
@@ -154,8 +160,12 @@ class ReferenceOptimizer:
     def _average(self) -> None:
         share = max(1 - self.decay, 9 / (10 + self.updates))  # of the new weights in the averages: docs/checkpoints.md
         with torch.no_grad():
+            trained = dict(self.model.named_parameters())
             for name, average in self.averages.items():
-                average.mul_(1 - share).add_(self.copies[name], alpha=share)
+                if trained[name].requires_grad and (average.is_floating_point() or average.is_complex()):
+                    average.mul_(1 - share).add_(self.copies[name], alpha=share)
+                else:
+                    average.copy_(self.copies[name])
 
     def _compare(self, kind: str, own: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
         if own.keys() != trained.keys():
@@ -170,18 +180,18 @@ class ReferenceOptimizer:
         steps: dict[str, int] = {}
         for stage in self.config["train"]["unfreeze"]:
             start = stage["step"] or math.ceil(Fraction(str(stage["epoch"] or 0)) * self.steps_per_epoch)
-            for name in self.copies:
-                if _matches(name, stage["match"]):
+            for name, names in self._names.items():
+                if _matches(names, stage["match"]):
                     steps[name] = min(start, steps.get(name, start))
         return steps
 
 
-def _takes(group: Mapping[str, Any], name: str, copy: Tensor) -> bool:
-    return group["ndim"] in (None, copy.ndim) and _matches(name, group["match"])
+def _takes(group: Mapping[str, Any], names: Sequence[str], copy: Tensor) -> bool:
+    return group["ndim"] in (None, copy.ndim) and _matches(names, group["match"])
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _levels(names: Sequence[str], blocks: Sequence[str]) -> dict[str, int]:
