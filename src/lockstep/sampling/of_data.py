@@ -151,16 +151,20 @@ def _check_objects(labels: npt.NDArray[Any], what: str) -> None:
     """Raise UsageError where labels are missing, or cannot be counted because they have no order."""
     missing = [index for index, label in enumerate(labels) if label is None or _is_nan(label)]
     if missing:
-        text = f"{what} has no label for {len(missing):,} of {len(labels):,} samples: sample {missing[0]} has "
         remedy = "leave these samples out (torch.utils.data.Subset), or give them a label, such as -1 or 'none'"
-        raise UsageError(f"{text}{labels[missing[0]]!r}", where="data.balance", remedy=remedy)
-    kinds = sorted({type(label).__name__ for label in labels})
+        raise UsageError(
+            f"{what} has no label for {len(missing):,} of {len(labels):,} samples: sample {missing[0]} has "
+            f"{labels[missing[0]]!r}",
+            where="data.balance",
+            remedy=remedy,
+        )
+    kinds = ", ".join(sorted({type(label).__name__ for label in labels}))
     try:
         np.unique(labels)
     except TypeError as error:
         remedy = "give all labels one type that can be sorted: numbers or texts"
-        text = f"{what} has labels that cannot be sorted, of the types {', '.join(kinds)}"
-        raise UsageError(f"{text}: {error}", where="data.balance", remedy=remedy) from error
+        text = f"{what} has labels that cannot be sorted, of the types {kinds}: {error}"
+        raise UsageError(text, where="data.balance", remedy=remedy) from error
 
 
 def _is_nan(label: Any) -> bool:

@@ -78,8 +78,11 @@ def _pickled(value: Any, name: str, where: str) -> bytes:
         parts = ((place, part) for place, part in difference.walk(value) if _fails(part, held))
         place, part = next(parts, ("", value))
         place = place.removeprefix(".collated")  # a micro-batch holds what users call the batch
-        what = f"a loader worker cannot hand over {name}{place}, a {type(part).__name__}"
-        raise TrainingError(f"{what}: {type(error).__name__}: {error}", where=where, remedy=_REMEDY) from error
+        raise TrainingError(
+            f"a loader worker cannot hand over {name}{place}, a {type(part).__name__}: {type(error).__name__}: {error}",
+            where=where,
+            remedy=_REMEDY,
+        ) from error
 
 
 def _unpickled(value: bytes, name: str, where: str) -> Any:
