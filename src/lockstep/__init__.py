@@ -87,6 +87,11 @@ _HOMES = {
 }
 
 
+# Threads of OpenMP wait by spinning. If other processes want their cores, an operation then takes 10 to 20 times as
+# long as with one thread. The libraries read these variables when torch is imported.
+_WAITS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
+if "torch" not in sys.modules and not any(name in os.environ for name in _WAITS):
+    os.environ.update(_WAITS)
 if sys.platform == "darwin" and "torch" not in sys.modules:  # torch reads this when it is imported
     os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
 

@@ -249,6 +249,19 @@ def test_ids_out_of_range(folder):
     read(folder)[1]
 
 
+@pytest.mark.parametrize("second", [1, 255])
+def test_masks_of_two_ids_need_no_names(folder, second):
+    for number, size in enumerate(SIZES):
+        save(folder / "masks" / f"{number}.png", ids(size, number, 2) * np.uint8(second))
+    data = read(folder, classes=None)
+    assert list(data.classes) == ["background", "object"]
+    for number, size in enumerate(SIZES):
+        np.testing.assert_array_equal(data[number].mask, ids(size, number, 2))
+    assert any(f"task.classes='{{background: 0, object: {second}}}' is taken" in note for note in data.notes)
+    evaluated = read(folder, "eval", classes=None, names=data.classes)
+    np.testing.assert_array_equal(evaluated[1].mask, ids(SIZES[1], 1, 2))
+
+
 def test_classes_that_are_not_known(folder):
     fault(folder, folder / "masks" / "0.png", "the names of the classes are not known", "ids 0, 1, 2", classes=None)
     save(folder / "masks" / "0.png", picture(SIZES[0], 0))
