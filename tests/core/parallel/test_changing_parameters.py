@@ -1,6 +1,5 @@
 """Models whose forward passes change parameters: right with every strategy, or refused before the first update."""
 
-import pytest
 import torch
 from torch import nn
 
