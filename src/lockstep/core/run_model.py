@@ -74,6 +74,7 @@ def build_model(
             held_parameters.check_renormalised(made, ranks=world.size)
         if strategy.is_sharded:
             held_parameters.check_references(made, task)
+            held_parameters.check_shared_memory(made)
         return made
 
     model, messages = strategy.build_model(make)
