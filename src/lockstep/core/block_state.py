@@ -130,7 +130,9 @@ class BlockState:
             if _memory(tensor) != _memory(data):
                 changes.memory.append((tensor, data))
             is_counted = tensor._version != version
-            if (is_counted and key not in copies) or (key in seen - self.written and not is_counted and self.passes > 1):
+            if (is_counted and key not in copies) or (
+                key in seen - self.written and not is_counted and self.passes > 1
+            ):
                 late.append(self._name(key))  # there is no copy; or passes before may have written it unseen
             if is_counted or key in seen:
                 self.written.add(key)
@@ -201,6 +203,32 @@ class _Watch(TorchDispatchMode):
             self._written.add(key)
             if key not in self._copies:
                 self._copies[key] = self._tensors[key].detach().clone()
+
+
+@contextlib.contextmanager
+def written_by_pass(module: nn.Module, names: set[str], *, is_compiled: bool) -> Generator[None, None, None]:
+    """Around a forward pass. At its end, `names` has the parameters and buffers that the pass has written.
+
+    Left out are the statistics of BatchNorm and its relatives.
+
+    Args:
+        is_compiled: only what torch counts is seen, because compiled code cannot be watched.
+    """
+    norms = {name for name, one in module.named_modules() if hasattr(one, _BY_KERNELS[0])}
+    named = {
+        name: one
+        for name, one in (*module.named_parameters(), *module.named_buffers())
+        if name.rpartition(".")[0] not in norms or isinstance(one, nn.Parameter)
+    }
+    before = {name: (one._version, _memory(one)) for name, one in named.items()}
+    owners = {id(one): name for name, one in named.items()}
+    seen: set[str] = set()
+    watch = contextlib.nullcontext() if is_compiled else _Watch(named, dict(named), seen)
+    with watch:
+        yield
+    now = {name: (one._version, _memory(one)) for name, one in named.items()}
+    replaced = {name for name, one in module.named_buffers() if name in named and owners.get(id(one)) != name}
+    names |= seen | replaced | {name for name in named if now[name] != before[name]}
 
 
 def refusing_writes(call: Callable[..., Any], blocks: Mapping[str, nn.Module]) -> Callable[..., Any]:
