@@ -175,13 +175,13 @@ class BlockState:
 
 
 @final
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation that writes into tensors, through whatever view, and copies these just before the write."""
 
     supports_higher_order_operators = True
 
     def __init__(self, tensors: Mapping[Any, Tensor], copies: dict[Any, Tensor], written: set[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._copies, self._tensors, self._written = copies, tensors, written
         self._by_memory: dict[int, list[Any]] = {}
         for key, tensor in tensors.items():

@@ -136,7 +136,8 @@ def check_shared_memory(model: nn.Module) -> None:
                     tensors.setdefault(id(value), (f"{name}.{key}".lstrip("."), value))
     by_memory: dict[StorageWeakRef, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors.values():
-        by_memory.setdefault(StorageWeakRef(tensor.untyped_storage()), []).append((name, tensor))
+        memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        by_memory.setdefault(memory, []).append((name, tensor))
     found = [
         f"{name} and {other}"
         for some in by_memory.values()
@@ -160,10 +161,10 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> tuple[int, int]:
-    begin, size = tensor.storage_offset() * tensor.element_size(), tensor.element_size()
+    begin, size = int(tensor.storage_offset()) * tensor.element_size(), tensor.element_size()
     if not tensor.numel():
         return begin, begin
-    steps = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    steps = sum(int((length - 1) * stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (steps + 1) * size
 
 
