@@ -80,6 +80,8 @@ class Run:
     """Tells the run from all others. None: its checkpoints do not say whose they are."""
     may_be_infinite: finite.Grades = field(default_factory=dict)
     """Tensors that are not finite at the start of the run: a checkpoint may hold them."""
+    moves_in_passes: list[str] = field(default_factory=list)
+    """Parameters that the forward passes of the training write, as far as this process has seen."""
     step: Callable[..., StepResult] | None = None
     """Consumes a global batch in another way than `train_step`. None: `train_step`."""
     confirmed_step: int | None = None

@@ -21,7 +21,7 @@ from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.checks import Checks
 from lockstep.core.config.sections import RunConfig, config_digest
 from lockstep.core.ema import Ema
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, listed
 from lockstep.core.joined_parts import JoinedParts
 from lockstep.core.loop import Keeper
 from lockstep.core.parallel.heartbeat import Phase
@@ -54,6 +54,7 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
     store.read_contents(checkpoint, node)
     _check_data(checkpoint, run.fingerprint, allow_change)
     messages = _check_schedule(config, state, manifest, allow_change)
+    messages += _check_passes(run, manifest, allow_change)
     has_averages = any(name.startswith("ema.") for name in checkpoint.index)
     averages = state.averages.tensors if state.averages and has_averages else None
     messages += checkpoint_state.check_fits(checkpoint.index, model, averages, checkpoint.values)
@@ -171,6 +172,38 @@ def _check_schedule(
     )
 
 
+def _passes(run: Run) -> list[int]:
+    """The forward passes of a step on each rank, for each size of `batch.micro`."""
+    return [run.plan.count(epoch * run.plan.steps_per_epoch) for epoch in run.plan.micro_by_epoch or (0,)]
+
+
+def _check_passes(run: Run, manifest: Mapping[str, Any], allow_change: Sequence[str]) -> list[str]:
+    """Compare the number of forward passes in a step with that of a checkpoint, where the passes move parameters.
+
+    Returns:
+        a warning, where the numbers differ and `allow_change` allows it.
+
+    Raises:
+        UsageError: the numbers differ: another model would be trained.
+    """
+    then, now = manifest.get("passes"), _passes(run)
+    run.moves_in_passes = manifest.get("moves_in_passes", [])
+    if then is None or then == now:
+        return []
+    names = listed(run.moves_in_passes)
+    before, after = (" or ".join(map(str, sorted(set(counts)))) for counts in (then, now))
+    text = f"each forward pass moves {names}, and a step had {before} passes on each rank and has {after} now"
+    if any("batch.micro.".startswith(f"{allowed}.") for allowed in allow_change):
+        return [f"warning: {text}"]
+    raise UsageError(
+        f"{text}, which would train another model",
+        where="batch.micro",
+        remedy="choose batch.micro and the number of ranks so that a step has as many passes as before; after a lack "
+        "of memory, take more ranks or compute.activation_checkpointing=true, and delete micro.json in the run "
+        "directory; or --allow-change batch.micro to go on with another number",
+    )
+
+
 def may_be_infinite(run: Run) -> finite.Grades:
     """The tensors that are not finite at the start: checkpoints may hold them. A collective."""
     tensors, _ = _captured(run)
@@ -242,6 +275,7 @@ def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
         **({"plateau": [schedule.history.metric, schedule.history.results]} if schedule.history else {}),
         "warnings": run.warnings,
         **({"confirmed_step": run.confirmed_step} if run.confirmed_step is not None else {}),
+        **({"passes": _passes(run), "moves_in_passes": run.moves_in_passes} if run.moves_in_passes else {}),
         "evaluations": run.stopping.history.results if run.stopping.history else [],
         "evaluations_of": run.stopping.rule.metric if run.stopping.rule else None,
     }

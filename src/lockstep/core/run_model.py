@@ -74,6 +74,7 @@ def build_model(
             held_parameters.check_renormalised(made, ranks=world.size)
         if strategy.is_sharded:
             held_parameters.check_references(made, task)
+            held_parameters.check_shared_memory(made)
         return made
 
     model, messages = strategy.build_model(make)
@@ -89,7 +90,7 @@ def build_model(
             remedy = "set requires_grad_(True) on some parameters, or unfreeze fewer of them later"
             raise TrainingError("the model has no trainable parameter", where="Task.model", remedy=remedy)
     if training and compute.activation_checkpointing:
-        recompute_activations(list(blocks.values()), world.device, compute)
+        recompute_activations(list(blocks.values()), world.device, compute, model)
     if compute.compile is not None:
         compile_modules(model, list(blocks.values()), compute)
     loss = loss_of_batch(task) if needs_global_batch(task) else task.loss

@@ -52,13 +52,15 @@ def lines(run: Run, latest: Mapping[str, float], elapsed_s: float) -> str:
     there = [name for name in _FILES if (run_dir / name).exists()]
     there += [f"checkpoints of step{'s' * (len(kept) > 1)} {', '.join(map(str, sorted(kept)))}"] if kept else []
     found.append(f"{run_dir} has: {', '.join(there)}")
-    return "\n".join([*found, *(_next(run_dir, run.config) if kept else ())])
+    return "\n".join([*found, *(_next(run_dir, run.config, by_loop=run.task.losses_elsewhere) if kept else ())])
 
 
-def _next(run_dir: Path, config: RunConfig) -> list[str]:
+def _next(run_dir: Path, config: RunConfig, *, by_loop: bool) -> list[str]:
     """What to do with a trained model. Commands know only a task that the config names; a script gave its own."""
     place = shlex.quote(str(run_dir))
     lines = [f"next: lockstep report {place}        # a page with curves and results"]
+    if by_loop:
+        return [*lines, '      loop.save("model.pt") writes the weights for plain torch']
     if "kind" in config.task:
         return [
             *lines,

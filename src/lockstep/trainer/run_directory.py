@@ -198,7 +198,7 @@ def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_c
     old, new = _as_json(training_keys(recorded)), _as_json(training_keys(resolved))
     keys = old.keys() | new.keys()
     changed = {key for key in keys if old.get(key) != new.get(key)}
-    changed -= _allowed(allow_change, {*keys, *SCHEDULE_LENGTH_KEYS, "data", "task"})
+    changed -= _allowed(allow_change, {*keys, *SCHEDULE_LENGTH_KEYS, "batch.micro", "data", "task"})
     if changed:
         differences = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in sorted(changed)]
         raise UsageError(

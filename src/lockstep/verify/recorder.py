@@ -109,6 +109,8 @@ class Recording:
     """Size of all buffers."""
     sharded: bool = False
     """True if ranks hold parts of the parameters."""
+    moves_in_passes: list[str] = field(default_factory=list)
+    """Parameters that forward passes write."""
     moved: float = 0.0
     """2-norm of what training changed in the parameters on this rank."""
     stop: int = 0
@@ -195,8 +197,11 @@ class TrainingRecorder(Recorder):
                     self.after_step(state.step)
         finally:
             handle.remove()
-            moved = [sharded_tensor.local(p.detach()) - start[name] for name, p in model.named_parameters()]
-            recording.moved = math.sqrt(sum(float(numbers(change).square().sum()) for change in moved))
+            moved = [
+                numbers(sharded_tensor.local(p.detach())) - numbers(start[name]) for name, p in model.named_parameters()
+            ]
+            recording.moves_in_passes = run.moves_in_passes
+            recording.moved = math.sqrt(sum(float(change.square().sum()) for change in moved))
             recording.unused = [name for name, never in self._never_used.items() if bool(never)]
 
     # ---- around a step
@@ -252,7 +257,8 @@ class TrainingRecorder(Recorder):
             self.recording.generators[state.step - 1] = self.task.generator_states[:]
             self.task.generator_states.clear()
         if self._reference_optimizer is not None:
-            self._reference_optimizer.after_step(state.averages.tensors if state.averages else None)
+            averages = state.averages.tensors if state.averages else None
+            self._reference_optimizer.after_step(averages, run.moves_in_passes)
         if self._gradient is not None:  # the update was skipped
             self._gradient = None
             self._gradient_steps.add(state.step)
@@ -274,7 +280,7 @@ class TrainingRecorder(Recorder):
             recording.steps_in_eval_mode.append(step)
         if self._reference_optimizer is not None:
             with restored_generators(state.world.device):  # an update may draw, and the training's must draw the same
-                self._reference_optimizer.before_update(step, is_first=is_first)
+                self._reference_optimizer.before_update(step, is_first=is_first, moved=run.moves_in_passes)
         if not is_first:  # the log has the norm of the last player
             recording.grad_norms.pop()
         recording.grad_norms.append((step, float(grad_norm(state.parameters))))

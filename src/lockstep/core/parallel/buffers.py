@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -69,8 +70,8 @@ _unchanged: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 @contextlib.contextmanager
 def restored_state(module: nn.Module, kind: str = "") -> Generator[None, None, None]:
     """At the end, parameters, buffers, extra states, and numbers and tensors that are attributes of modules, are as
-    they were before. Lists, sets and dicts that are attributes have the same items as before, and random generators
-    that are attributes, of the task, too, the same state.
+    they were before. Lists, sets, dicts and deques that are attributes have the same items as before, and random
+    generators that are attributes, also of the task, the same state.
 
     Every pass that is no part of a training runs inside: trials, counts, drawings, evaluations. Some models change
     themselves in a forward pass, whatever its mode: momentum encoders (MoCo, BYOL, DINO), `Embedding(max_norm=...)`,
@@ -148,8 +149,9 @@ def _attributes(owner: nn.Module) -> dict[str, Any]:
 
 
 def _containers(owner: nn.Module) -> list[Any]:
-    """Lists, sets and dicts that a module keeps as attributes, without those of torch."""
-    return [value for name, value in vars(owner).items() if type(value) in (list, dict, set) and name not in _OF_TORCH]
+    """Lists, sets, dicts and deques that a module keeps as attributes, without those of torch."""
+    kinds = (list, dict, set, deque)
+    return [value for name, value in vars(owner).items() if type(value) in kinds and name not in _OF_TORCH]
 
 
 def _keeps_extra(owner: nn.Module) -> bool:
@@ -160,12 +162,9 @@ def _keeps_extra(owner: nn.Module) -> bool:
 
 
 def _refill(container: Any, before: Any) -> None:
-    """Give a list, a set or a dict the items that it had."""
-    if isinstance(container, list):
-        container[:] = before
-    else:
-        container.clear()
-        container.update(before)
+    """Give a list, a set, a dict or a deque the items that it had."""
+    container.clear()
+    container.extend(before) if isinstance(container, list | deque) else container.update(before)
 
 
 def _has_values(attribute: Any) -> bool:

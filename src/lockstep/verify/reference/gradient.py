@@ -138,6 +138,8 @@ def _move_by_one_rounding(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                continue
             signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs)
 

@@ -46,7 +46,8 @@ class ReferenceOptimizer:
     ) -> None:
         self.model, self.config, self.steps_per_epoch = model, config, steps_per_epoch
         self.copies = {
-            name: parameter.detach().clone().requires_grad_() for name, parameter in self.model.named_parameters()
+            name: parameter.detach().clone().requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+            for name, parameter in self.model.named_parameters()
         }
         self._names: dict[str, list[str]] = {}  # all names of a tied parameter, by its first
         first: dict[int, str] = {}
@@ -122,13 +123,15 @@ class ReferenceOptimizer:
         settings |= {group["name"]: (group["optimizer"], group["args"]) for group in optim["groups"]}
         return [self._find(settings[key][0])(some, **settings[key][1]) for key, some in groups.items()]
 
-    def before_update(self, step: int, *, is_first: bool = True) -> None:
+    def before_update(self, step: int, *, is_first: bool = True, moved: Sequence[str] = ()) -> None:
         """Make the update that the training's optimizer is about to make in `step` (counted from 0).
 
         Args:
             is_first: whether it is the first update of this step. Players of a task have an update each.
+            moved: names of parameters that forward passes write: the update begins with what they wrote.
         """
         self.updates += is_first
+        self._follow(moved)
         for name, parameter in self.model.named_parameters():
             first = self._first_steps.get(name)
             if first is not None and parameter.requires_grad != (step >= first):
@@ -148,11 +151,21 @@ class ReferenceOptimizer:
             optimizer.step()
         self._has_updated = True
 
-    def after_step(self, averages: Mapping[str, Tensor] | None) -> None:
+    def _follow(self, moved: Sequence[str]) -> None:
+        """Take over what forward passes have written: into frozen parameters, such as those of a momentum encoder, and
+        into those of these names. What an update changes in them is compared all the same."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name in moved or not parameter.requires_grad:
+                    self.copies[name].copy_(parameter)
+
+    def after_step(self, averages: Mapping[str, Tensor] | None, moved: Sequence[str] = ()) -> None:
         """Compare with the weights of the training, and with its averages, where it keeps averages."""
         if self._has_updated:
             self._has_updated = False
             self._average()
+        else:
+            self._follow(moved)  # the update was skipped
         self._compare("weights", self.copies, dict(self.model.named_parameters()))
         if self.averages:
             self._compare("averages", self.averages, averages or {})
