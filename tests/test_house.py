@@ -20,6 +20,7 @@ PACKAGE = Path(lockstep.__file__).parent
 ALLOWED = {
     "core": set(),
     "locks": set(),
+    "losses": {"core"},
     "cache_folder": set(),
     "sizes": {"core"},
     "shards": {"core", "locks", "cache_folder", "sizes"},
@@ -36,7 +37,7 @@ ALLOWED = {
     "streams": {"core"},
     "lora": {"core"},
     "sampling": {"core", "streams"},
-    "tasks": {"core", "drawing", "locks", "recipes", "cache_folder", "shards", "lora"},
+    "tasks": {"core", "drawing", "locks", "recipes", "cache_folder", "shards", "lora", "losses"},
     "trainer": {
         "core",
         "locks",

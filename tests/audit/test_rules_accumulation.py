@@ -99,6 +99,29 @@ def test_unequal_numbers_of_labels_under_a_plain_mean_are_a_warning():
     assert len(summed.found("LS403")) == 1
 
 
+def weighed(sums, ops=("DivBackward0", "NllLossBackward0"), steps=3, factors=None):
+    """Steps whose micro-batches are means over labels with these sums of the weights of their classes."""
+    script = Script(how=None).optimizer()
+    for _ in range(steps):
+        script.step(backwards=len(sums))
+    for event in script.events:
+        for number, each in enumerate(event.get("backwards", [])):
+            factor = 0.5 if factors is None else factors[number]
+            each |= {"ops": list(ops), "rows": 8, "weights": sums[number], "factor": factor}
+    return script.found("LS403")
+
+
+def test_means_by_class_weights_have_the_sum_of_the_weights_as_units():
+    (finding,) = weighed((12.4, 4.7))
+    assert "weights of the labels, by micro-batch: " in finding.evidence
+    assert "12.4, 4.7" in finding.evidence
+    assert weighed((12.4, 12.0)) == []
+    assert weighed((12.4,)) == []  # one micro-batch
+    assert weighed((12.4, 4.7), factors=(0.6, 0.3)) == []  # the script weights the means
+    assert weighed((12.4, 4.7), ops=("AddBackward0", "DivBackward0")) == []
+    assert weighed((12.4, 4.7), steps=1) == []  # by chance
+
+
 def selected(rows, ops=("NllLossBackward0",), factor=0.5, steps=3, weight=lambda rank: 1.0):
     """Steps of one backward pass, whose mean is over `rows(rank, step)` labels that the script selected."""
     script = Script(how=None).optimizer().add("hand_reduce", at=at(27), op="SUM", parameters=2, factor=factor)

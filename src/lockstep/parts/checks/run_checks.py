@@ -12,6 +12,7 @@ from lockstep.core.data.loader import MicroBatch
 from lockstep.core.evaluation_run import named_results
 from lockstep.core.parallel.heartbeat import Phase
 from lockstep.core.run_data import EvaluationData
+from lockstep.core.task import needs_global_batch
 from lockstep.parts.checks import dry_run, optimizer_check, untouched_data
 from lockstep.parts.checks.first_steps import FirstSteps
 
@@ -60,6 +61,7 @@ class RunChecks(Checks):
                 precision=state.precision,
                 must_run=bool(evaluated),
                 allow_mean=self.run.config.train.allow_mean_loss,
+                compares=needs_global_batch(run.task),
             )
             messages: list[str] = []
             names: list[str] = []
