@@ -1,5 +1,8 @@
 """Rules on gradient accumulation."""
 
+import torch
+
+from lockstep.audit.observe import means
 from tests.audit.made_events import Script, at, dealt, parts
 
 
@@ -120,6 +123,14 @@ def test_means_by_class_weights_have_the_sum_of_the_weights_as_units():
     assert weighed((12.4, 4.7), factors=(0.6, 0.3)) == []  # the script weights the means
     assert weighed((12.4, 4.7), ops=("AddBackward0", "DivBackward0")) == []
     assert weighed((12.4, 4.7), steps=1) == []  # by chance
+
+
+def test_the_weights_of_labels_are_counted_as_torch_divides_by_them():
+    labels, weight = torch.tensor([0, 2, -100, 2]), torch.tensor([0.5, 1.0, 4.0])
+    assert means._counted(labels, weight=weight) == {"labels": 3, "weights": 8.5}
+    assert means._counted(labels[:2], weight=weight) == {"rows": 2, "weights": 4.5}
+    assert means._counted(labels, reduction="sum", weight=weight) == {"summed": 1}
+    assert means._counted(labels) == {"labels": 3}
 
 
 def selected(rows, ops=("NllLossBackward0",), factor=0.5, steps=3, weight=lambda rank: 1.0):
