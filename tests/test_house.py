@@ -9,8 +9,6 @@ import sys
 import tokenize
 from pathlib import Path
 
-import pytest
-
 import lockstep
 from tests import processes
 
@@ -136,7 +134,7 @@ def test_modules_import_in_one_direction():
 def test_every_permission_is_used():
     used = {folder: set() for folder in ALLOWED}
     for module, path in MODULES.items():
-        used[part_of(module)] |= {name for name in imports(path)}
+        used[part_of(module)] |= set(imports(path))
     unused = {
         (part, other)
         for part, others in ALLOWED.items()
