@@ -379,6 +379,20 @@ def test_a_misspelt_metric_to_keep_by_is_an_error_before_the_first_step(tmp_path
         runs.fit(Untrained(), settings | {"train": {"steps": 4}}, tmp_path)
 
 
+def test_to_keep_the_best_is_no_error_if_nothing_is_evaluated_on_purpose_or_for_lack_of_data(tmp_path):
+    class WithoutData(own_tasks.Classes):
+        def eval_data(self):
+            return None
+
+    best = {"checkpoint": {"keep_best": "min eval/loss"}}
+    cases = ((own_tasks.Classes(), {"steps": 2, "eval_every_steps": 0}), (WithoutData(), EVALUATED["train"]))
+    for number, (task, train) in enumerate(cases):
+        folder = tmp_path / str(number)
+        runs.fit(task, EVALUATED | best | {"train": train}, folder)
+        log = (folder / "train.log").read_text()
+        assert "note: nothing is evaluated, so checkpoint.keep_best keeps no checkpoint" in log, train
+
+
 def test_a_metric_to_keep_by_that_is_misspelt_in_a_later_start_is_an_error_before_its_first_step(tmp_path):
     runs.fit(own_tasks.Classes(), EVALUATED, tmp_path)
     later = EVALUATED | {"train": {"steps": 6, "eval_every_steps": 2}, "checkpoint": {"keep_best": "min eval/lss"}}
