@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from lockstep.cli.options import Debug, Force, as_arguments
 from lockstep.cli.reporting import reporting
+from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 from lockstep.core.user_files import check_replaceable
 
@@ -48,7 +48,7 @@ def audit(
             from lockstep.audit.judge import judge
 
             raise typer.Exit(judge(read, settings))
-        if "RANK" in os.environ:
+        if this_process.is_rank():
             from lockstep.audit.__main__ import main
 
             given = as_arguments(

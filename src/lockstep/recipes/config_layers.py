@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from lockstep.core import this_process
 from lockstep.core.config.config_section import Section
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError, did_you_mean
@@ -59,7 +60,7 @@ def with_new_names(values: dict[str, Any], where: str) -> None:
         if new_name in home:
             raise UsageError(f"{old} and {new} are the same key", where=where, remedy=f"leave out {old}")
         home[new_name] = section.pop(name)
-        if os.environ.get("RANK", "0") == "0":
+        if this_process.is_first():
             text = f"{where}: {old} is called {new} now, and lockstep {until} will refuse the old name"
             warnings.warn(text, FutureWarning, stacklevel=2)
 

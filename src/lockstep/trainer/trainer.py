@@ -22,6 +22,7 @@ from lockstep.core import (
     run_data,
     run_model,
     task_checks,
+    this_process,
 )
 from lockstep.core import evaluate as evaluation
 from lockstep.core.build import Run
@@ -191,7 +192,7 @@ class Trainer:
             LockstepError: the config, the data or the model cannot be used, or the training failed.
         """
         _given(task)
-        if self._has_chosen_folder and not self.quiet and os.environ.get("RANK", "0") == "0":
+        if self._has_chosen_folder and not self.quiet and this_process.is_first():
             print(f"the run directory is {self.run_dir}, by the name of the script; Trainer(run_dir=...) sets another")
         if nproc is not None:
             return self._fit_on_ranks(task, recorder, nproc, max_restarts)
