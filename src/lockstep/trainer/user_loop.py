@@ -154,6 +154,8 @@ class Loop:
                     asked = next(self._engine)
                     while True:
                         self._adopt_rates()
+                        if not run.model.training:  # the body has evaluated it
+                            run.state.forward.train()
                         self._step = step = LoopStep(
                             run.state, asked, steps_per_epoch=per_epoch, stop=run.stop, updated=self._updated
                         )
@@ -192,13 +194,16 @@ class Loop:
         if step is None or not self._has_left:
             return
         self._step = None
-        user_exit.check_all_left(self._run.world, self._id, step.number, complete=step.result is not None)
-        if step.result is None:
+        is_partial = step.result is None and step.has_begun
+        done = step.number if is_partial or step.result is not None else step.number - 1
+        user_exit.check_all_left(self._run.world, self._id, done, complete=not is_partial)
+        if is_partial:
             text = f"the script left its loop in the middle of step {step.number}, which is not saved"
             self._run.tell(text)
         else:
             try:
-                engine.send(step.result)  # the log and the checkpoint that are due after this step
+                if step.result is not None:
+                    engine.send(step.result)  # the log and the checkpoint that are due after this step
                 engine.throw(loop.LeftLoop())
             except StopIteration as end:  # it was the last step
                 self.results = end.value
