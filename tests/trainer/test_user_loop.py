@@ -172,6 +172,17 @@ def test_a_body_that_evaluates_by_itself_trains_on_in_training_mode(tmp_path):
     loop.close()
 
 
+def test_a_scheduler_that_the_loop_does_not_save_is_told(tmp_path):
+    model, data = nn.Linear(2, 1), TensorDataset(torch.randn(8, 2))
+    for number, given in enumerate((False, True)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        folder, options = tmp_path / str(number), {"scheduler": scheduler} if given else {}
+        config = {"log.writers": ["text_log"]}
+        lockstep.Loop(model, optimizer, data, epochs=1, run_dir=folder, quiet=True, config=config, **options).close()
+        assert ("has a scheduler that the Loop does not save" in (folder / "train.log").read_text()) != given
+
+
 def by_plain_torch_with_schedule():
     torch.manual_seed(0)
     model = nn.Linear(10, 1)

@@ -137,6 +137,11 @@ class Loop:
             self._assembled = self._exit.training.enter_context(assemble.assemble(setup, self._task, world, flag=flag))
         self._run = self._assembled.run
         self._kept.restore_rates()
+        if scheduler is None and any("initial_lr" in group for group in optimizer.param_groups):
+            self._run.tell(
+                "warning: this optimizer has a scheduler that the Loop does not save: after a restart it begins anew. "
+                "Give it as Loop(scheduler=...), or keep scheduler.state_dict() in loop.state"
+            )
         self._id = str(self._run.world.broadcast(uuid.uuid4().hex))
 
     # ---- the loop
