@@ -172,6 +172,26 @@ def test_a_body_that_evaluates_by_itself_trains_on_in_training_mode(tmp_path):
     loop.close()
 
 
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+
+
+def test_a_scheduler_that_cycles_betas_resumes_with_them(tmp_path):
+    """`OneCycleLR` sets the betas of Adam, which are a tuple."""
+    weights = {}
+    for folder, stops in (("whole", [None]), ("cut", [3, None])):
+        for stop in stops:
+            loop = loop_of(own_tasks.Masked(), tmp_path / folder, steps=8, scheduler=one_cycle)
+            for step in loop:
+                for batch in step:
+                    step.backward(squared(loop, batch))
+                if step.number == stop:
+                    break
+            weights[folder] = copy.deepcopy(loop.model.state_dict())
+            loop.close()
+    assert all(torch.equal(weights["cut"][name], weights["whole"][name]) for name in weights["whole"])
+
+
 def test_a_scheduler_that_the_loop_does_not_save_is_told(tmp_path):
     model, data = nn.Linear(2, 1), TensorDataset(torch.randn(8, 2))
     for number, given in enumerate((False, True)):
