@@ -203,6 +203,19 @@ def test_a_scheduler_that_the_loop_does_not_save_is_told(tmp_path):
         assert ("has a scheduler that the Loop does not save" in (folder / "train.log").read_text()) != given
 
 
+def test_a_scheduler_that_the_loop_cannot_step_is_an_error(tmp_path):
+    model, data = nn.Linear(2, 1), TensorDataset(torch.randn(8, 2))
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    cases = {
+        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer): "ReduceLROnPlateau needs a value",
+        torch.optim.lr_scheduler.StepLR(other, 2): "belongs to another optimizer",
+    }
+    for scheduler, text in cases.items():
+        with pytest.raises(UsageError) as caught:
+            lockstep.Loop(model, optimizer, data, epochs=1, scheduler=scheduler, run_dir=tmp_path / "run", quiet=True)
+        assert text in str(caught.value)
+
+
 def by_plain_torch_with_schedule():
     torch.manual_seed(0)
     model = nn.Linear(10, 1)

@@ -97,6 +97,7 @@ class Loop:
         parts: Sequence[Part] = (),
         quiet: bool = False,
     ) -> None:
+        _check_scheduler(scheduler, optimizer)
         loader = from_loader(train_data)
         batch = {"global": global_batch or loader.batch_size, "micro": micro_batch}
         chosen = {
@@ -328,6 +329,15 @@ class Loop:
     def close(self) -> None:
         """Leave the other ranks. The end of the process, and another `Loop`, do so too."""
         self._exit.close()
+
+
+def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    where = "Loop(scheduler=...)"
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        remedy = "call its step(value) in the body, after loop.evaluate, and keep its state_dict() in loop.state"
+        raise UsageError("a ReduceLROnPlateau needs a value, which the loop does not have", where=where, remedy=remedy)
+    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise UsageError("it belongs to another optimizer", where=where, remedy="make it of the optimizer of the Loop")
 
 
 @final
