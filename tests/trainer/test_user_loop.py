@@ -295,10 +295,10 @@ def test_an_evaluation_counts_each_sample_once_on_any_number_of_ranks():
 def test_the_saved_file_is_loaded_by_plain_torch(tmp_path):
     loop = loop_of(own_tasks.Masked(), tmp_path / "run", steps=2)
     masked_body(loop)
-    loop.save(tmp_path / "model.pt")
+    loop.save(tmp_path / "new" / "model.pt")
     loop.close()
     model = own_tasks.Masked().model()
-    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    model.load_state_dict(torch.load(tmp_path / "new" / "model.pt", weights_only=True))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loop.model.parameters(), strict=True))
 
 

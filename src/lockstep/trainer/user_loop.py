@@ -317,6 +317,7 @@ class Loop:
         def write() -> None:
             staged = Path(f"{path}.{os.getpid()}")
             try:
+                staged.parent.mkdir(parents=True, exist_ok=True)  # for a missing folder, torch raises no OSError
                 torch.save(whole, staged)
                 staged.replace(path)
             except OSError as error:

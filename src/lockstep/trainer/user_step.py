@@ -131,9 +131,10 @@ class LoopStep:
         self._check_gradient()
         self._current = None
         self._update.send(losses)
-        with_gradient = (p for p in self._state.strategy.trainable.values() if p.grad is not None)
+        parameters = self._state.strategy.trainable.values()
+        with_gradient = ((each, each.grad) for each in parameters if each.grad is not None)
         first = next(with_gradient, None)
-        self._gradient = None if first is None else (first, first.grad, local(first.grad)._version)
+        self._gradient = None if first is None else (*first, local(first[1])._version)
 
     def _refuse_update(self, *_: Any) -> None:
         if self._in_body:
