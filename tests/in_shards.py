@@ -40,10 +40,10 @@ def measured(reports: list[Path]) -> dict[str, float]:
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
             parts = case.get("classname", "").split(".")
-            while parts and not Path(*parts).with_suffix(".py").exists():
-                parts.pop()
-            if parts:
-                seconds["/".join(parts) + ".py"] += float(case.get("time", 0))
+            names = ["/".join(parts[:count]) + ".py" for count in range(len(parts), 0, -1)]
+            file = next((name for name in names if Path(name).exists()), None)
+            if file is not None:
+                seconds[file] += float(case.get("time", 0))
     return {file: round(value, 1) for file, value in sorted(seconds.items())}
 
 

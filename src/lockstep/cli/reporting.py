@@ -59,7 +59,7 @@ def reporting(debug: bool) -> Iterator[None]:
         raise
     except Preempted as stopped:
         report_failure(stopped, str(stopped))
-        if not this_process.is_rank() and sys.argv[1:2] not in (["train"], ["sweep"]):
+        if not this_process.is_rank() and sys.argv[1:2] not in (["train"], ["sweep"], ["run"]):
             tell("stopped; the same command begins anew")
         elif not this_process.is_rank():  # if a checkpoint was saved, the run has said so
             tell(f"{'' if 'saved' in str(stopped) else f'{stopped}; '}the same command goes on from there")
