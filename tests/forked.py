@@ -43,8 +43,8 @@ def script(path, *arguments):
 
 
 def observed(folder, path, *arguments):
-    """For `start`: what `python -m lockstep.audit --folder FOLDER PATH ARGUMENTS` does."""
-    from lockstep.audit.__main__ import main
+    """For `start`: what `python -m lockstep_audit --folder FOLDER PATH ARGUMENTS` does."""
+    from lockstep_audit.__main__ import main
 
     sys.argv[:] = [str(path), *map(str, arguments)]
     main(["--folder", str(folder), *sys.argv])

@@ -329,7 +329,7 @@ LIGHT = """
 lockstep lockstep.cli.application lockstep.core.config.sections lockstep.recipes.config_file
 lockstep.tasks.text.options lockstep.tasks.vision.pictures.options lockstep.tasks.vision.classification.options
 lockstep.tasks.lm.options lockstep.core.data.order lockstep.report.run_page lockstep.report.comparison
-lockstep.plan.advise lockstep.audit.judge lockstep.audit.run lockstep.cli.env lockstep.launch.preflight.variables
+lockstep.plan.advise lockstep_audit.judge lockstep_audit.run lockstep.cli.env lockstep.launch.preflight.variables
 """
 
 

@@ -1,7 +1,7 @@
 """Every private name of torch that the package uses stands in the table below, and the installed torch has it.
 
 `core/parallel/torch_internals.py` holds those that need more than a name, such as attributes of objects; its own tests
-call each. `audit/observe/torch_private.py` has what the audit observes, all of which tests/audit tries.
+call each. `audit/observe/torch_private.py` has what the audit observes, all of which packages/audit/tests tries.
 """
 
 import ast
