@@ -10,20 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
 from lockstep_audit import __main__ as module
 from lockstep_audit import events, pytest_plugin, run
+from lockstep_audit.errors import UsageError
 from lockstep_audit.events import History
 from lockstep_audit.judge import FAILED, FINDINGS, INCONCLUSIVE, USAGE, judge
 from lockstep_audit.observe import communication, digests, torch_private, training
 from lockstep_audit.observe.recorder import LAUNCHER, Counts, recorder
 from lockstep_audit.settings import Settings
-from lockstep_audit.errors import UsageError
-from packages.audit.tests import forked
-from packages.audit.tests import page_ranks
-from packages.audit.tests.test_pages import END, LINES, PRELUDE
 from packages.audit.tests.processes import HANG_S, environment, wait_for
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from packages.audit.tests import forked, page_ranks
+from packages.audit.tests.test_pages import END, LINES, PRELUDE
 
 WRONG = PRELUDE + LINES["LS101"][0]
 SPAWNED = """
@@ -134,12 +133,12 @@ def test_the_fixture_fails_a_test_with_the_report(tmp_path, monkeypatch):
         report = command[command.index("--output") + 1]
         with open(report, "w") as file:
             file.write(f"the report of {command[-2:]}")
-        return SimpleNamespace(returncode=int("wrong.py" in command), stdout="")
+        return SimpleNamespace(returncode=FINDINGS * ("wrong.py" in command), stdout="")
 
     monkeypatch.setattr(pytest_plugin.subprocess, "run", ran)
     audit = pytest_plugin.lockstep_audit.__wrapped__(tmp_path)
     assert audit("right.py", "--epochs") == "the report of ['right.py', '--epochs']"
-    with pytest.raises(pytest.fail.Exception, match="exit code 1\nthe report of"):
+    with pytest.raises(pytest.fail.Exception, match="exit code 3\nthe report of"):
         audit("wrong.py", "--epochs")
 
 
@@ -176,7 +175,7 @@ def test_processes_of_spawn_are_observed(tmp_path):
 
     text = SPAWNED.replace("SCRIPT", repr(WRONG + END)).replace("FREE", repr(str(free_port())))
     code, output = told([sys.executable, "-m", "lockstep_audit", write(tmp_path, text)], tmp_path)
-    assert (code, "error[LS101]" in output) == (1, True), output
+    assert (code, "error[LS101]" in output) == (FINDINGS, True), output
 
 
 @pytest.mark.exhaustive

@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from packages.audit.tests.processes import HANG_S, ROOT, environment
 
 from packages.audit.tests.test_pages import END, LINES, PRELUDE
-from packages.audit.tests.processes import HANG_S, ROOT, environment
 
 RANK_0_WAITS = (
     PRELUDE + "if dist.get_rank() == 0:\n    dist.barrier()\nelse:\n    import time\n    time.sleep(10_000)\n"

@@ -13,21 +13,22 @@ import types
 from pathlib import Path
 from typing import Any
 
-from lockstep_audit.judge import CLEAN, FAILED, judge_here
+from lockstep_audit import words
+from lockstep_audit.judge import CLEAN, FAILED, USAGE, judge_here
 from lockstep_audit.observe import boot, places
 from lockstep_audit.observe.recorder import recorder
 from lockstep_audit.settings import JUDGED_OUTSIDE, NOTEBOOK, Settings
 
 
 def _options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m lockstep_audit", allow_abbrev=False)
+    name = "python -m lockstep_audit"
+    usage = f"{name} [OPTIONS] SCRIPT|-m MODULE [ARGS]..."
+    parser = argparse.ArgumentParser(prog=name, usage=usage, allow_abbrev=False)
     get = os.environ.get
     parser.add_argument("--folder", type=Path, default=get(boot.FOLDER), help="where events go")
     parser.add_argument("--every", type=int, default=int(get(boot.EVERY, "50")), help="look closely at each K-th step")
     parser.add_argument("--patience", type=float, default=float(get(boot.PATIENCE, "60")), help="seconds until a hang")
     parser.add_argument("--no-probe", action="store_true", default=get(boot.PROBE) == "0", help="read no samples")
-    parser.add_argument("-m", dest="module", help="run a module")
-    parser.add_argument("script", nargs="?", help="the script")
     return parser
 
 
@@ -40,17 +41,19 @@ def main(arguments: list[str] | None = None, settings: Settings | None = None) -
         settings: of the report.
     """
     given = sys.argv[1:] if arguments is None else arguments
-    own, rest = _split(given)
     parser = _options()
+    own, target = words.split(parser, given)
     options = parser.parse_args(own)
-    if "ipykernel" in sys.modules or str(options.script).endswith(".ipynb"):
-        parser.exit(2, NOTEBOOK + "\n")
+    has_module = target[:1] == ["-m"]
+    name, *rest = target[has_module:] or [""]
+    if "ipykernel" in sys.modules or name.endswith(".ipynb"):
+        parser.exit(USAGE, NOTEBOOK + "\n")
     if options.every < 1 or options.patience <= 0:
         parser.error(f"--every {options.every} must be at least 1, and --patience {options.patience} above 0")
-    if not options.module and not options.script:
+    if not name:
         parser.error("name a script, or a module with -m")
-    if options.script and not Path(options.script).exists():
-        parser.error(f"there is no script {options.script}")
+    if not has_module and not Path(name).exists():
+        parser.error(f"there is no script {name}")
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", os.getpid())
     run_id = os.getppid() if run_id == "none" else run_id  # a launcher that names no run: its ranks have one parent
     folder = options.folder or Path(f"lockstep-audit-{run_id}")
@@ -67,24 +70,11 @@ def main(arguments: list[str] | None = None, settings: Settings | None = None) -
 
     boot.on_leave.append(report)
     try:
-        run(options.module, options.script, rest)
+        run(name if has_module else None, None if has_module else name, rest)
     finally:
         boot.on_leave.clear()
         if code := report(0):
             sys.exit(code)
-
-
-def _split(given: list[str]) -> tuple[list[str], list[str]]:
-    """Our options with the name of the script or module, and the script's arguments."""
-    takes_value = {"--folder", "--every", "--patience"}
-    number = 0
-    while number < len(given):
-        if given[number] == "-m":
-            return given[: number + 2], given[number + 2 :]
-        if not given[number].startswith("-"):
-            return given[: number + 1], given[number + 1 :]
-        number += 2 if given[number] in takes_value else 1
-    return given, []
 
 
 def run(module: str | None, script: str | None, arguments: list[str]) -> None:

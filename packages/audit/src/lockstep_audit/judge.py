@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 
 from lockstep_audit import events
+from lockstep_audit.errors import UsageError
 from lockstep_audit.events import History
 from lockstep_audit.report import formats
 from lockstep_audit.report.outcome import HANGS, Outcome, outcome, write_baseline
 from lockstep_audit.rules.waiting import stuck
 from lockstep_audit.settings import Settings
-from lockstep_audit.errors import UsageError
 
-CLEAN, FINDINGS, USAGE, FAILED, HANG, INCONCLUSIVE = range(6)
+CLEAN, FAILED, USAGE, FINDINGS, HANG, INCONCLUSIVE = range(6)
 """Exit codes."""
 _WAIT_S = 10.0
 _LOOK_S = 0.1

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep_audit.judge import FINDINGS
+
 
 @pytest.fixture
 def lockstep_audit(tmp_path: Path) -> Callable[..., str]:
@@ -27,7 +29,7 @@ def lockstep_audit(tmp_path: Path) -> Callable[..., str]:
         done = subprocess.run(command, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         text = report.read_text(encoding="utf-8") if report.exists() else ""
         if done.returncode:
-            last = "" if text and done.returncode == 1 else "\n".join(done.stdout.splitlines()[-40:]) + "\n"
+            last = "" if text and done.returncode == FINDINGS else "\n".join(done.stdout.splitlines()[-40:]) + "\n"
             pytest.fail(f"lockstep-audit ended with exit code {done.returncode}\n{last}{text}", pytrace=False)
         return text
 

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep_audit import events
+from lockstep_audit import events, sessions
+from lockstep_audit.errors import UsageError
 from lockstep_audit.events import History
 from lockstep_audit.judge import FAILED, HANG, judge
 from lockstep_audit.rules.waiting import stuck
 from lockstep_audit.settings import JUDGED_OUTSIDE, NOTEBOOK, Settings
-from lockstep_audit.errors import UsageError
 
 _LOOK_S = 0.5
 _END_S = 10.0

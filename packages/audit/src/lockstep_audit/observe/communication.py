@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep_audit.observe import digests, gathers, lined, means, models, places, torch_state
+from lockstep_audit.observe import digests, gathers, lined, means, models, places, torch_internals, torch_state
 from lockstep_audit.observe.gradients import Reduction, gradients
 from lockstep_audit.observe.recorder import LAUNCHER, After, recorder
-from lockstep_audit.observe import torch_internals
 
 _EACH_LINE = 2000
 _LOOKS = 8

@@ -8,6 +8,7 @@ import functools
 import inspect
 import os
 import random
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,6 @@ from pathlib import PurePath
 from types import CodeType, FunctionType
 from typing import Any
 
-import numpy
 import torch
 
 from lockstep_audit.observe import digests, places
@@ -73,8 +73,8 @@ def at_exit() -> dict[str, Any]:
 
 def _probe(dataset: Any, collate: Any, told: dict[str, Any]) -> None:
     """Read a few samples twice, from equal seeds. All generators of random numbers stay as they were."""
-    size = told["dataset_size"]
-    states = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
+    size, numpy = told["dataset_size"], sys.modules.get("numpy")
+    states = (random.getstate(), numpy and numpy.random.get_state(), torch.get_rng_state())
     try:
         chosen = [size - 1, *(int(size * (part * _GOLDEN % 1)) for part in range(_MORE))]
         samples, end = {}, time.monotonic() + _QUICK_S
@@ -85,7 +85,8 @@ def _probe(dataset: Any, collate: Any, told: dict[str, Any]) -> None:
             samples[index] = [one if one == other else None for one, other in zip(first, second, strict=False)]
     finally:
         random.setstate(states[0])
-        numpy.random.set_state(states[1])
+        if numpy:
+            numpy.random.set_state(states[1])
         torch.set_rng_state(states[2])
     recorder.emit("probe", samples=dict(sorted(samples.items())), **told)
 
@@ -93,7 +94,8 @@ def _probe(dataset: Any, collate: Any, told: dict[str, Any]) -> None:
 def _read(dataset: Any, collate: Any, index: int) -> list[Any]:
     """The fields of a sample, and those that a function of the script makes of it for a batch."""
     random.seed(index)
-    numpy.random.seed(index)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(index)
     torch.manual_seed(index)
     found = [_told(part) for part in parts(dataset[index])]
     if collate is not None:
@@ -111,7 +113,8 @@ def parts(sample: Any) -> list[Any]:
 
 def _told(part: Any) -> Any:
     """Whole numbers as they are; the digest of anything else that has one."""
-    if isinstance(part, numpy.ndarray) and part.dtype.kind in "iufb":
+    numpy = sys.modules.get("numpy")
+    if numpy and isinstance(part, numpy.ndarray) and part.dtype.kind in "iufb":
         part = torch.from_numpy(numpy.ascontiguousarray(part))
     if isinstance(part, torch.Tensor) and part.device.type == "cpu":
         is_whole = part.dtype in (torch.int64, torch.int32)

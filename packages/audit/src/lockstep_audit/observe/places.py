@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-_LOCKSTEP = str(Path(__file__).resolve().parents[2]) + os.sep
+_AUDIT = str(Path(__file__).resolve().parents[1]) + os.sep
 _STANDARD = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _CARRIERS = ("numpy", "pandas", "PIL", "matplotlib", "torchvision")  # packages that write files for their caller
@@ -33,7 +33,7 @@ def _classify(name: str) -> tuple[str, str]:
     real = os.path.realpath(path)
     if (name.startswith("<") and name.endswith(">")) or name.startswith("<frozen "):
         return OTHER, name
-    if real.startswith(_LOCKSTEP):
+    if real.startswith(_ours()):
         return OTHER, path
     for mark in _INSTALLED:
         if mark in path:
@@ -41,6 +41,12 @@ def _classify(name: str) -> tuple[str, str]:
     if real.startswith(_STANDARD):
         return STANDARD, path
     return (OTHER if any(_holds_packages(str(folder)) for folder in Path(real).parents) else USER), path
+
+
+def _ours() -> tuple[str, ...]:
+    """The folders of the audit, and of torch-lockstep if the script uses it: a clone lies outside of site-packages."""
+    file = getattr(sys.modules.get("lockstep"), "__file__", None)
+    return (_AUDIT, os.path.dirname(os.path.realpath(file)) + os.sep) if file else (_AUDIT,)
 
 
 @functools.cache
@@ -119,7 +125,7 @@ def is_by_user(frame: FrameType | None) -> bool:
     while frame is not None:
         kind = kind_of(frame.f_code)[0]
         if kind is USER or kind is OTHER:
-            return kind is USER or (frame.f_code.co_filename.startswith(_LOCKSTEP) and is_by_user(frame.f_back))
+            return kind is USER or (frame.f_code.co_filename.startswith(_ours()) and is_by_user(frame.f_back))
         frame = frame.f_back
     return False
 
@@ -133,7 +139,7 @@ def is_direct(frame: FrameType | None) -> bool:
 
 def is_shown(path: str) -> bool:
     """True of a file that stacks tell of."""
-    return not path.startswith((_LOCKSTEP, "<frozen"))
+    return not path.startswith((*_ours(), "<frozen"))
 
 
 def stack(frame: FrameType | None, limit: int = 40) -> Iterator[list[str | int]]:

@@ -6,8 +6,6 @@ import sys
 from types import FrameType
 from typing import Any
 
-import numpy
-
 from lockstep_audit.observe import digests, places, samplers
 from lockstep_audit.observe.recorder import After, recorder
 
@@ -52,7 +50,7 @@ def arrays_split(*_: Any, random_state: Any = None, shuffle: bool = True, **__: 
     """sklearn's train_test_split: what decides which samples it draws is the state of its generator."""
     at, state = places.here(), random_state
     if state is None or hasattr(state, "get_state"):
-        _, *state = (numpy.random if state is None else state).get_state(legacy=True)
+        _, *state = (sys.modules["numpy"].random if state is None else state).get_state(legacy=True)
         state = (state[0].tolist(), *state[1:])
 
     def after(arrays: Any, error: BaseException | None) -> None:

@@ -10,9 +10,8 @@ import time
 from types import FrameType
 from typing import Any
 
-from lockstep_audit.observe import communication, places
+from lockstep_audit.observe import communication, places, torch_internals
 from lockstep_audit.observe.recorder import recorder
-from lockstep_audit.observe import torch_internals
 
 _LOOKS = 8
 _ENTRIES = 20

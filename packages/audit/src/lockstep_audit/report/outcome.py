@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep_audit.errors import UsageError
 from lockstep_audit.events import History
 from lockstep_audit.findings import Finding, Rule
 from lockstep_audit.rules.catalogue import ALL, BY_ID, EXPLAINED
-from lockstep_audit.errors import UsageError
 
 _IGNORE = re.compile(r"#\s*lockstep:\s*ignore\[([^\]]*)\](.*)")
 HANGS = ("LS501", "LS502", "LS503", "LS504")
