@@ -105,6 +105,7 @@ def run_cases(jobs, libraries):
     Run N leaves its events in `folder/events-N`. All runs work in `folder/work`.
     """
     import torch
+
     from lockstep_audit.observe import torch_private
 
     assert torch_private

@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from lockstep_audit import events
 from lockstep_audit.events import History
 from lockstep_audit.report.outcome import outcome
 from lockstep_audit.rules.catalogue import BY_ID
-from packages.audit.tests.processes import HANG_S, environment
-
 from packages.audit.tests import forked, page_ranks
+from packages.audit.tests.processes import HANG_S, environment
 
 FOLDER = Path(__file__).with_name("cases")
 CASES = json.loads((FOLDER / "manifest.json").read_text())

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
 from lockstep_audit import __main__ as module
 from lockstep_audit import events, pytest_plugin, run
 from lockstep_audit.errors import UsageError
@@ -18,10 +20,8 @@ from lockstep_audit.judge import FAILED, FINDINGS, INCONCLUSIVE, USAGE, judge
 from lockstep_audit.observe import communication, digests, torch_private, training
 from lockstep_audit.observe.recorder import LAUNCHER, Counts, recorder
 from lockstep_audit.settings import Settings
-from packages.audit.tests.processes import HANG_S, environment, wait_for
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
 from packages.audit.tests import forked, page_ranks
+from packages.audit.tests.processes import HANG_S, environment, wait_for
 from packages.audit.tests.test_pages import END, LINES, PRELUDE
 
 WRONG = PRELUDE + LINES["LS101"][0]

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy import random
+
 from lockstep_audit.events import History, read
 from lockstep_audit.observe import (
     buffers,
@@ -38,8 +40,6 @@ from lockstep_audit.observe import (
     torch_private,
 )
 from lockstep_audit.observe.objects import Registry
-from numpy import random
-
 from packages.audit.tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -4,13 +4,13 @@ import re
 import runpy
 
 import pytest
+
 from lockstep_audit import events
 from lockstep_audit.events import History
 from lockstep_audit.report.outcome import outcome
 from lockstep_audit.rules.catalogue import ALL, BY_ID
-from packages.audit.tests.processes import ROOT
-
 from packages.audit.tests import forked, page_ranks
+from packages.audit.tests.processes import ROOT
 
 PRELUDE = re.search(r"```python\n(.*?)```", (ROOT / "docs/audit.md").read_text(), re.DOTALL)[1]
 END = "dist.destroy_process_group()\n"

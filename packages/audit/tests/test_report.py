@@ -4,6 +4,7 @@ import json
 
 import pytest
 import yaml
+
 from lockstep_audit import command as command_line
 from lockstep_audit import judge
 from lockstep_audit.errors import UsageError
@@ -13,9 +14,8 @@ from lockstep_audit.report import formats
 from lockstep_audit.report.outcome import outcome, write_baseline
 from lockstep_audit.rules.catalogue import ALL, BY_ID, EXPLAINED
 from lockstep_audit.settings import Settings
-from packages.audit.tests.processes import ROOT
-
 from packages.audit.tests.made_events import Script, dealt, parts, whole
+from packages.audit.tests.processes import ROOT
 
 LINES = ["import torch"] * 9 + ["loader = DataLoader(data, shuffle=True)", *["..."] * 60]
 

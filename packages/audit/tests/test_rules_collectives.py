@@ -1,8 +1,8 @@
 """Rules on collectives and hangs."""
 
 import pytest
-from lockstep_audit.rules import skips
 
+from lockstep_audit.rules import skips
 from packages.audit.tests.made_events import Script, at
 
 

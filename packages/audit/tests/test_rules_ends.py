@@ -3,10 +3,10 @@
 import json
 
 import pytest
+
 from lockstep_audit import events
 from lockstep_audit.events import History
 from lockstep_audit.report.outcome import outcome
-
 from packages.audit.tests.made_events import FILE, Script, at, dealt, in_batches, parts
 
 TIMEOUT = "Timed out waiting 20000ms for recv operation to complete"

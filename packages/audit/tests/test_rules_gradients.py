@@ -1,9 +1,9 @@
 """Rules on gradients and parameters."""
 
 import pytest
+
 from lockstep_audit.rules.gradients import gives_data
 from lockstep_audit.rules.partings import partings
-
 from packages.audit.tests.made_events import Script, at
 
 

@@ -3,8 +3,8 @@
 import textwrap
 
 import pytest
-from lockstep_audit.rules import sources
 
+from lockstep_audit.rules import sources
 from packages.audit.tests.made_events import Script, at, dealt, parts
 from packages.audit.tests.test_rules_gradients import parted, together
 

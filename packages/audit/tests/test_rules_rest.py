@@ -1,8 +1,8 @@
 """Rules on evaluations, metrics, files, going on, and devices."""
 
 import pytest
-from lockstep_audit.rules.catalogue import ALL
 
+from lockstep_audit.rules.catalogue import ALL
 from packages.audit.tests.made_events import Script, at, dealt, parts
 
 

@@ -1,7 +1,6 @@
 """Rules on gradients between the backward pass and the step, on modes, schedules, and what optimizers leave out."""
 
 from lockstep_audit.rules import sources
-
 from packages.audit.tests.made_events import Script, at, dealt, parts
 
 
