@@ -19,7 +19,7 @@ def audit(context: typer.Context) -> None:
         except ModuleNotFoundError as error:
             if error.name != "lockstep_audit":
                 raise
-            raise UsageError("the audit is a package of its own, and is not installed", remedy=_REMEDY) from None
+            raise UsageError("the audit is its own package, and is not installed", remedy=_REMEDY) from None
         if lockstep_audit.__version__ != lockstep.__version__:
             versions = f"torch-lockstep-audit is {lockstep_audit.__version__}, torch-lockstep {lockstep.__version__}"
             raise UsageError(f"{versions}: they are released together", remedy=_REMEDY)

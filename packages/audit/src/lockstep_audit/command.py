@@ -105,7 +105,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, whole, path = parser.add_argument, _at_least_one(int), {"type": Path, "metavar": "PATH"}
+    add, whole = parser.add_argument, _at_least_one(int)
     add("--nproc", type=whole, default=2, metavar="N", help="ranks on this machine; 2")
     add("--every", type=whole, default=50, metavar="K", help="look closely at every K-th step; 50")
     patience = _at_least_one(float)
@@ -113,12 +113,12 @@ def _parser(name: str) -> argparse.ArgumentParser:
     probe = argparse.BooleanOptionalAction
     add("--probe", action=probe, default=True, help="read a few samples at the end; --probe")
     add("--format", choices=FORMATS, default="text", help="of the report; text")
-    add("--output", **path, help="a file for the report")
-    add("--folder", **path, help="keep the events in this new folder")
-    add("--previous", **path, help="events of the run that is resumed")
-    add("--read", **path, help="judge the events of a folder; run no script")
-    add("--baseline", **path, help="a file of known findings to leave out")
-    add("--write-baseline", **path, help="write that file")
+    add("--output", type=Path, metavar="PATH", help="a file for the report")
+    add("--folder", type=Path, metavar="PATH", help="keep the events in this new folder")
+    add("--previous", type=Path, metavar="PATH", help="events of the run that is resumed")
+    add("--read", type=Path, metavar="PATH", help="judge the events of a folder; run no script")
+    add("--baseline", type=Path, metavar="PATH", help="a file of known findings to leave out")
+    add("--write-baseline", type=Path, metavar="PATH", help="write that file")
     add("--strict", action="store_true", help="exit code 3 for warnings, too")
     add("-v", "--verbose", action="store_true", help="why rules were not exercised")
     add("--debug", action="store_true", help="show tracebacks of all errors")
