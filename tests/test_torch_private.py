@@ -1,8 +1,8 @@
 """Every private name of torch that the package uses stands in the table below, and the installed torch has it.
 
 `core/parallel/torch_internals.py` holds those that need more than a name, such as attributes of objects; its own tests
-call each. `torch_private.py` and `torch_internals.py` of `lockstep_audit/observe` have what the audit asks and observes.
-All of that is tried in packages/audit/tests.
+call each. `torch_private.py` and `torch_internals.py` of `lockstep_audit/observe` have what the audit asks;
+packages/audit/tests tries all of it.
 """
 
 import ast
