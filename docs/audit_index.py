@@ -65,6 +65,7 @@ script did not exercise counts as not exercised, and never as passed.
 | `--previous DIR` | the events of the run that this run goes on from: rules LS703, LS704 |
 | `--read DIR` | judge the events of a folder, and run no script |
 | `--baseline FILE`, `--write-baseline FILE` | leave out findings that are known; write that file |
+| `--force` | replace the files of `--output` and `--write-baseline`, if they are there |
 | `--strict` | exit code 3 for warnings, too |
 | `-v` | tell for each rule why the script did not exercise it |
 | `--debug` | show tracebacks of all errors |

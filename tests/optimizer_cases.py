@@ -77,6 +77,22 @@ class WithList(torch.optim.SGD):
                 self.state[parameter]["history"] = [1.0]
 
 
+class WithGlobal(torch.optim.SGD):
+    """Counts its updates under a key that is no parameter."""
+
+    def step(self, closure=None):
+        self.state["global"]["count"] = self.state["global"].get("count", 0) + 1
+        return super().step(closure)
+
+
+class WithFirstGlobal(WithGlobal):
+    """The same, from its beginning, and with an argument that is not among its options."""
+
+    def __init__(self, params, lr, *, name="first"):
+        super().__init__(params, lr)
+        self.state["global"]["count"] = 0
+
+
 class WithSetting(torch.optim.SGD):
     """Changes a setting of its groups into a value that no checkpoint holds."""
 

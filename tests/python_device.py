@@ -23,10 +23,12 @@ from typing import NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+import lockstep
 from lockstep.core import devices
 from lockstep.core.devices import Accelerator
 
 NAME = "pygpu"
+PACKAGE = f"{os.path.dirname(lockstep.__file__)}{os.sep}"
 READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::masked_select"}
 """Operations whose result the host must wait for."""
 
@@ -118,11 +120,11 @@ class PythonDevice:
         frames = [
             frame
             for frame in traceback.extract_stack()
-            if "/lockstep/" in frame.filename and "/devices/" not in frame.filename
+            if frame.filename.startswith(PACKAGE) and "/devices/" not in frame.filename.removeprefix(PACKAGE)
         ]
         if self.listener is not None and name.startswith("read "):
             self.listener()
-        where = f"{frames[-1].filename.split('/lockstep/')[-1]}:{frames[-1].lineno}" if frames else ""
+        where = f"{frames[-1].filename.removeprefix(PACKAGE)}:{frames[-1].lineno}" if frames else ""
         self.log.append(Operation(name, self.stream_now.number if self.stream_now else 0, where))
 
     def keep(self, tensor, host):

@@ -40,7 +40,7 @@ def send(number, processes):
 
 
 def main():
-    tests = subprocess.Popen([sys.executable, Path(__file__).with_name("in_halves.py"), *sys.argv[1:]])
+    tests = subprocess.Popen([sys.executable, Path(__file__).with_name("in_shards.py"), *sys.argv[1:]])
     slowed = []
     try:
         for turn in itertools.count():

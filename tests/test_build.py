@@ -58,6 +58,26 @@ def test_a_sparse_tensor_of_a_model_is_named_before_anything_else(change):
     assert "torch.sparse_coo_tensor" in caught.value.remedy
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* deprecated:DeprecationWarning")
+def test_a_module_of_torchscript_is_named():
+    whole = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 5)).double()
+
+    class Scripted(own_tasks.Plain):
+        def model(self):
+            return self.made
+
+    for made, name in {
+        torch.jit.script(whole): "the model",
+        torch.jit.trace(whole, torch.zeros(2, 10, dtype=torch.float64)): "the model",
+        nn.Sequential(whole[0], torch.jit.script(whole[1])): "1",
+    }.items():
+        task = Scripted()
+        task.made = made
+        with pytest.raises(TrainingError, match=f"{name} is a module of TorchScript") as caught:
+            runs.fit(task, runs.config())
+        assert "compute.compile=model" in caught.value.remedy
+
+
 def test_a_sparse_gradient_of_a_function_is_named_before_the_first_update():
     with pytest.raises(TrainingError, match="table would have sparse gradients") as caught:
         runs.fit(with_table(lambda model: setattr(model, "is_sparse", True)), runs.config())

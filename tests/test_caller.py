@@ -23,6 +23,8 @@ from tests import own_tasks, runs
         ("--allow-change optim.lr.", 'Trainer(allow_change=["optim.lr"]).'),
         ("--allow-change KEY to go on", "Trainer(allow_change=[...]) to go on"),
         ("use --nproc 1, or device=cpu", "use fit(nproc=1), or device=cpu"),
+        ("give --force to replace the file", "give force=True to replace the file"),
+        ("lockstep export --optimizer writes all", "Trainer.export_training_state(file) writes all"),
         ("iconv --fresh-air", "iconv --fresh-air"),
     ],
 )

@@ -141,6 +141,42 @@ def test_averaged_weights_are_torchs_are_evaluated_and_exported(tmp_path):
     assert "averages of the weights (train.ema_decay=0.6), not the weights" in (tmp_path / "train.log").read_text()
 
 
+class Indexed(own_tasks.Plain):
+    """Frozen indices and flags, and a frozen scale that moves in forward, beside what trains."""
+
+    def model(self):
+        class Model(torch.nn.Sequential):
+            def forward(self, inputs):
+                if self.training:
+                    with torch.no_grad():
+                        self.scale.add_(0.25)
+                return super().forward(inputs[:, self.indices]) * self.scale
+
+        model = Model(super().model())
+        model.indices = torch.nn.Parameter(torch.arange(10).flip(0), requires_grad=False)
+        model.flags = torch.nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+        model.scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
+        return model
+
+
+def test_frozen_indices_and_weights_that_forward_moves_are_exported_as_they_are(tmp_path):
+    """Averages of indices 7, 11, 13 were 6, 10, 12."""
+    settings = runs.config(train={"steps": 6, "ema_decay": 0.9})
+    for world, strategy in ((1, "single"), (2, "ddp")):
+        folder = tmp_path / strategy
+        cut = settings | {"train": settings["train"] | {"steps": 3}, "parallel": {"strategy": strategy}}
+        run_ranks(world, runs.fit, Indexed(), cut, folder)
+        weights, _ = run_ranks(world, runs.fit, Indexed(), cut | {"train": settings["train"]}, folder)[0]
+        exported = load_file(Trainer(cut, run_dir=folder, quiet=True).export(folder / "out", Indexed(), program=False))
+        index = json.loads((folder / "checkpoints" / "step-00000006" / "index.json").read_text())["tensors"]
+        for name in ("indices", "flags", "scale"):
+            assert torch.equal(exported[name], weights[name]), (strategy, name)
+            assert f"ema.{name}" in index, strategy
+        assert weights["scale"] == 1 + 6 / 4, strategy
+        trained = exported.keys() - {"indices", "flags", "scale"}
+        assert all(not torch.equal(exported[name], weights[name]) for name in trained), strategy
+
+
 def own_tasks_order(length, step, batch=24):
     import numpy as np
 

@@ -13,8 +13,8 @@ from lockstep import Trainer
 from lockstep.cli import train
 from lockstep.cli.application import app
 from lockstep.cli.options import as_arguments
-from lockstep.cli.reporting import check_folder, reporting
-from lockstep.core.errors import Preempted, UsageError
+from lockstep.cli.reporting import reporting
+from lockstep.core.errors import Preempted
 from lockstep.recipes import config_file
 from lockstep.trainer import local_ranks
 from tests.users_file import OWN
@@ -252,13 +252,4 @@ def test_export_writes_weights_that_load_without_lockstep(call, tmp_path):
     assert torch.load("all.pt", weights_only=True)["optimizer"]["param_groups"][0]["param_names"] == ["weight", "bias"]
     again = call("export", "runs/mine", "out")
     assert again.exit_code == 2
-    assert "exists and is not empty" in again.stderr
-
-
-def test_a_file_may_be_written_again_and_a_folder_is_no_file(tmp_path):
-    (tmp_path / "plan.html").write_text("")
-    check_folder(tmp_path / "plan.html")
-    check_folder(None)
-    for path, says in ((tmp_path, "is a folder"), (tmp_path / "nowhere" / "a.json", "there is no such folder")):
-        with pytest.raises(UsageError, match=says):
-            check_folder(path)
+    assert "is an earlier export" in again.stderr

@@ -33,16 +33,20 @@ def changed_lines():
     return {sign: [line[1:] for line in diff if line.startswith(sign)] for sign in "+- "}
 
 
-def test_the_loop_of_the_page_runs(tmp_path, monkeypatch):
+def test_the_loop_of_the_page_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     diff = changed_lines()
-    data = torch.utils.data.TensorDataset(torch.randn(512, 4), torch.randint(2, (512,)))
-    names = {"torch": torch, "Net": lambda: torch.nn.Linear(4, 2), "train_data": data}
+    inputs = torch.randn(8192, 4)
+    labels = (inputs.sum(1) > 0).long()
+    data = torch.utils.data.TensorDataset(inputs, labels)
+    hidden = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+    names = {"torch": torch, "Net": lambda: hidden, "train_data": data}
     names |= {"cross_entropy": torch.nn.functional.cross_entropy}
     exec("\n".join(["import lockstep", *diff[" "], *diff["+"][1:]]), names)
     user_exit.close_open()
-    assert set(torch.load("model.pt")) == {"weight", "bias"}
+    hidden.load_state_dict(torch.load("model.pt"))
+    assert float((hidden(inputs).argmax(1) == labels).float().mean()) > 0.8  # 96 updates; 0.5 before
 
 
 def test_both_pages_show_the_same_diff():

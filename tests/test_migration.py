@@ -44,7 +44,7 @@ def test_a_file_that_exists_is_left_alone(call, tmp_path):
     for arguments in (["mine.py"], ["--from", "ddp", "--out", "mine.py"]):
         done = call("init", *arguments)
         assert done.exit_code == 2
-        assert "mine.py: exists, and is not overwritten" in done.stderr
+        assert "mine.py: exists: it is not overwritten" in done.stderr
     assert (tmp_path / "mine.py").read_text() == "x = 1\n"
 
 

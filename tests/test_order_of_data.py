@@ -179,6 +179,31 @@ def test_digits_can_be_balanced():
         ({"labels": LABELS[:5]}, {"balance": "label"}, r"`labels` of Rows has the shape \(5,\)"),
         ({"labels": np.zeros((LENGTH, 2))}, {"balance": "label"}, r"`labels` of Rows has the shape \(90, 2\)"),
         ({"sample_labels": None, "labels": LABELS}, {"balance": "label"}, "has none for each sample"),
+        (
+            {"labels": [None if number in (3, 8) else "a" for number in range(LENGTH)]},
+            {"balance": "label"},
+            "`labels` of Rows has no label for 2 of 90 samples: sample 3 has None",
+        ),
+        (
+            {"targets": np.array([np.nan, *"ab" * 44, "c"], dtype=object)},
+            {"balance": "label"},
+            "`targets` of Rows has no label for 1 of 90 samples: sample 0 has nan",
+        ),
+        (
+            {"labels": [1 + 2j, "a", 3] * (LENGTH // 3)},
+            {"balance": "label"},
+            "texts and other values",
+        ),
+        (
+            {"labels": [(1, "a"), 3, 4.5] * (LENGTH // 3)},
+            {"balance": "label"},
+            "is no array",
+        ),
+        (
+            {"labels": np.array(["a", 1, 2] * (LENGTH // 3), dtype=object)},
+            {"balance": "label"},
+            "labels that cannot be sorted, of the types int, str",
+        ),
         ({"labels": LABELS / 3}, {"balance": "label"}, "the type float64"),
         ({"labels": LABELS, "sample_weights": WEIGHTS}, {"balance": "label"}, "`sample_weights` and data.balance"),
         ({"order": EasyFirst(), "sample_weights": WEIGHTS}, {}, "`order` and `sample_weights` are given"),

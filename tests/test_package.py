@@ -191,3 +191,27 @@ def test_the_workflow_of_releases_gives_every_link_of_the_readme_a_whole_address
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert links
     assert all(link.startswith(("https://", "#")) for link in links), links
+
+
+def test_threads_sleep_while_they_wait_unless_somebody_says_otherwise(monkeypatch):
+    """The variables must be set before torch is imported: `import lockstep` is made as in a new process."""
+    import runpy
+
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    for given, torch_first, expected in (
+        ({}, False, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}),
+        ({"KMP_BLOCKTIME": "200"}, False, {"KMP_BLOCKTIME": "200"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, False, {"OMP_WAIT_POLICY": "ACTIVE"}),
+        ({}, True, {}),
+    ):
+        with monkeypatch.context() as patch:
+            for name in names:
+                patch.delenv(name, raising=False)
+            for name, value in given.items():
+                patch.setenv(name, value)
+            if not torch_first:
+                patch.delitem(sys.modules, "torch")
+            runpy.run_path(lockstep.__file__)
+            assert {name: os.environ[name] for name in names if name in os.environ} == expected
+            for name in names:
+                os.environ.pop(name, None)

@@ -209,6 +209,42 @@ def test_failure_of_a_required_part_names_it(tmp_path, ranks):
     assert "required = False" in error
 
 
+class Setting(Part):
+    """Changes the optimizer in one way."""
+
+    def __init__(self, change, required=True):
+        self.change, self.required = change, required
+
+    def after_step(self, training):
+        groups = training.optimizer.param_groups
+        if self.change == "group":
+            new = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+            training.optimizer.add_param_group({"params": [new]})
+        elif self.change == "params":
+            groups[0]["params"].pop()
+        else:
+            groups[0][self.change] = 0.5
+
+
+def test_a_part_that_changes_the_optimizer_is_named_with_the_remedy(tmp_path):
+    """A rate that a Part set had no effect, another setting had; a new group was a KeyError of the schedule."""
+    for change, words in {
+        "lr": "it changed lr of the optimizer's group 'default' from 0.01 to 0.5. Learning rates are those of the sch",
+        "weight_decay": "it changed weight_decay of the optimizer's group 'default' from 0.1 to 0.5.",
+        "params": "it changed params of the optimizer's group 'default'.",
+        "new": "it changed new of the optimizer's group 'default' from None to 0.5.",
+        "group": "it added or removed groups of the optimizer. Let Task.model make all parameters",
+    }.items():
+        with pytest.raises(
+            LockstepError, match=re.escape(f"the Part Setting failed in after_step: RuntimeError: {words}")
+        ):
+            part_cases.fit(tmp_path / change, [Setting(change)])
+    plain = part_cases.fit(tmp_path / "plain", [])
+    for change in ("weight_decay", "group"):  # a Part that is left out has changed nothing
+        found = part_cases.fit(tmp_path / f"{change} left", [Setting(change, required=False)])
+        assert same(found[0], plain[0]), change
+
+
 def test_failure_of_another_part_is_one_warning_and_changes_nothing(tmp_path):
     without = run_ranks(2, part_cases.fit, tmp_path / "without", [])
     parts = [part_cases.Failing(rank=1, required=False), part_cases.Counting()]

@@ -167,8 +167,9 @@ def test_inputs_with_one_name_do_not_overwrite_each_other(run, tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(str(number))
     out = tmp_path / "out"
-    for _ in range(2):  # files that are there are replaced
-        done = call("predict", run / "boxes", *(tmp_path / "in" / place for place in places), "--out", f"{out}/")
+    for more in ((), ("--force",)):  # files that are there are replaced
+        inputs = (tmp_path / "in" / place for place in places)
+        done = call("predict", run / "boxes", *inputs, "--out", f"{out}/", *more)
         assert done.exit_code == 0, done.stderr
     kept = {path: content for path, content in files_of(out).items() if path.startswith("masks")}
     stems = ["a/1", "b/1.txt", "b/1.text", "b/x.y"]
@@ -190,7 +191,7 @@ def test_rows_in_one_file_and_objects_where_a_sample_has_one(run, tmp_path):
     assert len(np.load(tmp_path / "rows.npz")["twice"]) == len(readable)
     printed = [json.loads(line) for line in call("predict", run / "boxes", *inputs).stdout.splitlines()]
     assert [row["twice"] for row in printed if "error" not in row] == [2 * number for number in readable]
-    assert call("predict", run / "run", run / "good", "--out", tmp_path / "rows.json").exit_code == 0
+    assert call("predict", run / "run", run / "good", "--out", tmp_path / "rows.json", "--force").exit_code == 0
     assert [row["twice"] for row in json.loads((tmp_path / "rows.json").read_text())] == [2 * n for n in range(COUNT)]
 
 
@@ -217,7 +218,7 @@ def test_a_folder_of_somebody_else_is_refused_before_anything_is_computed(run, t
 def test_a_file_that_cannot_be_read_ends_the_command_and_leaves_no_output(run, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("old")
-    done = call("predict", run / "run", run / "bad", "--out", path)
+    done = call("predict", run / "run", run / "bad", "--out", path, "--force")
     assert done.exit_code == 1
     assert f"{run / 'bad/00.txt'}: sample 0 cannot be read" in done.stderr
     assert "--on-error skip" in done.stderr

@@ -51,7 +51,7 @@ def claimed(folder, settings=None, **options):
 def gone_on(folder, settings=None, **options):
     """Claim, and go on from the checkpoint."""
     with claim(folder, settings, **options) as resolved:
-        run = SimpleNamespace(folder=folder, config=resolved, task=own_tasks.Plain(), world=ALONE)
+        run = SimpleNamespace(folder=folder, config=resolved, task=own_tasks.Plain(), world=ALONE, first_step=0)
         run_record.keep(run, git=None)
         return resolved
 

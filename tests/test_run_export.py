@@ -164,6 +164,25 @@ def test_a_mask_has_the_values_of_the_users_files(about, values, dtype):
     assert mask.dtype == dtype
 
 
+def test_a_detector_without_boxes_says_whether_the_threshold_is_the_reason():
+    about = {"tile": None, "tile_overlap": 0.0, "nms": 0.5, "nms_of_model": None, "stretched": True, "size": 8}
+    about |= {"batch": 1, "interpolation": "bilinear", "most_boxes": 9, "classes": ["a"]}
+
+    def run(images, shapes):
+        scores = torch.tensor([[0.25, 0.125]])
+        boxes = torch.tensor([[[0.0, 0.0, 4.0, 4.0], [4.0, 4.0, 8.0, 8.0]]])
+        return boxes, scores, torch.zeros(1, 2, dtype=torch.long)
+
+    def boxes(threshold):
+        pictures = [torch.zeros(3, 8, 8, dtype=torch.uint8)]
+        return use_pictures.detected(about | {"score_threshold": threshold}, run, pictures)[0]
+
+    assert boxes(0.3)["boxes"] == []
+    assert "the highest score is 0.25: none reaches the threshold of 0.3" in boxes(0.3)["note"]
+    assert [box["score"] for box in boxes(0.2)["boxes"]] == [0.25]
+    assert "note" not in boxes(0.2)
+
+
 def same_boxes(task, ours, answer):
     for place, row in enumerate(answer):
         real = ours["labels"][place] >= 0

@@ -152,6 +152,67 @@ def test_what_cannot_be_left_out_is_refused(tmp_path):
         runs.fit(Backbone(), config, tmp_path)
 
 
+class Teacher(torch.nn.Module):
+    """A head that trains, on a backbone and a teacher that are frozen. The teacher may move in forward."""
+
+    def __init__(self, moves):
+        super().__init__()
+        torch.manual_seed(1)
+        self.backbone, self.student, self.teacher = (torch.nn.Linear(4, 4).double() for _ in range(3))
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.teacher.requires_grad_(False)
+        self.backbone.requires_grad_(False)
+        self.moves = moves
+
+    def forward(self, inputs):
+        if self.moves and self.training:
+            for mine, leader in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                mine.data = mine.data * 0.5 + leader.data * 0.5  # as MoCo does: no version of a tensor counts this
+        hidden = self.backbone(inputs).tanh()
+        return (self.student(hidden) - 0.9 * self.teacher(hidden) - 1).square().sum()
+
+
+class Follows(lockstep.AlternatingTask):
+    """A teacher that moves in forward, or as a `Follower`."""
+
+    players = (lockstep.Player("student", "student.*"),)
+
+    def __init__(self, follower, keep):
+        self.follower, self.keep = follower, keep
+        self.followers = (lockstep.Follower("teacher.", of="student.", decay=0.5),) if follower else ()
+
+    def model(self):
+        return lockstep.trained_only(Teacher(not self.follower), keep=self.keep)
+
+    def train_data(self):
+        return Backbone().train_data()
+
+    def student_loss(self, model, batch):
+        return model(batch[0])
+
+
+def fitted(follower, keep, steps, folder):
+    config = settings(steps, "ddp", log={"flops": False})
+    return runs.fit(Follows(follower, keep), config, folder)[0]
+
+
+def test_frozen_weights_that_training_moves_are_an_error_or_kept(tmp_path):
+    """Without an error, a resumed run would begin with the teacher that `Task.model` makes."""
+    for follower, world in ((False, 2), (True, 1)):
+        case = f"follower {follower}, {world} ranks"
+        with pytest.raises(Exception, match=r"parameters that checkpoints leave out: teacher\.weight") as caught:
+            run_ranks(world, fitted, follower, (), 4, tmp_path / case / "lost")
+        assert "keep=['teacher.weight', 'teacher.bias']" in str(caught.value), case
+        assert not (tmp_path / case / "lost" / "checkpoints").exists(), case
+        whole = run_ranks(world, fitted, follower, "teacher.*", 6, tmp_path / case / "whole")[0]
+        run_ranks(world, fitted, follower, ["*.bias", "teacher.*"], 4, tmp_path / case / "cut")
+        again = run_ranks(world, fitted, follower, ["*.bias", "teacher.*"], 6, tmp_path / case / "cut")[0]
+        assert set(whole) == {f"{part}.{name}" for part in ("student", "teacher") for name in ("weight", "bias")}
+        assert runs.difference(whole, {name: again[name] for name in whole}) == 0, case
+    with pytest.raises(LockstepError, match=r"'student\.\*' matches no frozen parameter"):
+        Follows(True, ["student.*"]).model()
+
+
 @pytest.mark.exhaustive
 def test_the_example_learns_and_its_exports_load(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -15,6 +15,7 @@ Presenter: shows samples, outputs and results of a task to people.
 RunConfig: the whole config of a run.
 Shards: a data set of samples in shards, near or far: Parquet, Arrow, JSON lines, tar, MDS.
 Stream: an iterable of samples as training data, for any number of ranks.
+losses: Dice for each sample, and over the global batch.
 trained_only: leaves the frozen weights of a model out of checkpoints, such as those beside adapters of peft.
 LockstepError: the base class of all errors. Each says what is wrong, where, and what to do.
 
@@ -51,6 +52,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lockstep import adapters as adapters
+    from lockstep import losses as losses
     from lockstep.core.config.sections import RunConfig
     from lockstep.core.errors import LockstepError
     from lockstep.core.part import Part
@@ -87,6 +89,11 @@ _HOMES = {
 }
 
 
+# Threads of OpenMP wait by spinning. If other processes want their cores, an operation then takes 10 to 20 times as
+# long as with one thread. The libraries read these variables when torch is imported.
+_WAITS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
+if "torch" not in sys.modules and not any(name in os.environ for name in _WAITS):
+    os.environ.update(_WAITS)
 if sys.platform == "darwin" and "torch" not in sys.modules:  # torch reads this when it is imported
     os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
 
@@ -97,8 +104,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> object:
     # Importing torch takes seconds; `import lockstep` and `lockstep --help` must not wait for it.
-    if name == "adapters":
-        return importlib.import_module("lockstep.adapters")
+    if name in ("adapters", "losses"):
+        return importlib.import_module(f"lockstep.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     return getattr(importlib.import_module(f"lockstep.{_HOMES[name]}"), name)

@@ -1,6 +1,7 @@
 """A LightningModule and a DataModule train as in plain torch, on any ranks; and what cannot be kept has its line."""
 
 import copy
+import importlib.util
 
 import numpy as np
 import pytest
@@ -400,3 +401,147 @@ def test_arguments_of_the_trainer_become_keys(tmp_path):
     assert (config.batch.global_, config.train.epochs, config.train.max_time) == (48, 2, 3600)
     assert config.train.stop_when.metric == "eval/val_loss"
     assert config.checkpoint.keep_best == "min eval/val_loss"
+
+
+IN_ANY_FOLDER = """
+import functools
+import torch
+from torch.nn.functional import cross_entropy
+from tests.adapters.lightning_cases import Net
+
+
+class Logs(Net):
+    def training_step(self, batch, batch_idx):
+        return functools.reduce(lambda name, value: self.log(name, value), ["words", "many"])  # HERE
+
+
+class Asks(Net):
+    @torch.no_grad()
+    def training_step(self, batch, batch_idx):
+        return torch.utils.checkpoint.checkpoint(lambda: self.trainer.world_size, use_reentrant=False)  # HERE
+
+
+class Gathers(Net):
+    def validation_step(self, batch, batch_idx):
+        self.all_gather(batch)  # HERE
+
+
+class Steps(Net):
+    def training_step(self, batch, batch_idx):
+        with torch.enable_grad():
+            self.optimizers().step()  # HERE
+"""
+
+
+def test_errors_name_the_users_line_in_folders_that_are_called_as_libraries(tmp_path):
+    lines = [number for number, line in enumerate(IN_ANY_FOLDER.split("\n"), 1) if "HERE" in line]
+    for name in ("lockstep", "torch", "transformers", "lightning", "pytorch_lightning", "torchmetrics"):
+        file = tmp_path / name / "src" / "mine.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(IN_ANY_FOLDER)
+        spec = importlib.util.spec_from_file_location(f"mine_in_{name}", file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for kind, line in zip((module.Logs, module.Asks, module.Gathers, module.Steps), lines, strict=True):
+            task = adapters.lightning(kind(), cases.Data(), weight="samples")
+            with pytest.raises(LockstepError) as caught:
+                task.metrics()
+            assert str(caught.value).startswith(f"{file}:{line}: "), (name, kind.__name__, str(caught.value))
+
+
+# ---- ordinary modules
+
+
+def one_cycle(self):
+    """Asks for the length of the training, as Lightning's documentation advises."""
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    steps = self.trainer.estimated_stepping_batches
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, cycle_momentum=False, total_steps=steps)
+    return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def test_what_asks_for_the_length_of_the_training_also_serves_the_trained_model(tmp_path):
+    def task():
+        return adapters.lightning(net(configure_optimizers=one_cycle), cases.Data(), trainer={"max_epochs": 2})
+
+    def trainer():
+        return Trainer({"device": "cpu", "log": {"writers": [], "pictures": 0}}, run_dir=tmp_path / "run", quiet=True)
+
+    trained = trainer()
+    results = trained.fit(task())
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, cycle_momentum=False, total_steps=12)
+    for _ in range(11):
+        optimizer.step()
+        cycle.step()
+    assert results["train/lr"] == pytest.approx(optimizer.param_groups[0]["lr"])
+    evaluating, evaluated = trainer(), task()
+    assert evaluating.evaluate(evaluated)["val_loss"] == pytest.approx(results["eval/val_loss"], rel=1e-6)
+    assert runs.difference(dict(evaluating.model.state_dict()), dict(trained.model.state_dict())) == 0
+    assert len(trainer().predict(task())) == 29
+    assert trainer().export(tmp_path / "out", task(), program=False).is_file()
+    assert trainer().export_training_state(tmp_path / "state.pt", task()).is_file()
+
+
+def test_a_micro_batch_is_compared_with_the_batch_of_the_loader(tmp_path):
+    def fit(micro, **more):
+        task = adapters.lightning(cases.Net(), cases.Data(batch_size=64), trainer={"max_epochs": 1})
+        config = {"device": "cpu", "batch": {"micro": micro, **more}, "log": {"writers": [], "pictures": 0}}
+        trainer = Trainer(config, run_dir=tmp_path / f"run{micro}", quiet=True)
+        trainer.fit(task)
+        return trainer.config.batch
+
+    assert (fit(48).global_, fit(48).micro) == (64, 48)
+    with pytest.raises(
+        LockstepError, match=r"micro \(65\) is above global \(64\).*\n.*the code says .*batch.global=64"
+    ):
+        fit(65)
+    with pytest.raises(LockstepError, match=r"micro \(33\) is above global \(32\)"):
+        fit(33, **{"global": 32})
+    with pytest.raises(LockstepError, match=r"batch.micro: micro \(33\) is above global \(32\)"):
+        RunConfig.model_validate({"batch": {"micro": 33}}).batch.resolve(1)
+    small = with_implied(RunConfig.model_validate({"batch": {"global": 4}}), {"batch.global": 16, "batch.micro": 8})
+    assert (small.batch.global_, small.batch.micro) == (4, 4)
+
+
+def test_an_ordinary_module_has_no_warnings(tmp_path):
+    from torchmetrics import MetricCollection
+
+    def __init__(self):
+        cases.Net.__init__(self)
+        both = {name: MulticlassAccuracy(3, average=name) for name in ("micro", "macro")}
+        self.several = MetricCollection(both)
+
+    def validation_step(self, batch, batch_idx):
+        self.several.update(self(batch[0]), batch[1])
+        self.log_dict(self.several)
+
+    log = {"pictures": 1, "writers": ["text_log", "tensorboard"]}
+    task = adapters.lightning(net(__init__=__init__, validation_step=validation_step, forward=forward), cases.Data())
+    runs.fit(task, settings(train={"steps": 4, "eval_every_steps": 2}, log=log), tmp_path / "run")
+    text = (tmp_path / "run" / "train.log").read_text()
+    assert "warning" not in text, text
+    assert any((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def forward(self, inputs):
+    return self.net(inputs.to(self.device))
+
+
+def test_everything_that_stands_in_the_way_of_an_ordinary_module_is_named_at_once():
+    class Own(pl.Callback):
+        pass
+
+    members = {"on_validation_epoch_end": at_the_end, "on_train_epoch_end": at_the_end}
+    members |= {"configure_optimizers": cycles_momentum}
+    with pytest.raises(LockstepError) as caught:
+        adapters.lightning(net(**members), cases.Data(), trainer={"callbacks": [Own()], "limit_train_batches": 3})
+    for name in ("Own.on_validation_epoch_end", "Own.on_train_epoch_end", "callback Own", "limit_train_batches=3"):
+        assert name in str(caught.value), name
+    assert "cycle_momentum=False" in str(caught.value)
+    for function in (at_the_end, cycles_momentum):
+        assert f"{__file__}:{function.__code__.co_firstlineno}" in str(caught.value)
+    members = {"training_step": uses_batch_idx, "configure_optimizers": cycles_momentum}
+    task = adapters.lightning(net(**members), cases.Data(), trainer={"max_epochs": 1})
+    with pytest.raises(LockstepError, match=r"(?s)2 things.*cycle_momentum=False.*batch_idx is used"):
+        task.configured(with_implied(RunConfig(), task.implied))

@@ -1,5 +1,6 @@
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from lockstep.core.schedule import Schedule, set_lr
 from lockstep.parts.checks import optimizer_check
 from lockstep.parts.model_summary import model_summary
 from tests import own_tasks, runs
+from tests.ranks import run_ranks
 
 
 def make_model():
@@ -116,6 +118,52 @@ def test_shared_parameters_are_optimized_once():
     shared = nn.Linear(3, 3)
     optimizer = build(nn.Sequential(shared, shared), "SGD", 0.1, groups=[Group(name="first", match=["0.*"])])
     assert [len(group["params"]) for group in optimizer.param_groups] == [2]
+
+
+def test_a_tied_parameter_goes_by_all_its_names():
+    """Under its second name it had the default rate, silently."""
+    for name in ("0.weight", "1.weight", "1.*"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        optimizer = build(model, "SGD", 0.1, groups=[Group(name="own", match=[name], lr=0.5)])
+        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        assert rates[id(model[0].weight)] == 0.5, name
+        assert rates[id(model[0].bias)] == 0.1, name
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == 3, name
+    bodies = [Group(name="first", match=["1.*"]), Group(name="second", match=["0.*"])]
+    assert [len(group["params"]) for group in build(model, "SGD", 0.1, groups=bodies).param_groups] == [2, 1]
+
+
+class TiedEnds(own_tasks.Plain):
+    """The last layer has the weights of the first, and its own name for them."""
+
+    def model(self):
+        model = nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10), nn.Linear(10, 5)).double()
+        model[2].weight = model[0].weight
+        return model
+
+
+def fit_tied(config):
+    return runs.fit(TiedEnds(), config)[0]
+
+
+def test_tied_weights_train_with_the_rate_of_their_second_name_as_in_plain_torch():
+    torch.manual_seed(0)
+    task = TiedEnds()
+    model, data = task.model(), task.train_data().tensors
+    rest = [parameter for name, parameter in model.named_parameters() if name != "0.weight"]
+    optimizer = torch.optim.SGD([{"params": [model[2].weight], "lr": 0.5}, {"params": rest, "lr": 0.1}])
+    for step in range(4):
+        chosen = torch.from_numpy(runs.permute(np.arange(step * 24, step * 24 + 24), 240, 0, 0))
+        optimizer.zero_grad()
+        (task.loss(model, [tensor[chosen] for tensor in data]) / 24).backward()
+        optimizer.step()
+    groups = [{"name": "tied", "match": ["2.weight"], "lr": 0.5}]
+    for world, strategy in ((1, "single"), (2, "ddp"), (2, "fsdp")):
+        config = runs.config(train={"steps": 4}, parallel={"strategy": strategy})
+        config["optim"] = {"name": "SGD", "lr": 0.1, "groups": groups}
+        for weights in run_ranks(world, fit_tied, config):
+            assert runs.difference(weights, model.state_dict()) < 1e-10, strategy
 
 
 # ---- rates and decay

@@ -128,6 +128,8 @@ def test_shards_are_trained_by_a_class_that_updates_each_element_by_itself_and_r
         ("Unmade", "without torch.optim.Optimizer.__init__"),
         ("Asserting", "it needs a closure"),
         ("WithSetting", "WithSetting keeps 'history' as a tuple"),
+        ("WithGlobal", "WithGlobal keeps state under 'global', which is not a parameter"),
+        ("WithFirstGlobal", "the optimizer keeps state under 'global', which is not a parameter of the model"),
     ],
 )
 def test_an_optimizer_that_cannot_train_here_is_refused(tmp_path, kind, words):

@@ -32,6 +32,53 @@ def test_buffers_are_those_of_rank_0_at_evaluation(tmp_path):
     assert first == second
 
 
+class CallsBackward(own_tasks.Plain):
+    """Its loss computes gradients itself, in one of the ways of a plain loop."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        if torch.is_grad_enabled():
+            loss.backward(retain_graph=self.how == "keeps the graph")
+        return loss.detach() if self.how == "detaches" else loss
+
+
+class Penalised(own_tasks.Plain):
+    """A gradient of the inputs, which leaves none in the parameters."""
+
+    def loss(self, model, batch):
+        with torch.enable_grad():
+            inputs = batch[0].requires_grad_()
+            (slope,) = torch.autograd.grad(super().loss(model, [inputs, batch[1]]), inputs, create_graph=True)
+        return super().loss(model, [inputs, batch[1]]) + slope.square().sum()
+
+
+def refusal_of(how, strategy):
+    try:
+        runs.fit(CallsBackward(how), runs.config(train={"steps": 2}, parallel={"strategy": strategy}))
+    except LockstepError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_that_calls_backward_is_named():
+    """With retain_graph=True, its gradient counted twice, silently."""
+    for world, strategy, how in [
+        (1, "single", "frees the graph"),
+        (1, "single", "keeps the graph"),
+        (1, "single", "detaches"),
+        (2, "ddp", "keeps the graph"),
+        (2, "fsdp", "keeps the graph"),
+    ]:
+        for text in run_ranks(world, refusal_of, how, strategy):
+            assert "Task.loss: it calls backward() itself" in text, (strategy, how)
+            assert "torch.autograd.grad(loss, inputs)" in text
+    assert runs.fit(Penalised(), runs.config(train={"steps": 2}))[1]["step"] == 2
+
+
 def test_parameter_without_gradient_is_named_on_all_ranks():
     for world in (1, 2):
         for message in run_ranks(world, rank_cases.error_of, "Unused", {}, runs.config()):

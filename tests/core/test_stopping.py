@@ -110,7 +110,7 @@ def test_a_training_ends_and_saves_where_its_evaluations_get_no_better(tmp_path)
     assert results["eval/loss"] == 3.0
     assert steps_saved(tmp_path)[-1] == 8
     log = (tmp_path / "train.log").read_text()
-    text = "the training ended at step 8 of 20: eval/loss has not improved on 0 for 3 evaluations"
+    text = "the training ended at step 8 of 20: eval/loss has not improved on 0 (step 5) for 3 evaluations"
     assert text in log
     assert "train/loss" in json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])  # of the last steps
     fit(tmp_path)  # again: nothing is left to do
@@ -151,7 +151,7 @@ def test_another_metric_counts_from_where_it_is_asked_for(tmp_path):
     fit(tmp_path)  # by the loss, which is 2 after step 3, and best after step 5
     log = (tmp_path / "train.log").read_text()
     assert steps_saved(tmp_path)[-1] == 8
-    assert "eval/loss has not improved on 0 for 3 evaluations" in log
+    assert "eval/loss has not improved on 0 (step 5) for 3 evaluations" in log
     assert "train.stop_when counts from here on: the earlier evaluations were of eval/samples" in log
 
 

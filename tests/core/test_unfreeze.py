@@ -113,13 +113,17 @@ def test_between_stages_nothing_changes():
     assert seen == [2, 2, 2, 4, 4, 4, 6, 6]
 
 
-def test_a_tied_parameter_goes_by_its_first_name():
-    model = make()
-    model.head.weight = model.body[0].weight
-    unfreezing_of(model, [stage_at(3, ["body.0.weight"])]).apply(0)
-    assert not model.head.weight.requires_grad
-    with pytest.raises(UsageError, match=r"no parameter matches \['head\.weight'\]"):
-        unfreezing_of(model, [stage_at(3, ["head.weight"])])
+def test_a_tied_parameter_goes_by_all_its_names():
+    for name in ("body.0.weight", "head.weight", "head.*"):
+        model = make()
+        model.head.weight = model.body[0].weight
+        unfreezing = unfreezing_of(model, [stage_at(3, [name])])
+        for step in (2, 3):
+            unfreezing.apply(step)
+            assert model.body[0].weight.requires_grad == (step == 3), (name, step)
+        assert any(one is model.head.weight for one in unfreezing.begin(3)[1]), name
+        with pytest.raises(UsageError, match="trains from step 3 on, and the task needs head"):
+            unfreezing.check_frozen({"head.weight": 4})
 
 
 def test_parameters_stay_the_objects_that_they_are():

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
+import lockstep
 from lockstep import Trainer
 from lockstep.core.errors import MemoryShortage
 from lockstep.core.parallel import failure, heartbeat, launched, torch_internals, world
@@ -206,7 +207,8 @@ def test_a_report_begins_below_the_command(tmp_path):
     made = watchdog.Watchdog(alone(), None, timeout_s=100, folder=tmp_path)
     made.close()
     scope = {"stack": made._stack}
-    exec(compile("text = stack()", "/any/lockstep/cli/train.py", "exec"), scope)
+    command = Path(lockstep.__file__).parent / "cli" / "train.py"
+    exec(compile("text = stack()", str(command), "exec"), scope)
     assert "in _stack" in scope["text"]
     assert "test_a_report_begins" not in scope["text"]
 

@@ -3,11 +3,13 @@
 import io
 import subprocess
 import sys
+import time
 
 from rich.console import Console
 
 from lockstep.parts.entry_line import entry_line
 from lockstep.parts.writers.console import ConsoleWriter
+from tests.clock import only_sleep_takes_time
 from tests.parts.cases import run_info
 
 ENTRY = {
@@ -76,6 +78,36 @@ def test_the_first_step_is_told_before_the_first_entry_and_later_steps_are_not()
     assert first.startswith("step 1/100  ")
     assert first.endswith(" s after the beginning")
     assert entry == entry_line(ENTRY, 100)
+
+
+def test_a_log_that_is_not_a_terminal_has_a_line_a_minute_with_the_time_left():
+    output = io.StringIO()
+    with only_sleep_takes_time():
+        writer = writer_on(output)
+        for step in range(1, 7):  # the first step takes longer than the others
+            time.sleep(300 if step == 1 else 25)
+            writer.progress(step)
+        writer.record(ENTRY | {"step": 7})
+        time.sleep(59)
+        writer.progress(8)
+        time.sleep(60)
+        writer.progress(100)
+    _, *lines = output.getvalue().splitlines()
+    assert lines == [
+        "step 1/100  300.0 s after the beginning",
+        "step 4/100  6 min 15 s after the beginning, about 40 min 00 s left",
+        entry_line(ENTRY | {"step": 7}, 100),
+    ]
+    again = io.StringIO()
+    with only_sleep_takes_time():
+        writer = writer_on(again)
+        for step in (1, 2, 3):  # each step takes longer than a minute
+            time.sleep(70)
+            writer.progress(step)
+    assert [line.rpartition("about ")[2] for line in again.getvalue().splitlines()[2:]] == [
+        "1 h 54 min left",
+        "1 h 53 min left",
+    ]
 
 
 def test_details_of_the_last_evaluation_stand_at_the_end():

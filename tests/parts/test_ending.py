@@ -3,17 +3,24 @@ from types import SimpleNamespace
 
 import pytest
 
+from lockstep import Trainer
+from lockstep.core.stopping import StopRule
 from lockstep.parts import ending
+from tests import own_tasks, runs
 
 RESULTS = [(10, 0.5, 0.8), (20, 0.3, 0.9), (30, 0.4, 0.95)]
 """Step, loss and accuracy of three evaluations."""
 
 
-def text(folder, compared=None, kept=(20, 30), latest=None, since=0):
+def text(folder, compared=None, kept=(20, 30), latest=None, since=0, rule=None):
     """The lines of a run of 30 steps in 3 epochs of 1,000 samples, which took 3700 s, 2 s of them in this start."""
     checkpoint = SimpleNamespace(keep_best=compared)
     run = SimpleNamespace(
-        config=SimpleNamespace(checkpoint=checkpoint, train=SimpleNamespace(stop_when=None)),
+        config=SimpleNamespace(
+            checkpoint=checkpoint,
+            train=SimpleNamespace(stop_when=rule),
+            task={"kind": "toy"},
+        ),
         folder=folder,
         state=SimpleNamespace(step=30),
         plan=SimpleNamespace(steps_per_epoch=10, length=1000),
@@ -43,6 +50,39 @@ def test_the_end_names_last_and_best_results_with_their_steps(run):
     assert f"next: lockstep report {run} " in following[0]
     assert f"lockstep predict {run} INPUT" in following[1]
     assert f"lockstep export {run} OUT " in following[2]
+
+
+def test_of_equal_results_an_early_stop_names_the_first_and_keep_best_the_one_that_it_keeps(tmp_path):
+    rows = [{"step": step, "eval/loss": loss} for step, loss in ((10, 0.5), (20, 0.3), (30, 0.3), (40, 0.3))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rule = StopRule(metric="eval/loss", mode="min", patience=2)
+    assert "has not improved on 0.3 (step 20) for 2 evaluations" in rule.reason([0.5, 0.3, 0.3, 0.3], [10, 20, 30, 40])
+    assert "best result by min eval/loss, of step 20: loss 0.3" in text(tmp_path, rule=rule)
+    assert "best result by min eval/loss: the last" in text(tmp_path, "min eval/loss", rule=rule)
+
+
+class Predicting(own_tasks.Masked):
+    def predict(self, model, batch):
+        return model(batch[0])
+
+
+def test_a_script_that_gave_its_own_task_is_told_what_works_in_python(tmp_path):
+    """No command can make the task. The printed lines are executed."""
+    settings = runs.config(train={"steps": 2}, name="mine")
+    task = Predicting(eval_length=24)
+    trainer = Trainer(settings, run_dir=tmp_path / "run", quiet=True)
+    trainer.fit(task)
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "lockstep predict" not in log
+    assert "lockstep export" not in log
+    lines = [line.strip() for line in log.splitlines() if line.strip().startswith("trainer.")]
+    assert [line.partition("(")[0] for line in lines] == ["trainer.predict", "trainer.export"]
+    found = [
+        eval(line.replace("OUT", str(tmp_path / "out")), {"trainer": trainer, "task": task, "data": task.eval_data()})
+        for line in lines
+    ]
+    assert len(found[0]) == 24
+    assert found[1].is_file()
 
 
 def test_the_speed_of_a_run_that_went_on_is_that_of_its_last_start(run):

@@ -48,6 +48,36 @@ def test_a_result_of_several_evaluation_sets_has_one_chart():
     assert titles(names, sets=["clean", "noisy"]) == {"Loss": ["eval/clean/loss"], "eval/f1": names[:2]}
 
 
+def test_training_evaluation_and_runs_have_the_same_colours_in_all_charts():
+    names = [
+        "train/loss",
+        "eval/loss",
+        "train/f1",
+        "eval/f1",
+        "eval/iou/Sky",
+        "eval/iou/Car",
+        "train/lr/x",
+        "train/lr/y",
+    ]
+    found = charts.of_run(metrics(**{name: [1, 2] for name in names}))
+    colors = {chart.title: [line.color for line in chart.lines] for chart in found}
+    assert colors == {
+        "Loss": [0, 1],
+        "eval/f1": [1],
+        "eval/iou": [1, 2],
+        "train/f1": [0],
+        "Learning rate": [0, 2],
+    }
+    for chart in charts.data(found):
+        assert chart["colors"] == colors[chart["title"]]
+    many = charts.of_run(metrics(**{f"{kind}/loss/{n}": [1, 2] for n in range(5) for kind in ("eval", "train")}))
+    (loss,) = many
+    assert sorted(line.color for line in loss.lines) == list(range(10))
+    one, other = metrics(**{"eval/loss": [1, 2]}), metrics(**{"eval/loss": [1, 2], "eval/f1": [1, 2]})
+    runs = {chart.title: chart.lines for chart in charts.of_runs({"a": one, "b": other})}
+    assert [(line.label, line.color) for line in runs["eval/f1"]] == [("b", 1)]  # and not the colour of run a
+
+
 def test_counters_that_stay_zero_have_no_chart():
     assert titles(["train/loss"]).keys() == {"Loss"}
     assert [chart.title for chart in charts.of_run(metrics(**{"train/skipped": [0, 0], "data/bad": [0, 1]}))] == [
@@ -103,6 +133,7 @@ def test_the_data_are_strict_json_and_lines_with_the_same_steps_share_them():
     assert json.loads(json.dumps(data, allow_nan=False)) == {
         "title": "Loss",
         "labels": ["train/loss", "train/loss/a", "eval/loss"],
+        "colors": [0, 2, 1],
         "tables": [[[1, 2, 3], [1, None, 0.123457], [1, 2, 3]], [[3], [4]]],
         "log": True,
     }

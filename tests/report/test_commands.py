@@ -57,7 +57,7 @@ def test_a_page_of_somebody_else_stays_and_an_earlier_page_is_replaced(tmp_path)
         page.write_text("<h1>My own page</h1>")
         done = call(*command)
         assert done.exit_code == 2
-        assert "report.html: exists, is none of this command's files, and is not overwritten" in done.stderr
+        assert "report.html: exists, and this command did not write it: it is not overwritten" in done.stderr
         assert page.read_text() == "<h1>My own page</h1>"
         page.unlink()
         assert [call(*command).exit_code for _ in range(2)] == [0, 0]

@@ -48,6 +48,32 @@ def test_the_best_value_of_the_metric_that_chooses(tmp_path):
     assert comparison.of_runs(folders).best == {"min eval/accuracy": [0.25, 0.5]}
 
 
+def test_what_differs_in_long_values_is_shown_wherever_it_stands(tmp_path):
+    long = "a-long-name-of-a-folder/" * 20
+    cases = (
+        (f"{long}one.csv", f"{long}two.csv", f"{long}one.csv"),  # at the end
+        (f"/one/{long}x.csv", f"/two/{long}x.csv", f"/one/{long}x.csv"),
+        (f"{long}one/{long}", f"{long}two/{long}", f"{long}one/{long}"),
+        (f"{long}one", long, f"{long}one"),  # of which one ends earlier
+        ([long, 1], [long, 2], None),
+    )
+    for values in cases:
+        folders = [tmp_path / str(number) for number in range(3)]
+        for folder, value in zip(folders, values, strict=True):
+            write_run(folder, data={"train": value})
+        compared = comparison.of_runs(folders)
+        first, second, third = comparison._values(compared.config["data.train"], 40)
+        assert first != second, values
+        assert third == ("-" if values[2] is None else first), values
+        assert max(map(len, (first, second))) < 60, values
+        if "one" in str(values[0]):
+            assert ("one" in first, "one" in second) == (True, False), values
+        text = comparison.to_text(compared)
+        assert first in text
+        assert second in text
+    assert comparison._values(["a/short/path", None, "b"], 40) == ["a/short/path", "-", "b"]
+
+
 def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path):
     folders = [write_run(tmp_path / parent / "run") for parent in ("a", "b")]
     assert comparison.of_runs(folders).labels == ["a/run", "b/run"]

@@ -69,6 +69,18 @@ def test_the_commands_that_repeat_and_verify(tmp_path):
     assert "lockstep verify toy optim.lr=0.1 --run-dir runs/made --nproc 2" in text
 
 
+def test_a_task_that_no_command_can_make_is_in_no_command(tmp_path):
+    folder = write_run(tmp_path / "run", task={})
+    about = json.loads((folder / "environment.json").read_text())
+    for command in (["/env/lib/ipykernel_launcher.py", "-f", "kernel-1.json"], ["mine.py"]):
+        (folder / "environment.json").write_text(json.dumps(about | {"command": command}))
+        text = page(folder).text
+        assert f"lockstep verify FILE.py:Task --run-dir '{folder}'".replace("'", "") in text
+        assert "lockstep train" not in text
+        assert "ipykernel" not in text
+        assert ("python mine.py" in text) == (command == ["mine.py"])
+
+
 @pytest.mark.parametrize(
     ("given", "shown"),
     [

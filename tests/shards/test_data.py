@@ -3,13 +3,16 @@
 import bz2
 import gzip
 import io
+import json
 import os
 import pickle
 import tarfile
 import threading
 
+import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
@@ -18,6 +21,7 @@ from lockstep.core.errors import DataError, UsageError
 from lockstep.shards import data as data_module
 from lockstep.shards.formats import blocks, mds, tar
 from lockstep.shards.kept import Kept
+from lockstep.tasks.readers.table import Source
 from tests import shard_cases
 from tests.shard_cases import SAMPLES, SIZES
 
@@ -113,6 +117,76 @@ def test_sources(tmp_path):
             lockstep.Shards(folder / "part-0.jsonl", **options)
 
 
+def test_a_folder_of_datasets_has_the_shards_that_its_state_lists(tmp_path):
+    folder = tmp_path / "saved"
+    data = datasets.Dataset.from_list(SAMPLES)
+    data.save_to_disk(folder, num_shards=3)
+    loaded = datasets.load_from_disk(folder)
+    loaded.map(lambda sample: {"text": "other"})
+    assert list(folder.glob("cache-*.arrow"))
+    assert list(lockstep.Shards(folder)) == list(loaded) == SAMPLES
+    with pytest.raises(DataError, match=r"cache-.*\.arrow: state.json does not list this file(?s:.*)give the folder"):
+        lockstep.Shards(f"{folder}/*.arrow")
+    assert len(lockstep.Shards(f"{folder}/data-*.arrow")) == len(SAMPLES)
+    (folder / "data-00001-of-00003.arrow").rename(tmp_path / "elsewhere.arrow")
+    with pytest.raises(DataError, match=r"data-00001-of-00003.arrow: state.json has this shard, and it is not there"):
+        lockstep.Shards(folder)
+    (folder / "state.json").write_text('{"anything": []}')
+    with pytest.raises(DataError, match=r"state.json: not what `datasets` writes: KeyError"):
+        lockstep.Shards(folder)
+    datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataError, match=f"the data set has splits(?s:.*){tmp_path}/splits/train or .*/splits/test"):
+        lockstep.Shards(tmp_path / "splits")
+
+
+def test_folders_whose_files_do_not_all_count_are_refused(tmp_path):
+    for name, kind in (("_delta_log", "Delta"), (".hoodie", "Hudi"), ("metadata", "Iceberg")):
+        (tmp_path / kind / name).mkdir(parents=True)
+        (tmp_path / kind / "part-0.parquet").write_bytes(shard_cases.parquet(SAMPLES))
+        with pytest.raises(DataError, match=f"a table of {kind}: {name} says which of its files count"):
+            lockstep.Shards(tmp_path / kind)
+    cached = tmp_path / "cached"
+    cached.mkdir()
+    (cached / "dataset_info.json").write_text("{}")
+    for name in ("mine-train.arrow", "cache-1a2b.arrow"):
+        (cached / name).write_bytes(shard_cases.arrow_stream(SAMPLES))
+    with pytest.raises(DataError, match=r"among the files of this data set: cache-1a2b.arrow"):
+        lockstep.Shards(cached)
+    assert len(lockstep.Shards(f"{cached}/mine-train*.arrow")) == len(SAMPLES)
+
+
+def test_an_index_of_somebody_else_is_named(tmp_path):
+    folder = shard_cases.write(tmp_path / "data")
+    shard = {"name": "part-0.jsonl", "bytes": (folder / "part-0.jsonl").stat().st_size}
+    counts = {"ends": [7], "begins": [0], "stops": [10]}
+    for index in (
+        [],
+        7,
+        "lockstep shards",
+        {"shards": None},
+        {"shards": {"a": 1}},
+        {"shards": [1]},
+        {"shards": ["part-0.jsonl"]},
+        {"shardlist": [{"url": "part-0.jsonl", "nsamples": 7}]},
+        {"chunks": [{"filename": "chunk-0-0.bin", "chunk_size": 7}], "config": {}},
+        {"shards": [{"format": "mds", "version": 2, "raw_data": 3, "zip_data": None}]},
+        {"shards": [{"format": ["mds"], "version": 2}]},
+        {"lockstep": 1, "format": "webdataset", "shards": [shard | counts]},
+        {"lockstep": 1, "format": ["jsonl"], "shards": [shard | counts]},
+        {"lockstep": 1, "format": "jsonl", "shards": [shard | counts | {"ends": 7}]},
+        {"lockstep": 1, "format": "jsonl", "shards": [shard | counts | {"ends": [7, 9]}]},
+        {"lockstep": 1, "format": "jsonl", "shards": [shard | counts | {"begins": ["0"]}]},
+        {"lockstep": 1, "format": "jsonl", "shards": [shard | counts | {"bytes": "many"}]},
+        {"lockstep": 1, "format": "jsonl", "shards": [shard | counts | {"name": 3}]},
+    ):
+        (folder / "index.json").write_text(json.dumps(index))
+        with pytest.raises(DataError, match=r"index.json: no index of shards(?s:.*)remove this file"):
+            lockstep.Shards(folder)[0]
+    (folder / "index.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(DataError, match=r"index.json: no index of shards"):
+        lockstep.Shards(folder)
+
+
 def test_addresses_and_files_that_cannot_be_read_say_what_to_do(tmp_path):
     with pytest.raises(UsageError, match=r"a web server lists no files(?s:.*)\{000..012\}"):
         lockstep.Shards("https://host/part-*.tar")
@@ -163,6 +237,40 @@ def test_a_shard_that_is_damaged_while_it_is_read(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"part-2.jsonl: bytes \d+ to \d+ are not all there"):
         shards[11]
     assert shards[1]["number"] == 9
+
+
+def test_a_tar_whose_tail_is_zeros_is_refused(tmp_path):
+    """As a copy that was cut off, in a file that had its full size from the beginning."""
+    path, file = tmp_path / "a.tar", io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for number in range(128):
+            member = tarfile.TarInfo(f"{number // 2}.{'ab'[number % 2]}")
+            member.size = 700
+            archive.addfile(member, io.BytesIO(b"x" * 700))
+    data, places = file.getvalue(), range(0, 128 * 1536, 1536)
+    path.write_bytes(data)
+    assert len(lockstep.Shards(path)) == 64
+    for kept in (50, 63, 1, 0):
+        for start in (places[2 * kept], places[2 * kept] - 512 if kept else 0):  # also in the middle of a member
+            path.write_bytes(data[:start] + bytes(len(data) + 10240 - start))
+            with pytest.raises(DataError, match=r"a.tar(?s:.*)zeros follow(?s:.*)truncate -s \d+ a.tar"):
+                lockstep.Shards(path)
+    path.write_bytes(data[: places[-1] + 1536] + bytes(1024))  # tools other than tar fill no record
+    assert len(lockstep.Shards(path)) == 64
+
+
+def test_pages_of_parquet_are_compared_with_their_checksums(tmp_path):
+    table = pa.Table.from_pylist([{"number": number, "text": f"{number}" * 50} for number in range(200)])
+    path = tmp_path / "a.parquet"
+    pq.write_table(table, path, compression="none", write_page_checksum=True, use_dictionary=False)
+    assert lockstep.Shards(path)[5]["text"] == "5" * 50
+    data = path.read_bytes()
+    place = data.index(b"5" * 50) + 7
+    path.write_bytes(data[:place] + b"6" + data[place + 1 :])
+    with pytest.raises(DataError, match=r"a.parquet, samples 0 to 199: the block is damaged: .*CRC"):
+        lockstep.Shards(path)[5]
+    with pytest.raises(DataError, match=r"a.parquet: not readable as Parquet: .*CRC"):
+        Source(str(path)).read()
 
 
 @pytest.mark.parametrize("new", [pa.ipc.new_file, pa.ipc.new_stream])

@@ -88,6 +88,11 @@ def test_another_writing_is_not_mixed_in(tmp_path):
         write(LONG, out, kind=None, shard_bytes=6001, source="a")
     with pytest.raises(UsageError, match="written in another way"):
         write(LONG, out, kind="jsonl", shard_bytes=6000, source="a")
+    (tmp_path / "foreign").mkdir()
+    for content in ("[1]", "{}", '{"shards": [], "version": 2}'):
+        (tmp_path / "foreign" / "index.json").write_text(content)
+        with pytest.raises(UsageError, match=r"its index.json was not written by `lockstep shards`"):
+            write(LONG, str(tmp_path / "foreign"), kind=None, shard_bytes=6000, source="a")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "x").touch()
     with pytest.raises(UsageError, match="the folder has files already, such as x"):

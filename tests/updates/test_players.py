@@ -127,6 +127,20 @@ def test_a_parameter_of_two_players_is_refused():
         runs.fit(Tied(), settings())
 
 
+class Named(player_tasks.Adversaries):
+    """The generator has another name, too, which comes first."""
+
+    def model(self):
+        model = super().model()
+        return nn.ModuleDict({"other": model["generator"], **model})
+
+
+def test_a_player_owns_a_tied_parameter_by_any_of_its_names():
+    plain, _ = fit("Adversaries", settings(train={"steps": 2}))
+    weights, _ = runs.fit(Named(), settings(train={"steps": 2}))
+    assert runs.difference({name: weights[name] for name in plain}, plain) == 0
+
+
 class OneWeight(player_tasks.Adversaries):
     def weight(self, batch):
         return {"discriminator": len(batch[0])}

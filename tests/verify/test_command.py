@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from lockstep import locks
 from lockstep.cli.application import app
-from lockstep.cli.reporting import check_replaceable
 from lockstep.core.errors import LockstepError, UsageError
+from lockstep.core.user_files import check_replaceable
 from lockstep.recipes import config_file
 from lockstep.trainer import run_directory
 from lockstep.verify import command
@@ -121,7 +121,7 @@ def test_a_training_that_is_right_ends_with_code_0(call, tmp_path):
     assert written["config"]["batch"]["global"] == 24
     assert "written: out/verify.json, out/verify.html" in done.stdout
     for name, mark in command.MARKS.items():  # so another verification may replace it
-        check_replaceable(tmp_path / "out" / name, mark)
+        check_replaceable(tmp_path / "out" / name, force=False, mark=mark)
 
 
 def test_a_fault_ends_with_code_3_and_is_written_down(call, tmp_path):
@@ -148,7 +148,7 @@ def test_a_file_of_somebody_else_stays_and_is_named_before_any_check(call, tmp_p
     (tmp_path / "out" / name).write_text("mine")
     done = call("Small")
     assert done.exit_code == 2
-    assert f"{name}: exists, is none of this command's files" in done.stderr
+    assert f"{name}: exists, and this command did not write it" in done.stderr
     assert (tmp_path / "out" / name).read_text() == "mine"
 
 

@@ -558,6 +558,27 @@ def test_plain_samples_are_prepared_as_for_evaluation():
     assert not torch.equal(ComparableTask(clean_tasks.Augmented(), EXACT).prepare(sample, 0, True)[0], sample[0])
 
 
+class LinesAndPairs(Small):
+    """Training samples are lines of a stream, and evaluation samples are pairs, so `prepare` has a branch for each."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def prepare(self, sample, epoch, training):
+        if training:
+            return torch.tensor([float(word) for word in sample.split()]) + 0.0 * torch.randn(2), 1
+        assert not (self.fails and isinstance(sample, str))
+        return sample
+
+
+def test_a_training_sample_that_cannot_be_prepared_as_for_evaluation_is_prepared_as_in_training():
+    for fails in (True, False):
+        task = ComparableTask(LinesAndPairs(fails), TaskChanges(no_augmentation=True))
+        inputs, label = task.prepare("1 2", 0, True)
+        assert (inputs.tolist(), label) == ([1.0, 2.0], 1)
+        assert task.prepare(("pair", 2), 0, False) == ("pair", 2)
+
+
 def test_a_total_is_the_sum_over_heads_in_their_own_format():
     assert sum_of_heads({"a": torch.tensor(1.0), "b": torch.tensor(2.5)}) == 3.5
     one = torch.tensor(1.0)

@@ -127,6 +127,21 @@ def test_samples_that_influence_each_other_are_found():
     assert "samples influence each other" in found.diagnosis()
 
 
+def test_the_line_in_which_samples_meet_is_named_with_the_way_out():
+    lines = ODD.read_text().splitlines()
+    places = [number for number, line in enumerate(lines, start=1) if line.endswith("# here samples meet")]
+    for (name, operation), line in zip(
+        (("DiceOfBatch", "div"), ("ClassWeightsOfBatch", "cross_entropy")), places, strict=True
+    ):
+        said = probe(name).diagnosis()
+        assert f"samples influence each other, first in `{operation}` at odd_tasks.py:{line}, or" in said, said
+        assert "reduction='sum'" not in said
+        for remedy in ("Task.embed", "Task.weight returns the sum of the weights"):
+            assert remedy in said
+    assert "samples influence each other, first in the model, or" in probe("CoupledInModel").diagnosis()
+    assert probe("Base", RIGHT).meets_at == ""
+
+
 def test_weights_by_head_and_masks_are_no_coupling():
     found = probe("Horizons", RIGHT)
     assert found.coupling < 1e-6

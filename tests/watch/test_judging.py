@@ -15,7 +15,7 @@ from lockstep.watch.history import History
 from lockstep.watch.part import Due, other_rank
 from lockstep.watch.replicas import differing_replicas
 from lockstep.watch.signed_sums import SIGNS, signed_sums
-from lockstep.watch.verdict import Noise, first_difference, same_bits, who
+from lockstep.watch.verdict import Noise, Verdict, blamed_on_parts, first_difference, same_bits, who
 from tests.launch.device_check import faulty
 
 
@@ -185,6 +185,30 @@ def test_each_rank_computes_the_share_of_each_other_in_turn():
 def test_a_check_is_due_every_so_many_steps_and_at_the_end_but_in_no_first_step():
     due = Due(every=3, first=2, last=11, left_out=(8,))
     assert [step for step in range(11) if due(step)] == [5, 10]
+
+
+def test_code_that_may_have_written_weights_comes_before_hardware():
+    memory = Verdict("memory", (1,), "in a.weight: the memory or the device of rank 1", "a.weight", guilty=(1,))
+    seen = {"Rogue": "a.weight in after_step"}
+    for writes, parts, kind, ranks, words in [
+        ([{}, {}], (), "memory", (1,), "the device of rank 1"),
+        ([{}, seen], ("Rogue",), "code", (1,), "Rogue has written a.weight in after_step, on rank 1 and not on"),
+        (
+            [seen, seen],
+            ("Other", "Rogue"),
+            "code",
+            (0, 1),
+            "Rogue has written a.weight in after_step, on ranks 0 and 1:",
+        ),
+        ([{}, {}], ("Other",), "unclear", (1,), "the device of rank 1; or code of these Parts"),
+    ]:
+        found = blamed_on_parts(memory, writes, parts)
+        assert (found.kind, found.ranks) == (kind, ranks), writes
+        assert words in found.text, writes
+        assert (found.guilty == (1,)) == (kind == "memory"), writes
+        assert ("the memory" in found.text) == (kind != "code"), writes
+    data = Verdict("data", (1,), "other bytes")
+    assert blamed_on_parts(data, [{}, seen], ("Rogue",)) is data
 
 
 def test_replicas_that_differ():

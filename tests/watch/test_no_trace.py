@@ -1,7 +1,10 @@
 """A training with the watch has the bits of the same training without it."""
 
+import os
+import random
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,15 +17,18 @@ from tests.selection import mainly
 
 
 class Restless(own_tasks.Deep):
-    """BatchNorm, dropout, a counter, a code book that each forward pass moves, and a factor that the task keeps."""
+    """BatchNorm, dropout, a counter, a code book that each forward pass moves, a factor that the task keeps, and
+    generators of the model and of the task."""
 
     def __init__(self, **options):
         super().__init__(**{"dropout": 0.2} | options)
         self.factor, self.passes = 1.0, torch.zeros(1, dtype=self.dtype)
+        self.draws = np.random.default_rng(5)
 
     def model(self):
         built = super().model()
         built.norm = nn.BatchNorm1d(10).to(self.dtype)
+        built.noise, built.choice = torch.Generator().manual_seed(3), random.Random(4)
         built.register_buffer("codes", torch.zeros(10, dtype=self.dtype))
         return built
 
@@ -32,6 +38,8 @@ class Restless(own_tasks.Deep):
             model.codes.data.lerp_(batch[0].mean(dim=0), 0.1)
             self.factor *= 1.01
             self.passes += 1
+            noise = torch.randn(10, generator=model.noise, dtype=self.dtype) * self.draws.random()
+            inputs = inputs + noise * model.choice.random()
         return super().loss(model, [inputs * self.factor, *batch[1:]]) * (1 + 0.01 * self.passes[0])
 
 
@@ -82,3 +90,28 @@ def test_weights_are_the_same_bits_with_the_watch_and_without(name):
         assert weights.keys() == others.keys()
         assert all(torch.equal(weights[key], others[key]) for key in weights)
         assert results["train/loss"] == other_results["train/loss"]
+
+
+class RankDraws(own_tasks.Deep):
+    """Each rank adds noise of its own generator, which has its own seed."""
+
+    def __init__(self):
+        super().__init__()
+        self.noise = np.random.default_rng(int(os.environ["RANK"]))
+
+    def loss(self, model, batch):
+        noise = self.noise.random() if model.training else 0.0
+        return super().loss(model, [batch[0] + noise, *batch[1:]])
+
+
+def with_rank_draws(settings, folder):
+    return runs.fit(RankDraws(), settings, folder)[0]
+
+
+def test_generators_that_differ_by_rank_are_named_and_no_machine_is(tmp_path):
+    settings = settings_for(2, {"strategy": "ddp"}, train={"steps": 7})
+    plain = run_ranks(2, with_rank_draws, settings, tmp_path / "plain")
+    found = run_ranks(2, with_rank_draws, settings | {"watch": {"every": 2}}, tmp_path / "watched")
+    assert all(torch.equal(plain[0][name], found[0][name]) for name in plain[0])
+    log = (tmp_path / "watched" / "train.log").read_text()
+    assert log.count("draws from a generator of its own, whose state differs by rank") == 1

@@ -1,6 +1,8 @@
 """`lockstep replay`: a step again has the numbers of the log and the bits of the checkpoint, on any number of ranks."""
 
 import json
+import re
+import shutil
 
 import pytest
 import torch
@@ -8,9 +10,11 @@ import torch
 from lockstep import Trainer
 from lockstep.cli import application as cli
 from lockstep.core.errors import UsageError
+from lockstep.recipes import config_file
+from lockstep.trainer import earlier_configs
 from lockstep.watch import replay_report
 from lockstep.watch.replay_report import Wants
-from tests import runs
+from tests import player_tasks, runs
 from tests.own_tasks import Masked
 from tests.ranks import run_ranks
 from tests.selection import mainly
@@ -21,6 +25,13 @@ SETTINGS = runs.config(
     checkpoint={"every_steps": 10, "keep_last": 5},
     log={"every_steps": 5},
 )
+
+
+class Kept(Masked):
+    """A task that the config names."""
+
+    def __init__(self):
+        super().__init__()
 
 
 def trained_and_replayed(folder, strategy, step, wants):
@@ -91,6 +102,84 @@ def test_parts_of_a_step_add_up_to_the_step_by_plain_torch(tmp_path):
     assert {index for part in reports[0].samples for index in part.indices} == {
         i for part in parts for i in part.indices
     }
+
+
+def test_steps_of_players_are_made_again_as_logged(tmp_path):
+    """Each player has its own losses, and some players have no turn in a step."""
+    settings = SETTINGS | {
+        "train": {"steps": 8},
+        "checkpoint": {"every_steps": 4, "keep_last": 5},
+        "log": {"every_steps": 2},
+    }
+    for kind in ("Critics", "Taught"):
+        task, folder = getattr(player_tasks, kind), tmp_path / kind
+        runs.fit(task(), settings, folder)
+        with Trainer(settings, run_dir=folder, quiet=True).replaying(8, task()) as (run, after):
+            wants = Wants(rank=1, ranks=2, samples=True)
+            report = replay_report.make(run, 8, wants, after, tell=lambda text: None)
+        assert report.saved == "the same bits as checkpoint 8", kind
+        text = replay_report.text(report)
+        loss = re.search(r"  loss: \S+ (as logged|logged \S+ (\d+e-1[5-7]) apart)", text)
+        assert loss, text
+        turns = {tuple(one.by_head) for one in report.steps}
+        expected = {("discriminator",), ("discriminator", "generator")} if kind == "Critics" else {("student",)}
+        assert turns == expected, kind
+        assert [len(part.indices) for part in report.samples] == [1] * 24, kind
+        assert report.parts, kind
+        assert all(part.grad_norm > 0 for part in report.parts if part.loss), kind
+
+
+def test_steps_before_a_change_of_the_config_are_made_again_with_the_config_of_then(tmp_path, monkeypatch, capsys):
+    """The new rate accused the run: the state had other bits than its checkpoint."""
+    folder, task = tmp_path / "run", f"{__file__}:Kept"
+
+    def fit(steps, rate, allow=()):
+        settings = SETTINGS | {"task": {"kind": task}, "train": {"steps": steps}}
+        settings["optim"] = SETTINGS["optim"] | {"lr": rate}
+        Trainer(settings, run_dir=folder, quiet=True, allow_change=allow).fit()
+        return settings
+
+    fit(10, 0.01)
+    fit(20, 0.02, ["optim.lr"])
+    settings = fit(30, 0.03, ["optim.lr"])
+    for step, rate in ((6, 0.01), (10, 0.01), (20, 0.02), (30, 0.03)):
+        monkeypatch.setattr("sys.argv", ["lockstep", "replay", str(folder), "--step", str(step)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        shown = capsys.readouterr().out
+        assert ended.value.code == 0, shown
+        assert f"  {rate}\n" in shown, (step, shown)
+        assert f"the same bits as checkpoint {step}" in shown or step == 6, (step, shown)
+        assert "logged" not in shown.replace("as logged", "") or "e-1" in shown or step == 6, shown
+    with pytest.raises(UsageError, match=r"step 20 was made with another config: optim\.lr: 0\.02 then, 0\.03 now"):
+        replayed(folder, 20, Wants(), settings)
+    shutil.rmtree(folder / "checkpoints" / "step-00000010")
+    with pytest.raises(UsageError, match="the config changed after step 10, and the nearest checkpoint before step 15"):
+        replayed(folder, 15, Wants(), settings)
+    shutil.rmtree(folder / "checkpoints" / "step-00000030")
+    shutil.rmtree(folder / "checkpoints" / "step-00000020")
+    assert sorted(path.name for path in (folder / "configs").iterdir()) == [
+        "until-00000010.yaml",
+        "until-00000020.yaml",
+    ]
+
+
+def test_configs_of_steps_that_are_made_again_are_let_go_of(tmp_path):
+    def config(rate):
+        return config_file.parse(SETTINGS | {"optim": {"lr": rate}}, needs_task=False)
+
+    def start(step, rate):
+        earlier_configs.keep(tmp_path, config(rate), step)
+        (tmp_path / "config.yaml").write_text(config_file.to_yaml(config(rate)))
+
+    for step, rate in ((0, 0.1), (50, 0.1), (100, 0.2), (200, 0.3), (50, 0.3), (60, 0.3)):
+        start(step, rate)  # after 200 steps, the run went on from the checkpoint of step 50
+    assert [earlier_configs.of_step(tmp_path, step).optim.lr for step in (1, 50, 51, 100, 150, 300)] == [
+        0.1, 0.1, 0.3, 0.3, 0.3, 0.3,
+    ]  # fmt: skip
+    start(0, 0.5)
+    assert earlier_configs.of_step(tmp_path, 1).optim.lr == 0.5
+    assert not list((tmp_path / "configs").iterdir())
 
 
 def test_a_step_that_the_run_does_not_have_is_an_error_with_the_steps_that_it_has(tmp_path):

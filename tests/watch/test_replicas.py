@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep import Trainer
+from lockstep import Part, Trainer
 from lockstep.core.checkpoint import store
 from lockstep.core.errors import LockstepError
 from lockstep.core.parallel.sharded_tensor import local
@@ -78,6 +78,36 @@ def test_a_flipped_bit_is_named_before_the_state_is_saved(tmp_path, name, rank, 
         assert "more tensors" not in text
     # The check of step 2 was whole, and replicas were the same after it.
     assert [(one.step, one.confirmed_step) for one in store.listed(tmp_path / "run/checkpoints")] == [(2, 2)]
+
+
+class Rogue(Part):
+    """Writes a weight on one rank."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def after_step(self, training):
+        if training.rank == 1 and training.step == BAD_STEP - 1:
+            weight = training.model.head.weight
+            with torch.no_grad():
+                (weight if self.how == "seen" else weight.data).mul_(1.001)
+
+
+def written(how, settings, folder):
+    with pytest.raises(LockstepError) as caught:
+        Trainer(settings, run_dir=folder, quiet=True, parts=[Rogue(how)]).fit(own_tasks.Deep())
+    return str(caught.value)
+
+
+def test_a_part_that_writes_weights_on_one_rank_is_named_before_the_machine(tmp_path):
+    settings = settings_for(3, {"strategy": "ddp"}, train={"steps": 6}, watch={"every": 2})
+    for how, words in {
+        "seen": "code: the Part Rogue has written head.weight in after_step, on rank 1 and not on the others",
+        "unseen": "or code of these Parts, which no replay calls: Rogue. Start without them",
+    }.items():
+        for text in run_ranks(3, written, how, settings, tmp_path / how):
+            assert words in text, how
+            assert ("take this machine out" in text, "the device of rank 1" in text) == (False, how == "unseen")
 
 
 def test_convolutions_are_not_chosen_by_measurement(monkeypatch):

@@ -95,7 +95,9 @@ def test_rows_that_change_between_updates_are_found_unless_code_has_written_them
     settings = cases.settings(world, "single" if world == 1 else "fsdp")
     for text in run_ranks(world, between, settings, tmp_path, steps, ranks, how):
         if ends:
-            assert "step 7, watch.every=3: memory: rows of " in text
+            assert "step 7, watch.every=3: unclear: rows of " in text
+            assert "the memory or the device of" in text
+            assert "or code of these Parts, which no replay calls: Between" in text
             assert f" on rank {ranks[0]} have changed since the last update" in text
         else:
             assert text is None

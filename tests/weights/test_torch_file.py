@@ -356,7 +356,7 @@ def test_plain_torch_goes_on_with_an_exported_run(tmp_path, name):
     else:
         weights, _ = run_ranks(world, runs.fit_kind, "Plain", {}, settings[8], tmp_path / "run")[1]
         assert runs.difference(weights, state_of(model)) < 1e-12
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="exists: it is not overwritten"):
         exported(tmp_path / "run", tmp_path / "out/training.pt", task, settings[5])
 
 

@@ -7,6 +7,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import types
 from pathlib import Path
@@ -43,6 +44,11 @@ from lockstep_audit.observe.objects import Registry
 from packages.audit.tests import forked, processes
 
 SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def installed(name):
+    """The path of a file of an installed package."""
+    return os.path.join(sysconfig.get_path("purelib"), name)
 
 
 def start(script, *arguments, rank, port, folder=None):
@@ -398,7 +404,7 @@ def test_what_takes_samples_of_a_data_set_is_told_with_the_call_of_the_script(mo
     monkeypatch.setattr(data.recorder, "folder", tmp_path)
     monkeypatch.setattr(data.recorder, "emit", lambda kind, limit, **keys: told.append((kind, keys)))
     text = "def train_test_split(data):\n    wrapper(data)\ndef wrapper(data):\n    select(data, [2, 0])\n"
-    exec(compile(text, "/a/site-packages/datasets/arrow_dataset.py", "exec"), own)
+    exec(compile(text, installed("datasets/arrow_dataset.py"), "exec"), own)
     own["train_test_split"](None)
     own["select"](None, iter([0]))  # would be used up
     own["select"](None, range(3, 5000))
@@ -680,7 +686,7 @@ def test_what_a_script_asks_of_a_framework_is_told_with_its_line(monkeypatch, tm
         def tune(self):
             self.make_trainable([net])
     """
-    exec(compile(textwrap.dedent(text), "/a/site-packages/framework.py", "exec"), vars(framework))
+    exec(compile(textwrap.dedent(text), installed("framework.py"), "exec"), vars(framework))
     framework.net = torch.nn.Linear(2, 2)
     monkeypatch.setitem(sys.modules, "framework", framework)
     monkeypatch.setattr(data.recorder, "folder", tmp_path)

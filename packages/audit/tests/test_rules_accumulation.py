@@ -1,5 +1,8 @@
 """Rules on gradient accumulation."""
 
+import torch
+
+from lockstep_audit.observe import means
 from packages.audit.tests.made_events import Script, at, dealt, parts
 
 
@@ -97,6 +100,37 @@ def test_unequal_numbers_of_labels_under_a_plain_mean_are_a_warning():
         for each, count in zip(event.get("backwards", []), (100, 20), strict=False):
             each |= {"divisor": float(count), "factor": 1 / count}
     assert len(summed.found("LS403")) == 1
+
+
+def weighed(sums, ops=("DivBackward0", "NllLossBackward0"), steps=3, factors=None):
+    """Steps whose micro-batches are means over labels with these sums of the weights of their classes."""
+    script = Script(how=None).optimizer()
+    for _ in range(steps):
+        script.step(backwards=len(sums))
+    for event in script.events:
+        for number, each in enumerate(event.get("backwards", [])):
+            factor = 0.5 if factors is None else factors[number]
+            each |= {"ops": list(ops), "rows": 8, "weights": sums[number], "factor": factor}
+    return script.found("LS403")
+
+
+def test_means_by_class_weights_have_the_sum_of_the_weights_as_units():
+    (finding,) = weighed((12.4, 4.7))
+    assert "weights of the labels, by micro-batch: " in finding.evidence
+    assert "12.4, 4.7" in finding.evidence
+    assert weighed((12.4, 12.0)) == []
+    assert weighed((12.4,)) == []  # one micro-batch
+    assert weighed((12.4, 4.7), factors=(0.6, 0.3)) == []  # the script weights the means
+    assert weighed((12.4, 4.7), ops=("AddBackward0", "DivBackward0")) == []
+    assert weighed((12.4, 4.7), steps=1) == []  # by chance
+
+
+def test_the_weights_of_labels_are_counted_as_torch_divides_by_them():
+    labels, weight = torch.tensor([0, 2, -100, 2]), torch.tensor([0.5, 1.0, 4.0])
+    assert means._counted(labels, weight=weight) == {"labels": 3, "weights": 8.5}
+    assert means._counted(labels[:2], weight=weight) == {"rows": 2, "weights": 4.5}
+    assert means._counted(labels, reduction="sum", weight=weight) == {"summed": 1}
+    assert means._counted(labels) == {"labels": 3}
 
 
 def selected(rows, ops=("NllLossBackward0",), factor=0.5, steps=3, weight=lambda rank: 1.0):

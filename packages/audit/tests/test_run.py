@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -80,6 +81,9 @@ def test_the_command_takes_its_options_then_the_script_and_its_own(monkeypatch, 
     assert command.main(["--nproc=4", "--no-probe", "--patience", "9", "--strict", "-v", "t.py", "--nproc", "1"]) == 3
     assert command.main(["--format", "json", "--output", "report", "-m", "a.b", "-v"]) == 3
     assert command.main(["--", "-odd.py"]) == 3
+    Path("report").write_text("an old one")
+    assert command.main(["--force", "--output", "report", "t.py"]) == 3
+    del seen[3:]
     (target, settings, how), (module, other, defaults), (odd, _, _) = seen
     assert (target, module, odd) == (["t.py", "--nproc", "1"], ["-m", "a.b", "-v"], ["-odd.py"])
     assert (settings.strict, settings.verbose, settings.format) == (True, True, "text")
@@ -91,6 +95,7 @@ def test_the_command_takes_its_options_then_the_script_and_its_own(monkeypatch, 
 def test_bad_options_are_errors_of_usage_before_anything_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(command, "run", lambda *_, **__: pytest.fail("it ran"))
+    (there := tmp_path / "there.json").write_text("{}")
     for given, said in (
         (["--nproc", "0", "t.py"], "0 must be at least 1"),
         (["--every", "many", "t.py"], "invalid int value: 'many'"),
@@ -98,7 +103,9 @@ def test_bad_options_are_errors_of_usage_before_anything_runs(monkeypatch, tmp_p
         (["--format", "html", "t.py"], "invalid choice: 'html'"),
         (["--evry", "3", "t.py"], "unrecognized arguments: --evry"),
         (["--output", str(tmp_path / "none" / "report"), "t.py"], "cannot be written"),
-        (["--output", str(tmp_path), "t.py"], "cannot be written"),
+        (["--output", str(tmp_path), "t.py"], "is a folder"),
+        (["--output", str(there), "t.py"], "give --force to replace the file"),
+        (["--write-baseline", str(there), "t.py"], "give --force to replace the file"),
         (["--baseline", str(tmp_path / "known.json"), "t.py"], "is not there"),
         (["--previous", str(tmp_path / "first"), "t.py"], "is not there"),
         (["--read", str(tmp_path)], "has no events"),

@@ -60,6 +60,7 @@ def transformers(
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
     model_init: Callable[[], Any] | None = None,
     weight: Weight = None,
+    **further: Any,
 ) -> Task:
     """The task of a model of transformers with a loss, with the arguments of transformers' Trainer, unchanged.
 
@@ -74,6 +75,8 @@ def transformers(
         preprocess_logits_for_metrics: gets the outputs and labels of a batch, and returns what is kept of the outputs.
         model_init: makes the model, in place of `model`.
         weight: the units of the model's loss; see `Weight`.
+        further: other arguments of transformers' Trainer, such as `callbacks`. An error names all that are set, and
+            what to give instead.
 
     Raises:
         UsageError: an argument cannot be kept, or the units of the loss are not known.
@@ -91,4 +94,5 @@ def transformers(
         compute_metrics=compute_metrics,
         preprocess=preprocess_logits_for_metrics,
         weight=weight,
+        further=further,
     )

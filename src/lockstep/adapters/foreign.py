@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
+from lockstep.core.code_files import LOCKSTEP, PYTHON, library_of
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError
 from lockstep.core.part import Part, Training
@@ -16,7 +19,7 @@ from lockstep.core.task_checks import line_of as line_of
 Keys = dict[str, Any]
 """Values of the config by dotted path, such as `batch.global`."""
 DOCS = "docs/adapters.md"
-_LIBRARIES = ("/lockstep/", "/pytorch_lightning/", "/lightning/", "/torch/", "/torchmetrics/", "/transformers/")
+_LIBRARIES = (LOCKSTEP, PYTHON, "pytorch_lightning", "lightning", "torch", "torchmetrics", "transformers")
 
 
 class Foreign(Task):
@@ -60,14 +63,25 @@ def with_implied(config: RunConfig, implied: Mapping[str, Any]) -> RunConfig:
     """`config`, with the values of `implied` for keys that it does not set.
 
     Of keys that exclude each other, such as `train.epochs` and `train.steps`, none is taken where the config sets one.
+
+    Raises:
+        UsageError: a value of the config and a value of the code exclude each other.
     """
     raw = config.model_dump(by_alias=True, exclude_unset=True)
     for path, value in implied.items():
         section, _, key = path.rpartition(".")
         values = raw.setdefault(section, {}) if section else raw
+        if path == "batch.micro":  # the config may set a smaller global batch
+            value = min(value, values.get("global", value))
         if key not in values and not _excluding(section, key) & values.keys():
             values[key] = value
-    return RunConfig.model_validate(raw)
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        faults = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        text = "\n  ".join(["the config and what the code says do not fit together:", *faults])
+        said = ", ".join(f"{path}={value!r}" for path, value in sorted(implied.items()))
+        raise UsageError(text, remedy=f"change the key, or set the other one; the code says {said} ({DOCS})") from error
 
 
 def _excluding(section: str, key: str) -> set[str]:
@@ -81,7 +95,7 @@ def _excluding(section: str, key: str) -> set[str]:
 def users_line() -> str:
     """File and line of the nearest caller that is the user's code."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _LIBRARIES):
+    while frame.f_back is not None and library_of(frame.f_code.co_filename) in _LIBRARIES:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -100,3 +114,27 @@ def line_with(function: Any, text: str) -> str:
 def refused(what: str, where: str, remedy: str) -> UsageError:
     """The error for something that cannot be kept."""
     return UsageError(what, where=where, remedy=f"{remedy} ({DOCS})")
+
+
+def together(looks: Sequence[Callable[[], object]]) -> list[UsageError]:
+    """The errors of several looks at the user's code, so that one message can name all of them."""
+    errors = []
+    for look in looks:
+        try:
+            look()
+        except UsageError as error:
+            errors.append(error)
+    return errors
+
+
+def raise_all(errors: Sequence[UsageError]) -> None:
+    """Raise the errors, if there are any, as one.
+
+    Raises:
+        UsageError: of several errors, it names each with its place and its remedy.
+    """
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        texts = [str(error).replace("\n", "\n  ") for error in errors]
+        raise UsageError("\n  ".join([f"{len(errors)} things stand in the way:", *texts])) from errors[0]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from lockstep.adapters import hooks, loaders, optimizers, trainer_arguments, units
-from lockstep.adapters.foreign import Foreign, Keys, line_of, refused
+from lockstep.adapters.foreign import Foreign, Keys, line_of, raise_all, refused, together
 from lockstep.adapters.lightning_trial import Tried, tried
 from lockstep.adapters.logged import Record, metrics_of
 from lockstep.adapters.serving import Parts, ServedTrainer, arguments_after_batch, served
@@ -66,16 +66,36 @@ class LightningTask(Foreign):
             raise UsageError(what, where="adapters.lightning", remedy="give an object of a LightningModule")
         self.foreign, self.datamodule, self.given_weight = module, datamodule, weight
         self.trainer, self.make = dict(trainer or {}), make
-        hooks.check_automatic(module)
         of_data = hooks.base_of(type(datamodule), "LightningDataModule")
-        checked = [(module, base), *([(datamodule, of_data)] if of_data else [])]
-        self.notes += hooks.check(checked, ignore)
+        self._check_before_data([(module, base), *([(datamodule, of_data)] if of_data else [])], ignore)
         self._base, self._ignored = base, ignore
         self.validates_by_step = hooks.is_own(module, base, "validation_step")
         self.is_prepared = self._is_set_up = False
         self._plan: dict[str, Any] = {"datamodule": datamodule}
         self._steps = {"train": line_of(module.training_step), "validate": line_of(module.validation_step)}
         self._know_no_module()
+
+    def _check_before_data(self, checked: Sequence[tuple[Any, type]], ignore: Sequence[str]) -> None:
+        """Find what cannot be kept, as far as that needs no data. One error names all of it."""
+        looks: list[Callable[[], object]] = [
+            lambda: hooks.check_automatic(self.foreign),
+            lambda: self.notes.extend(hooks.check(checked, ignore)),
+            lambda: trainer_arguments.keys_of(self.trainer, 1, validates=True),
+        ]
+        errors = together(looks)
+        if errors:  # the training does not begin, and what would be found later can be named now
+            with contextlib.suppress(Exception):  # the code may need its data, or the real length of the training
+                errors += together([self._try_scheduler])
+        raise_all(errors)
+
+    def _try_scheduler(self) -> None:
+        """Make the optimizer and step its scheduler once, for a training of any length."""
+        module, where = copy.deepcopy(self.foreign), line_of(self.foreign.configure_optimizers)
+        plan = {"batches": 100, "steps": 1000, "max_epochs": 10}
+        with served(Parts(module), ServedTrainer(self.clock, plan, "train")):
+            optimizer, config = optimizers.parse(module.configure_optimizers(), where)
+            if config is not None:
+                optimizers.Rates(optimizer, config, where, module).after(1)
 
     def __getstate__(self) -> dict[str, Any]:
         left_out = {"_made", "_parts", "_optimizers", "schedule"}  # found anew
@@ -113,7 +133,10 @@ class LightningTask(Foreign):
             self._plan["max_epochs"] = 1
         vars(self).pop("_rates", None)
         vars(self).pop("schedule", None)
-        self._find_rates()
+        if errors := together([self._find_rates]):
+            with contextlib.suppress(Exception):  # `model` would try the steps later
+                errors += together([lambda: self._found])
+            raise_all(errors)
 
     @functools.cached_property
     def implied(self) -> Keys:  # type: ignore[override]
@@ -122,7 +145,7 @@ class LightningTask(Foreign):
         assert train is not None
         keys, validates = dict(train.keys), self._loaded["validate"] is not None
         more, notes = trainer_arguments.keys_of(self.trainer, keys["batch.global"], validates=validates)
-        self.notes += [*train.notes, *notes]
+        self.notes += [*train.notes, *(self._loaded["validate"].notes if self._loaded["validate"] else []), *notes]
         return keys | more
 
     # ---- the model
@@ -135,6 +158,8 @@ class LightningTask(Foreign):
             if hasattr(module, "configure_model"):
                 module.configure_model()
         hooks.check([(self.foreign, self._base), (module, self._base)], self._ignored)  # `setup` may have set hooks
+        for part in Parts(module).modules:  # tracing reads all attributes, and `trainer` would raise
+            vars(part)["_jit_is_scripting"] = True
         self._made.add(module)
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in self._trained)
@@ -160,7 +185,7 @@ class LightningTask(Foreign):
         where = line_of(self.foreign.configure_optimizers)
         self._rates = None if config is None else optimizers.Rates(optimizer, config, where, module)
         if self._rates is not None:
-            self._rates.check_frequency(self.trainer.get("accumulate_grad_batches", 1))
+            self._rates.check_frequency(trainer_arguments.accumulated(self.trainer))
             trainer = self._served("train")
             del trainer.global_step, trainer.current_epoch  # factors are computed ahead
             self._rates.serve = functools.partial(served, Parts(module), trainer)
@@ -240,7 +265,7 @@ class LightningTask(Foreign):
         loader = loaders.single(found, where)
         if training:
             return loaders.read(loader, where)
-        return loaders.Loaded(loaders.Marked(loader.dataset, validates=True), loader.collate_fn)
+        return loaders.read_evaluated(loader, where)
 
     def train_data(self) -> Any:
         train = self._loaded["train"]

@@ -11,6 +11,23 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from lockstep.adapters.foreign import Keys, refused
 from lockstep.core import task_checks
 
+KEPT = frozenset(
+    ["dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "drop_last", "num_workers"]
+)
+"""Arguments of a DataLoader that become the data, their order or keys of the config, or are refused."""
+NAMED: dict[str, Any] = {
+    "worker_init_fn": None,
+    "generator": None,
+    "pin_memory": False,
+    "timeout": 0,
+    "multiprocessing_context": None,
+    "prefetch_factor": 2,
+    "persistent_workers": False,
+    "pin_memory_device": "",
+    "in_order": True,
+}
+"""Arguments of a DataLoader that are ignored, with their defaults. A line of the log names those that are set."""
+
 
 @dataclass
 class Loaded:
@@ -117,4 +134,31 @@ def read(loader: DataLoader[Any], where: str) -> Loaded:
         loaded.keys["data.drop_last"] = True
     if loader.num_workers:
         loaded.keys["data.workers"] = loader.num_workers
+    loaded.notes += _ignored(loader, where)
     return loaded
+
+
+def read_evaluated(loader: DataLoader[Any], where: str) -> Loaded:
+    """What the loader of the evaluation data says. Each sample is evaluated once, whatever the batches and the order.
+
+    Raises:
+        UsageError: it leaves out samples, or draws them in a way that is not known. Names the line.
+    """
+    sampler: Any = loader.sampler
+    whole = len(loader.dataset) if isinstance(sampler, RandomSampler | SequentialSampler) else None  # type: ignore[arg-type]
+    by_batch = loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+    if whole is None or len(sampler) != whole or getattr(sampler, "replacement", False) or by_batch:
+        kind = type(loader.batch_sampler if by_batch else sampler).__name__
+        remedy = "evaluate all samples of a data set: torch.utils.data.Subset(data, indices) is one"
+        raise refused(f"the loader draws its samples by a {kind}", where, remedy)
+    if loader.drop_last and whole % (loader.batch_size or 1):
+        remedy = "leave it out: every sample is evaluated once"
+        raise refused("drop_last=True would leave out samples of the evaluation", where, remedy)
+    return Loaded(Marked(loader.dataset, validates=True), loader.collate_fn, notes=_ignored(loader, where))
+
+
+def _ignored(loader: DataLoader[Any], where: str) -> list[str]:
+    """A line for the log, if arguments are set that are ignored."""
+    values = {name: getattr(loader, name, default) for name, default in NAMED.items()}
+    found = [name for name, value in values.items() if value is not None and value != NAMED[name]]
+    return [f"{where}: ignored arguments of the DataLoader: {', '.join(found)}"] if found else []

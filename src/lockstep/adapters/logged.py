@@ -16,7 +16,7 @@ from lockstep.core import metric_sync
 from lockstep.core.task import Metrics
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
+    from torchmetrics import Metric, MetricCollection
 
 _HARMLESS = frozenset(
     """
@@ -194,15 +194,15 @@ def metrics_of(names: Sequence[str], objects: Mapping[tuple[str, str], Metric], 
     return Metrics(collection, update)
 
 
-def metrics_in(module: nn.Module) -> list[Metric]:
-    """The metrics inside a module. Collections keep each metric apart, so that each sees its own updates."""
+def metrics_in(module: nn.Module) -> tuple[list[Metric], list[MetricCollection]]:
+    """The metrics and the collections inside a module. Each metric of a collection sees its own updates."""
     import sys
 
     if "torchmetrics" not in sys.modules:
-        return []
+        return [], []
     from torchmetrics import Metric, MetricCollection
 
-    for part in module.modules():
-        if isinstance(part, MetricCollection):
-            part._enable_compute_groups, part._groups_checked = False, False
-    return [part for part in module.modules() if isinstance(part, Metric)]
+    collections = [part for part in module.modules() if isinstance(part, MetricCollection)]
+    for collection in collections:
+        collection._enable_compute_groups, collection._groups_checked = False, False
+    return [part for part in module.modules() if isinstance(part, Metric)], collections

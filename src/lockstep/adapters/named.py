@@ -56,7 +56,7 @@ def _of_lightning(kind: type, module: ModuleType, where: str, **arguments: Any) 
     own = {name: value for name, value in kinds.items() if value.__module__ == module.__name__} or {
         name: value
         for name, value in kinds.items()
-        if not value.__module__.startswith(("pytorch_lightning", "lightning."))
+        if value.__module__.partition(".")[0] not in ("pytorch_lightning", "lightning")
     }
     name = options.pop("datamodule", None)
     if name is not None and name not in kinds:

@@ -7,18 +7,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.adapters import callbacks
 from lockstep.adapters.foreign import DOCS, Keys
 from lockstep.core.errors import UsageError, did_you_mean
 
 _PRECISION = {"32": "fp32", "32-true": "fp32", "bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16"}
-_IGNORED = frozenset(
+IGNORED = frozenset(
     """
     accelerator strategy logger enable_progress_bar enable_model_summary enable_checkpointing default_root_dir
     num_sanity_val_steps inference_mode use_distributed_sampler profiler devices num_nodes enable_autolog_hparams
-    model_registry
+    model_registry limit_test_batches limit_predict_batches
     """.split()  # noqa: SIM905 - a table of words
 )
-_ONLY: dict[str, tuple[Any, ...]] = {
+ONLY: dict[str, tuple[Any, ...]] = {
     "fast_dev_run": (False,),
     "limit_train_batches": (None, 1.0),
     "limit_val_batches": (None, 1.0),
@@ -34,7 +35,17 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "val_check_interval": (None, 1.0),
 }
 """Arguments that may have these values only."""
-_HARMLESS_CALLBACKS = ("LearningRateMonitor", "ModelSummary", "RichModelSummary", "DeviceStatsMonitor", "Timer")
+_PLAIN = {
+    "gradient_clip_val": "optim.clip_norm",
+    "log_every_n_steps": "log.every_steps",
+    "deterministic": "compute.deterministic",
+    "benchmark": "compute.cudnn_benchmark",
+}
+KEPT = frozenset(
+    {*_PLAIN, "accumulate_grad_batches", "callbacks", "check_val_every_n_epoch", "max_epochs", "max_steps"}
+    | {"max_time", "precision", "val_check_interval"}
+)
+"""Arguments that become keys of the config."""
 
 
 def keys_of(trainer: Mapping[str, Any], batch: int, *, validates: bool) -> tuple[Keys, list[str]]:
@@ -49,22 +60,26 @@ def keys_of(trainer: Mapping[str, Any], batch: int, *, validates: bool) -> tuple
     """
     keys: Keys = {}
     given, faults, ignored = dict(trainer), list[str](), list[str]()
-    ranks = math.prod(devices_of(given))
-    every = given.pop("accumulate_grad_batches", 1)
+    ranks, every = math.prod(devices_of(given)), accumulated(given, faults)
+    given.pop("accumulate_grad_batches", None)
     keys["batch.global"] = batch * ranks * every
     if ranks > 1:
         ignored.append(f"devices and num_nodes: start with --nproc; batch.global={batch * ranks * every} is theirs")
-    if validates:
-        keys["train.eval_every_epochs"] = given.pop("check_val_every_n_epoch", 1)
+    epochs = given.pop("check_val_every_n_epoch", 1)
+    if validates and epochs is not None:
+        keys["train.eval_every_epochs"] = epochs
     if isinstance(interval := given.get("val_check_interval"), int) and not isinstance(interval, bool):
         del given["val_check_interval"]
         keys.pop("train.eval_every_epochs", None)
-        keys["train.eval_every_steps"] = max(1, interval // every)
+        if validates:
+            keys["train.eval_every_steps"] = max(1, interval // every)
+    callbacks.translate(given.pop("callbacks", None), keys, faults, ignored)
     for name, value in given.items():
-        if name in _IGNORED:
-            ignored += [name] if name not in ("devices", "num_nodes") else []
-        elif name in _ONLY:
-            faults += [] if value in _ONLY[name] else [f"{name}={value!r}: has no counterpart"]
+        if name in IGNORED:
+            counts = name in ("devices", "num_nodes") and (ranks > 1 or value == 1)
+            ignored += [] if counts or value is None else [name]
+        elif name in ONLY:
+            faults += [] if value in ONLY[name] else [f"{name}={value!r}: has no counterpart"]
         else:
             _translate(name, value, keys, faults)
     if "train.steps" in keys and "train.epochs" in keys:
@@ -77,58 +92,71 @@ def keys_of(trainer: Mapping[str, Any], batch: int, *, validates: bool) -> tuple
 
 
 def devices_of(trainer: Mapping[str, Any]) -> tuple[int, int]:
-    """`devices` and `num_nodes`; 1 where they are no numbers, or not given."""
-    devices, nodes = (trainer.get(name, 1) for name in ("devices", "num_nodes"))
-    return tuple(count if isinstance(count, int) and count > 0 else 1 for count in (devices, nodes))  # type: ignore[return-value]
+    """`devices` and `num_nodes` as numbers; 1 if they depend on the machine, or are not given."""
+
+    def count(value: Any) -> int:
+        if isinstance(value, str):
+            value = [one for one in value.split(",") if one.strip()] if "," in value else value
+            value = int(value) if isinstance(value, str) and value.isdigit() else value
+        if isinstance(value, list | tuple):
+            value = len(value)
+        return value if isinstance(value, int) and value > 0 else 1
+
+    return count(trainer.get("devices")), count(trainer.get("num_nodes"))
+
+
+def accumulated(trainer: Mapping[str, Any], faults: list[str] | None = None) -> int:
+    """The number of batches that make an update. A fault is added if it is not one number for the whole training."""
+    value: Any = trainer.get("accumulate_grad_batches", 1)
+    given: Any = trainer.get("callbacks")
+    for one in given if isinstance(given, list | tuple) else [given]:
+        if type(one).__name__ == "GradientAccumulationScheduler":
+            value = one.scheduling
+    if isinstance(value, Mapping):
+        numbers = set(value.values())
+        if len(numbers) == 1 and (0 in value or numbers == {1}):
+            value = numbers.pop()
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value or 1
+    if faults is not None:
+        what = f"accumulate_grad_batches={value!r}: give one whole number for the whole training"
+        faults.append(f"{what}; batch.global is the number of samples in an update")
+    return 1
 
 
 def _translate(name: str, value: Any, keys: Keys, faults: list[str]) -> None:
-    plain = {
-        "gradient_clip_val": "optim.clip_norm",
-        "log_every_n_steps": "log.every_steps",
-        "deterministic": "compute.deterministic",
-        "benchmark": "compute.cudnn_benchmark",
-    }
     if name in ("max_epochs", "max_steps"):
         if value not in (None, -1):
             keys["train.epochs" if name == "max_epochs" else "train.steps"] = value
     elif name == "max_time":
-        if value is not None:
-            keys["train.max_time"] = _seconds(value)
+        seconds = _seconds(value)
+        if value is not None and seconds is None:
+            faults.append(f"max_time={value!r}: give 'DD:HH:MM:SS', a timedelta, or a dict of its arguments")
+        elif seconds is not None:
+            keys["train.max_time"] = seconds
     elif name == "precision":
         if value is not None and str(value) not in _PRECISION:
             faults.append(f"precision={value!r}: there are {', '.join(_PRECISION)}")
         elif value is not None:
             keys["precision"] = _PRECISION[str(value)]
-    elif name == "callbacks":
-        for one in value if isinstance(value, list | tuple) else [value] if value else []:
-            _callback(one, keys, faults)
-    elif name in plain:
+    elif name == "deterministic" and value == "warn":
+        faults.append("deterministic='warn': give True, which makes such an operation an error, or False")
+    elif name in _PLAIN:
         if value:
-            keys[plain[name]] = bool(value) if name in ("deterministic", "benchmark") else value
+            keys[_PLAIN[name]] = bool(value) if name in ("deterministic", "benchmark") else value
     else:
-        known = [*plain, *_ONLY, *_IGNORED, "max_epochs", "max_steps", "precision", "accumulate_grad_batches"]
-        faults.append(f"{name}: is unknown; {did_you_mean(name, known)}".rstrip("; "))
+        faults.append(f"{name}: is unknown; {did_you_mean(name, [*KEPT, *ONLY, *IGNORED])}".rstrip("; "))
 
 
-def _callback(one: Any, keys: Keys, faults: list[str]) -> None:
-    kind = type(one).__name__
-    if kind == "EarlyStopping" and one.monitor:
-        rule = {"metric": f"eval/{one.monitor}", "mode": one.mode, "patience": one.patience}
-        keys["train.stop_when"] = rule | {"min_delta": abs(float(one.min_delta))}
-    elif kind == "ModelCheckpoint":
-        if one.monitor:
-            keys["checkpoint.keep_best"] = f"{one.mode} eval/{one.monitor}"
-    elif kind not in _HARMLESS_CALLBACKS and "Progress" not in kind:
-        faults.append(f"the callback {kind}: write a lockstep.Part, docs/adapters.md#a-callback-becomes-a-part")
-
-
-def _seconds(value: Any) -> float:
-    """Lightning's max_time: DD:HH:MM:SS, a timedelta, or a dict of its arguments."""
-    if isinstance(value, str) and re.fullmatch(r"\d+:\d+:\d+:\d+", value):
-        days, hours, minutes, seconds = map(int, value.split(":"))
-        return 86400.0 * days + 3600 * hours + 60 * minutes + seconds
+def _seconds(value: Any) -> float | None:
+    """Lightning's max_time: DD:HH:MM:SS, a timedelta, or a dict of its arguments. None: it is something else."""
     import datetime
 
-    found = datetime.timedelta(**value) if isinstance(value, Mapping) else value
-    return float(found.total_seconds())
+    if isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value.strip()):
+        days, hours, minutes, seconds = map(int, value.split(":"))
+        return 86400.0 * days + 3600 * hours + 60 * minutes + seconds
+    try:
+        found = datetime.timedelta(**value) if isinstance(value, Mapping) else value
+    except TypeError:
+        return None
+    return found.total_seconds() if isinstance(found, datetime.timedelta) else None

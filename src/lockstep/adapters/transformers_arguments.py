@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "bf16": False,
     "fp16": False,
     "tf32": None,
+    "activation_checkpointing": None,
     "gradient_checkpointing": None,
     "logging_steps": 500,
     "eval_strategy": "no",
@@ -48,7 +51,7 @@ DEFAULTS: dict[str, Any] = {
     "remove_unused_columns": True,
     "label_names": None,
 }
-_IGNORED = frozenset(
+IGNORED = frozenset(
     """
     accelerator_config auto_find_batch_size average_tokens_across_devices bf16_full_eval dataloader_in_order
     dataloader_multiprocessing_context dataloader_persistent_workers dataloader_pin_memory
@@ -64,17 +67,38 @@ _IGNORED = frozenset(
     trackio_static_space_id use_cache use_cpu
     """.split()  # noqa: SIM905 - a table of words
 )
-_REMEDIES = {
-    "label_smoothing_factor": "give the model a loss with label_smoothing, or write a Task",
-    "train_sampling_strategy": "data.group_by_length=N, for data with the attribute `lengths`",
-    "group_by_length": "data.group_by_length=N, for data with the attribute `lengths`",
+REFUSED = {
+    "activation_checkpointing_kwargs": "compute.activation_checkpointing=true, without further arguments",
+    "batch_eval_metrics": "compute_metrics gets all samples at once",
+    "data_seed": "one seed decides: seed",
+    "deepspeed": "parallel.strategy=fsdp",
     "fsdp": "parallel.strategy=fsdp",
     "fsdp_config": "parallel.strategy=fsdp",
-    "deepspeed": "parallel.strategy=fsdp",
-    "torch_compile": "compute.compile=blocks",
-    "data_seed": "one seed decides: seed",
+    "gradient_checkpointing_kwargs": "compute.activation_checkpointing=true, without further arguments",
+    "group_by_length": "data.group_by_length=N, for data with the attribute `lengths`",
+    "include_for_metrics": "compute_metrics gets predictions and labels; for more, write a Task",
+    "label_smoothing_factor": "give the model a loss with label_smoothing, or write a Task",
+    "liger_kernel_config": "change the model before you give it",
+    "neftune_noise_alpha": "add the noise in the model, or write a Task",
     "optim_args": "optim.name=CLASS optim.args={...}, and optim left out",
+    "optim_target_modules": "optim.groups: docs/optimizers.md",
+    "parallelism_config": "parallel.strategy=fsdp, or parallel.tensor: docs/mesh.md",
+    "torch_compile": "compute.compile=blocks",
+    "torch_compile_backend": "compute.compile=blocks",
+    "torch_compile_mode": "compute.compile=blocks",
+    "train_sampling_strategy": "data.group_by_length=N, for data with the attribute `lengths`",
+    "use_liger_kernel": "change the model before you give it",
 }
+"""Arguments that must keep their defaults, with what to give instead."""
+_NEUTRAL: tuple[Any, ...] = (None, False, 0, 0.0, "", [], {}, "random")  # defaults of what is refused
+OF_TRAINER = {
+    "callbacks": "a lockstep.Part: docs/adapters.md#a-callback-becomes-a-part",
+    "compute_loss_func": "write a Task, whose loss is the sum of the losses: docs/tasks.md",
+    "optimizer_cls_and_kwargs": "optim.name=CLASS optim.args={...}, and the argument left out",
+    "optimizers": "the arguments optim and lr_scheduler_type; or a Task with an optimizer: docs/optimizers.md",
+    "tokenizer": "processing_class, as in transformers 5",
+}
+"""Arguments of transformers' Trainer that the adapter does not take, with what to do instead."""
 _WHY = {
     "auto_find_batch_size": " (lack of memory halves the micro-batch anyway; `lockstep tune batch` finds the largest)"
 }
@@ -98,18 +122,20 @@ def understood(args: Any) -> tuple[SimpleNamespace, list[str]]:
         where, args = str(args), yaml.safe_load(Path(args).read_text(encoding="utf-8"))
     if dataclasses.is_dataclass(args) and not isinstance(args, type):
         given = {one.name: getattr(args, one.name, None) for one in dataclasses.fields(args)}
-        known = {one.name: one.default for one in dataclasses.fields(args)}
+        known = {one.name: _default(one) for one in dataclasses.fields(args)}
         given = {name: value for name, value in given.items() if name in DEFAULTS or not _same(value, known[name])}
     else:
         given = dict(args or {})
     faults, ignored = [], []
     for name, value in given.items():
-        if name in _IGNORED:
+        if name in IGNORED:
             ignored.append(name + _WHY.get(name, ""))
-        elif name not in DEFAULTS and value not in (None, False, 0, 0.0, "", [], {}):
-            remedy = _REMEDIES.get(name) or did_you_mean(name, DEFAULTS).strip() or "it has no counterpart"
+        elif name not in DEFAULTS and value not in _NEUTRAL:
+            remedy = REFUSED.get(name) or did_you_mean(name, DEFAULTS).strip() or "it has no counterpart"
             faults.append(f"{name}={value!r}: {remedy}")
     found = SimpleNamespace(**DEFAULTS | {name: value for name, value in given.items() if name in DEFAULTS})
+    if isinstance(found.lr_scheduler_kwargs, str):
+        found.lr_scheduler_kwargs = json.loads(found.lr_scheduler_kwargs)
     for name in ("lr_scheduler_type", "optim", "eval_strategy", "save_strategy"):
         setattr(found, name, str(getattr(getattr(found, name), "value", getattr(found, name))))
     if found.optim not in OPTIMIZERS:
@@ -122,6 +148,11 @@ def understood(args: Any) -> tuple[SimpleNamespace, list[str]]:
         text = "\n  ".join(["TrainingArguments that cannot be kept:", *faults])
         raise UsageError(text, where=where, remedy=f"leave them out, and give keys of the config ({DOCS})")
     return found, [f"ignored TrainingArguments: {', '.join(sorted(ignored))}"] if ignored else []
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    make = field.default_factory
+    return field.default if make is dataclasses.MISSING else make()
 
 
 def _same(value: Any, default: Any) -> bool:
@@ -146,7 +177,7 @@ def keys_of(args: SimpleNamespace, samples: int, *, evaluates: bool) -> Keys:
         "data.drop_last": args.dataloader_drop_last,
         "data.workers": args.dataloader_num_workers,
         "compute.deterministic": args.full_determinism,
-        "compute.activation_checkpointing": bool(args.gradient_checkpointing),
+        "compute.activation_checkpointing": bool(args.activation_checkpointing or args.gradient_checkpointing),
     }
     epochs = float(args.num_train_epochs)
     if args.max_steps > 0:
@@ -170,11 +201,57 @@ def keys_of(args: SimpleNamespace, samples: int, *, evaluates: bool) -> Keys:
         keys["checkpoint.every_steps"] = every
     if args.save_total_limit:
         keys["checkpoint.keep_last"] = args.save_total_limit
-    if args.load_best_model_at_end:
-        name = (args.metric_for_best_model or "loss").removeprefix("eval_")
-        larger = args.greater_is_better if args.greater_is_better is not None else not name.endswith("loss")
-        keys["checkpoint.keep_best"] = f"{'max' if larger else 'min'} eval/{name}"
+    if args.load_best_model_at_end or (evaluates and args.save_strategy == "best"):
+        keys["checkpoint.keep_best"] = " ".join(_best(args))
     return keys
+
+
+def _best(args: SimpleNamespace) -> tuple[str, str]:
+    """`min` or `max`, and the name in the log of the result that `metric_for_best_model` names."""
+    name = (args.metric_for_best_model or "loss").removeprefix("eval_")
+    larger = args.greater_is_better if args.greater_is_better is not None else not name.endswith("loss")
+    return "max" if larger else "min", f"eval/{name}"
+
+
+def check_further(given: Mapping[str, Any], args: SimpleNamespace, taken: Collection[str]) -> list[str]:
+    """Check the arguments of transformers' Trainer that the adapter does not take, and return lines for the log.
+
+    Args:
+        args: of `understood`.
+        taken: the names of the arguments that the adapter takes.
+
+    Raises:
+        UsageError: names all arguments that cannot be kept, and what to give instead.
+    """
+    faults, ignored = [], []
+    for name, value in given.items():
+        if name not in OF_TRAINER:
+            remedy = did_you_mean(name, [*taken, *OF_TRAINER]).strip() or "transformers' Trainer has no such argument"
+            faults.append(f"{name}: is unknown; {remedy}")
+        elif name != "callbacks":
+            is_empty = value is None or (isinstance(value, tuple) and all(one is None for one in value))
+            faults += [] if is_empty else [f"{name}: {OF_TRAINER[name]}"]
+        else:
+            for one in value if isinstance(value, list | tuple) else [value] if value else []:
+                kind = one if isinstance(one, type) else type(one)
+                if kind.__module__.startswith("transformers.") and kind.__name__ not in ("EarlyStoppingCallback",):
+                    ignored.append(kind.__name__)
+                elif kind.__module__.startswith("transformers.") and not isinstance(one, type):
+                    faults.append(f"callbacks: {kind.__name__}: {_stop_rule(one, args)}")
+                else:
+                    faults.append(f"callbacks: {kind.__name__}: {OF_TRAINER[name]}")
+    if faults:
+        text = "\n  ".join(["arguments of transformers' Trainer that cannot be kept:", *faults])
+        raise UsageError(text, where="adapters.transformers", remedy=f"leave them out ({DOCS})")
+    return [f"ignored callbacks of transformers: {', '.join(ignored)}"] if ignored else []
+
+
+def _stop_rule(callback: Any, args: SimpleNamespace) -> str:
+    mode, metric = _best(args)
+    rule = f"metric: {metric}, mode: {mode}, patience: {callback.early_stopping_patience}"
+    if callback.early_stopping_threshold:
+        rule += f", min_delta: {callback.early_stopping_threshold}"
+    return f"train.stop_when='{{{rule}}}'"
 
 
 def _steps(value: float, per_epoch: int, args: SimpleNamespace) -> int:

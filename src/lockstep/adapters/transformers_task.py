@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from lockstep.adapters import transformers_arguments, units
 from lockstep.adapters.foreign import Foreign, Keys, line_of, refused
@@ -21,9 +22,22 @@ from lockstep.adapters.units import Given
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.randomness import restored_generators, seed_all
 from lockstep.core.errors import UsageError
+from lockstep.core.schedule import scaled_lr
 from lockstep.core.task import Metrics
 
 _CPU = torch.device("cpu")
+_TAKEN = (
+    "model",
+    "args",
+    "train_dataset",
+    "eval_dataset",
+    "data_collator",
+    "processing_class",
+    "compute_metrics",
+    "preprocess_logits_for_metrics",
+    "model_init",
+    "weight",
+)
 
 
 class TransformersTask(Foreign):
@@ -42,23 +56,25 @@ class TransformersTask(Foreign):
         compute_metrics: Callable[[Any], Mapping[str, float]] | None,
         preprocess: Callable[[Any, Any], Any] | None,
         weight: Any,
+        further: Mapping[str, Any],
     ) -> None:
         super().__init__()
+        self.arguments, notes = transformers_arguments.understood(args)
+        self.notes += notes + transformers_arguments.check_further(further, self.arguments, _TAKEN)
         if (model is None) == (model_init is None):
             remedy = "give model=, or model_init=, a function that makes it"
             raise UsageError("give one of the two", where="adapters.transformers(model, model_init)", remedy=remedy)
         if model is not None and not hasattr(model, "config"):
             remedy = "give a model of transformers, an object with a `config`; for others, write a Task: docs/tasks.md"
             raise UsageError(f"the model is a {type(model).__name__}", where="adapters.transformers", remedy=remedy)
-        self.arguments, notes = transformers_arguments.understood(args)
-        self.notes += notes
+        _check_sets(train_dataset, eval_dataset)
         self.made_model, self.model_init, self.processing_class = model, model_init, processing_class
         sets = (Marked(one) if reads_at_once(one) else one for one in (train_dataset, eval_dataset))
         self.sets, self.compute_metrics, self.given_weight = tuple(sets), compute_metrics, weight
         self.preprocess = preprocess
         self.collator = data_collator if data_collator is not None else self._default_collator()
         self._made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._steps = 1
+        self._steps, self._lr = 1, float(self.arguments.learning_rate)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_made", "_rates")}
@@ -84,7 +100,8 @@ class TransformersTask(Foreign):
         train = config.train
         steps = train.steps or max((train.epochs or 1) * per_epoch, train.min_steps or 0)
         self._steps = config.schedule.total_steps or steps
-        self._lr = config.optim.lr
+        optim = config.optim
+        self._lr = scaled_lr(optim.lr, optim.lr_scaling, global_batch=size, reference_batch=optim.reference_batch)
         vars(self).pop("_rates", None)
 
     @functools.cached_property
@@ -141,9 +158,14 @@ class TransformersTask(Foreign):
         args = self.arguments
         warmup = args.warmup_steps or args.warmup_ratio or 0
         steps = int(warmup) if warmup >= 1 else math.ceil(self._steps * warmup)
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-        scheduler = get_scheduler(args.lr_scheduler_type, optimizer, steps, self._steps, args.lr_scheduler_kwargs)
-        return Rates(optimizer, {"scheduler": scheduler, "interval": "step", "frequency": 1}, "lr_scheduler_type")
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=self._lr)  # min_lr and lr_end are rates
+        optimizer.param_groups[0]["lr"] = 1.0  # what is read off are factors
+        where = "lr_scheduler_kwargs"
+        try:
+            scheduler = get_scheduler(args.lr_scheduler_type, optimizer, steps, self._steps, args.lr_scheduler_kwargs)
+        except (TypeError, ValueError) as error:
+            raise refused(f"{args.lr_scheduler_type}: {error}", where, "give what the scheduler takes") from error
+        return Rates(optimizer, {"scheduler": scheduler, "interval": "step", "frequency": 1}, where)
 
     # ---- data
 
@@ -257,6 +279,19 @@ class TransformersTask(Foreign):
         unit = units.of_loss(fits, last, self._where, near=rounding.near)
         self.notes.append(f"the loss of the model is a mean over {unit}, as {count} samples show")
         return unit
+
+
+def _check_sets(train: Any, evaluated: Any) -> None:
+    """Raises UsageError if a data set is none whose samples can be read by number."""
+    for name, data in (("train_dataset", train), ("eval_dataset", evaluated)):
+        where = f"adapters.transformers({name}=...)"
+        if isinstance(data, Mapping):
+            remedy = "give one of them; torch.utils.data.ConcatDataset joins several"
+            raise refused(f"it is a {type(data).__name__} of data sets: {', '.join(map(str, data))}", where, remedy)
+        is_missing = data is None and name == "train_dataset"
+        if is_missing or isinstance(data, IterableDataset) or (data is not None and not hasattr(data, "__len__")):
+            remedy = "give a data set with len() and [index]; for a stream, write a Task: docs/streams.md"
+            raise refused("it is missing" if is_missing else f"it is a {type(data).__name__}", where, remedy)
 
 
 def _decaying(module: nn.Module) -> set[str]:

@@ -11,10 +11,12 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import options, ranks
-from lockstep.cli.options import Debug, Nproc, as_arguments
+from lockstep.cli.options import Debug, Force, Nproc, as_arguments
 from lockstep.cli.preflight import table
-from lockstep.cli.reporting import check_folder, is_first, reporting, write_file
+from lockstep.cli.reporting import is_first, reporting, write_file
+from lockstep.core import this_process
 from lockstep.core.errors import UsageError
+from lockstep.core.user_files import check_replaceable
 
 
 def check_device(
@@ -29,6 +31,7 @@ def check_device(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Also write the reports of all ranks into this file.")
     ] = None,
+    force: Force = False,
     nnodes: options.Nnodes = None,
     rendezvous: options.Rendezvous = None,
     rendezvous_id: options.RendezvousId = None,
@@ -37,20 +40,18 @@ def check_device(
 ) -> None:
     """Compare what devices compute, keep in memory and exchange with known answers. Exit code 3: a device differs."""
     with reporting(debug):
-        import os
-
         from lockstep.launch import node_address
         from lockstep.recipes import config_file
 
-        check_folder(json_file)
+        check_replaceable(json_file, force=force)
         if not math.isfinite(seconds):
             raise UsageError("it is no time", where=f"--seconds {seconds}", remedy="give seconds, such as 600")
         config = {"name": "check-device", "device": device}
         settings, count = ranks.on_machine(config_file.parse(config, needs_task=False), None, nproc)
-        several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
+        several = node_address.several(nnodes, rendezvous) if not this_process.is_rank() else None
         if several is not None or ranks.is_launcher(count):
             given = {"--seconds": str(seconds), "--memory": str(memory), "--device": device, "--json": json_file}
-            arguments = ["check-device", *as_arguments(given | {"--debug": debug})]
+            arguments = ["check-device", *as_arguments(given | {"--force": force, "--debug": debug})]
             run_id = rendezvous_id or "check-device"
             ranks.launch(arguments, count, settings, several=several, run_id=run_id, wait_s=wait_for_nodes)
             return

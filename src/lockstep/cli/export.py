@@ -8,14 +8,16 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.options import Checkpoint, Debug, RunDir
+from lockstep.cli.options import Checkpoint, Debug, Force, RunDir
 from lockstep.cli.reporting import reporting, tell_first
+from lockstep.core.user_files import check_replaceable
 from lockstep.tasks.lora import exported
 
 
 def export(
     run_dir: RunDir,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder; with --optimizer a new file.")],
+    force: Force = False,
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="Write one file for torch.load, with the optimizer's state.")
     ] = False,
@@ -44,14 +46,20 @@ def export(
 
         settings = config_file.with_kept_task(config_file.read_run(run_dir), run_dir, tell_first)
         from lockstep.trainer import hub
+        from lockstep.trainer.export import check_free
         from lockstep.trainer.trainer import Trainer
 
         hub.check(hub_name, str(settings.task.get("kind", "")), private=private, optimizer=optimizer)
+        if optimizer:
+            if out.exists():
+                check_replaceable(out, force=force)
+        else:
+            check_free(out, force=force)
         trainer = Trainer(settings, run_dir=run_dir, checkpoint=checkpoint)
         if optimizer:
-            print(trainer.export_training_state(out))
+            print(trainer.export_training_state(out, force=force))
             return
-        print(trainer.export(out, program=program, merge=merge), flush=True)
+        print(trainer.export(out, program=program, merge=merge, force=force), flush=True)
         if hub_name is not None:
             print(hub.push(out, hub_name, private=private), flush=True)
         print(f"next, in Python: {next_step(out)}", file=sys.stderr)

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.options import Debug
-from lockstep.cli.reporting import reporting
+from lockstep.cli.options import Debug, Force
+from lockstep.cli.reporting import reporting, write_file
 from lockstep.core.errors import UsageError
+from lockstep.core.user_files import check_replaceable
 
 _PAGES = "lockstep.migration"
 _SKELETON = "task_skeleton.py.txt"
@@ -47,6 +48,7 @@ def init(
         typer.Option("--from", help="Show the page for users of another library: their names and ours."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the page into this new file.")] = None,
+    force: Force = False,
     debug: Debug = False,
 ) -> None:
     """Write a first task that trains at once, or show how to come from another library."""
@@ -57,26 +59,15 @@ def init(
             raise UsageError("is no Python file", where=str(file), remedy=f"call it {file.with_suffix('.py')}")
         if out is not None and library is None:
             raise UsageError("has no meaning without --from", where="--out", remedy="leave it out")
+        for path in (file, out):
+            check_replaceable(path, force=force)
         if file is not None:
-            _write(file, skeleton(file))
+            write_file(file, skeleton(file).removesuffix("\n"))
             print(f"{file}: a first task. Next:")
             print(f"  lockstep train {file}:MyTask --nproc 2 train.epochs=5 train.eval_every_epochs=1")
             print(f"  lockstep verify {file}:MyTask --quick")
         if library is not None and out is not None:
-            _write(out, page(library))
+            write_file(out, page(library).removesuffix("\n"))
             print(out)
         elif library is not None:
             print(page(library), end="")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UsageError(
-            "exists, and is not overwritten", where=str(path), remedy="give another name, or remove the file"
-        ) from None
-    except OSError as error:
-        remedy = "give a place where you can write"
-        raise UsageError(f"cannot be written: {error.strerror}", where=str(path), remedy=remedy) from error

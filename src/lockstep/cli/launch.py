@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.cli.options import Debug, Overrides, Target, as_arguments
+from lockstep.cli.options import Debug, Force, Overrides, Target, as_arguments
 from lockstep.cli.reporting import reporting, tell
 from lockstep.core.errors import Preempted, UsageError
 from lockstep.launch.cluster import job as jobs
@@ -100,6 +100,7 @@ def for_slurm(
     preset: Preset = None,
     max_restarts: MaxRestarts = None,
     output: Output = None,
+    force: Force = False,
     submit: Annotated[bool, typer.Option("--submit", help="Also give the script to sbatch.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -136,7 +137,7 @@ def for_slurm(
 
         _warn(job, settings, place)
         path = output or Path(f"{name}.sbatch")
-        _write_and_show(path, job, text_of, mark=slurm.MARK)
+        _write_and_show(path, job, text_of, mark=slurm.MARK, force=force)
         _hand_over([tool, str(path)], submit, f"sbatch {shlex.quote(str(path))}")
 
 
@@ -175,6 +176,7 @@ def for_kubernetes(
     preset: Preset = None,
     max_restarts: MaxRestarts = None,
     output: Output = None,
+    force: Force = False,
     apply: Annotated[bool, typer.Option("--apply", help="Also give the manifest to kubectl.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -208,7 +210,7 @@ def for_kubernetes(
             file = target.partition(".py:")[0] + ".py" if ".py:" in target else target
             tell(f"note: the image must have {file} at this path, from its working directory")
         path = output or Path(f"{name}.{kind.lower()}.yaml")
-        _write_and_show(path, job, text_of, mark=kubernetes.MARK)
+        _write_and_show(path, job, text_of, mark=kubernetes.MARK, force=force)
         _hand_over([tool, "apply", "-f", str(path)], apply, f"kubectl apply -f {shlex.quote(str(path))}")
 
 
@@ -326,9 +328,9 @@ def _warn(job: jobs.Job, settings: RunConfig, directory: str) -> None:
         tell(f"warning: {text}")
 
 
-def _write_and_show(path: Path, job: jobs.Job, text_of: Callable[[jobs.Job], str], *, mark: str) -> None:
+def _write_and_show(path: Path, job: jobs.Job, text_of: Callable[[jobs.Job], str], *, mark: str, force: bool) -> None:
     """Write the text into a file, and print it without secrets."""
-    jobs.write(path, text_of(job), mark=mark, is_secret=bool(job.secrets))
+    jobs.write(path, text_of(job), mark=mark, is_secret=bool(job.secrets), force=force)
     print(text_of(job.shown), end="", flush=True)
     for name in job.secrets:
         tell(f"warning: the value of {name} stands in {path}, which only you can read")

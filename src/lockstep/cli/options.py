@@ -78,6 +78,7 @@ WaitForNodes = Annotated[
         help="Then the run ends.",
     ),
 ]
+Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")]
 
 

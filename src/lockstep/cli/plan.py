@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from lockstep.cli import ranks
-from lockstep.cli.options import Debug, Overrides, as_arguments
-from lockstep.cli.reporting import check_folder, reporting, write_file
+from lockstep.cli.options import Debug, Force, Overrides, as_arguments
+from lockstep.cli.reporting import reporting, write_file
 from lockstep.core.errors import UsageError, did_you_mean
+from lockstep.core.user_files import check_replaceable
 
 if TYPE_CHECKING:
     from lockstep.core.config.sections import RunConfig
@@ -113,6 +114,7 @@ def plan(
     save_seconds: _SaveSeconds = None,
     json_file: _JsonFile = None,
     chart: _Chart = None,
+    force: Force = False,
     watts: _Watts = None,
     price: _Price = None,
     measure: _Measure = False,
@@ -145,18 +147,19 @@ def plan(
             "--samples": samples,
             "--classes": classes,
         }
+        for path in (chart, _json_path(json_file)):
+            check_replaceable(path, force=force)
         if advise is not None:
             _advise(advise, target, json_file, others={**of_plan, "--measure": measure or None, "--nproc": nproc})
             return
         target = _checked(target, measure=measure, nproc=nproc, chart=chart, of_plan=of_plan)
-        for path in (chart, _json_path(json_file)):
-            check_folder(path)
         from lockstep.plan import inputs, show
         from lockstep.trainer import foreign
 
         config = foreign.load(target, overrides or [])
         if measure:
             options = {"--utilisation": utilisation, "--json": json_file or None, "--debug": debug, "--measure": True}
+            options |= {"--force": force}
             arguments = ["plan", target, *(overrides or []), *as_arguments(options)]
             _measure(config, nproc or "1", arguments, utilisation=utilisation, json_file=json_file)
             return
@@ -261,7 +264,6 @@ def _advise(folder: Path, target: str | None, json_file: str | None, *, others: 
     if given:
         what, remedy = "reads the log of a run, and makes no plan", "leave this option out, or leave --advise out"
         raise UsageError(what, where=f"--advise with {given[0]}", remedy=remedy)
-    check_folder(_json_path(json_file))
     from lockstep.plan import advise
 
     advised = advise.advise(folder)

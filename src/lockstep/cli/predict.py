@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli import ranks
-from lockstep.cli.options import Checkpoint, Cold, Debug, Nproc, Preset, RunDir, as_arguments
+from lockstep.cli.options import Checkpoint, Cold, Debug, Force, Nproc, Preset, RunDir, as_arguments
 from lockstep.cli.reporting import is_first, reporting, tell_first
+from lockstep.core import this_process
 from lockstep.core.errors import UsageError
+from lockstep.core.user_files import check_replaceable
 
 if TYPE_CHECKING:
     from lockstep.trainer.trainer import Trainer
@@ -49,6 +50,7 @@ def predict(
             "each prediction, such as masks."
         ),
     ] = None,
+    force: Force = False,
     top_k: Annotated[int | None, typer.Option("--top-k", help="The config's task.top_k, for this prediction.")] = None,
     on_error: Annotated[
         OnError | None,
@@ -71,10 +73,12 @@ def predict(
         if out is not None:
             predictions.check(out, skips=on_error == "skip")  # before anything is computed
             _check_is_no_source(out, run_dir, inputs or [])
+            if (file := predictions.file_of(out)).exists():
+                check_replaceable(file, force=force)
         settings, nproc = ranks.on_machine(settings, preset, nproc)
         if ranks.is_launcher(nproc):
             options = {"--out": out, "--top-k": top_k, "--on-error": on_error, "--preset": preset, "--samples": samples}
-            options |= {"--checkpoint": checkpoint, "--debug": debug}
+            options |= {"--checkpoint": checkpoint, "--debug": debug, "--force": force}
             arguments = ["predict", *as_arguments(options), "--", str(run_dir), *(inputs or [])]
             ranks.launch(arguments, nproc, settings, cold=cold)
             return
@@ -105,7 +109,7 @@ def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None
     unreadable: list[str] = []
     count = 0
     task = trainer.task()
-    to_terminal = out is None and os.environ.get("WORLD_SIZE", "1") == "1" and sys.stdout.isatty()
+    to_terminal = out is None and this_process.ranks() == 1 and sys.stdout.isatty()
     streams = to_terminal and task_checks.presenter(task).stream(inputs)
     # Where the predictions themselves go to the terminal, they show the progress.
     has_bar = is_first() and sys.stderr.isatty() and not (out is None and sys.stdout.isatty())

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import ranks
-from lockstep.cli.options import Cold, Debug, Nproc, Overrides, RunDir, as_arguments
-from lockstep.cli.reporting import check_folder, is_first, reporting, tell_first, write_file
+from lockstep.cli.options import Cold, Debug, Force, Nproc, Overrides, RunDir, as_arguments
+from lockstep.cli.reporting import is_first, reporting, tell_first, write_file
+from lockstep.core.user_files import check_replaceable
 
 _OF_REPLAY = ("data.workers", "data.prefetch", "batch.micro", "device", "parallel", "compute")
 """Keys of a run's config that may be changed: none of them determines the training."""
@@ -35,6 +36,7 @@ def replay(
         Path | None, typer.Option(help="Write a trace of the step into this new file, NAME.json.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write all numbers into this file.")] = None,
+    force: Force = False,
     nproc: Nproc = None,
     cold: Cold = False,
     debug: Debug = False,
@@ -43,22 +45,26 @@ def replay(
     with reporting(debug):
         from lockstep.core.errors import UsageError
         from lockstep.recipes import config_file
+        from lockstep.trainer import earlier_configs
 
         for file in (json_file, profile):
-            check_folder(file)
-            if file is not None and file.exists() and file.resolve().is_relative_to(run_dir.resolve()):
+            if file is not None and file.is_file() and file.resolve().is_relative_to(run_dir.resolve()):
                 remedy = "give a new file, or another folder"
                 raise UsageError("the run has such a file, which would be lost", where=str(file), remedy=remedy)
+            check_replaceable(file, force=force)
         if ranks_then is not None and rank is None:
             raise UsageError("it says how many ranks there were for --rank", where="--ranks", remedy="give --rank, too")
         if debugger and nproc not in (None, "1"):
             raise UsageError("a debugger needs one rank", where="--debugger", remedy="leave --nproc out")
-        settings = config_file.read_run(run_dir, overrides or (), _OF_REPLAY)
+        settings = config_file.read_run(
+            run_dir, overrides or (), _OF_REPLAY, file=earlier_configs.path_at(run_dir, step)
+        )
         settings = config_file.with_kept_task(settings, run_dir, tell_first)
         settings, count = ranks.on_machine(settings, None, nproc, overrides or ())
         if ranks.is_launcher(count):
             numbers = as_arguments({"--step": str(step), "--rank": rank, "--ranks": ranks_then})
             others = as_arguments({"--samples": samples, "--profile": profile, "--json": json_file, "--debug": debug})
+            others += ["--force"] * force
             arguments = ["replay", str(run_dir), *(overrides or []), *numbers, *others]
             ranks.launch(arguments, count, settings, cold=cold)
             return

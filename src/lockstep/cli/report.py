@@ -11,9 +11,10 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.options import Debug
-from lockstep.cli.reporting import check_replaceable, reporting
+from lockstep.cli.options import Debug, Force
+from lockstep.cli.reporting import reporting
 from lockstep.core.errors import UsageError
+from lockstep.core.user_files import check_replaceable
 
 Folder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run, complete or not.")]
 Folders = Annotated[list[Path], typer.Argument(metavar="RUN_DIR", help="Directories of two runs or more.")]
@@ -22,6 +23,7 @@ Folders = Annotated[list[Path], typer.Argument(metavar="RUN_DIR", help="Director
 def report(
     run_dir: Folder,
     out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/report.html.")] = None,
+    force: Force = False,
     debug: Debug = False,
 ) -> None:
     """Write one HTML file that shows a run: results, curves, pictures, checkpoints, restarts.
@@ -31,7 +33,8 @@ def report(
     with reporting(debug), _writing(_file(out) or run_dir):
         from lockstep.report import page, run_page
 
-        check_replaceable(out or run_dir / "report.html", page.MARK)
+        if out is not None or run_dir.is_dir():  # otherwise the error is that there is no such run
+            check_replaceable(out or run_dir / "report.html", force=force, mark=page.MARK)
 
         print(f"written: {run_page.write(run_dir, out)}")
 
@@ -39,6 +42,7 @@ def report(
 def compare(
     run_dirs: Folders,
     out: Annotated[Path | None, typer.Option(help="Write an HTML file with the curves, too.")] = None,
+    force: Force = False,
     debug: Debug = False,
 ) -> None:
     """Compare runs with the first of them: what differs in their configs, and their last results.
@@ -48,8 +52,7 @@ def compare(
     with reporting(debug), _writing(_file(out) or Path()):
         from lockstep.report import comparison, page
 
-        if out is not None:
-            check_replaceable(out, page.MARK)
+        check_replaceable(out, force=force, mark=page.MARK)
         print(comparison.compare(run_dirs, out))
         if out is not None:
             print(f"written: {out}")

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import ranks
-from lockstep.cli.options import Debug, Nproc, Overrides, Preset, Target, as_arguments
-from lockstep.cli.reporting import check_folder, check_replaceable, is_first, reporting
+from lockstep.cli.options import Debug, Force, Nproc, Overrides, Preset, Target, as_arguments
+from lockstep.cli.reporting import is_first, reporting
 from lockstep.core.errors import UsageError
+from lockstep.core.user_files import check_replaceable
 
 _Low = Annotated[float, typer.Option("--from", help="The rate of the first step: a value of optim.lr.")]
 _High = Annotated[float, typer.Option("--to", help="The rate of the last step.")]
@@ -48,6 +49,7 @@ def learning_rate(
     high: _High = 10.0,
     steps: _Steps = 100,
     out: _Out = None,
+    force: Force = False,
     debug: Debug = False,
 ) -> None:
     """Train some steps while the learning rate rises, and suggest a rate. Writes a chart, and nothing else."""
@@ -61,10 +63,10 @@ def learning_rate(
         path = out or Path(f"{config.name}-lr.svg")
         if path.suffix not in (".svg", ".png"):
             raise UsageError("is no name of a chart", where=f"--out {path}", remedy="call it lr.svg or lr.png")
-        check_folder(path)
-        check_replaceable(path, chart.MARK)
+        check_replaceable(path, force=force, mark=chart.MARK)
         if ranks.is_launcher(nproc):
             more = {"--preset": preset, "--from": low, "--to": high, "--steps": steps, "--out": out, "--debug": debug}
+            more |= {"--force": force}
             ranks.launch(["tune", "lr", target, *(overrides or []), *as_arguments(more)], nproc, config)
             return
         from lockstep.search import learning_rate, show_rates

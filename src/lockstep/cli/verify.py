@@ -11,9 +11,11 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import ranks
-from lockstep.cli.options import Cold, Debug, Overrides, Preset, Target
-from lockstep.cli.reporting import check_replaceable, reporting
+from lockstep.cli.options import Cold, Debug, Force, Overrides, Preset, Target
+from lockstep.cli.reporting import reporting
+from lockstep.core import this_process
 from lockstep.core.errors import UsageError
+from lockstep.core.user_files import check_replaceable
 from lockstep.trainer import local_ranks
 
 
@@ -31,6 +33,7 @@ def verify(
     run_dir: Annotated[
         Path | None, typer.Option(help="Where verify.json and verify.html go. Default: runs/NAME.")
     ] = None,
+    force: Force = False,
     cold: Cold = False,
     debug: Debug = False,
 ) -> None:
@@ -40,7 +43,7 @@ def verify(
         from lockstep.trainer import foreign
 
         settings = config_file.load(target, overrides or [])
-        if "RANK" in os.environ:
+        if this_process.is_rank():
             raise UsageError(
                 "verify starts its own ranks",
                 where="environment variable RANK",
@@ -65,7 +68,8 @@ def verify(
         folder = run_dir or Path("runs", settings.name)
 
         for name, mark in command.MARKS.items():
-            check_replaceable(folder / name, mark)
+            if folder.is_dir():
+                check_replaceable(folder / name, force=force, mark=mark)
 
         def tell(holder: str) -> None:
             print(f"waiting for {holder}, which verifies in {folder}", file=sys.stderr, flush=True)

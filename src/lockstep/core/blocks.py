@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import flop_registry
 
 from lockstep.core import devices
+from lockstep.core.block_state import BlockState, Changes, refusing_writes
 from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.errors import UsageError
 
@@ -125,15 +126,18 @@ def _without_shared_parameters(model: nn.Module, blocks: dict[str, nn.Module]) -
     return {name: block for name, block in blocks.items() if all(is_inside(p, block) for p in block.parameters())}
 
 
-def recompute_activations(blocks: Sequence[nn.Module], device: torch.device, compute: ComputeConfig) -> None:
+def recompute_activations(
+    blocks: Sequence[nn.Module], device: torch.device, compute: ComputeConfig, model: nn.Module | None = None
+) -> None:
     """Do not keep the activations of the blocks: compute them again in the backward pass.
 
-    This is activation checkpointing (Chen et al. 2016, arXiv:1604.06174). The numbers stay the same, also with dropout
-    and BatchNorm: the random state and the buffers are restored.
+    This is activation checkpointing (Chen et al. 2016, arXiv:1604.06174). The numbers stay the same, also with dropout,
+    BatchNorm and other blocks that change themselves: the random state and the state of the block are restored.
 
     Args:
         device: on which the blocks compute.
         compute: which blocks, and which of their operations.
+        model: has the blocks. With it, a block is refused in its first pass if it writes into other parts of the model.
 
     Raises:
         UsageError: the model has too few blocks.
@@ -143,9 +147,10 @@ def recompute_activations(blocks: Sequence[nn.Module], device: torch.device, com
         what = f"the model has {len(blocks) or 'no'} repeated blocks"
         where = "compute.activation_checkpointing, compute.recompute_every_blocks"
         raise UsageError(what, where=where, remedy="name blocks in parallel.shard_modules, or give a smaller number")
+    names = {} if model is None else {id(module): name for name, module in model.named_modules()}
     for block in blocks[every - 1 :: every]:
-        has_buffers = any(True for _ in block.buffers())
-        block.forward = partial(_recomputed, block.forward, block if has_buffers else None, device, selective)
+        state = BlockState(block, names.get(id(block), ""), model)
+        block.forward = partial(_recomputed, block.forward, state, device, selective)
 
 
 def _is_recomputed(block: nn.Module) -> bool:
@@ -154,15 +159,15 @@ def _is_recomputed(block: nn.Module) -> bool:
 
 def _recomputed(
     forward: Callable[..., Any],
-    block: nn.Module | None,
+    state: BlockState,
     device: torch.device,
     selective: bool,
     /,  # a block may have arguments of these names
     *args: Any,
     **options: Any,
 ) -> Any:
-    contexts: dict[str, Any] = {"context_fn": partial(_contexts, block, device, selective)}
-    if block is None and torch.compiler.is_compiling():
+    contexts: dict[str, Any] = {"context_fn": partial(_contexts, state, device, selective)}
+    if torch.compiler.is_compiling():
         contexts = {"context_fn": partial(create_selective_checkpoint_contexts, _keeps)} if selective else {}
     return checkpoint(forward, *args, use_reentrant=False, **contexts, **options)
 
@@ -179,7 +184,7 @@ def _keeps(context: Any, operation: Any, *args: Any, **options: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if is_dear and not drops else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts(block: nn.Module | None, device: torch.device, selective: bool) -> tuple[Any, Any]:
+def _contexts(state: BlockState, device: torch.device, selective: bool) -> tuple[Any, Any]:
     """Contexts of a block's forward pass and of its recomputation.
 
     torch restores the CPU's generator. It restores that of a GPU only where a positional argument is a tensor on it:
@@ -187,38 +192,32 @@ def _contexts(block: nn.Module | None, device: torch.device, selective: bool) ->
     """
     make: Any = partial(create_selective_checkpoint_contexts, _keeps) if selective else noop_context_fn
     kept, taken = make()
-    return kept, _as_in_forward(block, device, devices.of(device).generator_state(), taken)
+    changes = Changes()
+    return _noted(state, changes, kept), _as_in_forward(changes, device, devices.of(device).generator_state(), taken)
+
+
+@contextlib.contextmanager
+def _noted(state: BlockState, changes: Changes, kept: Any) -> Generator[None, None, None]:
+    with state.noted(changes), kept:
+        yield
 
 
 @contextlib.contextmanager
 def _as_in_forward(
-    block: nn.Module | None, device: torch.device, generator_state: Tensor | None, taken: Any
+    changes: Changes, device: torch.device, generator_state: Tensor | None, taken: Any
 ) -> Generator[None, None, None]:
-    """Inside, a block is recomputed: the device draws the same random numbers, and buffers stay as they are.
+    """Inside, a block is recomputed: the device draws the same random numbers, and the block is as it was.
 
     Args:
-        taken: a context in which results that were kept are taken.
+        taken: a context in which results that were kept are taken. It knows the operations of the block only.
     """
     with contextlib.ExitStack() as restored:
-        restored.enter_context(taken)
         if generator_state is not None:
             restored.enter_context(devices.of(device).restored_generators())
             devices.of(device).set_generator_state(generator_state)
-        if block is not None:
-            restored.enter_context(_buffers_kept(block))
+        restored.enter_context(changes.undone())
+        restored.enter_context(taken)
         yield
-
-
-@contextlib.contextmanager
-def _buffers_kept(block: nn.Module) -> Generator[None, None, None]:
-    """Inside, a block is recomputed. Its buffers stay: the forward pass has updated the running statistics already."""
-    before = [buffer.clone() for buffer in block.buffers()]
-    try:
-        yield
-    finally:  # torch ends the recomputation by an exception as soon as it has all activations
-        with torch.no_grad():
-            for buffer, old in zip(block.buffers(), before, strict=True):
-                buffer.copy_(old)
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:
@@ -266,6 +265,10 @@ def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], compute: Comp
     for module in blocks if what == "blocks" else [model]:
         if module in with_buffers:  # compiled code runs inside the recomputation, which is as it was
             recomputed: Any = module.forward
+            recomputed.args[1].is_compiled = True
             module.forward = partial(_recomputed, torch.compile(recomputed.args[0], **options), *recomputed.args[1:])
         else:
-            module._compiled_call_impl = torch.compile(_call_of(module), **options)
+            names = {id(one): name for name, one in model.named_modules()}
+            inside = {names[id(one)]: one for one in module.modules() if _is_recomputed(one)}
+            compiled = torch.compile(_call_of(module), **options)
+            module._compiled_call_impl = refusing_writes(compiled, inside) if inside else compiled

@@ -23,6 +23,7 @@ from lockstep.core.data.data_check import check_data
 from lockstep.core.data.loader import StepIterator, is_default
 from lockstep.core.data.order import Order, StepPlan
 from lockstep.core.ema import Ema
+from lockstep.core.held_folder import HeldFolder
 from lockstep.core.loop import Intervals
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
@@ -73,8 +74,14 @@ class Run:
     """Warnings that every start of the run shows at its beginning and at its end."""
     stopping: Stopping
     """Decides whether the training ends before `stop`."""
+    held: HeldFolder | None = None
+    """The run directory, held open. None: nothing is kept."""
+    id: str | None = None
+    """Tells the run from all others. None: its checkpoints do not say whose they are."""
     may_be_infinite: finite.Grades = field(default_factory=dict)
     """Tensors that are not finite at the start of the run: a checkpoint may hold them."""
+    moves_in_passes: list[str] = field(default_factory=list)
+    """Parameters that the forward passes of the training write, as far as this process has seen."""
     step: Callable[..., StepResult] | None = None
     """Consumes a global batch in another way than `train_step`. None: `train_step`."""
     confirmed_step: int | None = None

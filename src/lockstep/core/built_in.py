@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from lockstep.core.part import Part, Training
@@ -26,10 +26,17 @@ class Inside(Training):
     """The steps since the last entry of the log. In `log_entry`: `window.last` has those of the entry."""
     micro_batches: Sequence[MicroBatch] = ()
     """This rank's micro-batches: in `before_step` of the next step, in `after_step` and `log_entry` of the last."""
+    parts: Sequence[str] = ()
+    """The names of the user's Parts."""
+    writes: Mapping[str, str] = field(default_factory=dict)
+    """By name of a user's Part that has written weights on this rank: the first of them, and the event."""
 
 
 class BuiltInPart(Part):
     """A Part of Lockstep's own. `Training` in its events is always `Inside`."""
+
+    sees_writes: ClassVar[bool] = False
+    """True if it reads `Inside.writes`, which takes time with each event of a user's Part."""
 
     def before_step(self, inside: Inside) -> None:
         """A step is about to begin, of `inside.micro_batches`. `inside.step` does not count it."""

@@ -24,6 +24,8 @@ _WORDS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"--max-restarts", "fit(max_restarts=...)"),
     (r"--nproc (\d+|auto)", lambda match: f"fit(nproc={match[1]})"),
     (r"--nproc", "fit(nproc=...)"),
+    (r"--force", "force=True"),
+    (r"lockstep export --optimizer", "Trainer.export_training_state(file)"),
 )
 """Options of the command line, and what they are in Python."""
 

@@ -35,8 +35,9 @@ class Ema:
     d = min(decay, (1 + n) / (10 + n)); see `decay_at`.
 
     Each update has the numbers of torch's `get_ema_multi_avg_fn(d)`, bit for bit, where parameters have 32 bits or
-    more. Buffers are not averaged. Frozen parameters have averages too, so that nothing needs to change when they begin
-    to train, except those that the model's state, and so each checkpoint, leaves out.
+    more. Only what trains and has fractions is averaged. Of frozen parameters and of integers, the average is a copy of
+    the parameter, so that nothing needs to change when they begin to train. Buffers have no averages, and neither do
+    frozen parameters that the model's state, and so each checkpoint, leaves out.
 
     Args:
         model: already wrapped, if it will be wrapped: the averages keep its parameter objects.
@@ -69,7 +70,7 @@ class Ema:
         self._groups = list(groups.values())
 
     def update(self, number: int) -> None:
-        """Add the current parameters to the averages. Call it after each applied update. Does not wait.
+        """Add the current parameters to the averages, or copy them. Call it after each applied update. Does not wait.
 
         Args:
             number: of the update, from 1, since the start of the training.
@@ -78,11 +79,16 @@ class Ema:
             raise RuntimeError("Ema.update inside Ema.applied: the parameters hold the averages")
         add = get_ema_multi_avg_fn(decay_at(number, self.decay))  # type: ignore[no-untyped-call]
         for names in self._groups:
-            averages = [self.tensors[name] for name in names]
-            current = [
-                self._parameters[name].detach().to(average.dtype) for name, average in zip(names, averages, strict=True)
-            ]
-            add(averages, current, 0)  # an exponential average ignores the count
+            averages, current = [], []
+            for name in names:
+                average, parameter = self.tensors[name], self._parameters[name]
+                if parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex()):
+                    averages.append(average)
+                    current.append(parameter.detach().to(average.dtype))
+                else:
+                    average.copy_(parameter.detach())
+            if averages:
+                add(averages, current, 0)  # an exponential average ignores the count
 
     @contextlib.contextmanager
     def applied(self) -> Generator[None, None, None]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import re
-import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
+
+from lockstep.core.code_files import LOCKSTEP, PYTHON, is_own_code, library_of
 
 SKIP = (
     "set data.on_error=skip to go on without it (a run that has begun: with --allow-change data.on_error; predict: "
@@ -17,7 +17,6 @@ SKIP = (
 )
 """The end of a remedy for a sample that cannot be read."""
 _METHODS = ("setup", "model", "train_data", "eval_data", "weight", "loss", "predict", "metrics")  # of `Task`
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _NEAR = 0.6  # `did_you_mean` shows a name with this share of the letters in common
 
 
@@ -163,16 +162,10 @@ def frame_of_task(error: BaseException) -> traceback.FrameSummary:
     return next((frame for frame in reversed(frames) if is_own_code(frame.filename)), frames[-1])
 
 
-def is_own_code(file: str) -> bool:
-    """True if a file is a user's own: of no installed library, and not of Lockstep."""
-    libraries = (f"{os.sep}site-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep, _PACKAGE)
-    return not any(library in file for library in libraries)
-
-
 def described(error: BaseException) -> str:
     """The traceback of an error that Lockstep does not know, below a line on the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [number for number, frame in enumerate(frames) if frame.filename.startswith(_PACKAGE)]
+    ours = [number for number, frame in enumerate(frames) if library_of(frame.filename) == LOCKSTEP]
     called = frames[ours[-1] + 1 : ours[-1] + 2] if ours else []
     if not called or not is_own_code(called[0].filename):
         return short_traceback(error)
@@ -185,7 +178,8 @@ def described(error: BaseException) -> str:
 def short_traceback(error: BaseException) -> str:
     """The traceback without the frames inside installed libraries, except for the last frame."""
     frames = traceback.extract_tb(error.__traceback__)
-    library = f"{os.sep}site-packages{os.sep}"
-    kept = [frame for number, frame in enumerate(frames) if library not in frame.filename or number == len(frames) - 1]
+    shown = (None, LOCKSTEP, PYTHON)
+    last = len(frames) - 1
+    kept = [frame for number, frame in enumerate(frames) if number == last or library_of(frame.filename) in shown]
     lines = traceback.format_list(kept) + traceback.format_exception_only(error)
     return "Traceback (frames inside libraries are left out):\n" + "".join(lines).rstrip()

@@ -26,6 +26,7 @@ from lockstep.core.log_window import LogWindow
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.parallel.world import World
 from lockstep.core.part import EVENTS, Part, Training, label, overrides
+from lockstep.core.part_changes import Changes
 from lockstep.core.step import TrainState
 
 _OF_ENTRIES = ("log_entry", "after_evaluation", "end")
@@ -97,6 +98,9 @@ class JoinedParts:
         self.unsaved: set[str] = set()
         """Parts whose states the ranks do not save, because they differ. The same on all ranks."""
         self.has_started = False
+        self.writes: dict[str, str] = {}
+        """By name of a user's Part that has written weights on this rank: the first of them, and the event."""
+        self._sees_writes = any(part.sees_writes for part in built_in)
         self._needs = {event: [name for name, part in self._all.items() if overrides(part, event)] for event in EVENTS}
         self._figures: dict[str, float] = {}  # that the next entry of the log takes
         seen: dict[str, Any] = {
@@ -114,7 +118,10 @@ class JoinedParts:
             "_gradients": partial(_gradients, state.strategy.unwrapped.model),
         }
         gather = partial(_gathered, state.world)
-        self._inside = [Inside(**seen, _gather=gather, state=state, window=window) for _ in built_in]
+        own, writes = tuple(self.by_name), self.writes
+        self._inside = [
+            Inside(**seen, _gather=gather, state=state, window=window, parts=own, writes=writes) for _ in built_in
+        ]
         of_users = [Training(**seen, _gather=gather if part.required else None) for part in self.by_name.values()]
         self._trainings = dict(zip(self._all, [*self._inside, *of_users], strict=True))
 
@@ -171,6 +178,7 @@ class JoinedParts:
             return None
         part, model = self._all[name], self.state.strategy.unwrapped.model
         self._trainings[name].step, was_training = self.state.step, model.training
+        changes = Changes(model, self.state.optimizer, sees_weights=self._sees_writes)
         try:
             try:
                 value = getattr(part, method)(*arguments)
@@ -178,6 +186,9 @@ class JoinedParts:
                 has_changed = model.training != was_training
                 if has_changed:
                     model.train(was_training)
+                if written := changes.written():
+                    self.writes.setdefault(name, f"{written} in {method}")
+                changes.check_groups()
             if has_changed:
                 raise RuntimeError("it left the model in another mode; call training.model.train() at its end")
             return value

@@ -55,6 +55,9 @@ class Keeper:
     def add_metrics(self, results: dict[str, float]) -> None:
         """Add the results of an evaluation to the checkpoint of this step."""
 
+    def check_place(self) -> None:
+        """Raise a TrainingError if the states can no longer be kept where they were. Called before work that writes."""
+
     def kept(self) -> str:
         """A sentence on the states that are kept, for errors."""
         return "No checkpoint is saved"
@@ -251,6 +254,8 @@ class _Loop:
         except TrainingError as error:
             _add_to_message(error, self.keeper.kept())
             raise
+        if any(due):
+            self.keeper.check_place()
         if due.log:
             self.log.window_entry()
         self.log.progress()

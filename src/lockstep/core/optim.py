@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
 from lockstep.core.errors import UsageError
+from lockstep.core.parameter_names import matches, names_of_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,8 @@ class Group(Section):
     name: str
     """Name of the group in the log."""
     match: Annotated[list[str], Field(min_length=1)]
-    """Patterns of parameter names, with `*` and `?`. A parameter belongs to the first group that matches it."""
+    """Patterns of parameter names, with `*` and `?`. A parameter belongs to the first group that matches it; a tied
+    parameter by any of its names."""
     ndim: PositiveInt | None = None
     """Only parameters with so many dimensions: 2 for matrices. None: any."""
     lr: PositiveFloat | None = None
@@ -45,9 +46,9 @@ class Group(Section):
             raise ValueError("args are for a group with an `optimizer` of its own; without it, `optim.args` count")
         return self
 
-    def takes(self, name: str, parameter: Any) -> bool:
-        """True if a parameter belongs to this group, unless an earlier group takes it."""
-        return self.ndim in (None, parameter.ndim) and any(fnmatchcase(name, pattern) for pattern in self.match)
+    def takes(self, names: Sequence[str], parameter: Any) -> bool:
+        """True if a parameter, with all its names, belongs to this group, unless an earlier group takes it."""
+        return self.ndim in (None, parameter.ndim) and matches(names, self.match)
 
 
 class OptimConfig(Section):
@@ -227,8 +228,9 @@ def _members(model: nn.Module, groups: Sequence[Group]) -> list[tuple[Group, lis
         UsageError: a group matches no parameter.
     """
     members: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in [*(g.name for g in groups), "default"]}
+    names_of = names_of_parameters(model)
     for name, parameter in model.named_parameters():
-        owner = next((group.name for group in groups if group.takes(name, parameter)), "default")
+        owner = next((group.name for group in groups if group.takes(names_of[name], parameter)), "default")
         members[owner].append((name, parameter))
     by_name = {group.name: group for group in groups}
     for group in by_name.values():

@@ -216,6 +216,8 @@ class Presenter:
 
     merged: bool = False
     """Whether `lockstep export --merge` asks for adapters merged into the weights."""
+    step: int | None = None
+    """The step of the checkpoint that is exported. None: it is not known."""
 
     def export_weights(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[str, Mapping[str, Tensor]]:
         """The file of weights in an export, and its tensors. By default all of the model, under their names.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import lockstep
-from lockstep.core import optimizer_class
+from lockstep.core import optimizer_class, run_folder
 from lockstep.core.build import Run
 from lockstep.core.checkpoint import files, finite, store
 from lockstep.core.checkpoint import state as checkpoint_state
@@ -19,7 +21,7 @@ from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.checks import Checks
 from lockstep.core.config.sections import RunConfig, config_digest
 from lockstep.core.ema import Ema
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, listed
 from lockstep.core.joined_parts import JoinedParts
 from lockstep.core.loop import Keeper
 from lockstep.core.parallel.heartbeat import Phase
@@ -42,14 +44,17 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
         messages for the log.
 
     Raises:
-        UsageError: the data or the schedule are not the run's, and `allow_change` does not name them.
+        UsageError: another run saved the checkpoint, or the data or the schedule are not the run's and `allow_change`
+            does not name them.
         CheckpointError: the checkpoint does not fit the model, or is damaged.
     """
     manifest, config, state, model = checkpoint.manifest, run.config, run.state, run.model
     node = state.world.node_group
+    state.world.on_rank0(partial(_check_run, checkpoint, run.folder))
     store.read_contents(checkpoint, node)
     _check_data(checkpoint, run.fingerprint, allow_change)
     messages = _check_schedule(config, state, manifest, allow_change)
+    messages += _check_passes(run, manifest, allow_change)
     has_averages = any(name.startswith("ema.") for name in checkpoint.index)
     averages = state.averages.tensors if state.averages and has_averages else None
     messages += checkpoint_state.check_fits(checkpoint.index, model, averages, checkpoint.values)
@@ -79,6 +84,28 @@ def restore(checkpoint: Checkpoint, run: Run, allow_change: Sequence[str]) -> li
     if state.step > state.skipped:  # the rate of the last update, which is logged where no other update follows
         set_lr(state.optimizer, state.schedule(state.step - state.skipped - 1))
     return messages
+
+
+def _check_run(checkpoint: Checkpoint, folder: Path) -> None:
+    """Raises UsageError if another run saved the checkpoint. Runs of earlier versions do not record what is compared.
+
+    environment.json has the digest of each config that the run has trained with, so also those that `--allow-change`
+    has replaced since.
+    """
+    recorded, manifest = run_folder.recorded(folder), checkpoint.manifest
+    run, saved_by = recorded.get("run"), manifest.get("run")
+    if run and saved_by and run != saved_by:
+        difference = f"its run id is {saved_by}, and that of the run directory is {run}"
+    elif manifest["config"] not in recorded.get("configs", [manifest["config"]]):
+        difference = f"config {manifest['config'][:12]} trained it, and the run directory records no such config"
+    else:
+        return
+    raise UsageError(
+        f"another run saved the checkpoint of step {checkpoint.step}: {difference}",
+        where=str(checkpoint.path),
+        remedy="move the checkpoints of the other run out of this folder, or start anew with --fresh. To begin with "
+        "the weights of a checkpoint: train.init_from=PATH in another --run-dir",
+    )
 
 
 def _check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any], allow_change: Sequence[str]) -> None:
@@ -145,6 +172,38 @@ def _check_schedule(
     )
 
 
+def _passes(run: Run) -> list[int]:
+    """The forward passes of a step on each rank, for each size of `batch.micro`."""
+    return [run.plan.count(epoch * run.plan.steps_per_epoch) for epoch in run.plan.micro_by_epoch or (0,)]
+
+
+def _check_passes(run: Run, manifest: Mapping[str, Any], allow_change: Sequence[str]) -> list[str]:
+    """Compare the number of forward passes in a step with that of a checkpoint, where the passes move parameters.
+
+    Returns:
+        a warning, where the numbers differ and `allow_change` allows it.
+
+    Raises:
+        UsageError: the numbers differ: another model would be trained.
+    """
+    then, now = manifest.get("passes"), _passes(run)
+    run.moves_in_passes = manifest.get("moves_in_passes", [])
+    if then is None or then == now:
+        return []
+    names = listed(run.moves_in_passes)
+    before, after = (" or ".join(map(str, sorted(set(counts)))) for counts in (then, now))
+    text = f"each forward pass moves {names}, and a step had {before} passes on each rank and has {after} now"
+    if any("batch.micro.".startswith(f"{allowed}.") for allowed in allow_change):
+        return [f"warning: {text}"]
+    raise UsageError(
+        f"{text}, which would train another model",
+        where="batch.micro",
+        remedy="choose batch.micro and the number of ranks so that a step has as many passes as before; after a lack "
+        "of memory, take more ranks or compute.activation_checkpointing=true, and delete micro.json in the run "
+        "directory; or --allow-change batch.micro to go on with another number",
+    )
+
+
 def may_be_infinite(run: Run) -> finite.Grades:
     """The tensors that are not finite at the start: checkpoints may hold them. A collective."""
     tensors, _ = _captured(run)
@@ -186,6 +245,9 @@ class RunKeeper(Keeper):
         self.saver.add_metrics(self.run.state.step, results, self.parts.saved())
         self.checks.results(list(results))
 
+    def check_place(self) -> None:
+        self.saver.check_place()
+
     def kept(self) -> str:
         return self.saver.kept()
 
@@ -205,6 +267,7 @@ def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
         "optimizer": _kind_of_optimizer(run.config, state.optimizer),
         **({"optimizer_code": code} if (code := optimizer_class.code_of(state.optimizer)) else {}),
         "config": config_digest(run.config),
+        "run": run.id,
         "versions": {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": state.world.size},
         "schedule_steps": state.schedule.length,
         "schedule_warmup": [state.schedule.warmup_share, state.schedule.warmup],
@@ -212,6 +275,7 @@ def _manifest(run: Run, evaluated: dict[str, float]) -> dict[str, Any]:
         **({"plateau": [schedule.history.metric, schedule.history.results]} if schedule.history else {}),
         "warnings": run.warnings,
         **({"confirmed_step": run.confirmed_step} if run.confirmed_step is not None else {}),
+        **({"passes": _passes(run), "moves_in_passes": run.moves_in_passes} if run.moves_in_passes else {}),
         "evaluations": run.stopping.history.results if run.stopping.history else [],
         "evaluations_of": run.stopping.rule.metric if run.stopping.rule else None,
     }

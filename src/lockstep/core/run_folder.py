@@ -48,6 +48,7 @@ OURS: Mapping[str, str] = {
     "profile": r"rank\d+\.(json|txt)",
     "memory": r"rank\d+\.pickle",
     "watch": r"step-\d+|(verdict|confirmed)\.json",
+    "configs": r"until-\d{8,}\.yaml",
     "tensorboard": r"events\.out\.tfevents\..+",
     "task": "",
     TASK_BEFORE: "",

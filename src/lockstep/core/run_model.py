@@ -74,6 +74,7 @@ def build_model(
             held_parameters.check_renormalised(made, ranks=world.size)
         if strategy.is_sharded:
             held_parameters.check_references(made, task)
+            held_parameters.check_shared_memory(made)
         return made
 
     model, messages = strategy.build_model(make)
@@ -89,7 +90,7 @@ def build_model(
             remedy = "set requires_grad_(True) on some parameters, or unfreeze fewer of them later"
             raise TrainingError("the model has no trainable parameter", where="Task.model", remedy=remedy)
     if training and compute.activation_checkpointing:
-        recompute_activations(list(blocks.values()), world.device, compute)
+        recompute_activations(list(blocks.values()), world.device, compute, model)
     if compute.compile is not None:
         compile_modules(model, list(blocks.values()), compute)
     loss = loss_of_batch(task) if needs_global_batch(task) else task.loss
@@ -109,8 +110,17 @@ def _check_parameters(model: nn.Module) -> nn.Module:
     """Check that parameters and buffers of `model` have shapes and are dense, and gradients, too. Returns `model`.
 
     Raises:
-        TrainingError: some module is lazy or has sparse gradients, or a tensor is sparse; names them and the remedy.
+        TrainingError: some module is lazy, of TorchScript or has sparse gradients, or a tensor is sparse; names them
+            and the remedy.
     """
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        raise TrainingError(
+            f"{scripted[0] or 'the model'} is a module of TorchScript, which cannot be trained or saved as others",
+            where="Task.model",
+            remedy="return the module itself, without torch.jit.script or torch.jit.trace; compute.compile=model makes "
+            "it fast. For weights in a file: module.load_state_dict(torch.jit.load(file).state_dict())",
+        )
     lazy = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(value)]
     if lazy:
         raise TrainingError(

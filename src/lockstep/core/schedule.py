@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import TrainingError, UsageError
 from lockstep.core.history import History, result_name
 
 if TYPE_CHECKING:
@@ -213,6 +213,14 @@ def scaled_lr(
 
 
 def set_lr(optimizer: Optimizer, factor: float) -> None:
-    """Set the learning rate of each parameter group to its base learning rate times `factor`."""
+    """Set the learning rate of each parameter group to its base learning rate times `factor`.
+
+    Raises:
+        TrainingError: a group has no base learning rate, because code of the user has added it.
+    """
     for group in optimizer.param_groups:
+        if "base_lr" not in group:
+            what = f"a group of {len(group['params'])} parameters was added to the optimizer after it was made"
+            remedy = "let Task.model make all parameters, and optim.groups or Task.optimizer their groups"
+            raise TrainingError(what, where="optim", remedy=remedy)
         group["lr"] = group["base_lr"] * factor

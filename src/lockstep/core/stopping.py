@@ -33,24 +33,26 @@ class StopRule(Section):
             raise ValueError("never ends a training; give patience, target, or both")
         return self
 
-    def reason(self, results: Sequence[float]) -> str:
+    def reason(self, results: Sequence[float], steps: Sequence[int] = ()) -> str:
         """The reason why a training with these results ends, as a sentence; empty if it goes on.
 
         Args:
             results: of all evaluations so far, in their order. NaN is no improvement.
+            steps: of the evaluations, to name the step of the best: the first of equal ones. Empty: not known.
         """
         sign = -1.0 if self.mode == "min" else 1.0
-        best, since = -math.inf, 0
-        for result in results:
+        best, since, first = -math.inf, 0, 0
+        for number, result in enumerate(results):
             value = sign * result
             if self.target is not None and value >= sign * self.target:
                 return f"{self.metric} reached {result:.6g} (train.stop_when.target={self.target:g})"
             if value > best + (self.min_delta if math.isfinite(best) else 0.0):
-                best, since = value, 0
+                best, since, first = value, 0, number
             else:
                 since += 1
             if self.patience is not None and since >= self.patience:
                 shown = f"{sign * best:.6g}" if math.isfinite(best) else "no number"
+                shown += f" (step {steps[first]})" if steps and math.isfinite(best) else ""
                 return (
                     f"{self.metric} has not improved on {shown} for {since} evaluation{'s' * (since > 1)} "
                     f"(train.stop_when.patience={self.patience})"
@@ -85,7 +87,9 @@ class Stopping:
 
     def reason(self) -> str:
         """The reason why the training ends at its last evaluation, as a sentence; empty if it goes on."""
-        return self.rule.reason(self.history.values) if self.rule is not None and self.history is not None else ""
+        if self.rule is None or self.history is None:
+            return ""
+        return self.rule.reason(self.history.values, [step for step, _ in self.history.results])
 
     def time_is_up(self, elapsed_s: float) -> bool:
         """True if the training has used up its time, `elapsed_s` seconds after it was started."""

@@ -160,6 +160,7 @@ def steps(
         tell=run.tell,
         in_background=retention.mode == "async",
         allowed=run.may_be_infinite,
+        held=run.held,
     )
     consensus.wants_end = parts.wants_end
     consensus.flag.saves = True

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from lockstep.core.config.config_section import Section
 from lockstep.core.errors import UsageError
+from lockstep.core.parameter_names import matches, names_of_parameters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +20,7 @@ class Stage(Section):
     """Parameters that are frozen until the beginning of an epoch, or until a step."""
 
     match: Annotated[list[str], Field(min_length=1)]
-    """Patterns of parameter names, with `*` and `?`."""
+    """Patterns of parameter names, with `*` and `?`. A tied parameter goes by all its names."""
     epoch: Annotated[float, Field(gt=0)] | None = None
     """Epochs, counted from 0, before the parameters train."""
     step: PositiveInt | None = None
@@ -48,18 +48,18 @@ class Unfreezing:
 
     def __init__(self, model: nn.Module, stages: Sequence[Stage], steps_per_epoch: int) -> None:
         self.model = model
-        names = [name for name, _ in model.named_parameters()]
+        self._names = names_of_parameters(model)
         self._since: dict[str, int] = {}
         self._patterns: dict[int, list[str]] = {}
         for stage in stages:
-            unused = [pattern for pattern in stage.match if not any(fnmatchcase(name, pattern) for name in names)]
+            unused = [one for one in stage.match if not any(matches(names, [one]) for names in self._names.values())]
             if unused:
-                remedy = f"use patterns over the model's parameter names, such as: {', '.join(names[:8])}"
+                remedy = f"use patterns over the model's parameter names, such as: {', '.join([*self._names][:8])}"
                 raise UsageError(f"no parameter matches {unused}", where="train.unfreeze", remedy=remedy)
             step = stage.begins(steps_per_epoch)
             self._patterns.setdefault(step, []).extend(stage.match)
-            for name in names:
-                if any(fnmatchcase(name, pattern) for pattern in stage.match):
+            for name, names in self._names.items():
+                if matches(names, stage.match):
                     self._since[name] = min(step, self._since.get(name, step))
         self.steps = frozenset(self._since.values())
         """Steps at which some parameter becomes trainable."""
@@ -86,7 +86,7 @@ class Unfreezing:
         """
         for pattern, step in until.items():
             for name, parameter in self.model.named_parameters():
-                if not fnmatchcase(name, pattern):
+                if not matches(self._names[name], [pattern]):
                     continue
                 first = self._since.get(name, 0 if parameter.requires_grad else step)
                 if first < step:

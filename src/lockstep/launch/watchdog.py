@@ -23,6 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from lockstep.core.code_files import LOCKSTEP, library_of
 from lockstep.core.debugging import is_in_debugger
 from lockstep.core.errors import RankError
 from lockstep.core.parallel.heartbeat import Phase, is_orphan
@@ -33,6 +34,7 @@ from lockstep.launch import flight_recorder, left_behind
 
 _PROGRESS, _HANG, _STACK, _REPORT, _READ = "progress", "hang", "stack/", "hang-report", "hang-read"
 _COLLECTIVES = "collectives/"
+_CLI = f"{Path(__file__).parents[1] / 'cli'}{os.sep}"
 _STDERR = 2
 _ANSWER_S = 10.0  # a report waits so long for the stacks of all ranks
 _RECORDER_S = 5.0  # a rank waits so long for its flight recorder
@@ -163,12 +165,11 @@ class Watchdog:
     def _stack(self) -> str:
         """The phase and step of this rank, and the stack of its main thread."""
         frames = list(traceback.extract_stack(sys._current_frames()[self.main]))
-        places = [number for number, frame in enumerate(frames) if "lockstep/cli/" in frame.filename]
+        places = [number for number, frame in enumerate(frames) if frame.filename.startswith(_CLI)]
         command = max(places, default=-1)
         frames = frames[command + 1 :][-15:]
-        libraries = ("site-packages", os.path.dirname(threading.__file__))
         inner = next(
-            (frame for frame in reversed(frames) if not any(part in frame.filename for part in libraries)), frames[-1]
+            (frame for frame in reversed(frames) if library_of(frame.filename) in (None, LOCKSTEP)), frames[-1]
         )
         phase = Phase(self.heartbeat.phase).name.lower().replace("_", " ")
         idle = time.monotonic() - self.worked_since

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.errors import UsageError
+from lockstep.core.errors import UsageError, listed
+from lockstep.core.parameter_names import matches, names_of_parameters
 
 M = TypeVar("M", bound=nn.Module)
 BASE = "frozen_base"
@@ -20,21 +21,24 @@ _UNUSED = ".original_module."  # peft's copy of a layer that trains as a whole
 _MANY = 1_000_000  # frozen numbers of which a note is worth while
 
 
-def trained_only(model: M, name: str | None = None) -> M:
+def trained_only(model: M, name: str | None = None, *, keep: str | Sequence[str] = ()) -> M:
     """Leave the frozen weights of a model out of its `state_dict`, and so out of checkpoints: for `Task.model`.
 
-    Their names and values are hashed. A run goes on only over the same frozen weights, which `Task.model` makes each
-    time. Buffers stay in the `state_dict`.
+    Their names and values are hashed. A run resumes only over the same frozen weights, which `Task.model` makes each
+    time. So they must not change: a run whose training changes them ends with an error. Buffers stay in the
+    `state_dict`.
 
     Args:
         model: changed in place. Its tensors may be on the meta device.
         name: of the frozen weights, for errors. None: where transformers loaded them, or the name of the class.
+        keep: patterns of names of frozen parameters that stay in the `state_dict`, with `*` and `?`: those that change
+            without an optimizer, such as a teacher that follows its student.
 
     Returns:
         `model`.
 
     Raises:
-        UsageError: all parameters train, or none.
+        UsageError: all parameters train, or none, or a pattern of `keep` matches no frozen parameter.
     """
     parameters = dict(model.named_parameters())
     frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
@@ -42,10 +46,20 @@ def trained_only(model: M, name: str | None = None) -> M:
         what = f"{'all' if frozen else 'none'} of the {len(parameters)} parameters are frozen"
         remedy = "freeze those that do not train: parameter.requires_grad_(False); or return the model itself"
         raise UsageError(what, where="lockstep.trained_only", remedy=remedy)
+    names, patterns = names_of_parameters(model), [keep] if isinstance(keep, str) else keep
+    for pattern in patterns:
+        if not any(matches(names[key], [pattern]) for key in frozen):
+            remedy = f"use patterns over names such as: {listed(list(frozen), 5)}"
+            raise UsageError(f"{pattern!r} matches no frozen parameter", where="trained_only(keep=...)", remedy=remedy)
+    changing = {id(parameter) for key, parameter in frozen.items() if matches(names[key], patterns)}
     name = name or str(getattr(model, "name_or_path", "") or type(model).__name__)
-    hashed = {name: parameter for name, parameter in frozen.items() if _UNUSED not in f".{name}."}
+    hashed = {key: one for key, one in frozen.items() if id(one) not in changing and _UNUSED not in f".{key}."}
     held = model.state_dict(keep_vars=True)
-    kept = {key for key, value in held.items() if not isinstance(value, nn.Parameter) or value.requires_grad}
+    kept = {
+        key
+        for key, value in held.items()
+        if not isinstance(value, nn.Parameter) or value.requires_grad or id(value) in changing
+    }
     digest = torch.empty(16, dtype=torch.uint8) if _is_meta(frozen) else digest_of(hashed)
     return leave_out(model, kept, FrozenBase(name, digest, where="Task.model"))
 

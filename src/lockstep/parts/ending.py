@@ -47,18 +47,32 @@ def lines(run: Run, latest: Mapping[str, float], elapsed_s: float) -> str:
     if evaluations:
         last_step, last = evaluations[-1]
         found.append(f"last result, of step {last_step:,}: {results_text(last)}")
-        found += _best(evaluations, _compared(run.config), kept)
+        takes_first = run.config.checkpoint.keep_best is None and run.config.train.stop_when is not None
+        found += _best(evaluations, _compared(run.config), kept, takes_first=takes_first)
     there = [name for name in _FILES if (run_dir / name).exists()]
     there += [f"checkpoints of step{'s' * (len(kept) > 1)} {', '.join(map(str, sorted(kept)))}"] if kept else []
     found.append(f"{run_dir} has: {', '.join(there)}")
-    if kept:
-        place = shlex.quote(str(run_dir))
-        found += [
-            f"next: lockstep report {place}        # a page with curves and results",
+    return "\n".join([*found, *(_next(run_dir, run.config, by_loop=run.task.losses_elsewhere) if kept else ())])
+
+
+def _next(run_dir: Path, config: RunConfig, *, by_loop: bool) -> list[str]:
+    """What to do with a trained model. Commands know only a task that the config names; a script gave its own."""
+    place = shlex.quote(str(run_dir))
+    lines = [f"next: lockstep report {place}        # a page with curves and results"]
+    if by_loop:
+        return [*lines, '      loop.save("model.pt") writes the weights for plain torch']
+    if "kind" in config.task:
+        return [
+            *lines,
             f"      lockstep predict {place} INPUT  # of your files, where the task reads some; or --samples 5",
             f"      lockstep export {place} OUT    # the model, for use without Lockstep",
         ]
-    return "\n".join(found)
+    return [
+        *lines,
+        "      in Python, with the Trainer and the task of this run:",
+        "      trainer.predict(task, data)    # outputs for each sample of data; without data: of the evaluation data",
+        '      trainer.export("OUT", task)    # the model, for use without Lockstep',
+    ]
 
 
 def _compared(config: RunConfig) -> tuple[str, str]:
@@ -71,15 +85,23 @@ def _compared(config: RunConfig) -> tuple[str, str]:
 
 
 def _best(
-    evaluations: Sequence[tuple[int, Mapping[str, float]]], compared: tuple[str, str], kept: Sequence[int]
+    evaluations: Sequence[tuple[int, Mapping[str, float]]],
+    compared: tuple[str, str],
+    kept: Sequence[int],
+    *,
+    takes_first: bool,
 ) -> list[str]:
-    """A line on the best evaluation, and the latest of equal ones. None, where no evaluation has the result."""
+    """A line on the best evaluation. None, where no evaluation has the result.
+
+    Args:
+        takes_first: of equal ones, take the first, as `train.stop_when` does, and not the latest, as `keep_best` does.
+    """
     mode, metric = compared
     sign = -1.0 if mode == "min" else 1.0
     rated = [one for one in evaluations if math.isfinite(one[1].get(metric, math.nan))]
     if len(rated) < 2:
         return []
-    step, best = max(rated, key=lambda one: (sign * one[1][metric], one[0]))
+    step, best = max(rated, key=lambda one: (sign * one[1][metric], -one[0] if takes_first else one[0]))
     if step == evaluations[-1][0]:
         return [f"best result by {mode} {metric}: the last"]
     lost = "" if step in kept else f"; its checkpoint was not kept: checkpoint.keep_best='{mode} {metric}' keeps it"

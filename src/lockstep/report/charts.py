@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from lockstep.report.metrics_file import Metrics, Numbers, Series
 
 POINTS = 240_000  # values in all charts of a page together: about 2 MB of JSON
 BUCKETS = 1000  # of a line: a chart has fewer pixels than twice as many
+_TRAIN_COLOR, _EVAL_COLOR = 0, 1
 _LINES = 16  # in one chart
 _CHARTS = 40
 _DIGITS = 6
@@ -33,6 +35,8 @@ class Line:
 
     label: str
     series: Series
+    color: int = 0
+    """The number of its colour on the page. A run, and training and evaluation, have the same in all charts."""
 
 
 @dataclass
@@ -62,7 +66,8 @@ def of_run(metrics: Metrics, sets: Sequence[str] = ()) -> list[Chart]:
         title = title_of(name, sets)
         if title is None or not np.isfinite(series.values).any() or (title in COUNTS and not np.any(series.values > 0)):
             continue
-        charts.setdefault(title, Chart(title)).lines.append(Line(name, series))
+        lines = charts.setdefault(title, Chart(title)).lines
+        lines.append(Line(name, series, _free_color(name, [line.color for line in lines])))
     ordered = [charts.pop(title) for title in ["Loss", *_TRAINING.values()] if title in charts]
     results = [chart for title, chart in charts.items() if title.startswith("eval/")]
     others = [chart for title, chart in charts.items() if not title.startswith("eval/")]
@@ -75,12 +80,19 @@ def of_runs(runs: Mapping[str, Metrics]) -> list[Chart]:
     for name in dict.fromkeys(name for metrics in runs.values() for name in metrics.series):
         if title_of(name, ()) is None or "/rank" in name or (name.startswith("memory/") and name != "memory/peak_mb"):
             continue
-        for label, metrics in runs.items():
+        for number, (label, metrics) in enumerate(runs.items()):
             series = metrics.series.get(name)
             if series is not None and np.isfinite(series.values).any() and (name not in COUNTS or series.values.any()):
-                charts.setdefault(name, Chart(name)).lines.append(Line(label, series))
+                charts.setdefault(name, Chart(name)).lines.append(Line(label, series, number))
     order = sorted(charts.values(), key=lambda chart: (not chart.title.endswith("loss"), chart.title[:5] != "eval/"))
     return [_limited(chart) for chart in order[:_CHARTS]]
+
+
+def _free_color(name: str, taken: Sequence[int]) -> int:
+    """The first colour for training, the second for evaluation; for more lines of a chart the next that is free."""
+    first = _EVAL_COLOR if name.startswith("eval/") else _TRAIN_COLOR
+    others = (color for color in itertools.count() if color not in (_TRAIN_COLOR, _EVAL_COLOR))
+    return next(color for color in (first, *itertools.islice(others, len(taken) + 1)) if color not in taken)
 
 
 def title_of(name: str, sets: Sequence[str]) -> str | None:
@@ -124,8 +136,9 @@ def _data(chart: Chart, buckets: int) -> dict[str, Any]:
         values_of_lines = [[_rounded(value) for value in column] for column in columns]
         shown.append([[_rounded(value, digits=16) for value in places], *values_of_lines])
     labels = [line.label for _, lines in tables for line in lines]
+    colors = [line.color for _, lines in tables for line in lines]
     has_log = bool(np.nanmin(np.concatenate([line.series.values for line in chart.lines])) > 0)
-    return {"title": chart.title, "labels": labels, "tables": shown, "log": has_log}
+    return {"title": chart.title, "labels": labels, "colors": colors, "tables": shown, "log": has_log}
 
 
 def thin(steps: Numbers, columns: Sequence[Numbers], buckets: int) -> list[Numbers]:

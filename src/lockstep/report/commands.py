@@ -15,6 +15,9 @@ _OF_VERIFY = ("--nproc", "--preset", "--run-dir", "--cold")
 def parts(run: Run) -> list[Markup]:
     """The section on how to repeat the run."""
     given = _given(run)
+    if not given and not has_task(run):
+        said = "environment.json names no command that starts this run, and config.yaml no task: the notebook or "
+        return [element("p", said + "script that trained it trains it again.")]
     if not given:
         said = "environment.json does not say by which command the run was started. Its config can be trained again:"
         again = ["lockstep", "train", str(run.folder / "config.yaml"), "--run-dir", f"{run.folder}-again"]
@@ -40,9 +43,17 @@ def parts(run: Run) -> list[Markup]:
     return [*content, *(element("p", note, class_="soft") for note in notes)]
 
 
+def has_task(run: Run) -> bool:
+    """True if the config names the task, so that a command can make it. A script or a notebook may give its own."""
+    task = run.config.get("task")
+    return isinstance(task, Mapping) and "kind" in task
+
+
 def to_verify(run: Run) -> list[str]:
-    """The command that verifies the training of a run."""
+    """The command that verifies the training of a run. FILE.py:Task stands for a task that only the user knows."""
     given = _given(run)
+    if not has_task(run):
+        return ["lockstep", "verify", "FILE.py:Task", "--run-dir", str(run.folder)]
     if not _is_lockstep(given):
         return ["lockstep", "verify", str(run.folder / "config.yaml"), "--run-dir", str(run.folder)]
     unknown = [part for part in given if part.startswith("--") and part.partition("=")[0] not in _OF_VERIFY]
@@ -59,6 +70,8 @@ def _given(run: Run) -> list[str]:
     if not isinstance(command, Sequence) or isinstance(command, str) or not command:
         return []
     first, *rest = map(str, command)
+    if first.endswith("ipykernel_launcher.py"):  # a notebook: nobody can type its command
+        return []
     name = first.rpartition("/")[2]
     given = [name if name == "lockstep" else first, *rest]
     if first.endswith("lockstep/__main__.py"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from lockstep.report.run import Run
 
 _WIDE = 40  # characters of a value on the terminal
 _LONG = 300  # and on the page
+_AROUND = 10  # characters that stay of what long values have in common
 _NOT_COMPARED = ("name",)
 
 
@@ -123,10 +125,36 @@ def _about(one: Run) -> list[str]:
 _ABOUT = ("state", "last step", "trained for", "ranks x device", "lockstep, torch", "git commit", "data fingerprint")
 
 
-def _value(value: Any, length: int) -> str:
-    if value is None:
-        return "-"
-    return shortened(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str), length)
+def _values(values: Sequence[Any], length: int) -> list[str]:
+    """The values of a key as texts. Of long texts, the beginning and the end that all have in common are left out.
+
+    So what differs is shown, such as the end of a path.
+
+    Args:
+        length: texts up to so many characters stay whole.
+    """
+    texts = [
+        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str) for value in values
+    ]
+    given = [text for text, value in zip(texts, values, strict=True) if value is not None]
+    longest = max(map(len, given), default=0)
+    start = end = 0
+    if longest > length and len(given) > 1:
+        start = max(0, len(_shared(given)) - _AROUND)
+        rests = [text[start:] for text in given]
+        end = max(0, len(_shared([rest[::-1] for rest in rests])) - _AROUND)
+    shown = []
+    for text, value in zip(texts, values, strict=True):
+        inner = text[start : len(text) - end]
+        part = f"{'…' * (start > 0)}{inner}{'…' * (end > 0)}"
+        shown.append("-" if value is None else shortened(part, _LONG))
+    return shown
+
+
+def _shared(texts: Sequence[str]) -> str:
+    """The beginning that all texts have in common."""
+    same = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
+    return "".join(letters[0] for letters in same)
 
 
 def _difference(value: float | None, first: float | None) -> str:
@@ -160,7 +188,7 @@ def _result_rows(compared: Comparison) -> list[list[str]]:
 def to_text(compared: Comparison) -> str:
     """The comparison as aligned columns."""
     about = [list(row) for row in zip(_ABOUT, *map(_about, compared.runs), strict=True)]
-    config = [[key, *(_value(value, _WIDE) for value in values)] for key, values in compared.config.items()]
+    config = [[key, *_values(values, _WIDE)] for key, values in compared.config.items()]
     blocks = [["runs", _columns(compared.labels, about)]]
     blocks.append(["config", _columns(compared.labels, config) if config else "  no key differs"])
     results = _result_rows(compared)
@@ -197,7 +225,7 @@ def to_html(compared: Comparison) -> str:
     about += (
         [["left out", *("; ".join(one.problems) or "-" for one in runs)]] if any(one.problems for one in runs) else []
     )
-    rows = [[key, *(_value(value, _LONG) for value in found)] for key, found in compared.config.items()]
+    rows = [[key, *_values(found, _LONG)] for key, found in compared.config.items()]
     none = element("p", "No key differs.", class_="soft")
     config = table(("key", *labels), rows, "paths", label="Config") if rows else none
     results = _result_rows(compared)

@@ -39,12 +39,13 @@
     const data = chart.tables.length > 1 ? uPlot.join(chart.tables) : chart.tables[0];
     const axis = { stroke: color("--soft"), grid: { stroke: color("--rule"), width: 1 }, ticks: { stroke: color("--rule"), width: 1 }, font: "12px system-ui, sans-serif" };
     const series = chart.labels.map((label, number) => {
-      const stroke = color(`--s${(number % 8) + 1}`);
+      const hue = chart.colors[number];
+      const stroke = color(`--s${(hue % 8) + 1}`);
       const values = data[number + 1];
       let count = 0;
       for (const value of values) count += value != null;
       // A result of an evaluation is a point; of a dense line, points would hide the line.
-      return { label, stroke, width: 1.5, dash: number >= 8 ? [6, 4] : undefined, points: { show: count <= 60, size: 5, fill: stroke }, value: (plot, value) => text(value) };
+      return { label, stroke, width: 1.5, dash: hue >= 8 ? [6, 4] : undefined, points: { show: count <= 60, size: 5, fill: stroke }, value: (plot, value) => text(value) };
     });
     const options = {
       width: place.clientWidth,

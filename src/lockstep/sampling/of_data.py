@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -141,7 +142,33 @@ def labels_of(data: Any) -> npt.NDArray[Any]:
     if labels.shape != (len(data),) or labels.dtype.kind not in "biuUSO":
         what = f"`{name}` of {type(data).__name__} has the shape {labels.shape} and the type {labels.dtype}; expected: "
         raise UsageError(f"{what}one label for each of {len(data):,} samples", where="data.balance", remedy=remedy)
+    if labels.dtype.kind == "O":
+        _check_objects(labels, f"`{name}` of {type(data).__name__}")
     return labels
+
+
+def _check_objects(labels: npt.NDArray[Any], what: str) -> None:
+    """Raise UsageError where labels are missing, or cannot be counted because they have no order."""
+    missing = [index for index, label in enumerate(labels) if label is None or _is_nan(label)]
+    if missing:
+        remedy = "leave these samples out (torch.utils.data.Subset), or give them a label, such as -1 or 'none'"
+        raise UsageError(
+            f"{what} has no label for {len(missing):,} of {len(labels):,} samples: sample {missing[0]} has "
+            f"{labels[missing[0]]!r}",
+            where="data.balance",
+            remedy=remedy,
+        )
+    kinds = ", ".join(sorted({type(label).__name__ for label in labels}))
+    try:
+        np.unique(labels)
+    except TypeError as error:
+        remedy = "give all labels one type that can be sorted: numbers or texts"
+        text = f"{what} has labels that cannot be sorted, of the types {kinds}: {error}"
+        raise UsageError(text, where="data.balance", remedy=remedy) from error
+
+
+def _is_nan(label: Any) -> bool:
+    return isinstance(label, float) and math.isnan(label)
 
 
 def _equal(labels: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

@@ -20,7 +20,7 @@ from lockstep.shards.find import FORMATS, Shard
 from lockstep.shards.formats.blocks import Counted, damaged
 from lockstep.shards.places import Place
 
-_FORMAT = 1  # of the kept files; a file of another format is counted again
+_FORMAT = 2  # of the kept files; a file of another format is counted again
 _AT_ONCE = 8  # shards that are counted at the same time
 _TOLD = 1 << 28  # bytes of uncounted shards from which on a line says so
 

@@ -111,7 +111,8 @@ class Encoder:
             what = f"samples from {self.first} on do not fit into columns: {error}"
             raise DataError(what, where="--format parquet", remedy="give --format jsonl or tar") from error
         sink = io.BytesIO()
-        parquet.write_table(table, sink, row_group_size=max(1, len(self.rows) * BLOCK // max(1, self.bytes)))
+        rows = max(1, len(self.rows) * BLOCK // max(1, self.bytes))
+        parquet.write_table(table, sink, row_group_size=rows, write_page_checksum=True)
         return sink.getvalue()
 
 

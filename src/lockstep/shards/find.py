@@ -23,9 +23,13 @@ from lockstep.shards.formats.tar import COMPRESSED, Tar
 from lockstep.shards.places import Place, scheme
 
 INDEX = "index.json"
+"""The file that counts the shards of a folder: that of `lockstep shards`, or that of MDS."""
+STATE = "state.json"
+"""In a folder of `Dataset.save_to_disk` of the library datasets: names the files of the data set, and no others."""
+_TABLES = {"_delta_log": "Delta", ".hoodie": "Hudi", "metadata": "Iceberg"}
+_OF_TABLES = "read it with a library for such tables, and write the samples with `lockstep shards`"
 PROGRESS = ".lockstep-shards.json"
 """In a folder while its shards are written."""
-"""The file that counts the shards of a folder: that of `lockstep shards`, or that of MDS."""
 VERSION = 1
 """Of the index of `lockstep shards`."""
 FORMATS: Mapping[str, Format] = {
@@ -35,6 +39,7 @@ FORMATS: Mapping[str, Format] = {
     "tar": Tar(),
     "mds": Mds(),
 }
+_COPY = "copy it again"
 _REMEDY = (
     "give a shard, a folder of shards, a pattern such as 'DIR/part-*.parquet' or 'https://HOST/shard-{000..012}.tar', "
     "or a list of these. Shards are .parquet, .arrow, .jsonl, .tar, or the index.json of MDS"
@@ -116,6 +121,7 @@ def _of_one(files: Files, source: str) -> list[Shard]:
         return [_shard(files.look(source))]
     if any(letter in source for letter in "*?[") and not _exists(source):
         found = _matching(files, source)
+        _check_matching(source, found)
         return [_shard(place) for place in sorted(found, key=lambda place: place.url)]
     listed = _listed(files, source)
     if listed is None:
@@ -128,6 +134,9 @@ def _of_one(files: Files, source: str) -> list[Shard]:
         return [_shard(files.look(source))]
     if INDEX in listed:
         return _of_index(files, source.rstrip("/"), listed)
+    if STATE in listed:
+        return _of_state(files, source.rstrip("/"), listed)
+    _check_folder(files, source.rstrip("/"), listed)
     if PROGRESS in listed:
         remedy = "give the command again that writes them: it goes on where it was"
         raise DataError("the writing of these shards has not ended", where=source, remedy=remedy)
@@ -140,6 +149,59 @@ def _of_one(files: Files, source: str) -> list[Shard]:
     if not shards:
         raise DataError("no shards in this folder", where=source, remedy=_REMEDY)
     return shards
+
+
+def _of_state(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Shard]:
+    """The shards of a folder that `datasets` saved. Results of `map` and `filter` are there, too: `cache-*.arrow`."""
+    names = _saved_names(files.read(listed[STATE], 0, listed[STATE].size), f"{folder}/{STATE}")
+    for name in names:
+        if name not in listed:
+            raise DataError(f"{STATE} has this shard, and it is not there", where=f"{folder}/{name}", remedy=_COPY)
+    return [_shard(listed[name]) for name in names]
+
+
+def _saved_names(data: bytes, where: str) -> list[str]:
+    try:
+        return [entry["filename"] for entry in json.loads(data)["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        remedy = "save the data set again with save_to_disk, or name the shards: 'DIR/data-*.arrow'"
+        what = f"not what `datasets` writes: {type(error).__name__}: {error}"
+        raise DataError(what, where=where, remedy=remedy) from error
+
+
+def _check_matching(pattern: str, found: Sequence[Place]) -> None:
+    """Raise DataError where a pattern also fits files beside a data set that `datasets` saved on this disk."""
+    for place in () if scheme(pattern) else found:
+        folder, name = os.path.split(place.url)
+        state = Path(folder, STATE)
+        if state.is_file() and name not in _saved_names(state.read_bytes(), str(state)):
+            what = f"{STATE} does not list this file: `datasets` keeps results of map and filter beside a data set"
+            raise DataError(what, where=place.url, remedy=f"give the folder: {folder}")
+
+
+def _check_folder(files: Files, folder: str, listed: Mapping[str, Place]) -> None:
+    """Raise DataError where something else says which files of a folder count, and it is not read."""
+    if "dataset_dict.json" in listed:
+        splits = json.loads(files.read(listed["dataset_dict.json"], 0, listed["dataset_dict.json"].size)).get("splits")
+        remedy = " or ".join(f"{folder}/{split}" for split in splits or ["train"])
+        raise DataError("the data set has splits", where=folder, remedy=f"name one: {remedy}")
+    caches = sorted(name for name in listed if name.startswith("cache-") and name.endswith(".arrow"))
+    if "dataset_info.json" in listed and caches:
+        what = f"`datasets` keeps results of map and filter among the files of this data set: {caches[0]}"
+        raise DataError(
+            what, where=folder, remedy=f"name the files that you mean, such as '{folder}/NAME-train*.arrow'"
+        )
+    for name, kind in _TABLES.items():
+        if _is_folder(files, f"{folder}/{name}") and any(format_of(one) == "parquet" for one in listed):
+            what = f"a table of {kind}: {name} says which of its files count, and old files may still be there"
+            raise DataError(what, where=folder, remedy=_OF_TABLES)
+
+
+def _is_folder(files: Files, url: str) -> bool:
+    if not scheme(url):
+        return os.path.isdir(url)
+    system = files.system(url)
+    return bool(tried(url, lambda: system.isdir(url)))
 
 
 def _shard(place: Place) -> Shard:
@@ -203,9 +265,7 @@ def _of_index(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Sh
     for shard in found:
         name = posixpath.basename(shard.place.url)
         if listed and (name not in listed and "/" not in shard.place.url.removeprefix(f"{folder}/")):
-            raise DataError(
-                f"{INDEX} has this shard, and it is not there", where=shard.place.url, remedy="copy it again"
-            )
+            raise DataError(f"{INDEX} has this shard, and it is not there", where=shard.place.url, remedy=_COPY)
         if name in listed and listed[name].size != shard.place.size:
             raise changed(shard.place, listed[name])
     tags = {name: one.tag for name, one in listed.items()}
@@ -224,8 +284,13 @@ def changed(counted: Place, now: Place) -> DataError:
 
 
 def _own(folder: str, entry: Mapping[str, Any], index: Mapping[str, Any]) -> Shard:
-    place = Place(f"{folder}/{entry['name']}" if folder else entry["name"], entry["bytes"])
-    return Shard(place, index["format"], Counted(entry["ends"], entry["begins"], entry["stops"]))
+    name, form, counted = entry["name"], index["format"], Counted(entry["ends"], entry["begins"], entry["stops"])
+    numbers = [entry["bytes"], *counted.ends, *counted.begins, *counted.stops]
+    if not isinstance(name, str) or form not in FORMATS or not all(type(number) is int for number in numbers):
+        raise ValueError(f"the shard {name!r} of the format {form!r} with the numbers {numbers[:4]}")
+    if not len(counted.ends) == len(counted.begins) == len(counted.stops):
+        raise ValueError(f"the shard {name!r} has {len(counted.ends)} ends, and {len(counted.begins)} begins")
+    return Shard(Place(f"{folder}/{name}" if folder else name, entry["bytes"]), form, counted)
 
 
 def _of_mds(folder: str, entry: Mapping[str, Any], index: Mapping[str, Any]) -> Shard:
@@ -233,6 +298,8 @@ def _of_mds(folder: str, entry: Mapping[str, Any], index: Mapping[str, Any]) -> 
         raise ValueError(f"the format is {entry['format']} {entry['version']}; read is MDS, version 2")
     about = {name: entry[name] for name in ("column_names", "column_encodings", "column_sizes", "samples")}
     about["bytes"] = entry["raw_data"]["bytes"]
+    if not all(type(about[name]) is int for name in ("samples", "bytes")):
+        raise ValueError(f"{about['samples']!r} samples of {about['bytes']!r} bytes")
     stored = entry["zip_data"] or entry["raw_data"]
     if entry["zip_data"]:
         about["compression"] = entry["compression"]

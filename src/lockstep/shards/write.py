@@ -183,7 +183,10 @@ def _begun(folder: _Folder, settings: Mapping[str, Any], kind: str | None) -> di
     names = folder.names()
     if INDEX in names or PROGRESS in names:
         state: dict[str, Any] = folder.load(INDEX if INDEX in names else PROGRESS)
-        found = {key: state.get("written", {}).get(key) for key in settings}
+        if not isinstance(state, dict) or not {"lockstep", "written", "format", "shards"} <= state.keys():
+            what = f"its {INDEX if INDEX in names else PROGRESS} was not written by `lockstep shards`"
+            raise UsageError(what, where=folder.out, remedy="give an empty or a new folder")
+        found = {key: state["written"].get(key) for key in settings}
         if found != settings or (kind or state["format"]) != state["format"]:
             what = f"the folder has shards that were written in another way: {found}, {state.get('format')}"
             raise UsageError(what, where=folder.out, remedy="give another folder, or empty this one")

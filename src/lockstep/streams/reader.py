@@ -22,6 +22,7 @@ from lockstep.streams.torch_private import outside_workers
 WHERE = "the stream of the training data"
 _READ = 0x57AEA  # a word in the seeds of reading, so that no sample has the same seed
 _NOWHERE = 1 << 62
+_NEVER_CHANGE = frozenset((int, float, bool, complex, str, bytes, type(None)))
 _MOST_KEPT = 1 << 16  # samples that were read, for those who read them again
 
 
@@ -61,7 +62,7 @@ class Reader:
         self.position, self.number, self.within = _NOWHERE, 0, 0  # of the next sample; `_NOWHERE`: it must be opened
         self._opened: Any = None  # a copy of the source
         self._iterator: Iterator[Any] = iter(())
-        self._recent: collections.deque[Any] = collections.deque(maxlen=1)  # the samples before `position`
+        self._recent: collections.deque[Any] = collections.deque(maxlen=0)  # the samples before `position`
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class Reader:
             "position": _NOWHERE,
             "_opened": None,
             "_iterator": iter(()),
-            "_recent": collections.deque(maxlen=1),
+            "_recent": collections.deque(maxlen=0),
         }
         return self.__dict__ | closed
 
@@ -85,7 +86,7 @@ class Reader:
             self._process, self.position = os.getpid(), _NOWHERE
         back = self.position - index
         if self._keeps and self.position != _NOWHERE and 0 < back <= len(self._recent):
-            return copy.deepcopy(self._recent[-back])
+            return own_copy(self._recent[-back])
         nearest = max((mark for mark in self.marks if mark.position <= index), key=lambda mark: mark.position)
         if back > 0 or (nearest.position > self.position and nearest.state is not None):
             if back > 0 and self.position != _NOWHERE:
@@ -94,8 +95,8 @@ class Reader:
         try:
             while True:
                 sample = self._next()
-                if self.position > index:  # who gets a sample may change it in place
-                    return copy.deepcopy(sample) if self._keeps else sample
+                if self.position > index:  # who gets a sample may change it in place, and so may the source
+                    return own_copy(sample)
         except BaseException as error:
             at, self.position = self.position, _NOWHERE  # what comes after a failure is not known
             if isinstance(error, LockstepError) or not isinstance(error, Exception):
@@ -110,8 +111,8 @@ class Reader:
 
     @property
     def _keeps(self) -> bool:
-        """True if samples are kept for those who read them again. Everybody then gets copies."""
-        return (self._recent.maxlen or 0) > 1
+        """True if samples are kept for those who read them again."""
+        return bool(self._recent.maxlen)
 
     def _keep(self, back: int) -> None:
         """Somebody reads samples again: keep so many from now on."""
@@ -151,9 +152,6 @@ class Reader:
             except StopIteration:
                 self._end_pass()
                 continue
-            if isinstance(sample, torch.Tensor) and self._recent and sample is self._recent[-1]:
-                what = f"sample {self.position:,} is the same object as the sample before it, which then has its values"
-                raise DataError(what, where=WHERE, remedy="yield a new tensor for each sample, such as tensor.clone()")
             if self.within == self.length:
                 raise self._wrong_length(f"more than {self.length:,}")
             if not self._is_expected(sample):
@@ -161,7 +159,8 @@ class Reader:
             if marks:
                 self._add(Mark(self.position, self.number, self.within, state, digest_of(sample)))
             self.position, self.within = self.position + 1, self.within + 1
-            self._recent.append(sample)
+            if self._keeps:
+                self._recent.append(own_copy(sample))
             return sample
 
     def _state(self) -> Any:
@@ -217,6 +216,23 @@ class Reader:
             ahead = [other for other in self.marks if other.position > mark.position]  # to be compared
             self.marks = [self.marks[0], *before[-1:], mark, *ahead]
             self.new.append(mark)
+
+
+def own_copy(sample: Any) -> Any:
+    """A copy of a sample: a source may fill the same arrays, or the same dict, for each sample that it gives."""
+    kind = type(sample)
+    if kind in _NEVER_CHANGE:
+        return sample
+    if kind is dict:
+        return {key: own_copy(value) for key, value in sample.items()}
+    if kind is list or kind is tuple:
+        return kind(map(own_copy, sample))
+    if kind is torch.Tensor and not sample.requires_grad:
+        return sample.clone()
+    try:
+        return copy.deepcopy(sample)
+    except Exception:  # such as an open file: nobody fills that again
+        return sample
 
 
 def has_state(source: Any) -> bool:

@@ -24,6 +24,7 @@ from lockstep.core.config.sections import RunConfig, all_values
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import UsageError, exits_are_failures
 from lockstep.core.evaluation_run import Viewer
+from lockstep.core.held_folder import HeldFolder
 from lockstep.core.parallel.precision import check_supported
 from lockstep.core.parallel.signals import StopConsensus, StopFlag
 from lockstep.core.parallel.world import World, join_world
@@ -158,15 +159,19 @@ def assemble(
     setup = replace(setup, config=foreign.settle(setup.config, task, world))
     findings = preflight.check(subject(setup, task, world), world)
     preflight.raise_faults(findings)
-    with run_directory.claim(
-        setup.run_dir, setup.config, world, setup.fresh, setup.allow_change, written_by=files_of_writers
-    ) as config:
+    with (
+        run_directory.claim(
+            setup.run_dir, setup.config, world, setup.fresh, setup.allow_change, written_by=files_of_writers
+        ) as config,
+        HeldFolder(setup.run_dir) as held,
+    ):
         setup = replace(setup, config=config)
         own_parts = [*run_parts.make(config.train.parts), *setup.parts, *foreign.parts(task)]
         joined_parts.check(own_parts)
         task = foreign.configured(task, config) or make_task(config)
         messages = run_record.check_source(setup.run_dir, task, config, world, setup.allow_change)
         run = prepare(setup, task, world)
+        run.held = held
         run.messages += [*preflight.lines(findings), *messages, *foreign.notes(task)]
         git = run_record.git_commit(config, world)
         with (
@@ -186,6 +191,7 @@ def assemble(
             parts = training_run.join_parts(run, [*built_in.parts(run), *watch, *profiler], own_parts)
             viewers = built_in.viewers(run)
             training_run.check(run, parts, checks, viewers)
+            held.check()
             run_record.keep(run, git)
             consensus = StopConsensus(world, flag)
             with evidence.setting_aside(run), profiler[0] if profiler else contextlib.nullcontext():

@@ -21,6 +21,8 @@ def export_weights(
     about: Mapping[str, str],
     extras: Callable[[Path], None] = lambda _: None,
     name: str = "model.safetensors",
+    *,
+    force: bool = False,
 ) -> Path:
     """Write `folder/NAME`. A kill at any instant leaves the whole folder, or nothing of that name.
 
@@ -31,6 +33,7 @@ def export_weights(
         extras: writes further files into the folder that it is given, which becomes `folder`, before the weights are
             there. What it raises comes through, except an OSError.
         name: of the file.
+        force: delete an earlier export that is at `folder`, with all in it.
 
     Returns:
         the file with the weights.
@@ -45,14 +48,9 @@ def export_weights(
     folder = folder.resolve()
     missing: list[Path] = []  # parents that are made
     try:
-        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise UsageError(
-                "exists and is not empty" if folder.is_dir() else "is a file",
-                where=str(folder),
-                remedy="give a new or empty folder",
-            )
+        check_free(folder, force=force)
         missing = [parent for parent in folder.parents if not parent.exists()]
-        with atomic.staged_folder(folder, folder.parent / f"{_STAGING}{folder.name}") as staging:
+        with atomic.staged_folder(folder, folder.parent / f"{_STAGING}{folder.name}", replace=force) as staging:
             extras(staging)
             if (staging / name).exists():
                 raise UsageError(
@@ -76,6 +74,34 @@ def export_weights(
             remedy="free disk space, repair permissions, or give another folder",
         ) from error
     return folder / name
+
+
+def check_free(folder: Path, *, force: bool) -> None:
+    """Check that an export can be written to `folder`: it is new or empty; with `force`, it may be an earlier export.
+
+    Raises:
+        UsageError: it is a file, or holds something else.
+        OSError: it cannot be read.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    is_export = folder.is_dir() and any(map(_is_ours, folder.glob("*.safetensors")))
+    if is_export and force:
+        return
+    what = "is an earlier export" if is_export else "exists and is not empty" if folder.is_dir() else "is a file"
+    remedy = "give a new or empty folder" + ", or --force to delete the earlier export first" * is_export
+    raise UsageError(what, where=str(folder), remedy=remedy)
+
+
+def _is_ours(file: Path) -> bool:
+    """True if an export of Lockstep wrote this file of weights."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as weights:
+            return "lockstep" in (weights.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
 
 
 def _independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

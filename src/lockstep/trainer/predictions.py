@@ -29,6 +29,11 @@ def is_folder(path: Path | None) -> bool:
     return not path.suffix or (path.is_dir() and path.suffix not in _SUFFIXES)
 
 
+def file_of(path: Path) -> Path:
+    """The file with the rows of predictions that are written to `path`."""
+    return path / ROWS if is_folder(path) else path
+
+
 def takes_rows(path: Path | None) -> bool:
     """True if `path` holds the rows of `Presenter.rows`: any number for each sample. Otherwise, and on stdout, a sample
     has one object."""
@@ -133,7 +138,7 @@ def opened(path: Path | None) -> Iterator[Rows]:
             if is_folder(path):
                 path.mkdir(exist_ok=True)
                 (path / MARKER).touch()
-                path = path / ROWS
+            path = file_of(path)
             rows = _FORMATS.get(path.suffix, _Arrays)(path, stack.enter_context(atomic.staged_file(path)))
             stack.callback(rows.close)
         yield rows

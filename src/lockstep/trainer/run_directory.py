@@ -9,6 +9,7 @@ import platform
 import re
 import shutil
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def _claim(
                 _keep_task_as_it_is(folder)
                 held.callback(_put_task_back, folder)
         else:
-            write_environment(folder, world, {})
+            write_environment(folder, world, {"run": uuid.uuid4().hex})
             atomic.write_text(folder / "config.yaml", config_file.to_yaml(resolved))
     except OSError as error:
         raise unwritable(folder, error) from error
@@ -197,7 +198,7 @@ def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_c
     old, new = _as_json(training_keys(recorded)), _as_json(training_keys(resolved))
     keys = old.keys() | new.keys()
     changed = {key for key in keys if old.get(key) != new.get(key)}
-    changed -= _allowed(allow_change, {*keys, *SCHEDULE_LENGTH_KEYS, "data", "task"})
+    changed -= _allowed(allow_change, {*keys, *SCHEDULE_LENGTH_KEYS, "batch.micro", "data", "task"})
     if changed:
         differences = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in sorted(changed)]
         raise UsageError(

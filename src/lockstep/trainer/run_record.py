@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.core import atomic, run_folder
 from lockstep.core.build import Run
-from lockstep.core.config.sections import RunConfig
+from lockstep.core.checkpoint import manifest
+from lockstep.core.config.sections import RunConfig, config_digest
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.world import World
 from lockstep.core.task import Task
 from lockstep.recipes import config_file
-from lockstep.trainer import source_code
+from lockstep.trainer import earlier_configs, source_code
 from lockstep.trainer.run_directory import has_checkpoints, unwritable, write_environment
 
 
@@ -57,7 +59,7 @@ def check_source(folder: Path, task: Task, config: RunConfig, world: World, allo
 
 
 def keep(run: Run, git: Mapping[str, Any] | None) -> None:
-    """Write what a run is: the source of its task, its config, and where it runs. Rank 0 does this for all ranks.
+    """Write what a run is: its id, the source of its task, its config, and where it runs. Rank 0 does this for all.
 
     It is called when the state of the run is loaded and all checks are made, before the first step. A kill in between
     leaves files of this start and of the start before. The command of this start is then still accepted.
@@ -71,22 +73,38 @@ def keep(run: Run, git: Mapping[str, Any] | None) -> None:
 
     folder, kind = run.folder, run.config.task.get("kind")
 
-    def keep() -> None:
+    def keep() -> str:
         kept = source_code.read(folder / "source") if has_checkpoints(folder) else {}
         found = source_code.of_task(run.task, kind, kept)
         about = {"task": source_code.digest(found) if found else None, "git": git}
         if kept and not found:
             about["task"] = run_folder.recorded(folder).get("task")
+        about |= _identity(run)
         try:
             if kept != found and (found or not kept):
                 source_code.write(folder / "source", source_code.of_task(run.task, kind))
+            earlier_configs.keep(folder, run.config, run.first_step)
             atomic.write_text(folder / "config.yaml", config_file.to_yaml(run.config))
             write_environment(folder, run.world, about)
             atomic.remove(folder / run_folder.TASK_BEFORE)
         except OSError as error:
             raise unwritable(folder, error) from error
+        return str(about["run"])
 
-    run.world.on_rank0(keep)
+    run.id = run.world.on_rank0(keep)
+
+
+def _identity(run: Run) -> dict[str, Any]:
+    """What `resume` compares checkpoints with: the id of the run, and the digests of all configs that it trained with.
+
+    A run of an earlier version has neither. Then its checkpoints say which digests it had.
+    """
+    recorded = run_folder.recorded(run.folder)
+    digests = recorded.get("configs")
+    if digests is None:
+        digests = [one.manifest.get("config") for one in manifest.listed(run.folder / "checkpoints")]
+    digests = {config_digest(run.config), *filter(None, digests)}
+    return {"run": recorded.get("run") or uuid.uuid4().hex, "configs": sorted(digests)}
 
 
 def differences(folder: Path, task: Task, config: RunConfig, world: World) -> list[str]:

@@ -14,7 +14,6 @@ import inspect
 import os
 import subprocess
 import sys
-import sysconfig
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core import atomic
+from lockstep.core.code_files import is_own_code
 from lockstep.core.plugins import package_of
 
 Parts = dict[str, str]  # from the name of a part to its text
@@ -234,12 +234,7 @@ def _is_users(definition: Any) -> bool:
     file = getattr(module, "__file__", None)
     if module is None or definition.__module__.partition(".")[0] == "lockstep":
         return False
-    return not any(library in file for library in _libraries()) if file else definition.__module__ == "__main__"
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    return (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep)
+    return is_own_code(file) if file else definition.__module__ == "__main__"
 
 
 def _home(definition: Any) -> Path | None:

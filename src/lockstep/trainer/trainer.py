@@ -22,6 +22,7 @@ from lockstep.core import (
     run_data,
     run_model,
     task_checks,
+    this_process,
 )
 from lockstep.core import evaluate as evaluation
 from lockstep.core.build import Run
@@ -50,6 +51,8 @@ from lockstep.parts import profile as profiling
 from lockstep.recipes import config_file
 from lockstep.trainer import (
     assemble,
+    earlier_configs,
+    foreign,
     local_ranks,
     memory_shortage,
     prediction_run,
@@ -189,7 +192,7 @@ class Trainer:
             LockstepError: the config, the data or the model cannot be used, or the training failed.
         """
         _given(task)
-        if self._has_chosen_folder and not self.quiet and os.environ.get("RANK", "0") == "0":
+        if self._has_chosen_folder and not self.quiet and this_process.is_first():
             print(f"the run directory is {self.run_dir}, by the name of the script; Trainer(run_dir=...) sets another")
         if nproc is not None:
             return self._fit_on_ranks(task, recorder, nproc, max_restarts)
@@ -313,11 +316,12 @@ class Trainer:
             UsageError: the run has no such step.
         """
         with self._join() as world:
-            task = _given(task) or self.task()
+            task = foreign.configured(_given(task) or self.task(), self.config)
             if self.setup.kept.is_dir():
                 self._set_up(task, world, trained=True)
-            before = world.on_rank0(lambda: replay.nearest(self._checkpoints, step - 1))
-            run = assemble.rebuilt(self.setup, task, world, before)
+            nearest = world.on_rank0(lambda: replay.nearest(self._checkpoints, step - 1))
+            world.on_rank0(lambda: self._check_config_of(step, nearest.step if nearest else 0))
+            run = assemble.rebuilt(self.setup, task, world, nearest)
             if not 1 <= step <= run.stop:
                 what = f"the run has the steps 1 to {run.stop}"
                 raise UsageError(what, where=f"--step {step}", remedy="give one of them, as the log counts steps")
@@ -330,6 +334,25 @@ class Trainer:
                 return assemble.rebuilt(self.setup, task, world, found) if is_there else None
 
             yield run, after
+
+    def _check_config_of(self, step: int, first: int) -> None:
+        """Check that steps after `first`, up to `step`, were made with this config.
+
+        Raises:
+            UsageError: they were made with another; says which keys differ, or where it changed.
+        """
+        change = earlier_configs.change_between(self.run_dir, first, step)
+        if change is not None:
+            what = (
+                f"the config changed after step {change}, and the nearest checkpoint before step {step} is of {first}"
+            )
+            raise UsageError(what, where=f"--step {step}", remedy=f"give a step up to {change}")
+        file = earlier_configs.path_at(self.run_dir, step)
+        if file.parent != self.run_dir and (
+            changed := earlier_configs.differences(earlier_configs.of_step(self.run_dir, step), self.config)
+        ):
+            what = f"step {step} was made with another config: {'; '.join(changed)}"
+            raise UsageError(what, where="Trainer", remedy=f"make the Trainer with the config {file}")
 
     # ---- a trained model
 
@@ -505,7 +528,13 @@ class Trainer:
                             add(rows, True)
 
     def export(
-        self, folder: str | Path, task: Task | None = None, *, program: bool = True, merge: bool = False
+        self,
+        folder: str | Path,
+        task: Task | None = None,
+        *,
+        program: bool = True,
+        merge: bool = False,
+        force: bool = False,
     ) -> Path:
         """Write the checkpoint's weights into `folder`: `model.safetensors`, files that the task adds, and `model.pt2`.
 
@@ -516,6 +545,7 @@ class Trainer:
         Args:
             program: whether to write `model.pt2`.
             merge: add adapters to the weights, and write whole weights. Otherwise adapters are written by themselves.
+            force: delete an earlier export that is in `folder` first.
 
         Returns:
             the file of weights.
@@ -532,7 +562,7 @@ class Trainer:
             tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
             whole = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
             presenter, warnings = task.presenter(task), list[str]()
-            presenter.merged = merge
+            presenter.merged, presenter.step = merge, self.loaded_step
             left_out = sorted(held.keys() - tensors.keys())
             if left_out and is_default(presenter.export_weights) and not exports.is_peft(model):
                 warnings.append(
@@ -549,17 +579,20 @@ class Trainer:
 
             def write() -> Path:
                 name, weights = run_export.weights_of(task, presenter, model, held | whole)
-                return export_weights(weights, Path(folder), about, add_files, name)
+                return export_weights(weights, Path(folder), about, add_files, name, force=force)
 
             file = world.on_rank0(write)
             for text in [] if self.quiet else warnings:
-                print(f"warning: {text}", file=sys.stderr)
+                print(f"warning: {caller.words(text)}", file=sys.stderr)
             return file
 
-    def export_training_state(self, file: str | Path, task: Task | None = None) -> Path:
+    def export_training_state(self, file: str | Path, task: Task | None = None, *, force: bool = False) -> Path:
         """Write one file with which plain torch goes on: `torch.load(file, weights_only=True)`.
 
         It has the keys of `training_state.as_torch`. Rank 0 holds the whole state in host memory.
+
+        Args:
+            force: replace a file that exists.
 
         Returns:
             the file.
@@ -569,15 +602,16 @@ class Trainer:
         """
         with self._join() as world:
             task = _given(task) or self.task()
-            config = self.config
 
             def write(checkpoint: Checkpoint, built: SpreadModel) -> None:
+                config = self.config
                 model, sharded = built.strategy.unwrapped.model, built.strategy.is_sharded
                 optimizer = run_model.make_optimizer(config, task, model, built.blocks, sharded=sharded)
                 world.on_rank0(
                     lambda: training_state.write(
                         training_state.as_torch(checkpoint, model, optimizer, config, task_checks.schedule(task)),
                         Path(file),
+                        force=force,
                     )
                 )
 
@@ -597,6 +631,8 @@ class Trainer:
     def _built(self, task: Task, world: World, load: Callable[[Checkpoint, SpreadModel], object]) -> SpreadModel:
         """The model with the weights that the task gives it. `load` is called with `self.checkpoint` and the model."""
         self._model = None  # its memory may be needed
+        self.config = foreign.settle(self.config, task, world)
+        task = foreign.configured(task, self.config)
         retention = self.config.checkpoint
         chosen = choice.choose(self._checkpoints, world, retention, self.checkpoint)
         self._set_up(task, world, trained=True)

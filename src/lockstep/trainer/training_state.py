@@ -15,9 +15,10 @@ from lockstep.core.checkpoint import files, nested
 from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig
-from lockstep.core.errors import CheckpointError, UsageError
+from lockstep.core.errors import CheckpointError
 from lockstep.core.run_model import make_schedule
 from lockstep.core.schedule import set_lr
+from lockstep.core.user_files import check_replaceable
 from lockstep.weights.torch_file import OPTIMIZER_CLASS
 from lockstep.weights.torch_optimizer import Slots
 
@@ -113,18 +114,20 @@ def _as_state_dict(slots: Slots, groups: Sequence[Mapping[str, Any]], names: Map
     return {"state": state, "param_groups": packed}
 
 
-def write(content: Mapping[str, Any], path: Path) -> Path:
+def write(content: Mapping[str, Any], path: Path, *, force: bool = False) -> Path:
     """Write `content` with `torch.save`. A kill at any instant leaves the whole file, or nothing of that name.
+
+    Args:
+        force: replace a file that exists.
 
     Raises:
         UsageError: `path` exists.
         CheckpointError: the disk is full or not writable.
     """
     path = path.resolve()
-    if path.exists():
-        raise UsageError("exists already", where=str(path), remedy="give the name of a new file, such as training.pt")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        check_replaceable(path, force=force)
         with atomic.staged_file(path) as staging:
             torch.save(dict(content), staging)
         atomic.sync(path.parent)

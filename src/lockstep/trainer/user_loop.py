@@ -136,6 +136,7 @@ class Loop:
             world = self._exit.world.enter_context(assemble.joined(parsed, folder))
             self._assembled = self._exit.training.enter_context(assemble.assemble(setup, self._task, world, flag=flag))
         self._run = self._assembled.run
+        self._kept.restore_rates()
         self._id = str(self._run.world.broadcast(uuid.uuid4().hex))
 
     # ---- the loop
@@ -328,6 +329,7 @@ class _Kept(Part):
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
         self.training: Training | None = None
+        self.saved: Mapping[str, Any] | None = None
 
     def start(self, training: Training) -> None:
         self.training = training
@@ -343,7 +345,13 @@ class _Kept(Part):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.loop.state.clear()
         self.loop.state.update(state["state"])
-        if self.loop._scheduler is not None and state["scheduler"] is not None:
-            self.loop._scheduler.load_state_dict(state["scheduler"])
-        for group, rate in zip(self.loop._optimizer.param_groups, state["rates"], strict=True):
+        self.saved = state
+
+    def restore_rates(self) -> None:
+        """Give the scheduler and the optimizer what the checkpoint has. A Part may not do so in an event."""
+        if self.saved is None:
+            return
+        if self.loop._scheduler is not None and self.saved["scheduler"] is not None:
+            self.loop._scheduler.load_state_dict(self.saved["scheduler"])
+        for group, rate in zip(self.loop._optimizer.param_groups, self.saved["rates"], strict=True):
             group["lr"] = group["base_lr"] = rate

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fnmatch
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from lockstep.core.data.order import derive_seed
 from lockstep.core.errors import TrainingError, UsageError, listed
 from lockstep.core.parallel.factory import make_strategy
 from lockstep.core.parallel.strategy import Forward, Losses
+from lockstep.core.parameter_names import matches, names_of_parameters
 from lockstep.core.step import StepResult, TrainState, train_step
 from lockstep.core.task import Batch, Task, needs_global_batch
 
@@ -34,16 +34,15 @@ class Player:
     """The loss is the task's method `<name>_loss(model, batch)`: the SUM over the units that `weight` counts. The log
     and evaluations call this loss `<name>`."""
     match: str | Sequence[str]
-    """Patterns of names of parameters, with `*` and `?`."""
+    """Patterns of names of parameters, with `*` and `?`. A tied parameter goes by all its names."""
     every: int = 1
     """It updates at every so many-th step."""
     updates: int = 1
     """Updates in such a step, all with the same global batch."""
 
-    def owned(self, names: Iterable[str]) -> list[str]:
-        """The names that match."""
-        patterns = [self.match] if isinstance(self.match, str) else self.match
-        return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    def owns(self, names: Iterable[str]) -> bool:
+        """True if a pattern matches one of the names of a parameter."""
+        return matches(names, [self.match] if isinstance(self.match, str) else self.match)
 
 
 @dataclass(frozen=True)
@@ -137,16 +136,12 @@ def turns_of(task: Any, state: TrainState, config: RunConfig) -> Turns:
     players: Sequence[Player] = task.players
     _check(task, players, config)
     model = state.strategy.unwrapped.model
-    by_name = dict(model.named_parameters())
+    by_name = dict(model.named_parameters(remove_duplicate=False))
     followers = [_follow(by_name, follower) for follower in task.followers]
-    owned = _owned(players, [name for name, parameter in by_name.items() if parameter.requires_grad])
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for shared in names.values():
-        if len({player.name for name in shared for player in players if player.owned([name])}) > 1:
-            what = f"{' and '.join(shared)} are one parameter, which belongs to several players"
-            raise UsageError(what, where="Task.players", remedy="give each player parameters of its own")
+    if followers:
+        state.strategy.wrap(state.strategy.unwrapped)  # they do not train any more
+    trainable = {name: names for name, names in names_of_parameters(model).items() if by_name[name].requires_grad}
+    owned = _owned(players, trainable)
     every = [by_name[name] for names in owned.values() for name in names]
     states = []
     for player in players:
@@ -194,15 +189,21 @@ def _add(whole: StepResult, result: StepResult, name: str) -> None:
     whole.applied |= result.applied
 
 
-def _owned(players: Sequence[Player], names: Sequence[str]) -> Mapping[str, list[str]]:
+def _owned(players: Sequence[Player], parameters: Mapping[str, Sequence[str]]) -> Mapping[str, list[str]]:
     """The names of the trainable parameters of each player.
+
+    Args:
+        parameters: all names of each trainable parameter, by its first.
 
     Raises:
         UsageError: a parameter has no player or two, or a player has no parameter.
     """
     owned: dict[str, list[str]] = {player.name: [] for player in players}
-    for name in names:
-        owners = [player.name for player in players if player.owned([name])]
+    for name, names in parameters.items():
+        owners = [player.name for player in players if player.owns(names)]
+        if len(owners) != 1 and len(names) > 1 and owners:
+            what = f"{' and '.join(names)} are one parameter, which belongs to several players"
+            raise UsageError(what, where="Task.players", remedy="give each player parameters of its own")
         if len(owners) != 1:
             what = f"belongs to {' and '.join(owners)}" if owners else "belongs to no player"
             remedy = "let each trainable parameter match the patterns of one player, or freeze it in Task.model"
@@ -210,7 +211,7 @@ def _owned(players: Sequence[Player], names: Sequence[str]) -> Mapping[str, list
         owned[owners[0]].append(name)
     for name, found in owned.items():
         if not found:
-            remedy = f"correct `match`; the model has {listed(list(names), 5)}"
+            remedy = f"correct `match`; the model has {listed(list(parameters), 5)}"
             raise UsageError(f"player {name} has no trainable parameter", where="Task.players", remedy=remedy)
     return owned
 
@@ -229,6 +230,7 @@ def _follow(by_name: Mapping[str, nn.Parameter], follower: Follower) -> tuple[li
         remedy = "write the prefixes of two parts with the same parameters: Follower('teacher.', of='student.', ...)"
         what = f"the parameters {follower.match}* and {follower.of}* are not the same"
         raise UsageError(what, where="Task.followers", remedy=remedy)
+    pairs = list({id(parameter): (parameter, leader) for parameter, leader in pairs}.values())  # tied ones once
     _set_trainable([parameter for parameter, _ in pairs], False)
     leaders = [leader.detach() for _, leader in pairs if leader is not None]
     return [one.detach() for one, _ in pairs], leaders, follower.decay

@@ -43,7 +43,7 @@ class TaskChanges:
     eval_samples: int | None = None
     """The same for evaluation samples."""
     no_augmentation: bool = False
-    """Training samples are prepared as for evaluation."""
+    """Training samples are prepared as for evaluation, if they then have the form that they have in training."""
     same_in_each_epoch: bool = False
     """Training samples are read and prepared once, in epoch 0, and are the same in every epoch. For a few samples."""
     note_generators: bool = False
@@ -52,6 +52,17 @@ class TaskChanges:
     """Names of buffers that a forward pass moves, and that are put back after each pass."""
     disturb_generators: bool = False
     """The global generators get other states after a micro-batch was read and before its forward pass."""
+
+
+def _form(value: Any) -> Any:
+    """The types in a sample, without sizes, which augmentation may change."""
+    if isinstance(value, Tensor | np.ndarray):
+        return type(value), str(value.dtype), value.ndim
+    if isinstance(value, Mapping):
+        return type(value), {key: _form(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return type(value), [_form(item) for item in value]
+    return type(value)
 
 
 @final
@@ -122,7 +133,14 @@ class ComparableTask(Task):
     def prepare(self, sample: Any, epoch: int, training: bool) -> Any:
         if isinstance(sample, _PreparedSample):
             return copy.deepcopy(sample.sample)  # `collate` may change it
-        return self.task.prepare(sample, epoch, training and not self.changes.no_augmentation)
+        if not training or not self.changes.no_augmentation:
+            return self.task.prepare(sample, epoch, training)
+        as_trained = self.task.prepare(copy.deepcopy(sample), epoch, True)
+        try:
+            plain = self.task.prepare(sample, epoch, False)
+        except Exception:  # evaluation samples may have another form, for which alone `prepare` has this branch
+            return as_trained
+        return plain if _form(plain) == _form(as_trained) else as_trained
 
     def collate(self, samples: list[Any]) -> Any:
         return self.task.collate(samples[::-1] if self.changes.reverse else samples)

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from lockstep.core.task import Task
 from lockstep.verify.comparable_task import sum_of_heads
 from lockstep.verify.derivative import own_backwards
+from lockstep.verify.meeting_place import Results, meeting_place
 from lockstep.verify.reference import data
 from lockstep.verify.step_operations import CoarseOperations, ComparingOperations
 
 COUPLED = 1e3  # roundings; samples influence each other where the loss is further off
-_IS_MEAN = 1e-3  # relative difference below which the loss of a batch is the mean over its halves
+_IS_MEAN = 1e-3  # relative difference below which the loss of a batch is the mean over its halves, in coarse formats
 _SHRINKS = 0.8  # of the loss per unit: a sum over samples with their negatives grows, and a mean has about 0.6
 
 Batch = tuple[Any, int]
@@ -38,6 +39,8 @@ class Coupling:
     """Difference between the loss of a batch and the sum over its halves, relative to the loss; of the worst head."""
     mean_heads: list[str] = field(default_factory=list)
     """Heads whose loss of a batch is the mean over its halves, instead of the sum."""
+    meets_at: str = ""
+    """The operation in which samples first influence each other, and its place; empty where it is not known."""
     without_labels: bool = False
     """True if every tensor of a batch goes into the model."""
     has_comparison: bool = False
@@ -68,6 +71,7 @@ def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch]) -> 
             losses_of_halves.append(data.losses(task, model, half))
         records.append(record_of_half)
     units = [data.count_units(task, [half]) for half in halves]
+    near = min(_IS_MEAN, COUPLED * found.epsilon)  # a ratio over the batch is almost the mean of ratios
     for head, loss in losses.items():
         value, first, second = float(loss.detach()), *(float(half[head]) for half in losses_of_halves)
         scale = max(abs(value), abs(first) + abs(second), 1e-30)
@@ -76,8 +80,10 @@ def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch]) -> 
         # The mean over the units of the head, or over samples, whatever the task counts.
         weights = [[data.units_of(count, head) for count in units], [float(size) for _, size in halves]]
         means = [(first * w[0] + second * w[1]) / sum(w) for w in weights if sum(w)]
-        if coupling > _IS_MEAN and any(abs(value - mean) / scale < _IS_MEAN for mean in means):
+        if coupling > _IS_MEAN and any(abs(value - mean) / scale < near for mean in means):
             found.mean_heads.append(head)
+    if found.coupling > COUPLED * found.epsilon and not found.mean_heads:
+        found.meets_at = meeting_place(record.results, [part.results for part in records], [size for _, size in halves])
     found.without_labels = record.has_all(data.tensors(whole))
     if not found.mean_heads and record.is_uncoupled(records):
         comparison = _comparison(record, records)
@@ -123,6 +129,7 @@ class _Record:
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self.comparing = ComparingOperations(samples)
+        self.results = Results()
 
     def has_all(self, tensors: Sequence[Tensor]) -> bool:
         """True if all of these tensors, or views of them, went into the model."""
@@ -155,7 +162,7 @@ def _recorded(model: nn.Module, samples: int) -> Iterator[_Record]:
         if not calls:
             record.inputs.extend(data.tensors((args, kwargs)))
         calls += 1
-        record.comparing.is_paused = True
+        record.comparing.is_paused = record.results.is_paused = True
 
     def leave(_: nn.Module, args: Any, output: Any) -> None:
         nonlocal calls
@@ -163,7 +170,8 @@ def _recorded(model: nn.Module, samples: int) -> Iterator[_Record]:
         if not calls:
             found = [tensor.detach() for tensor in data.tensors(output)]
             record.outputs.extend(tensor for tensor in found if tensor.is_floating_point() and tensor.ndim)
-            record.comparing.is_paused = False
+            record.results.add("the model", data.tensors(output), "")
+            record.comparing.is_paused = record.results.is_paused = False
 
     with contextlib.ExitStack() as stack:
         for module in model.modules():
@@ -171,6 +179,7 @@ def _recorded(model: nn.Module, samples: int) -> Iterator[_Record]:
             stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
             stack.callback(module.register_forward_hook(leave).remove)
         stack.enter_context(record.comparing)
+        stack.enter_context(record.results)
         yield record
 
 

@@ -23,21 +23,24 @@ _FEWEST_OF_CLASS, _FEWEST = 5, 40  # of fewer samples, an input may determine th
 
 
 def probe_data(config: Mapping[str, Any]) -> list[str]:
-    """Remarks about the data of a training. Each may be meant so. Samples are prepared as for an evaluation."""
+    """Remarks about the data of a training. Each may be meant so. Samples are prepared without augmentation."""
     trainer = Trainer(config, quiet=True)
-    task = ComparableTask(task_of(trainer), TaskChanges(train_samples=_SAMPLES, eval_samples=_SAMPLES))
+    changes = TaskChanges(train_samples=_SAMPLES, eval_samples=_SAMPLES, no_augmentation=True)
+    task = ComparableTask(task_of(trainer), changes)
     with join_world(trainer.config.device):
-        training = list(_batches(task, task.train_data()))
+        training = list(_batches(task, task.train_data(), training=True))
         remarks = labels_among_inputs(training)
         evaluation = task.eval_data()
-        return remarks + ([] if evaluation is None else overlap(training, list(_batches(task, evaluation))))
+        return remarks + (
+            [] if evaluation is None else overlap(training, list(_batches(task, evaluation, training=False)))
+        )
 
 
-def _batches(task: Task, samples: Any) -> Iterator[Any]:
+def _batches(task: Task, samples: Any, *, training: bool) -> Iterator[Any]:
     """Samples of a data set, each as a batch of its own, for a second at most."""
     deadline = time.monotonic() + _LONGEST_S
     for index in range(len(samples)):
-        for sample in data.read(task, samples, [index], epoch=0, training=False, seed=0, skip=True):
+        for sample in data.read(task, samples, [index], epoch=0, training=training, seed=0, skip=True):
             yield task.collate([sample])
         if time.monotonic() > deadline:
             return

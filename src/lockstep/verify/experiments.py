@@ -392,6 +392,14 @@ class Experiments:
         return self.train("again", self.nproc, config, changes=changes, record=record, keep=False)
 
     @_once
+    def without_recomputation(self) -> list[Recording]:
+        """The same without `compute.activation_checkpointing`."""
+        record = RecorderOptions(digest_every=1, digest_batches=True)
+        changes = TaskChanges(train_samples=self.train_samples)
+        config = self.config_with_checkpoints(compute__activation_checkpointing=False)
+        return self.train("not-recomputed", self.nproc, config, changes=changes, record=record, keep=False)
+
+    @_once
     def learned(self, factor: int) -> list[Recording]:
         """All ranks, the training as it is, on all its data, for `factor` times `learning_steps`."""
         self._longest_learning = max(self._longest_learning, factor)

@@ -18,6 +18,7 @@ from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.randomness import restored_generators
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.gradients import grad_norm
+from lockstep.core.parameter_names import names_of_parameters
 from lockstep.core.task import Task
 from lockstep.parts import replicas
 from lockstep.parts.replicas import StateDigests
@@ -102,10 +103,14 @@ class Recording:
     """Names of all parameters, without those that are frozen and not saved."""
     trainable: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the parameters that train, unsharded. A complex number counts as two."""
+    names: dict[str, list[str]] = field(default_factory=dict)
+    """All names of each parameter, by its first: a tied parameter has several."""
     buffer_bytes: int = 0
     """Size of all buffers."""
     sharded: bool = False
     """True if ranks hold parts of the parameters."""
+    moves_in_passes: list[str] = field(default_factory=list)
+    """Parameters that forward passes write."""
     moved: float = 0.0
     """2-norm of what training changed in the parameters on this rank."""
     stop: int = 0
@@ -192,8 +197,11 @@ class TrainingRecorder(Recorder):
                     self.after_step(state.step)
         finally:
             handle.remove()
-            moved = [sharded_tensor.local(p.detach()) - start[name] for name, p in model.named_parameters()]
-            recording.moved = math.sqrt(sum(float(numbers(change).square().sum()) for change in moved))
+            moved = [
+                numbers(sharded_tensor.local(p.detach())) - numbers(start[name]) for name, p in model.named_parameters()
+            ]
+            recording.moves_in_passes = run.moves_in_passes
+            recording.moved = math.sqrt(sum(float(change.square().sum()) for change in moved))
             recording.unused = [name for name, never in self._never_used.items() if bool(never)]
 
     # ---- around a step
@@ -212,6 +220,7 @@ class TrainingRecorder(Recorder):
             for name, p in model.named_parameters()
             if p.requires_grad
         }
+        recording.names = names_of_parameters(model)
         recording.own_rates = (
             state.schedule.own is not None or getattr(self.task.optimizer, "__func__", None) is not Task.optimizer
         )
@@ -248,7 +257,8 @@ class TrainingRecorder(Recorder):
             self.recording.generators[state.step - 1] = self.task.generator_states[:]
             self.task.generator_states.clear()
         if self._reference_optimizer is not None:
-            self._reference_optimizer.after_step(state.averages.tensors if state.averages else None)
+            averages = state.averages.tensors if state.averages else None
+            self._reference_optimizer.after_step(averages, run.moves_in_passes)
         if self._gradient is not None:  # the update was skipped
             self._gradient = None
             self._gradient_steps.add(state.step)
@@ -270,7 +280,7 @@ class TrainingRecorder(Recorder):
             recording.steps_in_eval_mode.append(step)
         if self._reference_optimizer is not None:
             with restored_generators(state.world.device):  # an update may draw, and the training's must draw the same
-                self._reference_optimizer.before_update(step, is_first=is_first)
+                self._reference_optimizer.before_update(step, is_first=is_first, moved=run.moves_in_passes)
         if not is_first:  # the log has the norm of the last player
             recording.grad_norms.pop()
         recording.grad_norms.append((step, float(grad_norm(state.parameters))))

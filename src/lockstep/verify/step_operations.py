@@ -95,7 +95,7 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_wait(self) -> None:
         if not self._in_optimizer:
-            self.communication.host_waits.append(_place_of_caller())
+            self.communication.host_waits.append(place_of_caller())
 
     def __enter__(self) -> StepOperations:
         self._watched.__enter__()
@@ -148,7 +148,7 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 communication.broadcast_bytes += sum(tensor.nbytes for tensor in args[0])
             communication.other_collectives.append(name.removeprefix("c10d::").strip("_"))
         elif name in _HOST_WAITS:
-            communication.host_waits.append(_place_of_caller())
+            communication.host_waits.append(place_of_caller())
 
 
 class RandomOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -191,7 +191,7 @@ class CoarseOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             epsilon = _rounding_of(tensor)
             if epsilon > max(finest, self.epsilon):
                 self.epsilon = epsilon
-                self.words = f"{str(tensor.dtype).removeprefix('torch.')} at {_place_of_caller()[0]}"
+                self.words = f"{str(tensor.dtype).removeprefix('torch.')} at {place_of_caller()[0]}"
         return result
 
 
@@ -257,7 +257,7 @@ class ComparingOperations(TorchFunctionMode):
         else:
             sides = self._sides_of_pairs(name, args, result)
         if sides:
-            self.found.append((name, _place_of_caller()[0], sides[0]))
+            self.found.append((name, place_of_caller()[0], sides[0]))
         return result
 
     def _sides_of_pairs(self, name: str, args: Sequence[Any], result: Any) -> list[int]:
@@ -299,9 +299,9 @@ def _caller() -> FrameType:
     return frame
 
 
-def _place_of_caller() -> tuple[str, bool]:
+def place_of_caller() -> tuple[str, bool]:
     """File and line of the caller, and whether the file belongs to the package without its tasks."""
     frame = _caller()
     name = frame.f_code.co_filename
-    own = name.startswith(_PACKAGE) and not name.startswith(f"{_PACKAGE}/tasks")
+    own = name.startswith(f"{_PACKAGE}/") and not name.startswith(f"{_PACKAGE}/tasks/")
     return f"{Path(name).name}:{frame.f_lineno}", own

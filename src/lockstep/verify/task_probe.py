@@ -185,8 +185,10 @@ class TaskProbe(Coupling):
             return f"Task.loss must return a SUM over its units (reduction='sum'), and returns a mean{heads}: {off}"
         if self.coupling > COUPLED * self.epsilon:
             return (
-                f"the loss of a micro-batch is not the sum over its samples ({off}): "
-                "samples influence each other, or Task.weight counts wrongly"
+                f"the loss of a micro-batch is not the sum over its samples ({off}): samples influence each other"
+                f"{self.meets_at and f', first in {self.meets_at}'}, or Task.weight counts wrongly. A ratio over the "
+                "batch (Dice, IoU, F-beta) gets the global batch by Task.embed, and of a mean by class weights, "
+                "Task.weight returns the sum of the weights: docs/global_loss.md"
             )
         return ""
 

@@ -101,6 +101,8 @@ def setting_aside(run: Run) -> Generator[None, None, None]:
 
 def _set_aside(run: Run) -> str:
     """Rename the checkpoints that are not confirmed. Returns a sentence on what is left."""
+    if run.held is not None:
+        run.held.check()
     aside = [_renamed(one.path) for one in suspects(run)]
     text = f"Set aside, because no check had passed after them: {', '.join(reversed(aside))}. " if aside else ""
     left = next(iter(store.listed(run.folder / "checkpoints")), None)

@@ -17,6 +17,7 @@ from lockstep.core.build import Run
 from lockstep.core.built_in import BuiltInPart, Inside
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.order import MicroBatchPlan, StepPlan
+from lockstep.core.data.randomness import own_generators, state_of
 from lockstep.core.errors import WatchError
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.buffers import ModuleBuffers
@@ -31,7 +32,7 @@ from lockstep.watch.replicas import Replicas, differing_replicas
 from lockstep.watch.state import gathered, in_turn, of_all, state_digest
 from lockstep.watch.trial import Share, trial
 from lockstep.watch.updates import Updates
-from lockstep.watch.verdict import ROUNDING, Noise, Verdict, named
+from lockstep.watch.verdict import ROUNDING, Noise, Verdict, blamed_on_parts, named
 
 
 def other_rank(step: int, every: int, rank: int, world: int) -> int:
@@ -107,6 +108,8 @@ class Watch(BuiltInPart):
         rebuild: makes the run anew at a checkpoint, or without one at its beginning; see `replay`. None: replicas that
             differ are told apart by majority alone.
     """
+
+    sees_writes = True
 
     def __init__(self, run: Run, rebuild: Callable[[Any], Run] | None = None) -> None:
         self.run, self.rebuild, self.every = run, rebuild, run.config.watch.every
@@ -194,7 +197,8 @@ class Watch(BuiltInPart):
         if self.replicas.are_there and self.compared_at != step:
             self.compared_at = step
             rows = gathered(self.run.world, [self.replicas.shard, *state_digest(training.state).tolist()])
-            self._check_replicas(step, [row[0] for row in rows], [(row[1], row[2]) for row in rows], at=step)
+            pairs = [(row[1], row[2]) for row in rows]
+            self._check_replicas(training, step, [row[0] for row in rows], pairs, at=step)
         if self.checked_at == step:
             self.run.confirmed_step = step
         self.has_saved = True
@@ -229,7 +233,7 @@ class Watch(BuiltInPart):
         step = pending.step
         rows = [_Row.of(numbers) for numbers in gathered(self.run.world, self._numbers(inside, pending))]
         shards = [row.shard for row in rows]
-        self._check_replicas(step, shards, [row.state for row in rows], at=step + 1)
+        self._check_replicas(inside, step, shards, [row.state for row in rows], at=step + 1)
         whole = True
         if pending.share is not None:
             whole = self._check_shares(inside, pending, rows)
@@ -283,12 +287,18 @@ class Watch(BuiltInPart):
     def _judge(self, inside: Inside, verdict: Verdict | None) -> None:
         if verdict is not None:
             self.run.confirmed_step = self.updates.confirmed[0]
-            self._fire(inside.step, verdict, None, {})
+            self._fire(inside.step, self._with_code(inside, verdict), None, {})
 
-    def _check_replicas(self, step: int, shards: Sequence[int], pairs: Sequence[tuple[int, int]], *, at: int) -> None:
+    def _check_replicas(
+        self, inside: Inside, step: int, shards: Sequence[int], pairs: Sequence[tuple[int, int]], *, at: int
+    ) -> None:
         if differing_replicas(shards, pairs):
-            verdict = self.replicas.verdict(self.run, step, self.rebuild)
+            verdict = self._with_code(inside, self.replicas.verdict(self.run, step, self.rebuild))
             self._fire(at, verdict, None, {"state": self.replicas.digests})
+
+    def _with_code(self, inside: Inside, verdict: Verdict) -> Verdict:
+        """The verdict on weights that differ, where Parts of the user may have written them. A collective."""
+        return blamed_on_parts(verdict, of_all(self.run.world, dict(inside.writes)), inside.parts)
 
     def _check_shares(self, inside: Inside, pending: _Pending, rows: Sequence[_Row]) -> bool:
         """Compare the shares. Returns whether that was possible, so that the check is whole."""
@@ -315,6 +325,14 @@ class Watch(BuiltInPart):
         return self._resolve(inside, pending, Dispute(of_owner, recomputer, *found))
 
     def _resolve(self, inside: Inside, pending: _Pending, dispute: Dispute) -> bool:
+        if self._draws_differ():
+            self.recomputes = False  # the loader still reads the shares: it has been asked for later steps already
+            inside.tell(
+                f"warning: step {pending.step + 1}: the watch compares replicas alone from here on: the model or the "
+                "task draws from a generator of its own, whose state differs by rank. Draw from torch's global "
+                "generator, which Lockstep seeds for each pass"
+            )
+            return False
         with torch.no_grad():
             for buffer, value in pending.buffers:  # as before the step
                 if buffer.shape == value.shape:
@@ -323,10 +341,17 @@ class Watch(BuiltInPart):
         verdict = experiments.verdict(dispute)
         if verdict is not None:
             facts = {"dispute": dispute, "repeats": experiments.repeats}
-            self._fire(pending.step + 1, verdict, experiments.micro_batch, facts)
+            self._fire(pending.step + 1, self._with_code(inside, verdict), experiments.micro_batch, facts)
         if self.noise is None:
             self._let_round(inside, pending)
         return False
+
+    def _draws_differ(self) -> bool:
+        """True if generators of the model or the task have other states on other ranks. A collective."""
+        forward = self.run.state.strategy.unwrapped
+        states = [state_of(one) for one in own_generators([*forward.modules(), self.run.task])]
+        found = of_all(self.run.world, [one.tolist() if isinstance(one, Tensor) else repr(one) for one in states])
+        return any(one != found[0] for one in found)
 
     def _let_round(self, inside: Inside, pending: _Pending) -> None:
         """From now on, results are compared within what rounding explains."""
@@ -403,7 +428,7 @@ class Watch(BuiltInPart):
             "device": "take this machine out, and let its maker's diagnostics run",
             "memory": "take this machine out, and let its maker's diagnostics run",
             "link": "look at the counters of errors of this link, and take the machine out if it happens again",
-            "code": "let Task and model do the same on all ranks; lockstep verify looks for more",
+            "code": "let Task, model and Parts do the same on all ranks; lockstep verify looks for more",
             "not deterministic": "compute.deterministic=true names the kernels; lockstep verify looks for more",
             "unclear": "start three ranks, or exchange one of the machines; lockstep check-device looks at each",
             "data": "let all ranks read the same bytes, and draw only from generators that Lockstep seeds",

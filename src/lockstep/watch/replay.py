@@ -63,7 +63,11 @@ def steps(
                 result = make(state, micro_batches, run.plan.samples(state.step), want_norm=True)
             heads = sorted({head for losses in result.losses for head in losses})
             own = [
-                sum(float(losses[head]) for losses, counts in zip(result.losses, result.counted, strict=True) if counts)
+                sum(
+                    float(losses[head])  # where players update in turn, each has its own
+                    for losses, counts in zip(result.losses, result.counted, strict=True)
+                    if counts and head in losses
+                )
                 for head in heads
             ]
             sums = state.world.sum_once(own)
@@ -96,9 +100,12 @@ class _Again:
 
 
 def _replayed(run: Run, rebuild: Rebuild, step: int, confirmed: int) -> _Again:
-    """The steps from the last checkpoint that is confirmed to `step`, again."""
-    known = run.folder != Path()
-    checkpoint = run.world.on_rank0(lambda: nearest(run.folder / "checkpoints", confirmed)) if known else None
+    """The steps from the last checkpoint that is confirmed to `step`, again.
+
+    All ranks loaded the same state at this start, and steps before it may have had another config.
+    """
+    known, last = run.folder != Path(), max(confirmed, run.first_step)
+    checkpoint = run.world.on_rank0(lambda: nearest(run.folder / "checkpoints", last)) if known else None
     again = rebuild(checkpoint)
     traces: list[tuple[list[int], list[int]]] = []
 

@@ -14,6 +14,7 @@ from lockstep.core import devices
 from lockstep.core.build import Run
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import UsageError
+from lockstep.core.evaluate import combine
 from lockstep.parts.digest import Digest
 from lockstep.watch import replay, shares
 from lockstep.watch.replay import ReplayedStep
@@ -58,6 +59,8 @@ class Report:
     began_at: int
     """Steps of the checkpoint from which it went on; 0: from the beginning."""
     steps: list[Step] = field(default_factory=list)
+    coefficients: dict[str, float] = field(default_factory=dict)
+    """Factors of the losses by head; 1 for heads that are not here."""
     logged: dict[str, float] = field(default_factory=dict)
     """The entry of the log that has the last step; empty: none has it."""
     logged_from: int = 0
@@ -90,6 +93,7 @@ def make(run: Run, step: int, wants: Wants, after: Callable[[], Run | None], *, 
     if run.world.tensor > 1 and (wants.samples or wants.rank is not None):
         run.config.parallel.without_mesh("replay --samples or --rank", "replay on one rank: --nproc 1")
     report = Report(str(run.folder), run.world.size, run.state.step, rank=wants.rank)
+    report.coefficients = dict(run.state.coefficients)
     where = f"checkpoint {run.state.step}" if run.state.step else "the beginning"
     count = step - run.state.step
     steps = "1 step" if count == 1 else f"{count} steps"
@@ -229,7 +233,7 @@ def _beside_log(report: Report) -> list[str]:
     lines = [f"the log's entry has the steps {report.logged_from} to {until}:"]
     complete = last.step == until and len(window) == until - report.logged_from + 1
     if complete:
-        lines.append(_beside("loss", _mean(window), logged.get("train/loss")))
+        lines.append(_beside("loss", _mean(window, report.coefficients), logged.get("train/loss")))
     else:
         lines.append(
             f"  loss: logged {logged['train/loss']:.9g}, a mean over these steps, not all of which were made again"
@@ -239,10 +243,16 @@ def _beside_log(report: Report) -> list[str]:
     return [line for line in lines if line]
 
 
-def _mean(window: Sequence[Step]) -> float:
-    """The mean over the units of some steps, by head, and the sum over heads."""
-    units = sum(max(one.units.values()) for one in window)
-    return sum(one.loss * max(one.units.values()) for one in window) / units if units else math.nan
+def _mean(window: Sequence[Step], coefficients: Mapping[str, float]) -> float:
+    """The mean over the units of some steps, by head, and the sum over heads. A player may have no turn in a step."""
+    sums: dict[str, float] = {}
+    units: dict[str, float] = {}
+    for one in window:
+        for head, mean in one.by_head.items():
+            count = one.units.get(head, one.units.get("", 0.0))
+            sums[head] = sums.get(head, 0.0) + mean * count
+            units[head] = units.get(head, 0.0) + count
+    return combine(sums, units, coefficients).get("loss", math.nan)
 
 
 def _beside(name: str, again: float | None, logged: float | None) -> str:

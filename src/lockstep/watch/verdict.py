@@ -38,6 +38,26 @@ def named(ranks: Sequence[int], joined: str = "and") -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} {joined} {ranks[-1]}"
 
 
+def blamed_on_parts(verdict: Verdict, writes: Sequence[Mapping[str, str]], parts: Sequence[str]) -> Verdict:
+    """The verdict on weights that differ: code that was seen to write them comes before hardware.
+
+    Args:
+        writes: by rank, the weights that each of the user's Parts was seen to write there, and the event.
+        parts: the user's Parts. They can also write without being seen, through `.data`, and replays leave them out.
+    """
+    if verdict.kind not in ("memory", "device", "unclear") or not parts:
+        return verdict
+    for name in parts:
+        ranks = tuple(rank for rank, of_rank in enumerate(writes) if name in of_rank)
+        if ranks:
+            what = f"the Part {name} has written {writes[ranks[0]][name]}, on {named(ranks)}"
+            what += " and not on the others" if len(ranks) < len(writes) else ""
+            seen = verdict.text.partition(": the memory or the device of ")[0]
+            return Verdict("code", ranks, f"{what}: {seen}", verdict.tensor)
+    doubt = f"{verdict.text}; or code of these Parts, which no replay calls: {', '.join(parts)}. Start without them"
+    return Verdict("unclear", verdict.ranks, doubt, verdict.tensor)
+
+
 @dataclass(frozen=True)
 class Finding:
     """Who differs, when all ranks have computed the same twice again."""

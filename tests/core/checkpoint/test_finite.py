@@ -58,10 +58,12 @@ def test_a_tensor_may_hold_what_it_held_before_training_and_nothing_worse():
     model.register_buffer("mask", torch.tensor([0.0, -INF]))
     model.register_parameter("frozen", nn.Parameter(torch.tensor([INF]), requires_grad=False))
     state = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+    state["ema.frozen"] = model.frozen.detach().clone()
     allowed = finite.at_start(model, state, ALONE)
-    assert finite.faults(state | {"ema.frozen": torch.tensor([NAN])}, allowed) == {}
-    worse = state | {"model.mask": torch.tensor([NAN]), "model.weight": torch.tensor([INF])}
-    assert finite.faults(worse, allowed) == {"model.mask": finite.NAN, "model.weight": finite.INFINITE}
+    assert finite.faults(state, allowed) == {}
+    worse = {"model.mask": NAN, "model.weight": INF, "ema.frozen": NAN}
+    found = finite.faults(state | {name: torch.tensor([value]) for name, value in worse.items()}, allowed)
+    assert found == {"model.mask": finite.NAN, "model.weight": finite.INFINITE, "ema.frozen": finite.NAN}
 
 
 # ---- a saver

@@ -1,6 +1,7 @@
 """Hooks on gradients and parameters that are held beside the model: right, or refused before the first step."""
 
 import functools
+import re
 import types
 
 import pytest
@@ -165,3 +166,48 @@ def test_what_merely_looks_like_a_reference_is_allowed():
     task.helper = types.SimpleNamespace(optimizer=torch.optim.SGD(model[0].parameters()))
     with pytest.raises(UsageError, match=r"the task.helper.optimizer.param_groups\[0\].params\[0\] is 0.weight"):
         held_parameters.check_references(model, task)
+
+
+class SharedMemory(own_tasks.Plain):
+    """Tensors with the memory of a parameter, or next to it."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def model(self):
+        model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 5)).double()
+        first, second = model[0], model[1]
+        if self.how == "parameter":
+            second.weight = nn.Parameter(first.weight.data)
+        elif self.how == "row":
+            second.bias = nn.Parameter(first.weight.data[1])
+        elif self.how == "buffer":
+            second.register_buffer("view", first.weight.data[:2])
+        elif self.how == "attribute":
+            second.view = first.weight.detach()
+        elif self.how == "tied":
+            second.weight = first.weight
+        elif self.how == "neighbours":
+            memory = torch.zeros(20).double()
+            first.bias = nn.Parameter(memory[:10])
+            second.register_buffer("rest", memory[10:])
+        return model
+
+
+def test_memory_that_a_parameter_shares_is_refused_with_both_names_where_it_is_sharded():
+    for how in ("parameter", "row", "buffer", "attribute", "tied", "neighbours"):
+        for device in ("cpu", "meta"):  # ranks other than 0 make the model without values
+            with torch.device(device):
+                made = SharedMemory(how).model()
+            if how in ("tied", "neighbours"):
+                held_parameters.check_shared_memory(made)
+                continue
+            with pytest.raises(UsageError, match="share memory with a parameter") as caught:
+                held_parameters.check_shared_memory(made)
+            assert re.search(r"1\.\w+ and 0\.weight", str(caught.value)), (how, device)
+
+
+def test_a_training_with_fsdp_refuses_shared_memory_on_all_ranks():
+    for error in run_ranks(2, train, SharedMemory, {"how": "parameter"}, "fsdp"):
+        assert "1.weight and 0.weight" in error

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import default_collate
 
 import lockstep.core.training_run
-from lockstep import LockstepError, Metrics, Trainer
+from lockstep import LockstepError, Metrics, Trainer, losses
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.world import World
 from lockstep.parts.checks import dry_run
@@ -20,6 +20,7 @@ from tests import own_tasks, runs
 from tests.ranks import run_ranks
 from tests.selection import mainly
 
+COUPLED = "is not the sum over its samples"
 MEAN = "returns a mean, not the SUM over its units"
 
 
@@ -87,6 +88,9 @@ def test_a_mean_is_an_error_before_the_first_step(tmp_path, task):
     assert f"Task.loss ({__file__}:{task.loss.__code__.co_firstlineno}): it" in text
     assert ("head 'b'," in text) == (task is OneOfTwoHeads)
     assert "train.allow_mean_loss=true" in text
+    assert "times its number" not in text  # a batch Dice is no sum, whatever its factor
+    for remedy in ("reduction='sum'", "Task.weight", "lockstep.losses.dice", "Task.embed"):
+        assert remedy in text
     assert not list(tmp_path.glob("checkpoints/*"))
     assert "step 1" not in (tmp_path / "train.log").read_text()
 
@@ -195,8 +199,6 @@ RIGHT = [
     own_tasks.Dropout(),
     own_tasks.Deep(dropout=0.5),
     own_tasks.Classes(),
-    Contrastive("sum"),
-    Contrastive("mean"),  # wrong, and yet no mean over halves: nothing is said that may be wrong
     Penalty(),
     Nothing(),
     Normed(),
@@ -206,7 +208,61 @@ RIGHT = [
 
 @pytest.mark.parametrize("task", mainly(RIGHT[5:], RIGHT), ids=lambda task: type(task).__name__)
 def test_no_other_loss_is_called_a_mean(tmp_path, task):
-    assert "mean" not in told(copy.deepcopy(task), tmp_path, allow_mean_loss=False, seed=2).lower()
+    log = told(copy.deepcopy(task), tmp_path, allow_mean_loss=False, seed=2).lower()
+    assert "mean" not in log
+    assert COUPLED not in log
+
+
+# ---- a loss in which samples influence each other
+
+
+class Dice(own_tasks.Plain):
+    """A ratio over the batch, times the samples: no sum, and no mean."""
+
+    def loss(self, model, batch):
+        shares, truth = model(batch[0]).sigmoid(), batch[2]
+        return (1 - 2 * (shares * truth).sum() / (shares.sum() + truth.sum())) * len(truth)
+
+
+class ClassWeightsTimesSamples(ClassWeights):
+    def loss(self, model, batch):
+        return super().loss(model, batch) * len(batch[0])
+
+
+class RightClassWeights(own_tasks.Classes):
+    weights = torch.tensor([0.1, 1.0, 5.0], dtype=torch.float64)
+
+    def weight(self, batch):
+        return self.weights[batch[1]].sum()
+
+    def loss(self, model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1], self.weights, reduction="sum")
+
+
+class RightDice(own_tasks.Plain):
+    def loss(self, model, batch):
+        return losses.dice(model(batch[0]).sigmoid(), batch[1] > 0)
+
+
+class DiceOfTheGlobalBatch(own_tasks.Plain):
+    def embed(self, model, batch):
+        return losses.overlaps(model(batch[0]).sigmoid(), batch[1] > 0)
+
+    def loss(self, model, sums):
+        return losses.batch_dice(sums)
+
+
+def test_samples_that_influence_each_other_are_told_at_both_ends_of_the_log(tmp_path):
+    coupled = [Dice(), ClassWeightsTimesSamples(), Contrastive("sum"), Contrastive("mean")]
+    for number, task in enumerate(coupled):
+        log = told(task, tmp_path / str(number), allow_mean_loss=False)
+        assert log.count(COUPLED) == 2, task
+        assert f"WARNING: Task.loss ({__file__}:{task.loss.__code__.co_firstlineno}): " in log
+        assert "Task.embed" in log
+        assert "Task.weight" in log
+    for task in (RightClassWeights(), RightDice(), DiceOfTheGlobalBatch()):
+        log = told(task, tmp_path / type(task).__name__, allow_mean_loss=False)
+        assert COUPLED not in log, task
 
 
 def test_one_sample_has_no_halves(tmp_path):
@@ -321,6 +377,20 @@ def test_a_misspelt_metric_to_keep_by_is_an_error_before_the_first_step(tmp_path
     assert "There are: eval/loss, eval/samples, eval/bad, eval/accuracy, " in str(caught.value)
     with pytest.raises(LockstepError, match="nothing is evaluated, so there is no"):
         runs.fit(Untrained(), settings | {"train": {"steps": 4}}, tmp_path)
+
+
+def test_to_keep_the_best_is_no_error_if_nothing_is_evaluated_on_purpose_or_for_lack_of_data(tmp_path):
+    class WithoutData(own_tasks.Classes):
+        def eval_data(self):
+            return None
+
+    best = {"checkpoint": {"keep_best": "min eval/loss"}}
+    cases = ((own_tasks.Classes(), {"steps": 2, "eval_every_steps": 0}), (WithoutData(), EVALUATED["train"]))
+    for number, (task, train) in enumerate(cases):
+        folder = tmp_path / str(number)
+        runs.fit(task, EVALUATED | best | {"train": train}, folder)
+        log = (folder / "train.log").read_text()
+        assert "note: nothing is evaluated, so checkpoint.keep_best keeps no checkpoint" in log, train
 
 
 def test_a_metric_to_keep_by_that_is_misspelt_in_a_later_start_is_an_error_before_its_first_step(tmp_path):

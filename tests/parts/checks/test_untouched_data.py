@@ -233,3 +233,75 @@ def test_a_method_that_no_seed_determines_is_named_before_the_first_step(tmp_pat
 
 def test_draws_from_seeded_generators_pass(tmp_path):
     assert "gives another result" not in trained(OwnGenerator(None), tmp_path)
+
+
+class FillsAgain(own_tasks.Plain):
+    """The method `how` fills the same memory for each sample, or for each batch."""
+
+    def __init__(self, how, kind="train"):
+        super().__init__(eval_length=24)
+        self.how, self.kind = how, kind
+        self.buffer, self.whole, self.constant = np.zeros(10), torch.zeros(64, 10).double(), torch.ones(3)
+
+    def train_data(self):
+        return Rows(self, super().train_data(), self.how if self.kind == "train" else "")
+
+    def eval_data(self):
+        return Rows(self, super().eval_data(), self.how if self.kind == "eval" else "")
+
+    def prepare(self, sample, epoch, training):
+        inputs, targets = sample
+        if self.how == "read, and copied":
+            return torch.as_tensor(inputs).clone(), targets
+        if self.how == "prepare" and training == (self.kind == "train"):
+            np.copyto(self.buffer, inputs)
+            return self.buffer, targets
+        return torch.as_tensor(inputs), targets
+
+    def collate(self, samples):
+        inputs, targets = super().collate(samples)
+        if self.how == "collate":
+            return {"x": [self.whole[: len(inputs)].copy_(inputs)], "y": targets, "constant": self.constant}
+        return {"x": [inputs], "y": targets, "constant": self.constant}
+
+    def loss(self, model, batch):
+        return super().loss(model, (batch["x"][0], batch["y"]))
+
+    def predict(self, model, batch):
+        return model(batch["x"][0])
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, task, rows, how):
+        self.task, self.rows, self.how = task, rows, how
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        inputs, targets, _ = self.rows[index]
+        if not self.how.startswith("read"):
+            return inputs, targets
+        np.copyto(self.task.buffer, inputs)
+        return self.task.buffer.view(), targets
+
+
+def test_memory_that_is_filled_again_is_refused_where_batches_would_show_it(tmp_path):
+    again = "it returns memory that it fills again"
+    filled = {
+        "read": rf"Rows\.__getitem__: {again}: sample \d+ of the {{}} data has other values when sample \d+ is made",
+        "prepare": rf"Task\.prepare: {again}: sample \d+ of the {{}} data",
+        "collate": rf"Task\.collate: {again}: the batch of sample \d+ of the {{}} data",
+    }
+    cases = [("read", "train", 0), ("read", "eval", 0), ("read", "train", 1), ("prepare", "train", 0)]
+    for number, (how, kind, workers) in enumerate([*cases, ("collate", "train", 0)]):
+        task = FillsAgain(how, kind)
+        task.change = ""
+        which = "training" if kind == "train" else "evaluation"
+        with pytest.raises(LockstepError, match=filled[how].format(which)) as caught:
+            trained(task, tmp_path / str(number), workers)
+        assert "array.copy() or tensor.clone()" in caught.value.remedy
+    for how in ("read, and copied", ""):
+        task = FillsAgain(how)
+        task.change = ""
+        assert "fills again" not in trained(task, tmp_path / f"passes {how}")

@@ -442,6 +442,28 @@ def test_the_model_card_is_written_from_the_run(run_dir, corpus, tmp_path):
     assert "task.length=32" in card
 
 
+def test_the_model_card_has_the_results_of_the_exported_step_only(corpus, tmp_path):
+    settings = runs.config(
+        task=TINY,
+        data={"train": corpus},
+        batch={"global": 8},
+        train={"steps": 6, "eval_every_steps": 4},
+        checkpoint={"every_steps": 2, "keep_last": 5},
+        log={"every_steps": 2},
+    )
+    Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit()
+    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = {entry["step"]: f"| `eval/loss` | {entry['eval/loss']:.5g} |" for entry in entries if "eval/loss" in entry}
+    assert sorted(losses) == [4, 6]
+    for step in (2, 4, 6):
+        trainer = Trainer(settings, run_dir=tmp_path / "run", quiet=True, checkpoint=str(step))
+        trainer.export(tmp_path / f"out-{step}", program=False)
+        card = (tmp_path / f"out-{step}" / "README.md").read_text()
+        assert f"- {step} steps of 8 rows" in card, card
+        assert [line for line in losses.values() if line in card] == ([losses[step]] if step in losses else []), card
+        assert (f"These weights, of step {step}, were not evaluated." in card) == (step == 2), card
+
+
 def test_the_small_model_is_llama(corpus):
     """Logits and gradients of the own model and of transformers' Llama with the same weights."""
     task = lm_task(corpus, small={"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "tie": False}, vocab_size=300)

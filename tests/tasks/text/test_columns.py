@@ -3,8 +3,8 @@
 import pytest
 
 from lockstep.core.errors import DataError
-from lockstep.tasks.readers.table import Table
-from lockstep.tasks.text.columns import Columns, choose
+from lockstep.tasks.readers.table import Source, Table
+from lockstep.tasks.text.columns import Columns, choose, read
 from lockstep.tasks.text.options import ColumnsOptions
 
 
@@ -98,3 +98,45 @@ def test_a_first_row_that_holds_no_names_is_suspected():
         choose(table, ColumnsOptions())
     assert "It was a good film, and long enough to b...," in caught.value.remedy
     assert caught.value.remedy.endswith("if these are not names but a first row, set task.header=false")
+
+
+ROWS = [
+    ("spam", "win a prize today"),
+    ("ham", "see you at noon"),
+    ("ham", "thanks, got it"),
+    ("spam", "cheap pills"),
+    ("ham", "ok"),
+]
+ROWS += [("ham", "call me"), ("ham", "on my way")]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("header", [None, ("v1", "v2")])
+def test_two_columns_without_usual_names_are_told_apart_by_their_values(tmp_path, header, turned):
+    lines = [*([header] if header else []), *ROWS]
+    path = tmp_path / "a.csv"
+    path.write_text("".join(f'"{line[turned]}","{line[not turned]}"\n' for line in lines))
+    for needs_label in (True, False):
+        table, columns = read(Source(str(path)), ColumnsOptions(), needs_label=needs_label)
+        assert table.columns[columns.label] == [label for label, _ in ROWS]
+        assert table.columns[columns.text[0]] == [text for _, text in ROWS]
+        assert (len(columns.text), columns.pair) == (1, None)
+        (note,) = table.notes
+        assert ("column 'v1' is taken for the label" if header else "the first row is taken for a sample") in note
+        assert table.where(0).endswith(":2" if header else ":1")
+
+
+def test_columns_that_the_values_do_not_tell_apart_stay_an_error(tmp_path):
+    path = tmp_path / "a.csv"
+    for rows in (
+        [("a", "b", "one"), ("a", "b", "two"), ("a", "b", "three"), ("a", "b", "four")],  # three columns
+        [("a", "x"), ("a", "x"), ("b", "y"), ("b", "y")],  # both repeat
+        [("a", "long text 1"), ("b", "long text 2"), ("c", "long text 3"), ("d", "long text 4")],  # neither repeats
+        [("a long label of a text", "1"), ("a long label of a text", "2"), ("a long label of a text", "3")],
+    ):
+        path.write_text("".join(",".join(row) + "\n" for row in [tuple("pqr"[: len(rows[0])]), *rows]))
+        with pytest.raises(DataError, match="no column looks like the label"):
+            read(Source(str(path)), ColumnsOptions())
+    path.write_text("p,q\n" + "".join(f"{label},{text}\n" for label, text in ROWS[:2] * 2))
+    with pytest.raises(DataError, match="there is no column 'label'"):
+        read(Source(str(path)), ColumnsOptions(label="label"))

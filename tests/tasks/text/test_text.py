@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def test_weights_and_losses_are_those_of_hugging_face_in_plain_torch(plain, worl
 
 @pytest.mark.parametrize(("world", "strategy"), mainly([(2, "ddp")], [(2, "ddp"), (2, "fsdp")]))
 def test_a_bag_of_embeddings_trains_as_in_plain_torch(world, strategy):
-    plain, _ = text_cases.by_hand(BAG, 8, 24)
+    plain, _ = text_cases.by_hand(BAG, 8, 24, make=text_task(**BAG).model)
     settings = runs.config(
         batch={"global": 24, "micro": 6}, train={"steps": 8}, optim={"args": {"eps": text_cases.EPS}}
     )
@@ -393,18 +394,65 @@ def test_a_new_transformer_on_few_texts_is_told_to_learn_little(few):
     assert len(log_header.of_model(None, kind="embedding_bag", parameters=5, new=[], texts=10)) == 1
 
 
-def test_a_bag_of_embeddings_is_a_linear_function_of_the_mean_of_the_tokens_that_count(few):
+def test_a_bag_of_embeddings_is_a_linear_function_of_the_weighted_mean_of_the_tokens_that_count(few):
     task = text_task(few["train"], eval_fraction=0.0)
     model, data = task.model(), task.train_data()
     batch = task.collate([task.prepare(data[index], 0, True) for index in range(6)])
     logits = model(**batch | {"labels": None}).logits
     for index in range(6):
         ids = torch.from_numpy(data[index].ids).long()
-        torch.testing.assert_close(logits[index], model.classifier(model.embeddings.weight[ids].mean(dim=0)))
+        weights = model.importance[ids] / model.importance[ids].sum()
+        torch.testing.assert_close(logits[index], model.classifier(weights @ model.embeddings.weight[ids]))
     torch.testing.assert_close(
         model(input_ids=batch["input_ids"][:1]).logits,
         model(batch["input_ids"][:1], torch.ones_like(batch["input_ids"][:1])).logits,
     )
+    nothing = torch.full((1, 3), task.tokenizer.pad_token_id)
+    for mask in (None, torch.zeros_like(nothing)):
+        assert torch.equal(model(nothing, mask).logits[0], model.classifier.bias)
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+@pytest.mark.parametrize("width", [2, 50])
+def test_a_new_bag_begins_as_naive_bayes(tmp_path, monkeypatch, multi_label, width):
+    monkeypatch.setattr("lockstep.tasks.text.bag_start._BLOCK", 4)  # as data of more than a block
+    rows = [
+        ("good film", "pos"),
+        ("good good plot", "pos"),
+        ("bad film", "neg"),
+        ("so so", "mixed"),
+        ("dull bad", "neg"),
+    ]
+    scratch = {"sizes": {"hidden_size": width}}
+    task = text_task(table(tmp_path / "a.csv", rows), multi_label=multi_label, scratch=scratch, eval_fraction=0.0)
+    names, tokens = task.labels, task.tokenizer.get_vocab()
+    texts = [(set(task.tokenizer.tokenize(text)), label) for text, label in rows]
+    torch.manual_seed(0)
+    model = task.model()
+    torch.manual_seed(0)
+    drawn = transformers.AutoModelForSequenceClassification.from_config(task.config)
+
+    def share(token, chosen):
+        return math.log((sum(token in text for text in chosen) + 0.3) / (len(chosen) + 0.6))
+
+    odds = torch.zeros(len(tokens), len(names))
+    for token, number in tokens.items():
+        having = sum(token in text for text, _ in texts)
+        wanted = 0.0 if token in task.tokenizer.all_special_tokens else math.log(6 / (1 + having)) + 1
+        assert float(model.importance[number]) == pytest.approx(wanted), token
+        if having:
+            odds[number] = torch.tensor([share(token, [text for text, own in texts if own == name]) for name in names])
+            others = torch.tensor([share(token, [text for text, own in texts if own != name]) for name in names])
+            odds[number] -= others if multi_label else odds[number].mean()
+    embeddings = model.embeddings.weight - drawn.embeddings.weight
+    found = embeddings @ (model.classifier.weight - drawn.classifier.weight).T
+    if width > len(names):
+        trust = (5 / 3) / (5 / 3 + 300)  # there are 5 texts of 3 classes
+        torch.testing.assert_close(found, 3 * trust**2 * odds, rtol=1e-3, atol=1e-7)
+    else:  # a space of two dimensions keeps a part of it
+        assert torch.nn.functional.cosine_similarity(found.flatten(), odds.flatten(), dim=0) > 0.5
+    unseen = [number for token, number in tokens.items() if not any(token in text for text, _ in texts)]
+    assert embeddings[unseen].eq(0).all()
 
 
 def test_a_new_model_is_exported_for_transformers_and_can_be_trained_on(bag, tmp_path):

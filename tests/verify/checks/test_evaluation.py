@@ -195,6 +195,18 @@ def test_predictions_that_are_not_those_of_a_plain_loop_are_a_fault():
     )
 
 
+def test_outputs_that_a_batch_pads_are_compared_before_the_padding():
+    plain = [{"truth": None, "output": torch.full((2, 50), number)} for number in (0.0, 1.0)]
+    padded = [{"output": torch.cat([row["output"], torch.full((3, 50), 9.0)])} for row in plain]
+    result = described(plain, padded)
+    assert result.status == "passed"
+    assert result.notes[0].startswith("outputs are padded to the longest sample of a batch, such as from (2, 50) to (5")
+    result = described(plain, [{"output": row["output"] + 1} for row in padded])
+    assert result.status == "fault"
+    assert "has the shape (2, 50) alone, and (5, 50) on 2 ranks: batches are padded" in result.reason
+    assert len(result.reason) < 1000
+
+
 def test_predictions_that_are_incomplete_or_too_many_are_a_fault():
     plain = rows([0, 1, 0, 1], [0, 1, 0, 1])
     whole = [{key: value for key, value in row.items() if key != "truth"} for row in plain]
@@ -227,7 +239,10 @@ def test_a_few_predictions_may_be_on_the_edge_and_numbers_are_compared_to_roundi
         ({"a": torch.tensor([0.5, 2.0])}, {"a": torch.tensor([0.5001, 2.0])}, True),
         ({"a": torch.tensor([0.5, 2.0])}, {"a": torch.tensor([0.6, 2.0])}, False),
         ({"a": np.float32(0.5)}, {"a": np.float32(0.5001)}, True),
-        ({"a": np.zeros(2)}, {"a": np.zeros(3)}, False),
+        ({"a": np.zeros(3)}, {"a": np.zeros(2)}, False),
+        ({"a": np.zeros(2)}, {"a": np.array([0.0, 0.0, 7.0])}, True),  # a batch padded it
+        ({"a": np.zeros(2)}, {"a": np.array([0.0, 7.0, 7.0])}, False),
+        ({"a": torch.ones(2, 3)}, {"a": torch.ones(4, 5)}, True),
     ],
 )
 def test_descriptions_are_alike_to_rounding(one, other, same):

@@ -260,7 +260,9 @@ def overfitted(least=0.0, **curves):
         experiments(
             {"least-loss": least}
             | {
-                f"overfit-{name}": recording(curve) if isinstance(curve, list) else curve
+                f"overfit-{name if '-' in name else f'{name}-240'}": recording(curve)
+                if isinstance(curve, list)
+                else curve
                 for name, curve in curves.items()
             }
         )
@@ -277,7 +279,19 @@ def test_samples_learned_by_heart_pass_with_the_first_learning_rate_that_does_it
 def test_samples_that_cannot_be_learned_by_heart_are_a_fault():
     result = overfitted(**{"1": [2.0, 1.0], "10": [2.0, 1.0], "0.1": [2.0, 1.9]})
     assert result.status == "fault"
-    assert (result.value, result.bound) == (pytest.approx(0.95), 0.05)
+    assert (result.value, result.bound) == (pytest.approx(0.5), 0.05)  # of the best rate
+
+
+def test_a_loss_that_still_falls_gets_more_steps_before_the_model_is_accused():
+    falls = [2.0 * 0.99**step for step in range(240)]  # 9 % is left
+    stuck = {"10": [2.0, 1.9], "0.1": [2.0, 1.9]}
+    result = overfitted(**{"1": falls, "1-960": [*falls, 0.09], **stuck})
+    assert result.status == "passed"
+    assert "in 241 steps, with optim.lr x 1" in result.reason
+    result = overfitted(**{"1": falls, "1-960": [2.0, 0.12], **stuck})
+    assert (result.status, result.value) == ("fault", pytest.approx(0.06))
+    for still in ([2.0] * 120 + [0.2] * 120, [2.0 - 0.004 * step for step in range(240)]):  # flat; far away
+        assert overfitted(**{"1": still, **stuck}).status == "fault"
 
 
 def test_the_loss_is_counted_from_the_least_there_can_be():

@@ -58,7 +58,7 @@ def _run(options: argparse.Namespace, target: list[str]) -> int:
         options.strict,
         options.verbose,
     )
-    _check(settings)
+    _check(settings, force=options.force)
     if options.read is not None:
         return judge(options.read, settings)
     how = {"folder": options.folder, "every": options.every, "patience": options.patience, "probe": options.probe}
@@ -71,15 +71,21 @@ def _run(options: argparse.Namespace, target: list[str]) -> int:
     return run(target, settings, nproc=options.nproc, **how)
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: Settings, *, force: bool) -> None:
     """Look at files before the script runs.
 
     Raises:
-        UsageError: a file to write has no folder, or one to read is not there.
+        UsageError: a file to write is there or has no folder, or one to read is not there.
     """
     for path in (settings.output, settings.write_baseline):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise UsageError("cannot be written", where=str(path), remedy="give a file in a folder that exists")
+        if path is not None and path.is_dir():
+            raise UsageError("is a folder", where=str(path), remedy="give a file")
+        if path is not None and not path.absolute().parent.is_dir():
+            remedy = f"make {path.parent}, or give another place"
+            raise UsageError("cannot be written: there is no such folder", where=str(path), remedy=remedy)
+        if path is not None and path.exists() and not force:
+            remedy = "give --force to replace the file, or another place"
+            raise UsageError("exists: it is not overwritten", where=str(path), remedy=remedy)
     for path in (settings.baseline, settings.previous):
         if path is not None and not path.exists():
             remedy = "--write-baseline FILE writes a baseline, and --folder DIR keeps the events of a run"
@@ -119,6 +125,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     add("--read", type=Path, metavar="PATH", help="judge the events of a folder; run no script")
     add("--baseline", type=Path, metavar="PATH", help="a file of known findings to leave out")
     add("--write-baseline", type=Path, metavar="PATH", help="write such a file")
+    add("--force", action="store_true", help="replace the files of --output and --write-baseline")
     add("--strict", action="store_true", help="exit code 3 for warnings, too")
     add("-v", "--verbose", action="store_true", help="why rules were not exercised")
     add("--debug", action="store_true", help="show tracebacks of all errors")

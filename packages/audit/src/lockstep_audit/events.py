@@ -350,7 +350,7 @@ def _died(own: list[Event], rest: list[str]) -> list[Event]:
 def blocked_in(stack: list[list[Any]], at: list[Any] | None) -> str | None:
     """The outermost function of torch below a line of the user, in a stack that begins with the innermost."""
     inner = stack[: stack.index(at)] if at in stack else []
-    named = [f"{os.path.splitext(file)[0].rpartition('/site-packages/')[2]}/{name}" for file, _, name in inner]
+    named = [f"{os.path.splitext(file)[0].rpartition('-packages/')[2]}/{name}" for file, _, name in inner]
     outer = (name for name in reversed(named) if name.startswith("torch/") and "c10d_logger" not in name)
     return next((name.replace("/", ".") for name in outer), None)
 

@@ -57,8 +57,7 @@ def at_start(model: nn.Module, tensors: Mapping[str, Tensor], world: World) -> G
                 where=f"rank {rank}",
                 remedy="repair Task.model or train.init_from; where the run was resumed, start anew with --fresh",
             )
-    frozen = [name.removeprefix("model.") for name in mine if name.startswith("model.")]
-    return mine | {f"ema.{name}": NAN for name in frozen}  # an average of infinite numbers is NaN
+    return mine
 
 
 def refusal(grades: Grades, rank: int, step: int, kept: int | None) -> TrainingError:

@@ -19,6 +19,7 @@ from lockstep.core.checkpoint import files, finite, store
 from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.checkpoint.staging import buffers_like
 from lockstep.core.errors import CheckpointError, TrainingError
+from lockstep.core.held_folder import HeldFolder
 from lockstep.core.parallel.faults import fail_at
 from lockstep.core.parallel.sharded_tensor import LocalShard, local_shard, whole_rows
 from lockstep.core.parallel.world import World
@@ -36,6 +37,8 @@ class Saver:
         tell: shows a message to the user. Called on rank 0, from any thread.
         in_background: `save` returns as soon as the state is in host memory.
         allowed: tensors that need not be finite, see `finite.at_start`.
+        held: the run directory. When another folder takes its place, nothing is saved or deleted there, and the
+            training ends. None: it is not checked.
     """
 
     def __init__(
@@ -47,9 +50,10 @@ class Saver:
         tell: Callable[[str], None],
         in_background: bool = True,
         allowed: Mapping[str, int] | None = None,
+        held: HeldFolder | None = None,
     ) -> None:
         self.folder, self.retention, self.tell, self.in_background = folder, retention, tell, in_background
-        self.allowed = allowed or {}
+        self.allowed, self.held = allowed or {}, held
         self.world = world.in_background()
         self.failures: list[str] = []
         self.saved: int | None = None  # step of the newest checkpoint that this process wrote
@@ -71,7 +75,8 @@ class Saver:
             manifest: what manifest.json says, besides the files.
 
         Raises:
-            TrainingError: on all ranks, if this or the previous state is not finite.
+            TrainingError: on all ranks, if this or the previous state is not finite, or the run directory is another
+                folder now.
         """
         begun = time.perf_counter()
         self.wait()
@@ -94,7 +99,7 @@ class Saver:
         """Wait until the last checkpoint is on the disk, or could not be written.
 
         Raises:
-            TrainingError: on all ranks, if the checkpoint was refused because the state is not finite.
+            TrainingError: on all ranks, if the checkpoint was refused; see `save`.
         """
         if self.thread is not None:
             self.thread.join()
@@ -122,6 +127,7 @@ class Saver:
             TrainingError: see `wait`.
         """
         self.wait()
+        self.check_place()
         if self.failures:
             newest = f"the newest is of step {self.saved}" if self.saved is not None else "this process wrote none"
             raise CheckpointError(
@@ -196,6 +202,7 @@ class Saver:
         written: dict[str, Any] = {}
         index: files.Index = {}
         try:
+            self.check_place()
             staged = store.staging(self.folder, step)
             staged.mkdir(parents=True, exist_ok=True)
             fail_at("before-share", step)
@@ -203,6 +210,8 @@ class Saver:
             if share:
                 written[name], index = files.write_share(staged / name, share, partial(self._reached, step))
             fail_at("after-share", step)
+        except TrainingError as error:
+            return {"lost": error}
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
             return {"fault": f"rank {self.world.rank}: {error}"}
         return {"files": written, "index": index}
@@ -210,10 +219,29 @@ class Saver:
     def _add_metrics(self, step: int, metrics: dict[str, float], more: dict[str, Any]) -> None:
         """Runs on rank 0."""
         try:
+            self.check_place()
             if store.add_metrics(self.folder, step, metrics, **more):
                 self._prune(step)
-        except OSError as error:
+        except (OSError, TrainingError) as error:  # `finish` and the next save check the place again
             self.tell(f"warning: the checkpoint of step {step} stays without the metrics of its evaluation: {error}")
+
+    def _lost(self, shares: list[dict[str, Any]]) -> TrainingError | None:
+        """The error if the run directory of a rank is another folder now. This rank looks again, after the writes."""
+        lost: TrainingError | None = next((share["lost"] for share in shares if "lost" in share), None)
+        try:
+            self.check_place()
+        except TrainingError as error:
+            lost = lost or error
+        return lost
+
+    def check_place(self) -> None:
+        """Check that the run directory is the folder that it was.
+
+        Raises:
+            TrainingError: it is another one, or none.
+        """
+        if self.held is not None:
+            self.held.check()
 
     def _prune(self, step: int) -> None:
         try:
@@ -236,6 +264,8 @@ class Saver:
                 if self.in_background:  # the training gets the error only when it waits for this checkpoint
                     self.tell(f"error: {refusal}")
                 return refusal
+        if (lost := self._lost(shares)) is not None:
+            return lost
         fault = next((share["fault"] for share in shares if "fault" in share), None)
         try:
             if fault is None:

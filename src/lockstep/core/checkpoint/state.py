@@ -16,6 +16,10 @@ from lockstep.core.errors import CheckpointError
 from lockstep.core.parallel.sharded_tensor import is_sharded, like, local, local_shard, own_columns
 
 _NOTHING = torch.empty(0)
+REMEDY_FOR_GLOBAL = (
+    "keep such a value in a group, as self.param_groups[0]['count']: checkpoints hold what changes there"
+)
+"""The remedy where an optimizer keeps state that belongs to no parameter."""
 
 
 def capture(
@@ -36,6 +40,12 @@ def capture(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
     for parameter, slots in optimizer.state.items():
+        if id(parameter) not in names:
+            raise CheckpointError(
+                f"the optimizer keeps state under {reprlib.repr(parameter)}, which is not a parameter of the model",
+                where="optimizer.state",
+                remedy=REMEDY_FOR_GLOBAL,
+            )
         state |= {f"optimizer.{names[id(parameter)]}.{slot}": value for slot, value in slots.items()}
     for group, settings in changed_settings(optimizer):
         state |= {f"group.{group['name']}.{key}": value for key, value in settings.items()}

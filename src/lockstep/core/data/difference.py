@@ -28,12 +28,12 @@ class Leaf(NamedTuple):
 
 def record(sample: Any) -> list[Leaf]:
     """The first leaves of a sample. Objects of unknown kinds stand there with their type alone."""
-    leaves: list[Leaf] = []
-    for place, value in _walk(sample, ""):
-        if len(leaves) == _LEAVES:
+    found: list[Leaf] = []
+    for place, value in walk(sample):
+        if len(found) == _LEAVES:
             break
-        leaves.append(_leaf(place, value))
-    return leaves
+        found.append(_leaf(place, value))
+    return found
 
 
 def first(one: Sequence[Leaf], other: Sequence[Leaf], names: tuple[str, str]) -> str:
@@ -65,16 +65,17 @@ def _first_number(place: str, leaves: tuple[Leaf, Leaf], names: tuple[str, str])
     return f"{place}, {at}: {values[0]}, and {values[1]}"
 
 
-def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+def walk(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """What stands in mappings, lists, tuples and dataclasses, with its place."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _walk(item, f"{place}[{key!r}]")
+            yield from walk(item, f"{place}[{key!r}]")
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
-            yield from _walk(item, f"{place}[{number}]")
+            yield from walk(item, f"{place}[{number}]")
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from _walk(getattr(value, field.name), f"{place}.{field.name}")
+            yield from walk(getattr(value, field.name), f"{place}.{field.name}")
     else:
         yield place, value
 

@@ -13,6 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core.data import worker_deaths, workers
+from lockstep.core.data.handover import Failure, packed
+from lockstep.core.errors import LockstepError
 
 
 def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
@@ -47,7 +49,10 @@ def digests(data: Any, indices: Sequence[int], in_worker: bool = False) -> list[
 
 def sample(data: Any, index: int, in_worker: bool = False) -> Any:
     """A raw sample, read under the seed with which its digest is made."""
-    return _read_all(_Samples(data), [index], in_worker)[0]
+    (found,) = _read_all(_Handed(data), [index], in_worker)
+    if isinstance(found, Failure):
+        raise found.error
+    return found
 
 
 def digest_of(value: Any) -> str:
@@ -78,6 +83,15 @@ class _Samples(Dataset[Any]):
         random.seed(index)
         np.random.seed(index % 2**32)
         return self.data[index]
+
+
+class _Handed(_Samples):
+    def __getitem__(self, index: int) -> Any:
+        found = super().__getitem__(index)
+        try:
+            return packed(found, "sample", f"{type(self.data).__name__}.__getitem__")
+        except LockstepError as error:
+            return Failure(error)
 
 
 class _Digests(_Samples):

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep.core.data import worker_deaths, workers
 from lockstep.core.data.device_copies import Copy, DeviceCopies
+from lockstep.core.data.handover import Failure
 from lockstep.core.data.order import MicroBatchPlan, StepPlan, derive_seed, derive_seeds
 from lockstep.core.data.randomness import SampleSeeding, restored_generators, seed_all
 from lockstep.core.data.sample_errors import error_of_batch, error_of_sample
@@ -135,6 +136,12 @@ class MicroBatches(Dataset[MicroBatch]):
         self.read_many = None if self.prepares else getattr(data, "__getitems__", None)
         self.seeding = SampleSeeding(lazily=self.read_many is not None)
         self.stream: Any = data if getattr(data, "reads_forward", None) is True else None  # see `streams.Stream`
+
+    @property
+    def made_by(self) -> str:
+        """What makes its batches, for errors."""
+        own = "Task.collate" if self.collates else "Task.prepare" if self.prepares else ""
+        return own or f"{type(self.data).__name__}.__getitem__"
 
     def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch:
         if self.at_once:  # the same as reading each sample and collating them
@@ -325,7 +332,7 @@ class Loader:
                 self.order.plans = functools.partial(workers.after, plans, done)
                 batches, processes = worker_deaths.start(self.batches)
                 continue
-            if isinstance(micro_batch, workers.Failure):
+            if isinstance(micro_batch, Failure):
                 raise micro_batch.error
             done, deaths = done + 1, 0
             yield micro_batch
@@ -355,7 +362,7 @@ class Loader:
         make = functools.partial(workers.data_loader, pairs_of, keys, int(self.workers > 0), stays=False)
         with restored_generators(self.device):
             pairs = dict(zip(keys, worker_deaths.read_all(make, "samples to look at"), strict=True))
-        return {key: pair for key, pair in pairs.items() if pair is not None}
+        return {key: pair for key, pair in pairs.items() if pair is not None and not isinstance(pair, Failure)}
 
     def batch_of(self, index: int) -> Any:
         """A batch of sample `index` alone, read in this process."""

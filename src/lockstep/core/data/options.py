@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
+from lockstep.core.errors import UsageError
 
 _GLOBAL_BATCH = 32
 
@@ -111,12 +112,14 @@ class BatchConfig(Section):
             raise ValueError("accumulate needs per_rank")
         if self.micro and self.per_rank:
             raise ValueError("per_rank is the micro-batch; leave micro out")
-        largest = max(self.micro.values()) if isinstance(self.micro, dict) else self.micro
-        if largest and largest > (self.global_ or _GLOBAL_BATCH):
-            raise ValueError(
-                f"micro ({largest}) is above global ({self.global_ or _GLOBAL_BATCH}); use micro <= global"
-            )
+        if self.global_ is not None and (fault := self._too_large(self.global_)):
+            raise ValueError(fault)
         return self
+
+    def _too_large(self, size: int) -> str:
+        """Why `micro` is too large for a global batch of `size` samples. Empty: it is not."""
+        largest = max(self.micro.values()) if isinstance(self.micro, dict) else self.micro
+        return f"micro ({largest}) is above global ({size}); use micro <= global" if largest and largest > size else ""
 
     @property
     def smallest_micro(self) -> int | None:
@@ -124,9 +127,16 @@ class BatchConfig(Section):
         return min(self.micro.values()) if isinstance(self.micro, dict) else self.micro
 
     def resolve(self, world: int) -> BatchConfig:
-        """This section with `global` and `micro` as numbers, for a first launch on `world` ranks."""
+        """This section with `global` and `micro` as numbers, for a first launch on `world` ranks.
+
+        Raises:
+            UsageError: `micro` is above the default of `global`, which the code of a task could have set.
+        """
         if self.per_rank:
             return BatchConfig.model_validate(
                 {"global": self.per_rank * (self.accumulate or 1) * world, "micro": self.per_rank}
             )
-        return self.model_copy(update={"global_": self.global_ or _GLOBAL_BATCH})
+        size = self.global_ or _GLOBAL_BATCH
+        if fault := self._too_large(size):
+            raise UsageError(fault, where="batch.micro", remedy=f"give batch.global: without it, it is {size}")
+        return self.model_copy(update={"global_": size})

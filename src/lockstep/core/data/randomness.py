@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Generator
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterable
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,6 +81,45 @@ def restored_generators(device: torch.device) -> Generator[None, None, None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+OWN_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+"""The classes of generators that code may make for itself."""
+
+
+def own_generators(owners: Iterable[object]) -> list[Any]:
+    """The generators that objects keep as attributes, each once."""
+    values = (value for owner in owners for value in list(getattr(owner, "__dict__", {}).values()))
+    return list({id(value): value for value in values if isinstance(value, OWN_GENERATORS)}.values())
+
+
+def state_of(generator: Any) -> Any:
+    """The state of one of `OWN_GENERATORS`: a tensor, or what NumPy or Python return."""
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else _bits(generator).state
+
+
+@contextlib.contextmanager
+def restored_own_generators(owners: Iterable[object]) -> Generator[None, None, None]:
+    """At the end, the generators that objects keep as attributes are as before. Nobody seeds them for each pass."""
+    with contextlib.ExitStack() as undo:
+        for generator in own_generators(owners):
+            undo.callback(partial(_set_state, generator, state_of(generator)))
+        yield
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        _bits(generator).state = state
+
+
+def _bits(generator: np.random.Generator | np.random.BitGenerator) -> np.random.BitGenerator:
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
 
 
 class SampleSeeding:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.core import debugging, shortages
+from lockstep.core.code_files import is_own_code
 from lockstep.core.errors import (
     SKIP,
     DataError,
     LockstepError,
     TrainingError,
     frame_of_task,
-    is_own_code,
     listed,
     short_traceback,
 )

@@ -9,18 +9,18 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep.core.data.executed_files import ExecutedFiles
+from lockstep.core.data.handover import Failure, packed
 from lockstep.core.data.order import MicroBatchPlan
 from lockstep.core.errors import LockstepError, exit_of_task
 
 if TYPE_CHECKING:
-    from lockstep.core.data.loader import MicroBatch, MicroBatches
+    from lockstep.core.data.loader import MicroBatches
 
 Plans = Callable[[], Iterable[MicroBatchPlan]]
 _PR_SET_PDEATHSIG = 1
@@ -51,17 +51,6 @@ def data_loader(
     )
 
 
-@dataclass
-class Failure:
-    """Carries an exception out of a loader worker. torch would rebuild the exception from its text alone."""
-
-    error: Exception
-
-    def pin_memory(self) -> Failure:
-        """Called by torch's DataLoader, as for micro-batches."""
-        return self
-
-
 class Order(torch.utils.data.Sampler[MicroBatchPlan]):
     """The plans that the DataLoader reads next. A DataLoader keeps its workers while this object gets other plans."""
 
@@ -83,9 +72,9 @@ class _InWorker(Dataset[Any]):
 class CatchErrors(_InWorker):
     """Returns errors of Lockstep instead of raising them."""
 
-    def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch | Failure:
+    def __getitem__(self, plan: MicroBatchPlan) -> Any:
         try:
-            return self.micro_batches[plan]
+            return packed(self.micro_batches[plan], "batch", self.micro_batches.made_by)
         except LockstepError as error:
             return Failure(error)
         except SystemExit as error:
@@ -93,12 +82,12 @@ class CatchErrors(_InWorker):
 
 
 class Pairs(_InWorker):
-    """Raw and prepared sample by index and epoch; None for a sample that cannot be read."""
+    """Raw and prepared sample by index and epoch; None for a sample that cannot be read, or not be handed over."""
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Any] | None:
+    def __getitem__(self, key: tuple[int, int]) -> Any:
         try:
             prepared = self.micro_batches.sample(*key)
-            return self.micro_batches.data[key[0]], prepared
+            return packed((self.micro_batches.data[key[0]], prepared), "sample", self.micro_batches.made_by)
         except Exception:
             return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import deque
 from collections.abc import Generator, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lockstep.core import devices
+from lockstep.core.data.randomness import restored_own_generators
 from lockstep.core.parallel.sharded_tensor import is_sharded, local
 
 _Places = list[tuple[dict[str, Tensor | None], str, Tensor | None]]  # where each buffer is, its name, the buffer
@@ -68,11 +70,12 @@ _unchanged: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 @contextlib.contextmanager
 def restored_state(module: nn.Module, kind: str = "") -> Generator[None, None, None]:
     """At the end, parameters, buffers, extra states, and numbers and tensors that are attributes of modules, are as
-    they were before. Lists, sets and dicts that are attributes have the same items as before.
+    they were before. Lists, sets, dicts and deques that are attributes have the same items as before, and random
+    generators that are attributes, also of the task, the same state.
 
     Every pass that is no part of a training runs inside: trials, counts, drawings, evaluations. Some models change
     themselves in a forward pass, whatever its mode: momentum encoders (MoCo, BYOL, DINO), `Embedding(max_norm=...)`,
-    modules that count their calls. One such pass more would train another model.
+    modules that count their calls or draw from a generator of their own. One such pass more would train another model.
 
     torch does not count all changes (`parameter.data.mul_(...)`), so the values are copied. With a GPU, the copies of
     parameters are in the memory of its host. Of sharded parameters, each rank copies its rows.
@@ -93,8 +96,9 @@ def restored_state(module: nn.Module, kind: str = "") -> Generator[None, None, N
         for owner in module.modules()
         if _keeps_extra(owner)
     ]
+    task = getattr(getattr(module, "loss", None), "__self__", None)  # of a `Forward`
     try:
-        with restore_buffers(module):
+        with restored_own_generators([*module.modules(), task]), restore_buffers(module):
             yield
             has_ended = True
     finally:
@@ -145,8 +149,9 @@ def _attributes(owner: nn.Module) -> dict[str, Any]:
 
 
 def _containers(owner: nn.Module) -> list[Any]:
-    """Lists, sets and dicts that a module keeps as attributes, without those of torch."""
-    return [value for name, value in vars(owner).items() if type(value) in (list, dict, set) and name not in _OF_TORCH]
+    """Lists, sets, dicts and deques that a module keeps as attributes, without those of torch."""
+    kinds = (list, dict, set, deque)
+    return [value for name, value in vars(owner).items() if type(value) in kinds and name not in _OF_TORCH]
 
 
 def _keeps_extra(owner: nn.Module) -> bool:
@@ -157,12 +162,9 @@ def _keeps_extra(owner: nn.Module) -> bool:
 
 
 def _refill(container: Any, before: Any) -> None:
-    """Give a list, a set or a dict the items that it had."""
-    if isinstance(container, list):
-        container[:] = before
-    else:
-        container.clear()
-        container.update(before)
+    """Give a list, a set, a dict or a deque the items that it had."""
+    container.clear()
+    container.extend(before) if isinstance(container, list | deque) else container.update(before)
 
 
 def _has_values(attribute: Any) -> bool:

@@ -17,7 +17,7 @@ from lockstep.core.parallel import world as worlds
 from lockstep.core.parallel.gathered_writes import GatheredWrites
 from lockstep.core.parallel.meta_init import build_on_meta, materialise
 from lockstep.core.parallel.options import ParallelConfig
-from lockstep.core.parallel.sharded_tensor import is_sharded
+from lockstep.core.parallel.sharded_tensor import is_spread
 from lockstep.core.parallel.single import Single, constant_loss_error, leaves
 from lockstep.core.parallel.strategy import CallsVary, Forward, Losses, Waits
 from lockstep.core.parallel.world import World
@@ -37,7 +37,7 @@ class FSDP(Single):
         self._waits: list[tuple[Any, Any]] | None = []  # marks around the gathering of blocks; None: not marked
         self._modules: list[Any] = []  # those to which `fully_shard` was applied, the root first
         self._units: list[tuple[Any, bool]] = []  # without the root, and whether they are freed after a forward pass
-        self._writes: GatheredWrites | None = None  # until the first step has been looked at
+        self._writes: GatheredWrites | None = None
         self._values: dict[str, Tensor] = {}  # on rank 0, from `build_model` to `wrap`: the values of the model
 
     def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
@@ -116,6 +116,8 @@ class FSDP(Single):
         return contextlib.nullcontext()
 
     def backward(self, losses: Losses, factors: Losses, last: bool) -> Waits | None:
+        if self._writes is not None:
+            self._writes.check(last)
         waits = super().backward(losses, factors, last or self.options.reduce_each_micro_batch)
         if waits is None or not self.options.reduce_each_micro_batch:
             return waits
@@ -127,12 +129,6 @@ class FSDP(Single):
     def _gathered(self) -> Iterator[tuple[Tensor, Tensor]]:
         for module in self._modules:
             yield from torch_internals.gathered_parameters(module)
-
-    def _check_all_used(self, losses: Losses) -> None:
-        if self._writes is not None:
-            writes, self._writes = self._writes, None
-            writes.check()
-        super()._check_all_used(losses)
 
     def _zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
         raise constant_loss_error(constants[0], "parallel.strategy=fsdp")
@@ -189,11 +185,11 @@ class FSDP(Single):
         used = leaves(losses)
         unused: dict[str, bool] = {}
         for block in (None, *self._modules[1:]):
-            was_sharded = block is not None and any(map(_is_spread, block.parameters()))
+            was_sharded = block is not None and any(map(is_spread, block.parameters()))
             if was_sharded:
                 block.unshard()
             for name, parameter in self.unwrapped.model.named_parameters():
-                if parameter.requires_grad and not _is_spread(parameter):
+                if parameter.requires_grad and not is_spread(parameter):
                     unused.setdefault(name, id(parameter) not in used)
             if was_sharded:
                 block.reshard()
@@ -306,8 +302,3 @@ def make_mesh(world: World, shape: Mapping[str, int]) -> Any:
             torch_internals.set_timeout(group, world.timeout)
     worlds.retire(groups)
     return mesh
-
-
-def _is_spread(parameter: Any) -> bool:
-    """True while FSDP has not gathered a parameter. A gathered one may still be cut over a tensor group."""
-    return is_sharded(parameter) and "shard" in parameter.device_mesh.mesh_dim_names

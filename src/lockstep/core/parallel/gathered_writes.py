@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import TrainingError, listed
 from lockstep.core.parallel import torch_internals
-from lockstep.core.parallel.sharded_tensor import is_sharded
+from lockstep.core.parallel.sharded_tensor import is_spread, local
 
 _PART = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class GatheredWrites:
-    """Watches forward passes in training for writes into gathered parameters, until `check`.
+@dataclass(frozen=True)
+class _Gathered:
+    """A gathered parameter before a pass."""
 
-    A sum of the bits of each parameter is taken when it is gathered, and before it is let go of. torch counts writes,
-    but not those through `parameter.data`.
+    owner: nn.Module
+    key: str
+    value: Tensor
+    version: int
+    memory: int
+    bits: int | None
+
+    def is_written(self) -> bool:
+        """True if the parameter was written since. FSDP may have let go of it meanwhile: then that was seen before."""
+        if self.owner._parameters[self.key] is not self.value:
+            return False
+        if (self.value._version, _memory(self.value)) != (self.version, self.memory):
+            return True
+        return self.bits is not None and _sum_of(self.value) != self.bits
+
+
+@final
+class GatheredWrites:
+    """Watches the forward passes of a training for writes into gathered parameters.
+
+    torch counts writes, and `parameter.data = value` puts other memory in place: each pass looks at both, so a write
+    that changes no value is seen, too. torch does not count writes through `parameter.data`, such as
+    `parameter.data.lerp_(...)`. They are known by a sum of the bits, which reads all memory: the passes of steps 1, 2,
+    4, 8, ... of a process take it.
 
     Args:
         root: the module that is sharded last.
@@ -29,37 +53,44 @@ class GatheredWrites:
 
     def __init__(self, root: nn.Module, sharded: Sequence[Any]) -> None:
         self.root, self.found = root, dict[str, None]()
+        self._step, self._next_sums = 1, 1
         self._names = {id(module): name for name, module in root.named_modules()}
-        self._sums: dict[int, list[tuple[nn.Module, str, nn.Parameter, int]]] = {}
-        self._hooks = [module.register_forward_pre_hook(self._begin) for module in sharded]  # after FSDP has gathered
-        self._hooks += [module.register_forward_hook(self._end, prepend=True) for module in sharded]
+        self._places = {
+            id(module): [(owner, key) for owner, key, _ in torch_internals.sharded_places(module)] for module in sharded
+        }
+        self._gathered: dict[int, list[_Gathered]] = {}
+        for module in sharded:
+            module.register_forward_pre_hook(self._begin)  # after FSDP has gathered
+            module.register_forward_hook(self._end, prepend=True)
 
     def _begin(self, module: nn.Module, _: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            found = self._sums[id(module)] = []
-            for owner, key, _ in torch_internals.sharded_places(module):
-                value = owner._parameters[key]
-                if value is not None and not is_sharded(value):
-                    found.append((owner, key, value, _sum_of(value)))
+            takes_sums = self._step == self._next_sums
+            self._gathered[id(module)] = [
+                _Gathered(owner, key, value, value._version, _memory(value), _sum_of(value) if takes_sums else None)
+                for owner, key in self._places[id(module)]
+                if (value := owner._parameters[key]) is not None and not is_spread(value)
+            ]
 
     def _end(self, module: nn.Module, *_: Any) -> None:
-        of_all = [id(module)] if module is not self.root else list(self._sums)  # a block may stay gathered
+        of_all = [id(module)] if module is not self.root else list(self._gathered)  # a block may stay gathered
         for one in of_all:
-            for owner, key, value, before in self._sums.get(one, ()):
-                if owner._parameters[key] is value and _sum_of(value) != before:
-                    self.found[f"{self._names[id(owner)]}.{key}".removeprefix("model.")] = None
+            for gathered in self._gathered.get(one, ()):
+                if gathered.is_written():
+                    name = f"{self._names[id(gathered.owner)]}.{gathered.key}"
+                    self.found[name.removeprefix("model.")] = None
         if module is self.root:
-            self._sums.clear()
+            self._gathered.clear()
 
-    def check(self) -> None:
-        """Stop watching.
+    def check(self, last: bool) -> None:
+        """After the forward pass of a micro-batch.
+
+        Args:
+            last: whether it is the last of a step.
 
         Raises:
-            TrainingError: a forward pass wrote into gathered parameters; names them.
+            TrainingError: it wrote into gathered parameters; names them.
         """
-        for hook in self._hooks:
-            hook.remove()
-        self._sums.clear()
         if self.found:
             raise TrainingError(
                 "a forward pass writes into parameters, and fsdp loses what it writes: each rank keeps its rows of the "
@@ -68,10 +99,17 @@ class GatheredWrites:
                 remedy="use parallel.strategy=ddp, or keep what the pass writes in buffers (register_buffer), such as "
                 "the weights of a momentum encoder",
             )
+        if last:
+            self._next_sums *= 2 if self._step == self._next_sums else 1
+            self._step += 1
+
+
+def _memory(value: Tensor) -> int:
+    return local(value).untyped_storage().data_ptr()
 
 
 def _sum_of(parameter: Tensor) -> int:
-    values = parameter.detach()
+    values = local(parameter.detach())
     values = torch.view_as_real(values) if values.is_complex() else values
     if not values.untyped_storage().size():
         return 0

@@ -1,4 +1,4 @@
-"""Checks for what strategies break: hooks on gradients of parameters, references to parameters, and `max_norm`."""
+"""Checks for what strategies break: hooks on gradients, references to parameters, shared memory, and `max_norm`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.core.errors import UsageError, listed
 from lockstep.core.parallel import torch_internals
@@ -115,6 +117,55 @@ def check_references(model: nn.Module, task: object) -> None:
             remedy="sharding puts new parameters in their place, so these would keep their first values: hold the "
             "module, and take its parameters where they are used (module.weight); or use ddp",
         )
+
+
+def check_shared_memory(model: nn.Module) -> None:
+    """Check that no parameter of `model` shares memory with another parameter, a buffer, or a tensor in an attribute.
+
+    Sharding copies each parameter to memory of its own: what the optimizer then writes into one is not in the other.
+    One parameter with two names is another thing: it stays one.
+
+    Raises:
+        UsageError: names the tensors.
+    """
+    tensors: dict[int, tuple[str, Tensor]] = {}  # by identity: a tensor may have several names
+    for name, module in model.named_modules():
+        for kept in (module._parameters, module._buffers, vars(module)):
+            for key, value in kept.items():
+                if isinstance(value, Tensor) and value.layout == torch.strided:
+                    tensors.setdefault(id(value), (f"{name}.{key}".lstrip("."), value))
+    by_memory: dict[StorageWeakRef, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors.values():
+        memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        by_memory.setdefault(memory, []).append((name, tensor))
+    found = [
+        f"{name} and {other}"
+        for some in by_memory.values()
+        for place, (name, tensor) in enumerate(some)
+        for other, its_tensor in some[:place]
+        if any(isinstance(one, nn.Parameter) for one in (tensor, its_tensor)) and _overlap(tensor, its_tensor)
+    ]
+    if found:
+        raise UsageError(
+            f"these tensors share memory with a parameter, and sharding would separate them: {listed(found, 5)}",
+            where="parallel.strategy=fsdp",
+            remedy="register one parameter under both names (b.weight = a.weight), compute in `forward` what views a "
+            "parameter, or make a copy (clone) if they are to differ; or use ddp",
+        )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """True if the ranges of bytes of two tensors with the same storage overlap."""
+    (begin, end), (its_begin, its_end) = _bytes(one), _bytes(other)
+    return max(begin, its_begin) < min(end, its_end)
+
+
+def _bytes(tensor: Tensor) -> tuple[int, int]:
+    begin, size = int(tensor.storage_offset()) * tensor.element_size(), tensor.element_size()
+    if not tensor.numel():
+        return begin, begin
+    steps = sum(int((length - 1) * stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (steps + 1) * size
 
 
 def _inside(holder: Any) -> Iterator[tuple[str, Any]]:

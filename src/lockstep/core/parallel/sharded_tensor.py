@@ -38,6 +38,11 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")  # a DTensor; to import its class would take a second
 
 
+def is_spread(parameter: Any) -> bool:
+    """True while FSDP has not gathered a parameter. A gathered one may still be cut over a tensor group."""
+    return is_sharded(parameter) and "shard" in parameter.device_mesh.mesh_dim_names
+
+
 def local(tensor: Any) -> Tensor:
     """The part of a tensor that is on this rank, as a plain tensor that shares its memory."""
     plain: Tensor = tensor.to_local() if is_sharded(tensor) else tensor

@@ -87,12 +87,24 @@ class Forward(nn.Module):
         self.uses_graphs = uses_graphs
         self.tensor_plan = tensor_plan
         self.kept = KeptOutput()
+        self._has_computed = False
 
     def forward(self, batch: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Any:
-        """Loss sums by head; a single loss is the head `loss`. With `call`: the result of `call(model, batch)`."""
+        """Loss sums by head; a single loss is the head `loss`. With `call`: the result of `call(model, batch)`.
+
+        Raises:
+            TrainingError: in the first pass with gradients, the loss calls `backward()` itself.
+        """
         if self.uses_graphs:
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        is_first = not self._has_computed and torch.is_grad_enabled()
+        self._has_computed = self._has_computed or is_first
+        before = self._graded() if is_first else set()
         returned = self.loss(self.model, batch) if call is None else call(self.model, batch)
+        if is_first and self._graded() - before:
+            remedy = "only return the loss; for gradients of inputs use torch.autograd.grad(loss, inputs)"
+            what = "it calls backward() itself, so the gradient would count twice"
+            raise TrainingError(what, where="Task.loss", remedy=remedy)
         if self.uses_graphs:
             returned = tree_map_only(Tensor, torch.clone, returned)
         if call is not None:
@@ -103,6 +115,10 @@ class Forward(nn.Module):
         if self.kept.is_wanted and self.model.training:
             self.kept.output = output
         return by_head(losses)
+
+    def _graded(self) -> set[str]:
+        """The names of the parameters that have gradients."""
+        return {name for name, parameter in self.model.named_parameters() if parameter.grad is not None}
 
 
 @dataclass(frozen=True)

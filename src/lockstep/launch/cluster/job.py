@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.core.errors import UsageError
+from lockstep.core.user_files import check_replaceable
 
 _SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)|APIKEY", re.IGNORECASE)
 _OF_ONE_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # folders that nodes do not share
@@ -159,24 +160,20 @@ def warnings(job: Job, global_batch: int | None, directory: str) -> list[str]:
     return found
 
 
-def write(path: Path, text: str, *, mark: str, is_secret: bool) -> None:
+def write(path: Path, text: str, *, mark: str, is_secret: bool, force: bool = False) -> None:
     """Write a file, over a file with the same mark too.
 
     Args:
         mark: a part of all texts that this command writes.
         is_secret: only the user may read it.
+        force: also write over any other file.
 
     Raises:
         UsageError: the path has another file, or cannot be written.
     """
     try:
-        if path.exists() and mark not in path.read_text(encoding="utf-8", errors="replace"):
-            raise UsageError(
-                "exists, is none of this command's files, and is not overwritten",
-                where=str(path),
-                remedy="give another name with --output",
-            )
         path.parent.mkdir(parents=True, exist_ok=True)
+        check_replaceable(path, force=force, mark=mark)
         path.touch(mode=0o600 if is_secret else 0o666)
         if is_secret:
             path.chmod(0o600)

@@ -28,6 +28,7 @@ from lockstep.core.parallel.buffers import restored_state
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
 from lockstep.parts.checks.same_output import check_same_output
+from lockstep.parts.checks.unlike_halves import unlike_order
 
 if TYPE_CHECKING:
     from lockstep.core.task import Task
@@ -36,6 +37,13 @@ _SAMPLES = 8
 _TRAINING_DATA = "Task.train_data or Task.prepare"
 _TURNS = 6  # so often a loss must look like a mean, with other samples first
 _APART = 0.1  # a loss is a mean only if it differs from the sum by more than this share of the losses
+_SUM = (
+    "return the SUM over the units (reduction='sum'). For a mean by class weights, return the sum of weighted losses, "
+    "and the sum of the weights from Task.weight. A ratio over the batch, such as Dice, IoU or F-beta, is no such sum, "
+    "whatever its factor: return lockstep.losses.dice, or let Task.embed give `loss` the global batch; "
+    "docs/global_loss.md"
+)
+_MEETING = f"{_SUM}. If samples meet in the model, mask what pads them. `lockstep verify` names the line"
 _NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # a share of the losses that rounding explains, by precision
 
 
@@ -67,10 +75,12 @@ def look_at_losses(
     precision: Precision,
     must_run: bool,
     allow_mean: bool = False,
+    compares: bool = False,
 ) -> list[str]:
-    """Check that all ranks read the same samples, and that the loss is a sum over its units, and not a mean.
+    """Check that all ranks read the same samples, and that the loss is a sum over its units.
 
-    The loss of some samples of the first step is compared with the losses of their two halves.
+    The loss of some samples of the first step is compared with the losses of their two halves. The samples are sorted
+    before they are halved: where halves are alike, a ratio over a batch, such as Dice, looks like a sum or a mean.
 
     Args:
         forward: a `Forward`. All ranks call this with the same samples, so that they gather shards together.
@@ -78,9 +88,10 @@ def look_at_losses(
         must_run: whether evaluations will call the loss in evaluation mode. If so, its exceptions are raised here.
             Otherwise they are left to the first step, which calls the loss in training mode.
         allow_mean: whether a loss that is a mean is a warning, and no error.
+        compares: whether the loss gets all samples of a global batch (`Task.embed`), so that it may compare them.
 
     Returns:
-        a warning, where the samples change or such a loss is allowed; else nothing.
+        warnings, if the samples change, if a mean is allowed, or if samples influence each other in the loss.
 
     Raises:
         UsageError: the ranks have different samples, or the loss is a mean.
@@ -88,31 +99,47 @@ def look_at_losses(
     indices = plan.indices(0)[0][: min(_SAMPLES, max(2, min(most, plan.micro_batch_at(0))))].tolist()
     if len(indices) < 2:
         return []
-    half, remarks = len(indices) // 2, list[str]()
-    heads: list[str] | None = None
-    # A `collate` that mixes samples at random may give such losses by chance: other samples come first then, and decide
+    (whole,) = read(loader, [indices])
+    remarks = same_samples.check_batch(whole, loader, what="training", where=_TRAINING_DATA, world=world)
+    run = partial(_losses, forward, precision=precision, must_run=must_run)
+    by_label = unlike_order(whole.collated, whole.samples) if whole.samples > 1 else range(len(indices))
+    for order in ([whole.indices[place] for place in by_label], indices):
+        parts = [whole, *read(loader, _halves(order))]
+        losses, near = run(parts)
+        # Labels may be missing in a whole half. All ranks make equally many passes, as they gather shards together.
+        if not world.all_max(int(bool(losses) and not _have_units(losses, parts))):
+            break
+    heads = [head for head in losses[0] if _is_mean(head, losses, parts, near=near)] if losses else []
+    mean = _mean_error(forward, plan, whole, losses, heads)
+    coupled = "" if compares or not losses else _coupled(losses, parts, near=near)
+    # A `collate` that mixes samples at random may give a mean by chance: other samples come first then, and decide
     # what it draws.
-    for turn in range(min(_TURNS, len(indices))):
-        turned = indices[turn:] + indices[:turn]
-        parts = read(loader, [turned, turned[:half], turned[half:]])  # the whole, then its halves
-        losses, near = _losses(forward, parts, precision=precision, must_run=must_run)
-        if heads is None:
-            remarks = same_samples.check_batch(parts[0], loader, what="training", where=_TRAINING_DATA, world=world)
-            heads = [head for head in losses[0] if _is_mean(head, losses, parts, near=near)] if losses else []
-            mean = _mean_error(forward, plan, parts[0], losses, heads)
-        elif losses:
-            heads = [head for head in heads if _is_mean(head, losses, parts, near=near, alike=True)]
-        if not world.all_max(len(heads)):  # all ranks make equally many passes: they gather shards together
-            return remarks
-    if mean is None or not heads:
+    for turn in range(1, min(_TURNS, len(order))):
+        if not world.all_max(len(heads)):
+            break
+        turned = order[turn:] + order[:turn]
+        parts = read(loader, [turned, *_halves(turned)])
+        again, near = run(parts)
+        heads = [head for head in heads if _is_mean(head, again, parts, near=near, alike=True)] if again else heads
+    if mean is not None and heads:
+        if not allow_mean:
+            raise mean
+        return [*remarks, f"WARNING: {mean.where}: {mean.what}: train.allow_mean_loss=true wants it so"]
+    if not world.all_max(int(bool(coupled and not heads))):
         return remarks
-    if not allow_mean:
-        raise mean
-    return [*remarks, f"WARNING: {mean.where}: {mean.what}: train.allow_mean_loss=true wants it so"]
+    again, _ = run(read(loader, [order[1:] + order[:1]]), seed=1)
+    drawn = not again or any(abs(again[0][head] - loss) > near * abs(loss) for head, loss in losses[0].items())
+    if not coupled or drawn:  # the halves draw other random numbers than the whole
+        return remarks
+    return [*remarks, f"WARNING: Task.loss ({task_checks.line_of(forward.loss)}): {coupled}\n  remedy: {_MEETING}"]
+
+
+def _halves(indices: Sequence[int]) -> list[Sequence[int]]:
+    return [indices[: len(indices) // 2], indices[len(indices) // 2 :]]
 
 
 def _losses(
-    forward: nn.Module, parts: Sequence[MicroBatch], *, precision: Precision, must_run: bool
+    forward: nn.Module, parts: Sequence[MicroBatch], *, precision: Precision, must_run: bool, seed: int = 0
 ) -> tuple[list[dict[str, float]], float]:
     """The losses by head of each part, and the difference that rounding explains; nothing where that cannot be said."""
     if any(part.filler for part in parts):  # no sample of a part can be read
@@ -120,7 +147,7 @@ def _losses(
     tensors: list[dict[str, Any]] = []
     try:
         for part in parts:
-            seed_forward(0, precision.device)  # the same noise for the whole and for its halves, and on every rank
+            seed_forward(seed, precision.device)  # the same noise for the whole and for its halves, and on every rank
             with precision.autocast():
                 tensors.append(forward(part.batch))
     except Exception:
@@ -132,7 +159,8 @@ def _losses(
         isinstance(loss, Tensor) and loss.is_floating_point() and not loss.ndim for loss in values
     ):
         return [], 0.0  # the first step reports the fault
-    near = max(_NEAR[precision.name], *(4 * torch.finfo(loss.dtype).eps for loss in values))
+    dtypes = {one.dtype for one in [*values, *forward.parameters()] if one.is_floating_point()}
+    near = max(_NEAR[precision.name], *(4 * torch.finfo(dtype).eps for dtype in dtypes if dtype.itemsize > 1))
     return [{head: float(loss) for head, loss in by_head.items()} for by_head in tensors], near
 
 
@@ -153,9 +181,26 @@ def _mean_error(
         f"two halves {first:.4g} and {second:.4g}. Lockstep divides the sum by the units of the global batch, so this "
         f"run would train with about 1/{share:.0f} of the gradient",
         where=f"Task.loss ({task_checks.line_of(forward.loss)})",
-        remedy="return the sum (reduction='sum'), or the mean times its number of units; for a loss that is meant as "
-        "it is: train.allow_mean_loss=true",
+        remedy=f"{_SUM}. For a loss that is meant as it is: train.allow_mean_loss=true",
     )
+
+
+def _coupled(losses: Sequence[Mapping[str, float]], parts: Sequence[MicroBatch], *, near: float) -> str:
+    """How far the loss of a head is from the sum over the halves; empty where rounding explains the difference."""
+    whole, *halves = parts
+    for head, loss in losses[0].items():
+        first, second = (by_head.get(head, math.nan) for by_head in losses[1:])
+        units, of_halves = _units(whole, head), sum(_units(half, head) for half in halves)
+        off = abs(loss - (first + second) * units / of_halves) if of_halves else math.nan
+        if not off > near * (abs(first) + abs(second)) or not math.isfinite(off):  # nor if one is NaN
+            continue
+        named = f" of head {head!r}" if len(losses[0]) > 1 else ""
+        return (
+            f"the loss{named} of a batch is not the sum over its samples: {whole.samples} samples give {loss:.4g}, and "
+            f"their two halves, sorted by their labels, {first:.4g} and {second:.4g}. So this training depends on "
+            "batch.micro and on the number of ranks"
+        )
+    return ""
 
 
 class LookedAt(NamedTuple):
@@ -255,6 +300,12 @@ def read(loader: Loader, parts: Sequence[Sequence[int]]) -> list[MicroBatch]:
 
 def _units(part: MicroBatch, head: str) -> float:
     return part.weights.get(head, 0.0) if part.weights is not None else float(part.samples)
+
+
+def _have_units(losses: Sequence[Mapping[str, float]], parts: Sequence[MicroBatch]) -> bool:
+    """True if all parts have units of each head, and losses that are numbers."""
+    pairs = [(part, head, loss) for by_head, part in zip(losses, parts, strict=True) for head, loss in by_head.items()]
+    return all(math.isfinite(loss) and _units(part, head) > 0 for part, head, loss in pairs)
 
 
 def _is_mean(

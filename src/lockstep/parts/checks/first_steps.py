@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
 
 import torch
 
 from lockstep.core import task_checks
+from lockstep.core.block_state import written_by_pass
 from lockstep.core.build import Run
 from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.form import Kind, described, kinds
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.randomness import restored_generators, seed_all
-from lockstep.core.errors import LockstepError, TrainingError
+from lockstep.core.errors import LockstepError, TrainingError, listed
+from lockstep.parts.checks.left_out import LeftOut
 from lockstep.parts.checks.outside_state import OutsideState
 from lockstep.parts.replicas import differing, digests_of
 
@@ -34,6 +38,7 @@ class FirstSteps:
         """The form of a state that a newly built model is known to load."""
         self.tried: set[str] = set()
         """Names of what has another form than in a new model, and was loaded into one."""
+        self.left_out = LeftOut(run)
         self.outside = OutsideState(run.model, run.task) if run.state.world.rank == 0 else None
         self._look()
 
@@ -41,7 +46,8 @@ class FirstSteps:
         """The batches of the first two steps. When the next batch is asked for, the step before it is checked."""
         state, first, done = self.run.state, self.run.state.step, 0
         for micro_batches in batches:
-            yield micro_batches
+            with self._watched(first) if not done else contextlib.nullcontext():
+                yield micro_batches
             done = state.step - first
             self._look()
             if done == 1:
@@ -49,8 +55,42 @@ class FirstSteps:
                 state.strategy.begin_step()
                 self.check_loadable()
             else:
+                self.left_out.check()  # a copy of what trains begins to move in the second step
                 self._warn()
                 return
+
+    @contextlib.contextmanager
+    def _watched(self, step: int) -> Generator[None, None, None]:
+        """Around the first step of a process: note what its forward passes write.
+
+        With passes of other sizes, or another number of them, such a model is trained otherwise: a note says so. Where
+        it is a parameter, checkpoints keep the number of passes; see `resume.restore`.
+        """
+        run, names = self.run, set[str]()
+        forward, stack = run.state.strategy.unwrapped, contextlib.ExitStack()
+        compiled = run.config.compute.compile is not None
+
+        def begin(module: torch.nn.Module, _: Any) -> None:
+            if module.training and torch.is_grad_enabled():
+                stack.enter_context(written_by_pass(run.model, names, is_compiled=compiled))
+
+        def end(*_: Any) -> None:
+            stack.close()
+            moved = names & {name for name, _ in run.model.named_parameters()}
+            run.moves_in_passes = sorted(moved.union(run.moves_in_passes))  # now: the step may end with a save
+
+        handles = [forward.register_forward_pre_hook(begin), forward.register_forward_hook(end, always_call=True)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if names:
+            kept = ": it determines the training here" if run.moves_in_passes else ""
+            run.tell(
+                f"note: each forward pass changes {listed(sorted(names))}, once for each of the {run.plan.count(step)} "
+                f"micro-batches of a step: with another batch.micro or number of ranks, another model is trained{kept}"
+            )
 
     def _check_replicas(self) -> None:
         """Check that all ranks hold the same parameters, where each holds all of them.
@@ -83,13 +123,14 @@ class FirstSteps:
                 self.run.tell(text)
 
     def check_loadable(self) -> None:
-        """Check that the optimizer has the model's parameters, and that a newly built model can load the state.
+        """Check that a newly built model can load the state, and that what the state leaves out has not changed.
 
         All ranks call it, after their buffers were made the same.
 
         Raises:
             TrainingError: on all ranks; names the tensors, and how they differ.
         """
+        self.left_out.check()
         world, state = self.run.state.world, self.run.state
         found = kinds(self.run.model.state_dict())
         code = zlib.crc32(repr(sorted(found.items())).encode())

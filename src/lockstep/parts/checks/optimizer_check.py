@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.core.checkpoint.nested import Plain
+from lockstep.core.checkpoint.state import REMEDY_FOR_GLOBAL
 from lockstep.core.errors import UsageError
 from lockstep.core.optimizer_class import is_of_torch, like, members, options
 
@@ -69,7 +70,7 @@ def _small_updates(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     Empty where no other optimizer of this class can be made.
     """
     kinds = {(p.device, p.dtype) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    given_options, state = options(optimizer), {}
+    given_options, state, foreign = options(optimizer), {}, list[Any]()
 
     def fault(device: torch.device, dtype: torch.dtype, given: Mapping[str, Any]) -> str | None:
         parameter = nn.Parameter(torch.zeros(4, 4, device=device, dtype=dtype))
@@ -79,6 +80,7 @@ def _small_updates(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             if made is not None:
                 settings = [dict(group) for group in made.param_groups]
                 made.step()
+                foreign[:] = [key for key in made.state if key is not parameter]
                 state.update(made.state[parameter])
                 for before, group in zip(settings, made.param_groups, strict=True):
                     state.update((key, value) for key, value in group.items() if value is not before.get(key, made))
@@ -87,7 +89,11 @@ def _small_updates(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return None
 
     for device, dtype in sorted(kinds, key=str):
-        if (what := fault(device, dtype, given_options)) is None:
+        what = fault(device, dtype, given_options)
+        if foreign:
+            found = f"{type(optimizer).__name__} keeps state under {foreign[0]!r}, which is not a parameter"
+            raise UsageError(found, where="optim.name", remedy=REMEDY_FOR_GLOBAL)
+        if what is None:
             continue
         chosen = [name for name in _WAYS if given_options.get(name)]
         without = {name: given_options | {name: None if name == "foreach" else False} for name in chosen}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
-import random
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.data.randomness import OWN_GENERATORS
+
 # Modules and tasks of these packages were read: what they keep in attributes are settings and caches.
 _KNOWN = ("torch", "transformers", "peft", "lockstep")
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -25,7 +26,6 @@ _ELEMENTS = 4096
 _BYTES = 1 << 30
 """Bytes of tensors and arrays in all attributes that are looked at; of more, only the shapes count."""
 _CONTAINERS = (list, tuple, deque, dict, set, frozenset)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _ON_FIRST_USE = ("bool", "non-persistent buffer")
 """The values that count as changed from before the first step; all else from its value after the first step."""
 
@@ -105,7 +105,7 @@ def _kind(value: object) -> str:
         return type(value).__name__
     if isinstance(value, nn.Module):
         return "module that is no part of the model"
-    if isinstance(value, _GENERATORS):
+    if isinstance(value, OWN_GENERATORS):
         return "random generator"
     return "counter" if isinstance(value, count) else ""
 
@@ -144,7 +144,7 @@ class _Look:
             return [(name, self._at(tensor)) for name, tensor in named.items()]
         if isinstance(value, torch.Generator):
             return self._tensor(value.get_state())
-        if isinstance(value, _GENERATORS):
+        if isinstance(value, OWN_GENERATORS):
             return zlib.crc32(pickle.dumps(value))
         if isinstance(value, str | bytes):
             return hash(value)

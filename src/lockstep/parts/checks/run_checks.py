@@ -12,6 +12,7 @@ from lockstep.core.data.loader import MicroBatch
 from lockstep.core.evaluation_run import named_results
 from lockstep.core.parallel.heartbeat import Phase
 from lockstep.core.run_data import EvaluationData
+from lockstep.core.task import needs_global_batch
 from lockstep.parts.checks import dry_run, optimizer_check, untouched_data
 from lockstep.parts.checks.first_steps import FirstSteps
 
@@ -33,11 +34,18 @@ class RunChecks(Checks):
             UsageError: `checkpoint.keep_best` or `train.stop_when` names no result of an evaluation.
         """
         run, state, chosen = self.run, self.run.state, self._chosen_results
+        messages: list[str] = []
+        train = run.config.train
+        is_said = train.eval_every_epochs is not None or train.eval_every_steps is not None
+        # Recipes keep the best, also if there are no evaluation data, or if the user wants no evaluation.
+        if not evaluated and is_said and "checkpoint.keep_best" in chosen:
+            del chosen["checkpoint.keep_best"]
+            messages.append("note: nothing is evaluated, so checkpoint.keep_best keeps no checkpoint")
         dry_run.check_is_evaluated(chosen, bool(evaluated))
         optimizer_check.check(state.optimizer, state.strategy.unwrapped.model)
         if state.step:  # a restart must be quick
             dry_run.check_results_of_saved(chosen, run.folder / "checkpoints", state.world)
-            return []
+            return messages
         samples = {run.batches.loader: run.plan.indices(0)[0].tolist()}
         samples |= {data.loader: data.plan.first(8) for data in evaluated}
         last_epoch = max(0, run.stop - 1) // run.plan.steps_per_epoch
@@ -60,8 +68,8 @@ class RunChecks(Checks):
                 precision=state.precision,
                 must_run=bool(evaluated),
                 allow_mean=self.run.config.train.allow_mean_loss,
+                compares=needs_global_batch(run.task),
             )
-            messages: list[str] = []
             names: list[str] = []
             for data in evaluated:
                 found = dry_run.look_at_evaluation(

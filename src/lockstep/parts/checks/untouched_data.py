@@ -1,10 +1,13 @@
-"""Before the first step: does a task change the samples of a data set that hands out its own memory?"""
+"""Before the first step: does a task change the samples of a data set that hands out its own memory?
+
+And does the data set or the task hand out memory which it fills again, so that a sample becomes the next one?
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -75,6 +78,8 @@ def check(loader: Loader, indices: Sequence[int], last_epoch: int = 0) -> list[s
             "repeated or resumed exactly. Draw from the global generators of torch, NumPy or random, which Lockstep "
             "seeds before each call, and not from a generator of your own, such as numpy.random.default_rng()"
         ]
+    if found.next is not None:
+        raise _refusal_of_reuse(micro_batches, found)
     raise _refusal(micro_batches, found)
 
 
@@ -113,6 +118,18 @@ def _refusal(micro_batches: MicroBatches, found: Changed) -> UsageError:
     )
 
 
+def _refusal_of_reuse(micro_batches: MicroBatches, found: Changed) -> UsageError:
+    which = "training" if micro_batches.training else "evaluation"
+    made = "the batch of sample" if found.method == "collate" else "sample"
+    is_data = found.method == "__getitem__"
+    return UsageError(
+        f"it returns memory that it fills again: {made} {found.index} of the {which} data has other values when "
+        f"{made} {found.next} is made. Batches would hold one sample many times",
+        where=f"{type(micro_batches.data).__name__}.__getitem__" if is_data else f"Task.{found.method}",
+        remedy="return new memory each time: array.copy() or tensor.clone()",
+    )
+
+
 @dataclass
 class Changed:
     """A sample of a data set that is another one when it is read again."""
@@ -122,6 +139,8 @@ class Changed:
     """The method of the task that changed it. None: reading alone."""
     draws: bool = False
     """The method changed nothing, but gives another result when it is called again."""
+    next: int | None = None
+    """The sample for which the method fills the memory again that it has returned for the first."""
 
 
 class _Reads(Dataset[Changed | None]):
@@ -140,6 +159,7 @@ class _Reads(Dataset[Changed | None]):
         one = self.micro_batches
         if type(one.data) is TensorDataset and not one.prepares and not one.collates:
             return None
+        hands_out = False
         for index in indices:
             first = self._read(index)
             before, own = digest_of(first), set(_memory(first))
@@ -148,13 +168,49 @@ class _Reads(Dataset[Changed | None]):
                 return Changed(index, None)
             if own.isdisjoint(_memory(again)):
                 break
+            hands_out = True
             if changed := self._use(index, before):
                 return changed
-        return self._draws(indices[0])
+        prepared = [self._prepared(indices[0], 0, self._read(indices[0])) for _ in range(2)]
+        batches = [self._collated(indices[0], 0, [sample]) for sample in prepared]
+        shares = hands_out or _share_memory(*prepared) or _share_memory(*batches)
+        filled = self._fills_again(indices) if shares else None
+        return filled or self._draws(indices[0], batches)
 
-    def _draws(self, index: int) -> Changed | None:
-        """The method by which equal samples give other batches under the same seeds. None: there is none."""
-        if self.digest_of_batch(index) == self.digest_of_batch(index):
+    def _fills_again(self, indices: Sequence[int]) -> Changed | None:
+        """The method whose result for one sample changes while that for another is made. None: there is none."""
+        one, other = indices[0], next((index for index in indices if index != indices[0]), None)
+        if other is None:
+            return None
+
+        def prepared(index: int) -> Any:
+            return self._prepared(index, 0, self._read(index))
+
+        changing = set[str]()
+        makes: dict[str, Callable[[int], Any]] = {
+            "__getitem__": self._read,
+            "prepare": prepared,
+            "collate": lambda index: self._collated(index, 0, [prepared(index)]),
+        }
+        for method, make in makes.items():
+            made = make(one)
+            before = digest_of(made)
+            make(other)
+            if digest_of(made) != before:
+                changing.add(method)
+        # `prepare` may copy a sample whose memory is filled again.
+        for method in ("__getitem__", "prepare") if "prepare" in changing else ("collate",):
+            if method in changing:
+                return Changed(one, method, next=other)
+        return None
+
+    def _draws(self, index: int, batches: Sequence[Any]) -> Changed | None:
+        """The method by which equal samples give other batches under the same seeds. None: there is none.
+
+        Args:
+            batches: two batches of this sample.
+        """
+        if not all(map(_is_comparable, batches)) or digest_of(batches[0]) == digest_of(batches[1]):
             return None
         prepared = {digest_of(self._prepared(index, 0, self._read(index))) for _ in range(2)}
         method = "prepare" if len(prepared) > 1 else "collate"
@@ -208,10 +264,12 @@ class _Reads(Dataset[Changed | None]):
 
     def batch(self, index: int, epoch: int, samples: Sequence[Any]) -> str | None:
         """The digest of a batch of raw samples, all of them of this index. None: it cannot be compared."""
-        task, prepared = self.micro_batches.task, [self._prepared(index, epoch, sample) for sample in samples]
-        seed_all(derive_seed(self.micro_batches.seed, epoch, index))
-        batch = task.collate(prepared)
+        batch = self._collated(index, epoch, [self._prepared(index, epoch, sample) for sample in samples])
         return digest_of(batch) if _is_comparable(batch) else None
+
+    def _collated(self, index: int, epoch: int, prepared: list[Any]) -> Any:
+        seed_all(derive_seed(self.micro_batches.seed, epoch, index))
+        return self.micro_batches.task.collate(prepared)
 
     def _has_own(self, method: str) -> bool:
         """Without a method of its own, the task has changed nothing: the data set reads other samples by itself."""
@@ -248,6 +306,10 @@ def _memory(value: Any) -> Iterator[int]:
             yield id(value)
         for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
             yield from _memory(item)
+
+
+def _share_memory(one: Any, other: Any) -> bool:
+    return not set(_memory(one)).isdisjoint(_memory(other))
 
 
 def _is_comparable(value: Any) -> bool:

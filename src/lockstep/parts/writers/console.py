@@ -22,8 +22,11 @@ from rich.progress import (
 from lockstep.core import debugging
 from lockstep.core.writer import RunInfo, Writer
 from lockstep.parts import live_line
+from lockstep.parts.ending import duration
 from lockstep.parts.entry_line import entry_line
 from lockstep.parts.live_line import LiveLine
+
+_SILENT_S = 60.0  # an output that is not a terminal gets a line on the progress at least so often
 
 
 class _Console(Console):
@@ -37,6 +40,7 @@ class _Console(Console):
 
 class ConsoleWriter(Writer):
     """Prints a line on the run, then entries and messages as lines. A terminal also shows a bar with the time left.
+    Other outputs get a line on the progress, with the time left, when nothing was printed for a minute.
 
     The loss in the bar is that of the last entry. Of the details of evaluations, such as tables, the console prints
     only those of the last evaluation, when the training ends: train.log has all of them.
@@ -52,7 +56,9 @@ class ConsoleWriter(Writer):
         self.console = console or _Console(highlight=False)
         self.bar: Progress | None = None
         self.line = LiveLine() if live_line.VARIABLE in os.environ and not self.console.is_terminal else None
-        self.begun = time.perf_counter()
+        self.begun = self.printed = time.perf_counter()
+        self.after_first: tuple[int, float] | None = None
+        """The first step of this start whose progress was shown, and when. It took longer than others will."""
         self.loss = ""
         self.has_shown = False
         """True if an entry or a first progress is printed."""
@@ -92,16 +98,27 @@ class ConsoleWriter(Writer):
         if self.bar is not None:
             self.bar.update(self.task, completed=step, loss=self.loss)
             return
-        seconds = time.perf_counter() - self.begun
+        now = time.perf_counter()
+        seconds, at = now - self.begun, f"step {step}/{self.run.last_step}"
         if self.line is not None:
             left = seconds * (self.run.last_step - step) / max(step - self.run.first_step, 1)
             times = f"{seconds:,.0f} s, about {left:,.0f} s left"
-            self.line.show("  ".join(filter(None, (f"step {step}/{self.run.last_step}", self.loss, times))))
+            self.line.show("  ".join(filter(None, (at, self.loss, times))))
         elif not self.has_shown:  # the first entry may be far away
-            self.message(f"step {step}/{self.run.last_step}  {seconds:.1f} s after the beginning")
+            self.message(f"{at}  {seconds:.1f} s after the beginning")
+        elif now - self.printed >= _SILENT_S and step < self.run.last_step:
+            self.message("  ".join((at, f"{duration(seconds)} after the beginning{self._left(step, now)}")))
         self.has_shown = True
+        self.after_first = self.after_first or (step, now)
+
+    def _left(self, step: int, now: float) -> str:
+        """The time until the last step, if two steps tell how long one takes."""
+        first, when = self.after_first or (step, now)
+        left = (now - when) / (step - first) * (self.run.last_step - step) if step > first else None
+        return "" if left is None else f", about {duration(left)} left"
 
     def message(self, text: str) -> None:
+        self.printed = time.perf_counter()
         if self.line is not None:
             self.line.above(text)
         else:

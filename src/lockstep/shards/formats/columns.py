@@ -68,7 +68,8 @@ class Parquet:
         group = groups[number]
         part = _Part(data, begins[group], place.size)
         parquet = module("pyarrow.parquet", _PIP, where=place.url)
-        return Rows(parquet.ParquetFile(part, metadata=about).read_row_group(group, use_threads=False), place)
+        file = parquet.ParquetFile(part, metadata=about, page_checksum_verification=True)
+        return Rows(file.read_row_group(group, use_threads=False), place)
 
 
 class Arrow:

@@ -14,7 +14,9 @@ from lockstep.shards.places import Place
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _BLOCK = 512  # bytes of a block of a tar file
-_TAIL = 1 << 16  # bytes behind the end mark that are looked at: tar pads to 10 KiB
+_END = 2 * _BLOCK  # bytes of the end mark, which are zeros
+_LOOKED_AT = 1 << 16  # bytes behind the last member
+_RECORD = 20 * _BLOCK  # tar adds zeros to the end mark until the file is a multiple of this
 
 
 def members(shard: object, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
@@ -24,7 +26,8 @@ def members(shard: object, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         shard: the name of the shard, for errors.
 
     Raises:
-        DataError: the shard is no tar file, ends too early, or has further bytes behind its end mark.
+        DataError: the shard is no tar file, ends too early, or has further bytes behind its end mark. Many zeros count
+            too: they may fill a copy that was cut off.
     """
     last, end = "", 0
     remedy = "copy or make the shard again"
@@ -40,11 +43,11 @@ def members(shard: object, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
             raise DataError(f"not a tar file: {error}", where=str(shard), remedy=remedy) from error
         what = f"the shard is truncated or damaged: {error}"
         raise DataError(what, where=f"{shard}, member {last} or the next", remedy=remedy) from error
-    file.seek(0, os.SEEK_END)
-    if file.tell() < end:
+    size = file.seek(0, os.SEEK_END)
+    if size < end:
         raise DataError("the shard is truncated", where=f"{shard}, member {last}", remedy=remedy)
     file.seek(end)
-    tail = file.read(_TAIL)
+    tail = file.read(_LOOKED_AT)
     if len(tail) < _BLOCK:
         name = os.path.basename(str(shard))
         fill = f"{remedy}; if it is whole, add the mark: head -c 1024 /dev/zero >> {name}"
@@ -56,6 +59,11 @@ def members(shard: object, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         what = "there are bytes behind the end mark, which may be further members"
         joined = "shards that were joined with `cat` must be kept apart"
         raise DataError(what, where=f"{shard}, after member {last}", remedy=joined)
+    padded = -(-(end + _END) // _RECORD) * _RECORD
+    if size > padded:
+        what = f"{size - end:,} zeros follow, and an end mark has at most {padded - end:,}: further members may be lost"
+        cut = f"{remedy}; if it is whole, cut the zeros off: truncate -s {padded} {os.path.basename(str(shard))}"
+        raise DataError(what, where=f"{shard}, after member {last or 'none'}", remedy=cut)
 
 
 def behind(member: tarfile.TarInfo) -> int:

@@ -23,10 +23,17 @@ print(pipeline("text-generation", model="FOLDER")({prompt})[0]["generated_text"]
 ```"""
 
 
-def write(task: LanguageModel, model: nn.Module, library: str = "transformers", use: str = USE) -> str:
-    """The text of `README.md`: use, data, training, results and versions, as far as the run's folder has them."""
+def write(
+    task: LanguageModel, model: nn.Module, library: str = "transformers", use: str = USE, *, step: int | None = None
+) -> str:
+    """The text of `README.md`: use, data, training, results and versions, as far as the run's folder has them.
+
+    Args:
+        step: of the weights: the card has the results of this step only. None: it is not known, and there are none.
+    """
     run_dir = task.folder.parent if task.folder is not None else None
     entries = _entries(run_dir / "metrics.jsonl") if run_dir is not None else []
+    entries = [entry for entry in entries if step is not None and entry.get("step", step + 1) <= step]
     has_config = run_dir is not None and (run_dir / "config.yaml").is_file()
     config = yaml.safe_load((run_dir / "config.yaml").read_text()) if run_dir and has_config else {}
     options = task.options
@@ -38,10 +45,12 @@ def write(task: LanguageModel, model: nn.Module, library: str = "transformers", 
     lines = [*head, "---", "", f"# {config.get('name', 'Language model')}", "", f"{kind}{base} with Lockstep.", ""]
     prompt, inputs = _example(task)
     lines += [use.replace("{prompt}", prompt).replace("{inputs}", inputs), "", "## Training", ""]
-    lines += [f"- {line}" for line in _training(task, config, entries)]
-    results = _results(entries)
-    if results:
-        lines += ["", "## Results", "", "| result | value |", "|---|---|"]
+    lines += [f"- {line}" for line in _training(task, config, entries, step)]
+    results = _results([entry for entry in entries if entry["step"] == step])
+    if step is not None and not any(name.startswith("eval/") for name in results):
+        lines += ["", "## Results", "", f"These weights, of step {step:,}, were not evaluated."]
+    elif results:
+        lines += ["", f"## Results of step {step:,}", "", "| result | value |", "|---|---|"]
         lines += [f"| `{result}` | {value:.5g} |" for result, value in results.items()]
         lines += ["", "`eval/loss` is in nats by token. `eval/bits_per_byte` can be compared over tokenizers."]
     return "\n".join([*lines, ""])
@@ -57,7 +66,9 @@ def _example(task: LanguageModel) -> tuple[str, str]:
     return prompt, f'tokenizer({prompt}, return_tensors="pt")'
 
 
-def _training(task: LanguageModel, config: dict[str, Any], entries: list[dict[str, Any]]) -> list[str]:
+def _training(
+    task: LanguageModel, config: dict[str, Any], entries: list[dict[str, Any]], step: int | None
+) -> list[str]:
     data, options = config.get("data", {}), task.options
     lines = [f"data: `{data.get('train', task.corpus.name)}`"]
     if task.eval_corpus is not None:
@@ -66,11 +77,11 @@ def _training(task: LanguageModel, config: dict[str, Any], entries: list[dict[st
         lines[0] += f"; {options.eval_fraction:.0%} held back for evaluation"
     how = "packed without attention across documents" if options.packing else "one document in a row"
     lines.append(f"rows of {options.length} tokens, {how}")
-    steps = max((int(entry.get("step", 0)) for entry in entries), default=0)
-    if steps:
+    if step:
         batch = config.get("batch", {}).get("global")
-        epochs = max(float(entry.get("epoch", 0)) for entry in entries)
-        lines.append(f"{steps:,} steps of {batch} rows, {epochs:.3g} epochs, seed {config.get('seed', 0)}")
+        last: dict[str, Any] = max(entries, key=lambda entry: entry["step"], default={})
+        epochs = f", {float(last['epoch']) * step / last['step']:.3g} epochs" if last.get("epoch") else ""
+        lines.append(f"{step:,} steps of {batch} rows{epochs}, seed {config.get('seed', 0)}")
     optim, schedule = config.get("optim", {}), config.get("schedule", {})
     if optim:
         rates = f"{optim.get('name')}, learning rate {optim.get('lr')}, weight decay {optim.get('weight_decay')}"
@@ -88,7 +99,7 @@ def _command(task: LanguageModel) -> str:
 
 
 def _results(entries: list[dict[str, Any]]) -> dict[str, float]:
-    """The last value of each result that a reader wants."""
+    """The results that a reader wants."""
     found = {name: value for entry in entries for name, value in entry.items() if name in _RESULTS}
     return {name: float(found[name]) for name in _RESULTS if isinstance(found.get(name), int | float)}
 

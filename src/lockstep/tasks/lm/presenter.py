@@ -157,5 +157,5 @@ class LmPresenter(Presenter):
         for role in ("bos", "eos", "pad"):
             generation[f"{role}_token_id"] = getattr(task.tokenizer, f"{role}_token_id")
         transformers.GenerationConfig(**generation).save_pretrained(folder)
-        (folder / "README.md").write_text(card.write(task, model))
+        (folder / "README.md").write_text(card.write(task, model, step=self.step))
         return []

@@ -43,7 +43,7 @@ class LoraPresenter(LmPresenter):
             config.inference_mode = True
             config.save_pretrained(str(folder))
             use = _USE.replace("{base}", config.base_model_name_or_path)
-            (folder / "README.md").write_text(card.write(self.task, model, library="peft", use=use))
+            (folder / "README.md").write_text(card.write(self.task, model, library="peft", use=use, step=self.step))
         return warnings
 
     def export_weights(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[str, Mapping[str, Tensor]]:

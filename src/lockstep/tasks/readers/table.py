@@ -312,7 +312,7 @@ def _read_parquet(path: Path) -> Table:
     import pyarrow
 
     try:
-        columns = parquet.read_table(path).to_pydict()
+        columns = parquet.read_table(path, page_checksum_verification=True).to_pydict()
     except (OSError, pyarrow.ArrowException) as error:
         remedy = "it is damaged, or of another format"
         raise DataError(f"not readable as Parquet: {error}", where=str(path), remedy=remedy) from error

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from lockstep.core.errors import DataError
 from lockstep.tasks.readers.columns import LABEL, named, usual
-from lockstep.tasks.readers.table import Table
+from lockstep.tasks.readers.table import Source, Table
 from lockstep.tasks.text.options import ColumnsOptions
 
 _TEXT: tuple[str, ...] = ("text", "sentence", "content", "review", "comment", "utterance", "query", "question")
@@ -23,6 +24,44 @@ class Columns:
     pair: str | None
     """The second text of a pair."""
     label: str | None
+
+
+def read(source: Source, given: ColumnsOptions, *, needs_label: bool = True) -> tuple[Table, Columns]:
+    """A table, and its columns as `choose` finds them.
+
+    If no column is named by the user, and neither of two columns has a usual name, their values decide: few labels that
+    repeat, and texts that differ. If the name of the column with the labels is one of its labels, it is a first row and
+    no header. `Table.notes` then says what was taken.
+
+    Raises:
+        DataError: see `choose`.
+    """
+    table = source.read()
+    try:
+        return table, choose(table, given, needs_label=needs_label)
+    except DataError:
+        label = None if given.text or given.pair is not None or given.label is not None else _label_by_values(table)
+        if label is None:
+            raise
+    note = f"column {label!r} is taken for the label, because its values repeat; task.columns.label sets it"
+    if source.header and source.name.endswith((".csv", ".tsv")) and label in table.columns[label]:
+        note = f"the first row is taken for a sample, because {label!r} is one of the labels; task.header=false says so"
+        place = list(table.columns).index(label)
+        table = replace(source, header=False).read()
+        label = list(table.columns)[place]
+    text = next(name for name in table.columns if name != label)
+    return replace(table, notes=(*table.notes, note)), Columns((text,), None, label)
+
+
+def _label_by_values(table: Table) -> str | None:
+    """Of two columns, the one with the labels: at most half as many values as rows, and shorter ones than the other,
+    whose values mostly differ."""
+    if len(table.columns) != 2:
+        return None
+    columns = {name: [str(value) for value in values] for name, values in table.columns.items()}
+    few = [name for name, values in columns.items() if 2 * len(set(values)) <= len(values)]
+    lengths = {name: sum(map(len, values)) for name, values in columns.items()}
+    return few[0] if len(few) == 1 and lengths[few[0]] == min(lengths.values()) else None
 
 
 def choose(table: Table, given: ColumnsOptions, *, needs_label: bool = True) -> Columns:

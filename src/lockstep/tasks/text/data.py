@@ -16,7 +16,7 @@ from lockstep.tasks.arrays import Array
 from lockstep.tasks.readers import labels
 from lockstep.tasks.readers.cache import cached, digest_of
 from lockstep.tasks.readers.table import Source, Table, place
-from lockstep.tasks.text.columns import Columns, choose
+from lockstep.tasks.text.columns import Columns, read
 from lockstep.tasks.text.options import ColumnsOptions, TextOptions
 
 _FORMAT = 2  # of the cached files; files of another format are not used
@@ -116,8 +116,7 @@ def read_texts(source: Source, options: TextOptions) -> Texts:
     """
 
     def make(folder: Path) -> None:
-        content = source.read()
-        _store(content, choose(content, options.columns), options, folder)
+        _store(*read(source, options.columns), options, folder)
 
     columns = options.columns
     settings: tuple[object, ...] = (_FORMAT, source, columns.text, columns.pair, columns.label)
@@ -287,8 +286,7 @@ class InputText(NamedTuple):
 
 def read_input_texts(source: Source, given: ColumnsOptions) -> list[InputText]:
     """The texts of a source, which needs no labels."""
-    rows = source.read()
-    columns = choose(rows, given, needs_label=False)
+    rows, columns = read(source, given, needs_label=False)
     seconds = _joined(rows, (columns.pair,)) if columns.pair is not None else [None] * len(rows)
     texts = zip(_joined(rows, columns.text), seconds, strict=True)
     return [InputText(rows.where(row), *pair) for row, pair in enumerate(texts)]

@@ -1,14 +1,15 @@
 """A bag of embeddings as a Hugging Face model. Without pretrained weights, it learns most from few texts.
 
-The class scores of a text are a linear function of the mean of its tokens' embeddings: fastText without n-grams (Joulin
-et al. 2017, arXiv:1607.01759). This file is copied into exported models, so that `trust_remote_code=True` loads them
-without Lockstep. Therefore it imports nothing of the package.
+The class scores of a text are a linear function of a weighted mean of its tokens' embeddings: fastText without n-grams
+(Joulin et al. 2017, arXiv:1607.01759), with weights that do not train. This file is copied into exported models, so
+that `trust_remote_code=True` loads them without Lockstep. Therefore it imports nothing of the package.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -40,6 +41,8 @@ class EmbeddingBagForSequenceClassification(PreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         labels: Any = config.num_labels
         self.classifier = nn.Linear(config.hidden_size, labels)
+        self.importance: Tensor
+        self.register_buffer("importance", torch.ones(config.vocab_size))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -50,11 +53,12 @@ class EmbeddingBagForSequenceClassification(PreTrainedModel):
             nn.init.zeros_(module.bias)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> SequenceClassifierOutput:
-        vectors = self.embeddings(input_ids)
-        if attention_mask is None:
-            return SequenceClassifierOutput(logits=self.classifier(vectors.mean(dim=1)))
-        mask = attention_mask.unsqueeze(-1).to(vectors)
-        mean = (vectors * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        weights = self.importance[input_ids]
+        if attention_mask is not None:
+            weights = weights * attention_mask.to(weights)
+        total = weights.sum(dim=1, keepdim=True)
+        shares = weights / torch.where(total > 0, total, 1)
+        mean = (self.embeddings(input_ids) * shares.unsqueeze(-1)).sum(dim=1)
         return SequenceClassifierOutput(logits=self.classifier(mean))
 
 

@@ -15,10 +15,12 @@ from lockstep.core.errors import UsageError
 from lockstep.tasks import hugging_face
 from lockstep.tasks.lora import adapters
 from lockstep.tasks.readers.cache import cached, digest_of
+from lockstep.tasks.text import word_piece
 from lockstep.tasks.text.options import EMBEDDING_BAG, TextOptions
 
 # The special tokens of a tokenizer that is trained here, by role. They have the names of BERT's tokens.
 _SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+_FORMAT = 2  # of cached tokenizers
 _WHAT = "sequence classification"
 _SEES_ALL = ("albert", "bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
 """Types of models in which each token sees all tokens that are no padding. A test compares each."""
@@ -60,7 +62,7 @@ def mask_for(model: nn.Module, mask: Tensor, has_padding: bool) -> Tensor | None
 
 
 def train_tokenizer(texts: Iterable[str], *, digest: str, vocab_size: int, lowercase: bool) -> Any:
-    """A WordPiece tokenizer of at most `vocab_size` tokens, trained once per machine.
+    """A WordPiece tokenizer of about `vocab_size` tokens at most, trained once per machine, alike on all machines.
 
     Args:
         digest: of the texts.
@@ -69,14 +71,17 @@ def train_tokenizer(texts: Iterable[str], *, digest: str, vocab_size: int, lower
     transformers = _transformers()
 
     def make(folder: Path) -> None:
-        from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+        from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-        tokenizer = Tokenizer(models.WordPiece(unk_token=_SPECIAL["unk_token"]))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        normalizer, pre_tokenizer = normalizers.BertNormalizer(lowercase=lowercase), pre_tokenizers.BertPreTokenizer()
         special = list(_SPECIAL.values())
-        trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
-        tokenizer.train_from_iterator(texts, trainer)
+        tokens = word_piece.train(
+            texts, normalizer=normalizer, pre_tokenizer=pre_tokenizer, size=vocab_size, special=special
+        )
+        numbers = {token: number for number, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.WordPiece(numbers, unk_token=_SPECIAL["unk_token"]))
+        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+        tokenizer.add_special_tokens(special)
         cls, sep = _SPECIAL["cls_token"], _SPECIAL["sep_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{cls} $A {sep}",
@@ -88,7 +93,8 @@ def train_tokenizer(texts: Iterable[str], *, digest: str, vocab_size: int, lower
             tokenizer_object=tokenizer, model_input_names=names, **_SPECIAL
         ).save_pretrained(folder)
 
-    return load_tokenizer(cached("tokenizer", digest_of(digest, vocab_size, lowercase, version_of("tokenizers")), make))
+    key = digest_of(_FORMAT, digest, vocab_size, lowercase, version_of("tokenizers"))
+    return load_tokenizer(cached("tokenizer", key, make))
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:

@@ -87,7 +87,7 @@ class TextOptions(TableOptions):
             train = {"epochs": 3, "min_steps": 300}
         elif self.scratch.architecture == EMBEDDING_BAG:
             optim["lr"] = 0.01
-            train = {"epochs": 10, "min_steps": 400}
+            train = {"epochs": 3, "min_steps": 400}
         else:
             optim["lr"] = 5e-4
             train = {"epochs": 10, "min_steps": 1000}

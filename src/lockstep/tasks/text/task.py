@@ -21,7 +21,7 @@ from lockstep.tasks.readers.labels import count_labels, match_labels, split
 from lockstep.tasks.readers.table import Source
 from lockstep.tasks.text import hugging_face
 from lockstep.tasks.text.data import TextData, Texts, TextSample, Tokens, read_texts, tokenise
-from lockstep.tasks.text.options import TextOptions
+from lockstep.tasks.text.options import EMBEDDING_BAG, TextOptions
 from lockstep.tasks.text.presenter import TextPresenter
 
 if TYPE_CHECKING:
@@ -166,6 +166,10 @@ class Text(Task):
 
     def model(self) -> nn.Module:
         model, self.new_weights = hugging_face.make_model(self.options, self.config, trained=self._trained)
+        if self.options.model is None and self.config.model_type == EMBEDDING_BAG and not self._trained:
+            from lockstep.tasks.text.bag_start import begin_with_counts
+
+            begin_with_counts(model, self.train_data(), self.tokenizer.all_special_ids)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         return model
 

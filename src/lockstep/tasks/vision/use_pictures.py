@@ -41,7 +41,8 @@ def predict(pictures: Any, *, folder: str | Path = HERE, device: str = "cpu") ->
     |---|---|
     | classification | `prediction`, `probability`, and `probabilities` by class |
     | segmentation | `classes`: (height, width) class numbers of all pixels; `names`; `shares` of the pixels by class |
-    | detection | `boxes`: dicts of `class`, `score` and `box`: left, top, right, bottom in pixels; the best first |
+    | detection | `boxes`: dicts of `class`, `score` and `box`: left, top, right, bottom in pixels; the best first. |
+    | | Without boxes also `note`: whether the threshold of scores is the reason |
 
     Args:
         device: where the model computes: `cpu`, `cuda`, `mps`.
@@ -282,9 +283,20 @@ def _boxes(about: dict[str, Any], run: Callable[..., Any], pixels: Tensor) -> di
         order = scores.argsort(descending=True, stable=True)
         boxes, scores, labels = _without_doubles(boxes[order], scores[order], labels[order], most=about["nms"])
     boxes = torch.minimum(boxes.clamp(min=0), boxes.new_tensor([width, height, width, height]))
-    listed = zip(boxes.tolist(), scores.tolist(), labels.tolist(), strict=True)
+    listed = list(zip(boxes.tolist(), scores.tolist(), labels.tolist(), strict=True))
     best = [row for row in listed if row[1] >= about["score_threshold"]][: about["most_boxes"]]
-    return {"boxes": [{"class": about["classes"][label], "score": score, "box": box} for box, score, label in best]}
+    named = [{"class": about["classes"][label], "score": score, "box": box} for box, score, label in best]
+    return {"boxes": named} if named else {"boxes": [], "note": _why_none(listed, about)}
+
+
+def _why_none(rows: Sequence[Any], about: dict[str, Any]) -> str:
+    if not rows:
+        return "the model found no box"
+    highest = max(score for _, score, _ in rows)
+    return (
+        f"the model found {len(rows)} boxes, and the highest score is {highest:.3g}: none reaches the threshold of "
+        f"{about['score_threshold']:g}. Lower score_threshold in detection.json to get them, or train longer"
+    )
 
 
 def _in_square(pixels: Tensor, about: dict[str, Any]) -> tuple[Tensor, Size]:

@@ -19,6 +19,7 @@ from lockstep.verify.result import CheckResult, counted, fault, not_shown, passe
 _PREDICTED_SAMPLES = 64
 _LARGEST_MICRO_BATCH = 16
 _CUTTING_BOUND, _CUTTING_BOUND_16 = 1e-3, 5e-2  # a rounding may move a sample to another class
+_LONGEST_EXAMPLE = 200  # characters
 _METRIC_BOUND = 1e-6  # torchmetrics adds in float32; losses are equal to the last bit
 
 
@@ -199,8 +200,15 @@ def predictions(experiments: Experiments) -> CheckResult:
         first = wrong[0] if wrong else len(rows)
         example = ""
         if first < min(len(rows), len(engine)):
-            example = f"sample {first} alone is {rows[first]}, and {engine[first]} on {nproc} ranks"
-            if _is_same_prediction(rows[first], engine[first], tolerance):
+            example = f"sample {first} alone is {_brief(rows[first])}, and {_brief(engine[first])} on {nproc} ranks"
+            padded = _padded(rows[first], engine[first])
+            if padded:
+                example = (
+                    f"the output for sample {first} has the shape {padded[0]} alone, and {padded[1]} on {nproc} ranks: "
+                    "batches are padded to their longest sample. The numbers before the padding differ, too: mask what "
+                    f"pads a batch in the model. {example}"
+                )
+            elif _is_same_prediction(rows[first], engine[first], tolerance):
                 example = (
                     f"the output for sample {first} alone has tensors of (shape, mean, norm) {summaries[first]}, "
                     f"and {summaries_of_engine[first]} on {nproc} ranks"
@@ -215,8 +223,16 @@ def predictions(experiments: Experiments) -> CheckResult:
     if len(different) == 1 and len(truths) > 1:
         return fault(f"all {len(rows)} samples get the same prediction, though there are {len(truths)} truths", **more)
     known = f" with {counted(len(truths), 'different truth')}" if truths else ""
+    padded, notes = next(filter(None, map(_padded, rows, engine)), None), list[str]()
+    if padded:
+        notes = [
+            f"outputs are padded to the longest sample of a batch, such as from {padded[0]} to {padded[1]}, and only "
+            "what is before the padding is compared. A Presenter that cuts them lets `lockstep predict` write the same "
+            "for any batch.micro"
+        ]
     if not truths:
-        more["notes"] = ["Presenter.truth gives no label, so that predictions are shown without their truths"]
+        notes.append("Presenter.truth gives no label, so that predictions are shown without their truths")
+    more["notes"] = notes
     return passed(
         f"{counted(len(different), 'different prediction')} for {counted(len(rows), 'sample')}{known}, "
         "equal to those of a plain loop",
@@ -235,8 +251,31 @@ def _are_same_tensors(by_loop: Sequence[Any], by_engine: Sequence[Any], toleranc
     )
 
 
+def _padded(by_loop: Any, by_engine: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The shapes of an output alone and in a batch that has padded it; of a mapping, those of the first such output."""
+    if isinstance(by_loop, Mapping) and isinstance(by_engine, Mapping):
+        pairs = ((value, by_engine[key]) for key, value in by_loop.items() if key in by_engine)
+        return next(filter(None, (_padded(*pair) for pair in pairs)), None)
+    if not isinstance(by_loop, Tensor | np.ndarray) or type(by_loop) is not type(by_engine):
+        return None
+    one, other = tuple(by_loop.shape), tuple(by_engine.shape)
+    longer = len(one) == len(other) and one != other and all(a <= b for a, b in zip(one, other, strict=True))
+    return (one, other) if longer else None
+
+
+def _brief(value: Any) -> str:
+    """The beginning of a description of an output."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST_EXAMPLE else f"{text[:_LONGEST_EXAMPLE]} ..."
+
+
 def _is_same_prediction(by_loop: Any, by_engine: Any, tolerance: float) -> bool:
-    """True if two descriptions of an output are the same, up to rounding of numbers. Only `by_loop` has a `truth`."""
+    """True if two descriptions of an output are the same, up to rounding of numbers. Only `by_loop` has a `truth`.
+
+    The loop predicts single samples. So a tensor of the engine may be longer, by the padding of its batch.
+    """
+    if _padded(by_loop, by_engine) and not isinstance(by_loop, Mapping):
+        by_engine = by_engine[tuple(map(slice, by_loop.shape))]
     if isinstance(by_loop, Tensor | np.ndarray | np.generic) and type(by_loop) is type(by_engine):
         by_loop, by_engine = by_loop.tolist(), by_engine.tolist()
     if isinstance(by_loop, float) and isinstance(by_engine, float):

@@ -255,7 +255,10 @@ def _record_communication(experiments: Experiments) -> list[Recording]:
 
 def _elements(recording: Recording, nproc: int, players: Sequence[Player] = ()) -> int:
     """Number of gradient elements that a step must reduce, in which only players update that update in every step."""
-    in_turn = [name for one in players if one.every == 1 for name in one.owned(recording.trainable) * one.updates]
+    names = {name: recording.names.get(name, [name]) for name in recording.trainable}
+    in_turn = [
+        name for one in players if one.every == 1 for name in names if one.owns(names[name]) for _ in range(one.updates)
+    ]
     shapes = [recording.trainable[name] for name in (in_turn if players else recording.trainable)]
     if not recording.sharded:
         return sum(math.prod(shape) for shape in shapes)

@@ -22,6 +22,7 @@ _LEAST_FALL = 0.01  # of the first epoch's mean: less may be rounding
 _LEFT_OF_LOSS = 0.05  # share of the first loss at which samples count as learned by heart
 _OPPONENTS = "its players lower losses of their own, and one loss may rise while the other falls"
 _FEW_SAMPLES = 8
+_LONGER = 4  # times as many steps, where samples are almost learned by heart
 _EVAL_SAMPLES = 2000
 _TOO_FEW_EVAL_SAMPLES = 20  # a model that learned well may be worse than a constant output on so few samples, by chance
 
@@ -195,21 +196,27 @@ def overfit(experiments: Experiments) -> CheckResult:
         return not_shown(_OPPONENTS)
     changes = TaskChanges(exact=True, train_samples=_FEW_SAMPLES, no_augmentation=True, same_in_each_epoch=True)
     (least,) = experiments.run("least-loss", 1, least_loss, experiments.short_config(), changes)
-    curve: list[float] = []
+    curves: dict[float, list[float]] = {}
     exploded: ExperimentFailed | None = None
+    steps = experiments.learning_steps * experiments.patience
     for tried in (1.0, 10.0, 0.1):
         try:
-            curve, factor = _overfitted(experiments, changes, factor=tried, least=least), tried
+            curves[tried] = _overfitted(experiments, changes, factor=tried, least=least, steps=steps)
         except ExperimentFailed as failed:  # such as a loss that explodes, since there is no warm-up here
             if failed.refused or (tried == 1.0 and not failed.known):
                 raise
             exploded = exploded or failed
             continue
-        left = (min(curve) - least) / (curve[0] - least) if curve[0] > least else 0.0
-        if left <= _LEFT_OF_LOSS:
+        if _left(curves[tried], least) <= _LEFT_OF_LOSS:
             break
-    if exploded is not None and not curve:
+    if exploded is not None and not curves:
         raise exploded
+    factor = min(curves, key=lambda tried: _left(curves[tried], least))
+    if _left(curves[factor], least) > _LEFT_OF_LOSS and _still_falls(curves[factor], least):
+        # A right model may be slow, and --quick has fewer steps. So nobody is accused while the loss falls.
+        curves[factor] = _overfitted(experiments, changes, factor=factor, least=least, steps=_LONGER * steps)
+    curve = curves[factor]
+    left = _left(curve, least)
     more = {
         "value": left,
         "bound": _LEFT_OF_LOSS,
@@ -231,13 +238,26 @@ def overfit(experiments: Experiments) -> CheckResult:
     )
 
 
-def _overfitted(experiments: Experiments, changes: TaskChanges, *, factor: float, least: float) -> list[float]:
+def _left(curve: Sequence[float], least: float) -> float:
+    """What is left of the first loss, counted from the least that any output has."""
+    return (min(curve) - least) / (curve[0] - least) if curve[0] > least else 0.0
+
+
+def _still_falls(curve: Sequence[float], least: float) -> bool:
+    """True if half of the loss is gone, and the last quarter of the steps takes a tenth of the rest."""
+    before = curve[: -(len(curve) // 4)]
+    return bool(before) and _left(curve, least) < min(0.5, 0.9 * _left(before, least))
+
+
+def _overfitted(
+    experiments: Experiments, changes: TaskChanges, *, factor: float, least: float, steps: int
+) -> list[float]:
     """The losses of a training on a few samples, with `factor` times the base learning rate of the training itself.
 
     It ends when the samples are learned by heart. `least` is the smallest loss that any output has.
     """
     config = experiments.short_config(
-        train__steps=experiments.learning_steps * experiments.patience,
+        train__steps=steps,
         batch__global=_FEW_SAMPLES,
         batch__micro=None,
         train__unfreeze=[],
@@ -250,6 +270,6 @@ def _overfitted(experiments: Experiments, changes: TaskChanges, *, factor: float
     optim["weight_decay"] = decay and 0.0
     until = (_LEFT_OF_LOSS, least)
     recordings = experiments.train(
-        f"overfit-{factor:g}", experiments.nproc, config, changes=changes, until=until, keep=False
+        f"overfit-{factor:g}-{steps}", experiments.nproc, config, changes=changes, until=until, keep=False
     )
     return recordings[0].losses

@@ -105,7 +105,8 @@ def _gradient(task: Task, model: nn.Module, parts: list[list[Any]], device: torc
     """The gradient over samples, of which each part is one batch."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for player in task.players[:1]:
-        parameters = {name: parameters[name] for name in player.owned(parameters)}
+        tied = list(model.named_parameters(remove_duplicate=False))
+        parameters = {n: one for n, one in parameters.items() if player.owns([key for key, p in tied if p is one])}
     by_head: dict[str, tuple[float, dict[str, Tensor], float]] = {}  # units, gradient, sum of the norms of its parts
     epsilon = 0.0
     for part in parts:
@@ -137,6 +138,8 @@ def _move_by_one_rounding(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
+            if not (parameter.is_floating_point() or parameter.is_complex()):
+                continue
             signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs)
 

@@ -46,8 +46,13 @@ class ReferenceOptimizer:
     ) -> None:
         self.model, self.config, self.steps_per_epoch = model, config, steps_per_epoch
         self.copies = {
-            name: parameter.detach().clone().requires_grad_() for name, parameter in self.model.named_parameters()
+            name: parameter.detach().clone().requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+            for name, parameter in self.model.named_parameters()
         }
+        self._names: dict[str, list[str]] = {}  # all names of a tied parameter, by its first
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(first.setdefault(id(parameter), name), []).append(name)
         self._find = find or partial(getattr, torch.optim)
         self._factor = factor
         self.optimizers = self._make_optimizers(blocks, make)
@@ -89,7 +94,9 @@ class ReferenceOptimizer:
         levels = _levels(list(self.copies), blocks) if optim["layer_decay"] is not None else {}
         groups: dict[str, list[dict[str, Any]]] = {}  # by the name of the group that has an optimizer of its own
         for name, copy in self.copies.items():
-            own: Mapping[str, Any] = next((group for group in optim["groups"] if _takes(group, name, copy)), {})
+            own: Mapping[str, Any] = next(
+                (group for group in optim["groups"] if _takes(group, self._names[name], copy)), {}
+            )
             rate = own.get("lr")
             if not rate:
                 below_top = max(levels.values()) - levels[name] if levels else 0
@@ -116,13 +123,15 @@ class ReferenceOptimizer:
         settings |= {group["name"]: (group["optimizer"], group["args"]) for group in optim["groups"]}
         return [self._find(settings[key][0])(some, **settings[key][1]) for key, some in groups.items()]
 
-    def before_update(self, step: int, *, is_first: bool = True) -> None:
+    def before_update(self, step: int, *, is_first: bool = True, moved: Sequence[str] = ()) -> None:
         """Make the update that the training's optimizer is about to make in `step` (counted from 0).
 
         Args:
             is_first: whether it is the first update of this step. Players of a task have an update each.
+            moved: names of parameters that forward passes write: the update begins with what they wrote.
         """
         self.updates += is_first
+        self._follow(moved)
         for name, parameter in self.model.named_parameters():
             first = self._first_steps.get(name)
             if first is not None and parameter.requires_grad != (step >= first):
@@ -142,11 +151,21 @@ class ReferenceOptimizer:
             optimizer.step()
         self._has_updated = True
 
-    def after_step(self, averages: Mapping[str, Tensor] | None) -> None:
+    def _follow(self, moved: Sequence[str]) -> None:
+        """Take over what forward passes have written: into frozen parameters, such as those of a momentum encoder, and
+        into those of these names. What an update changes in them is compared all the same."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name in moved or not parameter.requires_grad:
+                    self.copies[name].copy_(parameter)
+
+    def after_step(self, averages: Mapping[str, Tensor] | None, moved: Sequence[str] = ()) -> None:
         """Compare with the weights of the training, and with its averages, where it keeps averages."""
         if self._has_updated:
             self._has_updated = False
             self._average()
+        else:
+            self._follow(moved)  # the update was skipped
         self._compare("weights", self.copies, dict(self.model.named_parameters()))
         if self.averages:
             self._compare("averages", self.averages, averages or {})
@@ -154,8 +173,12 @@ class ReferenceOptimizer:
     def _average(self) -> None:
         share = max(1 - self.decay, 9 / (10 + self.updates))  # of the new weights in the averages: docs/checkpoints.md
         with torch.no_grad():
+            trained = dict(self.model.named_parameters())
             for name, average in self.averages.items():
-                average.mul_(1 - share).add_(self.copies[name], alpha=share)
+                if trained[name].requires_grad and (average.is_floating_point() or average.is_complex()):
+                    average.mul_(1 - share).add_(self.copies[name], alpha=share)
+                else:
+                    average.copy_(self.copies[name])
 
     def _compare(self, kind: str, own: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
         if own.keys() != trained.keys():
@@ -170,18 +193,18 @@ class ReferenceOptimizer:
         steps: dict[str, int] = {}
         for stage in self.config["train"]["unfreeze"]:
             start = stage["step"] or math.ceil(Fraction(str(stage["epoch"] or 0)) * self.steps_per_epoch)
-            for name in self.copies:
-                if _matches(name, stage["match"]):
+            for name, names in self._names.items():
+                if _matches(names, stage["match"]):
                     steps[name] = min(start, steps.get(name, start))
         return steps
 
 
-def _takes(group: Mapping[str, Any], name: str, copy: Tensor) -> bool:
-    return group["ndim"] in (None, copy.ndim) and _matches(name, group["match"])
+def _takes(group: Mapping[str, Any], names: Sequence[str], copy: Tensor) -> bool:
+    return group["ndim"] in (None, copy.ndim) and _matches(names, group["match"])
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _levels(names: Sequence[str], blocks: Sequence[str]) -> dict[str, int]:

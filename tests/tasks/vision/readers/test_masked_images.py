@@ -249,6 +249,19 @@ def test_ids_out_of_range(folder):
     read(folder)[1]
 
 
+@pytest.mark.parametrize("second", [1, 255])
+def test_masks_of_two_ids_need_no_names(folder, second):
+    for number, size in enumerate(SIZES):
+        save(folder / "masks" / f"{number}.png", ids(size, number, 2) * np.uint8(second))
+    data = read(folder, classes=None)
+    assert list(data.classes) == ["background", "object"]
+    for number, size in enumerate(SIZES):
+        np.testing.assert_array_equal(data[number].mask, ids(size, number, 2))
+    assert any(f"task.classes='{{background: 0, object: {second}}}' is taken" in note for note in data.notes)
+    evaluated = read(folder, "eval", classes=None, names=data.classes)
+    np.testing.assert_array_equal(evaluated[1].mask, ids(SIZES[1], 1, 2))
+
+
 def test_classes_that_are_not_known(folder):
     fault(folder, folder / "masks" / "0.png", "the names of the classes are not known", "ids 0, 1, 2", classes=None)
     save(folder / "masks" / "0.png", picture(SIZES[0], 0))
@@ -271,6 +284,19 @@ def test_two_files_of_classes_beside_each_other(folder):
     error = fault(folder, "classes.json and classes.txt", classes=None)
     assert error.where == str(folder)
     assert read(folder, classes=str(folder / "classes.json")).classes == NAMES
+
+
+def test_a_description_of_a_data_set_is_no_file_of_classes_and_is_passed_over(folder):
+    for content in ("train: images/train\nval: images/val\nnc: 2\n", "path: .\ntrain: [a, b]\n"):
+        (folder / "classes.yaml").write_text(content)
+        (folder / "classes.txt").unlink(missing_ok=True)
+        fault(folder, "the names of the classes are not known", "classes.yaml describes folders", classes=None)
+        (folder / "classes.txt").write_text("\n".join(NAMES))
+        found = read(folder, classes=None)
+        assert found.classes == NAMES
+        assert "classes.yaml describes folders of a data set and names no classes: it is not used" in str(found.notes)
+    (folder / "classes.yaml").write_text("train: 1\nsky: 0\n")  # classes with ids, one of which is a train
+    fault(folder, "classes.yaml and classes.txt", classes=None)
 
 
 def test_damaged_and_lossy_files(folder):

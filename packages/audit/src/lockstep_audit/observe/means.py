@@ -31,7 +31,8 @@ def loss(input: Any, target: Any = None, *arguments: Any, **named: Any) -> After
     recorder.guard("gathered rows", lined.compared, input, target)
     if torch.is_grad_enabled():
         is_sampled = recorder.is_sampled(recorder.counts.optimizer_steps)
-        _last_loss, _last_labels = places.here(), _counted(target, **named) if is_sampled else {}
+        weight = {"weight": arguments[0]} if arguments else {}
+        _last_loss, _last_labels = places.here(), _counted(target, **weight, **named) if is_sampled else {}
         recorder.guard("labels of gathered features", _note_labels, input, target, _last_loss)
         _note_weights(named.get("weight") if named.get("pos_weight") is None else named["pos_weight"], target)
     if torch.is_grad_enabled() or named.get("reduction", "mean") != "mean" or not isinstance(target, torch.Tensor):
@@ -42,14 +43,23 @@ def loss(input: Any, target: Any = None, *arguments: Any, **named: Any) -> After
     return lambda result, error: _keep(result, count)
 
 
-def _counted(target: Any, ignore_index: int = -100, reduction: str = "mean", **_: Any) -> dict[str, int]:
-    """The number of labels that a mean is taken over: `labels` if some are ignored, else `rows`. `summed`: no mean."""
+def _counted(
+    target: Any, ignore_index: int = -100, reduction: str = "mean", weight: Any = None, **_: Any
+) -> dict[str, float]:
+    """The number of labels that a mean is taken over: `labels` if some are ignored, else `rows`. `summed`: no mean.
+
+    With weights of classes, the mean is divided by `weights`, those of the labels.
+    """
     if reduction != "mean" or not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
         return {"summed": 1} if reduction == "sum" else {}
     if target.device.type != "cpu":
         return {}
-    counted = int((target != ignore_index).sum())
-    return {"labels" if counted < target.numel() else "rows": counted}
+    is_counted = target != ignore_index
+    counted = int(is_counted.sum())
+    told: dict[str, float] = {"labels" if counted < target.numel() else "rows": counted}
+    if type(weight) is torch.Tensor and weight.ndim == 1 and weight.device.type == "cpu":
+        told["weights"] = round(float(weight.detach()[target[is_counted]].sum()), 3)
+    return told
 
 
 def _note_weights(weight: Any, target: Any) -> None:
@@ -77,10 +87,10 @@ def _keep(result: Any, count: int) -> None:
 
 
 _last_loss: list[str | int] | None = None
-_last_labels: dict[str, int] = {}
+_last_labels: dict[str, float] = {}
 
 
-def last_labels() -> dict[str, int]:
+def last_labels() -> dict[str, float]:
     """Of how many labels the last loss in training is the mean, as `_counted` tells. Empty: it is no such mean."""
     return _last_labels
 

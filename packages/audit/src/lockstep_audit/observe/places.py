@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-_AUDIT = str(Path(__file__).resolve().parents[1]) + os.sep
-_STANDARD = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+from lockstep_audit.observe.code_files import LOCKSTEP, PYTHON, library_of
+
 _CARRIERS = ("numpy", "pandas", "PIL", "matplotlib", "torchvision")  # packages that write files for their caller
 _START = os.getcwd()
 _OWN_NAMESPACE = 1  # of a function: CO_OPTIMIZED
@@ -30,29 +26,14 @@ def declare_user(path: str) -> None:
 def _classify(name: str) -> tuple[str, str]:
     """What kind of file a code object's file is, and its absolute path."""
     path = os.path.join(_START, name)
-    real = os.path.realpath(path)
-    if (name.startswith("<") and name.endswith(">")) or name.startswith("<frozen "):
+    if name.startswith("<") and (name.endswith(">") or name.startswith("<frozen ")):
         return OTHER, name
-    if real.startswith(_ours()):
-        return OTHER, path
-    for mark in _INSTALLED:
-        if mark in path:
-            return (CARRIER if path.rpartition(mark)[2].startswith(_CARRIERS) else OTHER), path
-    if real.startswith(_STANDARD):
+    library = library_of(path)
+    if library is None:
+        return USER, path
+    if library == PYTHON:
         return STANDARD, path
-    return (OTHER if any(_holds_packages(str(folder)) for folder in Path(real).parents) else USER), path
-
-
-def _ours() -> tuple[str, ...]:
-    """The folders of the audit, and of torch-lockstep if the script uses it: a clone lies outside of site-packages."""
-    file = getattr(sys.modules.get("lockstep"), "__file__", None)
-    return (_AUDIT, os.path.dirname(os.path.realpath(file)) + os.sep) if file else (_AUDIT,)
-
-
-@functools.cache
-def _holds_packages(folder: str) -> bool:
-    """True of a folder that `pip install --target` filled."""
-    return folder in sys.path and any(name.endswith(".dist-info") for name in os.listdir(folder))
+    return (CARRIER if library in _CARRIERS else OTHER), path
 
 
 def kind_of(code: CodeType) -> tuple[str, str]:
@@ -125,7 +106,7 @@ def is_by_user(frame: FrameType | None) -> bool:
     while frame is not None:
         kind = kind_of(frame.f_code)[0]
         if kind is USER or kind is OTHER:
-            return kind is USER or (frame.f_code.co_filename.startswith(_ours()) and is_by_user(frame.f_back))
+            return kind is USER or (library_of(frame.f_code.co_filename) == LOCKSTEP and is_by_user(frame.f_back))
         frame = frame.f_back
     return False
 
@@ -139,7 +120,7 @@ def is_direct(frame: FrameType | None) -> bool:
 
 def is_shown(path: str) -> bool:
     """True of a file that stacks tell of."""
-    return not path.startswith((*_ours(), "<frozen"))
+    return not path.startswith("<frozen") and library_of(path) != LOCKSTEP
 
 
 def stack(frame: FrameType | None, limit: int = 40) -> Iterator[list[str | int]]:

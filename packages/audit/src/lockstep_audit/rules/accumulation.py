@@ -126,7 +126,7 @@ def unequal_weights(history: History) -> Iterable[Finding] | str:
     for by_rank in steps(history).values():
         for group in groups:
             ranks = [rank for rank in group if rank in by_rank]
-            selected: list[tuple[Event, list[Event], dict[int, list[int]]]] = []
+            selected: list[tuple[Event, list[Event], dict[int, list[Any]]]] = []
             for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))) if ranks else ():
                 events = {rank: by_rank[rank][index] for rank in ranks}
                 micro = {rank: event.get("micro_batches") or () for rank, event in events.items()}
@@ -142,7 +142,10 @@ def unequal_weights(history: History) -> Iterable[Finding] | str:
                 if weights and max(weights) - min(weights) > _SAME * abs(max(weights)):
                     known = True
                     continue  # the script weights the means
-                if averages and all(rows.values()) and len(backwards) > 1 and rows != given:
+                weighed = {r: _weights(passes(e)) for r, e in events.items()}
+                if all(weighed.values()) and not any(history.of("hand_reduce", "hook")):
+                    selected.append((events[ranks[0]], backwards, weighed))
+                elif averages and all(rows.values()) and len(backwards) > 1 and rows != given:
                     selected.append((events[ranks[0]], backwards, rows))
                 known = known or bool(selected) or sum(map(len, told.values())) > 1
                 means = [_is_mean(each.get("ops") or ()) and not each.get("summed") for each in backwards]
@@ -168,6 +171,12 @@ def _rows(backwards: list[Event]) -> list[int]:
     return [] if any(op.startswith(_OTHER) for op in first) or not all(found) else found
 
 
+def _weights(backwards: list[Event]) -> list[float]:
+    """Of each backward pass of several, the weights of classes that a mean was divided by; empty if one has none."""
+    found = [each.get("weights", 0.0) if _is_mean(each.get("ops") or ()) else 0.0 for each in backwards]
+    return found if len(found) > 1 and all(found) else []
+
+
 def _count(backward: Event) -> int | None:
     """The number of labels that a loss is the mean of: of a mean that leaves some out, or that divides a sum."""
     divisor = backward.get("divisor") or 0
@@ -183,11 +192,16 @@ def _is_quotient(backward: Event) -> bool:
     return bool(is_sum and ops[0].startswith("Div"))
 
 
-def _unequal(event: Event, backwards: list[Event], counts: dict[int, list[int]], ranks: tuple[int, ...]) -> Finding:
-    evidence = f"labels that count, by micro-batch: {each_rank(counts)}; each mean has the same weight in step "
-    evidence += str(event["step"])
+def _unequal(event: Event, backwards: list[Event], counts: dict[int, list[Any]], ranks: tuple[int, ...]) -> Finding:
+    is_weighted = "weights" in backwards[0]
+    what = "weights of the labels" if is_weighted else "labels that count"
+    evidence = f"{what}, by micro-batch: {each_rank(counts)}; each mean has the same weight in step {event['step']}"
     cause = "a loss that is a mean over unmasked labels weights a label of a short batch more than one of a long batch"
-    remedy = "sum the loss, and divide by the number of labels of the step on all ranks (times world_size for DDP)"
+    if is_weighted:
+        cause = "a mean by class weights is divided by the weights of its own labels, so micro-batches with light "
+        cause += "classes count too much"
+    unit = "weights of the labels" if is_weighted else "number of labels"
+    remedy = f"sum the loss, and divide by the {unit} of the step on all ranks (times world_size for DDP)"
     return Finding("LS403", place(backwards[0].get("at")), evidence, cause, remedy, ranks, event["step"])
 
 

@@ -21,6 +21,8 @@ ClassesOption = str | Sequence[str] | Mapping[Any, Any] | None
 
 CLASS_FILES = ("classes.yaml", "classes.json", "classes.txt", "id2label.json", "label_colors.txt")
 """Names under which the files of classes are found beside masks."""
+_PARTS = ("train", "val", "valid", "test", "path")
+"""Keys of a description of a data set that have paths."""
 _KEYS = ("classes", "ignore", "ignore_index", "colors", "masks")
 _COLOR_LINE = re.compile(r"(\d+)[\s,]+(\d+)[\s,]+(\d+)[\s,]+(.+)")
 
@@ -117,6 +119,22 @@ def read_class_table(classes: ClassesOption) -> ClassTable:
     if not table.classes:
         raise DataError("there are no classes", where=where, remedy="name the classes")
     return table
+
+
+def is_foreign(path: Path) -> bool:
+    """True for a file that describes the folders of a data set (`train: images/train`), and names no classes."""
+    try:
+        content = _read_file(path)
+    except DataError:  # reading it again says what is wrong
+        return False
+    return isinstance(content, Mapping) and _has_folders(content) and not {"names", "classes", "colors"} & set(content)
+
+
+def _has_folders(content: Mapping[Any, Any]) -> bool:
+    """True if `train`, `val` or the like has a path, or several: no class has such a value."""
+    places = [content[key] for key in _PARTS if key in content]
+    paths = [item for place in places for item in (place if isinstance(place, list) else [place])]
+    return bool(paths) and all(isinstance(path, str) for path in paths)
 
 
 def usual_color(number: int) -> Color:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lockstep.core.errors import DataError
 from lockstep.tasks.vision.readers.box_layouts import evaluation_part
-from lockstep.tasks.vision.readers.class_table import CLASS_FILES
+from lockstep.tasks.vision.readers.class_table import CLASS_FILES, is_foreign
 from lockstep.tasks.vision.readers.image_files import class_folders
 from lockstep.tasks.vision.readers.image_records import EVAL, TRAIN, Split, evaluation_source
 from lockstep.tasks.vision.readers.mask_files import IMAGES, MASKS
@@ -32,12 +32,13 @@ def inner_part(folder: Path, split: Split) -> str:
 def class_file(folder: Path, root: Path) -> str | None:
     """The file of classes of a folder of pictures and masks, or of the folder of which it is a part.
 
+    A file of such a name that describes the folders of a data set and has no names is passed over.
+
     Raises:
         DataError: there are two such files beside each other.
     """
-    around = [root.absolute().parent] if root.absolute().name in (*TRAIN, *EVAL) else []
-    for place in [*dict.fromkeys([folder, root]), *around]:
-        found = [name for name in CLASS_FILES if (place / name).is_file()]
+    for place in _places(folder, root):
+        found = [name for name in CLASS_FILES if (place / name).is_file() and not is_foreign(place / name)]
         if len(found) > 1:
             remedy = f"remove one of them, or choose with task.classes={place / found[0]}"
             what = f"there are two files of classes: {found[0]} and {found[1]}"
@@ -45,6 +46,17 @@ def class_file(folder: Path, root: Path) -> str | None:
         if found:
             return str(place / found[0])
     return None
+
+
+def foreign_files(folder: Path, root: Path) -> list[str]:
+    """The files that `class_file` passes over."""
+    named = [place / name for place in _places(folder, root) for name in CLASS_FILES]
+    return [str(path) for path in named if path.is_file() and is_foreign(path)]
+
+
+def _places(folder: Path, root: Path) -> list[Path]:
+    around = [root.absolute().parent] if root.absolute().name in (*TRAIN, *EVAL) else []
+    return [*dict.fromkeys([folder, root]), *around]
 
 
 def evaluation_source_with_masks(train: str) -> str | None:

@@ -24,7 +24,7 @@ from lockstep.tasks.vision.readers.image_files import PictureFiles, Pictures, le
 from lockstep.tasks.vision.readers.image_records import Split
 from lockstep.tasks.vision.readers.image_table import IMAGE, data_set_pictures, picture_column
 from lockstep.tasks.vision.readers.mask_files import EncodedMasks, Masks
-from lockstep.tasks.vision.readers.mask_layouts import class_file, inner_part, is_coco
+from lockstep.tasks.vision.readers.mask_layouts import class_file, foreign_files, inner_part, is_coco
 from lockstep.tasks.vision.readers.mask_lookup import IGNORED, MaskLookup
 
 if TYPE_CHECKING:
@@ -257,12 +257,18 @@ def read_masked_images(
         masks, notes = coco_masks.CocoMasks.of_classes(found, table, names=names, pictures=pictures), found.notes
     else:
         pictures, files, folder = _files(source, split, options)
-        classes = options.classes
+        classes, foreign = options.classes, list[str]()
         if classes is None and folder is not None:
-            classes = class_file(folder, path)
-        table = _table(classes, options.ignore, files=files, key=key)
-        masks = EncodedMasks(files, MaskLookup(table, names))
+            classes, foreign = class_file(folder, path), foreign_files(folder, path)
+        foreign = [f"{file} describes folders of a data set and names no classes: it is not used" for file in foreign]
         notes = left_out_below(one.root for one in (pictures, files) if isinstance(one, PictureFiles))
+        notes = (*notes, *(f"note: {text}" for text in foreign))
+        if classes is None and (second := _second_of_two_ids(files)) is not None:
+            classes = {"background": 0, "object": second}
+            what = f"no classes are named, and the first masks of data.{split} hold two ids"
+            notes = (*notes, f"{what}: task.classes='{{background: 0, object: {second}}}' is taken")
+        table = _table(classes, options.ignore, files=files, key=key, foreign=foreign)
+        masks = EncodedMasks(files, MaskLookup(table, names))
     if cache is not None and split == "eval":
         cache = replace(cache, shorter_side=None)
     own = table.names if names is None else names
@@ -301,17 +307,26 @@ def masked_inputs(
     return MaskedImages(records.pictures, None, classes, colors=colors, channels=channels, notes=records.notes)
 
 
-def _table(classes: ClassesOption, ignore: Sequence[Any], *, files: Pictures, key: str) -> ClassTable:
+def _table(
+    classes: ClassesOption, ignore: Sequence[Any], *, files: Pictures, key: str, foreign: Sequence[str]
+) -> ClassTable:
     """The table that `classes` gives, without what is ignored."""
     if classes is None:
         ids = mask_files.ids_in(files)
         seen = f"the first masks hold the ids {class_table.listed([str(value) for value in ids], 20)}"
-        example = "'{background: 0, object: 255}'" if ids == [0, 255] else "'[background, object]'"
-        remedy = f"name the classes: task.classes={example}, a file, or {class_table.CLASS_FILES[0]} beside the masks"
-        what = f"the names of the classes are not known; {seen if ids else 'the masks are pictures in colour'}"
+        files_of_classes = f"a file, or {class_table.CLASS_FILES[0]} beside the masks"
+        remedy = f"name the classes: task.classes='[background, object]', {files_of_classes}"
+        seen = seen if ids else "the masks are pictures in colour"
+        what = "; ".join(("the names of the classes are not known", seen, *foreign))
         raise DataError(what, where=f"{key}, {files.where(0)}", remedy=remedy)
     table = class_table.read_class_table(classes)
     return table.with_ignored(ignore, where="task.ignore") if ignore else table
+
+
+def _second_of_two_ids(files: Pictures) -> int | None:
+    """1 or 255 if the first masks hold 0 and this id, as most masks of one class do. None: they hold others."""
+    ids = mask_files.ids_in(files)
+    return ids[1] if ids in ([0, 1], [0, 255]) else None
 
 
 def _files(source: str, split: Split, options: SegmentationOptions) -> tuple[Pictures, Pictures, Path | None]:

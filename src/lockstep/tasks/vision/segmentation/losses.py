@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from lockstep import losses
+
 IGNORED = -1
 """The class number of pixels that do not count."""
 
@@ -65,22 +67,14 @@ def focal(logits: Tensor, masks: Tensor, *, gamma: float, weights: Tensor | None
 
 
 def dice(logits: Tensor, masks: Tensor) -> Tensor:
-    """1 - 2 sum(p g) / (sum(p) + sum(g)) over the valid pixels of a picture, as the mean over the classes that occur in
-    the picture; summed over pictures. p is the probability of a class, g is 1 where the pixel has the class, else 0.
-
-    Source: Drozdzal et al., The Importance of Skip Connections in Biomedical Image Segmentation, arXiv:1608.04117,
-    equation 1, for each class. Milletari et al., arXiv:1606.04797, have squares in the denominator.
+    """1 - Dice over the valid pixels of a picture, as the mean over the classes that occur in the picture; summed over
+    pictures. See `lockstep.losses.dice`.
 
     Args:
         logits: (pictures, classes, height, width).
         masks: integers (pictures, height, width).
     """
-    truth, valid = _one_hot(masks, logits)
-    share = logits.softmax(dim=1) * valid
-    common, size = (share * truth).sum(dim=(2, 3)), share.sum(dim=(2, 3)) + truth.sum(dim=(2, 3))
-    present = truth.flatten(2).any(dim=2).to(logits.dtype)
-    losses = (1 - 2 * common / size.clamp(min=torch.finfo(size.dtype).tiny)) * present
-    return (losses.sum(dim=1) / present.sum(dim=1).clamp(min=1)).sum()
+    return losses.dice(logits.softmax(dim=1), masks, valid=masks != IGNORED, smooth=0.0)
 
 
 def lovasz(logits: Tensor, masks: Tensor) -> Tensor:
@@ -112,10 +106,3 @@ def _lovasz_gradient(truth: Tensor) -> Tensor:
     union = positives + (1 - truth).cumsum(0)
     jaccard = 1 - intersection / union
     return torch.cat([jaccard[:1], jaccard[1:] - jaccard[:-1]])
-
-
-def _one_hot(masks: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """1 where a pixel has a class, (pictures, classes, height, width); and 1 where it has any, (pictures, 1, ...)."""
-    numbers = torch.arange(logits.shape[1], device=masks.device).reshape(1, -1, 1, 1)
-    truth = (masks.unsqueeze(1) == numbers).to(logits.dtype)
-    return truth, (masks != IGNORED).unsqueeze(1).to(logits.dtype)
