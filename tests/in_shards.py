@@ -55,7 +55,7 @@ def main() -> int:
     arguments = [one for one in sys.argv[1:] if one != "--record"]
     chosen = [one for one in arguments if Path(one.partition("::")[0]).exists()]
     options = [one for one in arguments if one not in chosen]
-    roots = [Path(one) for one in chosen] or [Path("tests")]
+    roots = [Path(one) for one in chosen] or [Path("tests"), *sorted(Path("packages").glob("*/tests"))]
     files = sorted({str(p) for root in roots for p in (root.rglob("test_*.py") if root.is_dir() else [root])})
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.is_file() else {}
     dealt = shards(files, seconds, len(os.sched_getaffinity(0)))
