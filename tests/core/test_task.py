@@ -28,10 +28,11 @@ METHODS = {
 }
 
 
-def test_a_task_has_fourteen_methods_and_five_attributes():
+def test_a_task_has_fourteen_methods_and_six_attributes():
     names = {name for name in vars(Task) if not name.startswith("_")}
     assert {name for name in names if callable(vars(Task)[name]) and name != "presenter"} == METHODS
-    assert names - METHODS == {"calls_vary", "coefficients", "frozen_epochs", "players", "presenter"}
+    attributes = {"calls_vary", "coefficients", "frozen_epochs", "losses_elsewhere", "players", "presenter"}
+    assert names - METHODS == attributes
 
 
 def test_methods_of_a_presenter_in_a_task_are_noted_and_not_refused(tmp_path):

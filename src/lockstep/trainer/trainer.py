@@ -167,16 +167,13 @@ class Trainer:
             print(f"the run directory is {self.run_dir}, by the name of the script; Trainer(run_dir=...) sets another")
         if nproc is not None:
             return self._fit_on_ranks(task, recorder, nproc, max_restarts)
-        with (
-            signals.listening() as flag,
-            self._join() as world,
-            assemble.assemble(self.setup, task, world, flag=flag, recorder=recorder) as training,
-        ):
-            self.config, self._model = training.setup.config, None
-            self.results = training.train()
-            if "train/loss" not in self.results:  # the run was complete already
-                self.results = world.on_rank0(self._latest) | self.results
-            self._model = training.trained
+        with signals.listening() as flag, self._join() as world:
+            with assemble.assemble(self.setup, task, world, flag=flag, recorder=recorder) as training:
+                self.config, self._model = training.setup.config, None
+                self.results = training.train()
+                if "train/loss" not in self.results:  # the run was complete already
+                    self.results = world.on_rank0(self._latest) | self.results
+            self._model = training.trained  # the recorder has seen the weights, which averages may replace
         return dict(self.results)
 
     def preflight(self, task: Task | None = None, *, deep: bool = False) -> list[Finding]:
