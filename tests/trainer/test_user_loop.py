@@ -498,3 +498,25 @@ def test_two_loops_follow_each_other_in_one_process():
             masked_body(loop)
         assert len(list(Path(folder).glob("*/checkpoints/step-*"))) == 2
         loop.close()
+
+
+def test_a_loop_needs_a_length(tmp_path):
+    data, model = TensorDataset(torch.randn(8, 2)), nn.Linear(2, 1)
+    with pytest.raises(UsageError, match="the length of the training is not given"):
+        lockstep.Loop(model, torch.optim.SGD(model.parameters(), lr=0.1), data, run_dir=tmp_path, quiet=True)
+
+
+def own_group():
+    import torch.distributed as dist
+
+    store = dist.FileStore(os.environ["LOCKSTEP_STORE"] + "-own", 2)
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+    try:
+        with pytest.raises(UsageError, match="there is a process group already"):
+            loop_of(own_tasks.Masked(), "unused")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_script_with_its_own_process_group_is_an_error():
+    run_ranks(2, own_group)

@@ -248,7 +248,8 @@ def _tell_if_complete(run: Run, parts: JoinedParts) -> None:
         done += f"{'change' if key == 'train.stop_when' else 'raise'} {key} to go on"
     else:
         return
-    run.tell(caller.words(f"{done}, or start anew with --fresh"))
+    asker = "Loop" if run.task.losses_elsewhere else "Trainer"
+    run.tell(caller.words(f"{done}, or start anew with --fresh", asker))
 
 
 def _tell_why_it_ended(run: Run, parts: JoinedParts, elapsed_s: float) -> None:

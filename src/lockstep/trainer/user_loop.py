@@ -117,6 +117,9 @@ class Loop:
         for section, value in nested(config or {}).items():
             keys[section] = keys.get(section, {}) | value if isinstance(value, dict) else value
         parsed = config_file.parse(keys, needs_task=False)
+        if parsed.train.epochs is None and parsed.train.steps is None:
+            remedy = "give epochs=3, or steps=1000"
+            raise UsageError("the length of the training is not given", where="Loop(...)", remedy=remedy)
         self._task = LoopTask(model, optimizer, loader.data, collate=collate or loader.collate, units=units)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._kept = _Kept(self)

@@ -301,6 +301,12 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, watch: Watch | No
         with _watched(world, None, watch), device_errors.explained(), shortages.explained():
             yield world
         return
+    if dist.is_initialized():
+        raise UsageError(
+            "there is a process group already",
+            where="torch.distributed.init_process_group",
+            remedy="leave this call out of the script: Lockstep makes the group; or call destroy_process_group first",
+        )
     shortages.allow_open_files(size)
     # A process has one store. Each world has a part of it, because the same ranks may join and leave several times.
     shared, numbers = store_of_ranks(rank, size, timeout_s)
