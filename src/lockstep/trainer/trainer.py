@@ -167,9 +167,10 @@ class Trainer:
             print(f"the run directory is {self.run_dir}, by the name of the script; Trainer(run_dir=...) sets another")
         if nproc is not None:
             return self._fit_on_ranks(task, recorder, nproc, max_restarts)
+        self._model = None  # its memory may be needed
         with signals.listening() as flag, self._join() as world:
             with assemble.assemble(self.setup, task, world, flag=flag, recorder=recorder) as training:
-                self.config, self._model = training.setup.config, None
+                self.config = training.setup.config
                 self.results = training.train()
                 if "train/loss" not in self.results:  # the run was complete already
                     self.results = world.on_rank0(self._latest) | self.results
