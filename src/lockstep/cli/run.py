@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 
 from lockstep.cli.options import Cold, Debug
 from lockstep.cli.reporting import reporting
-from lockstep.core import caller, this_process
+from lockstep.core import this_process
 
 _MODULES = ("lockstep.trainer.user_loop", "lockstep.trainer.local_ranks")
 
@@ -59,20 +58,9 @@ def run_rank(arguments: Sequence[str]) -> None:
 
 def run_script(arguments: Sequence[str]) -> None:
     """Run a script as `python SCRIPT ARGS` does. An error of it ends its loops, so that other ranks learn of it."""
-    sys.argv = list(arguments)
-    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-    try:
-        with caller.script():
-            runpy.run_path(arguments[0], run_name="__main__")
-    except BaseException as error:
-        from lockstep.trainer import user_exit
-
-        found = user_exit.fail_open(error)
-        if isinstance(found, SystemExit):
-            raise typer.Exit(found.code if isinstance(found.code, int) else int(found.code is not None)) from None
-        if found is error:
-            raise
-        raise found from error
     from lockstep.trainer import user_exit
 
-    user_exit.close_open()
+    try:
+        user_exit.run_script(arguments)
+    except SystemExit as ended:
+        raise typer.Exit(ended.code if isinstance(ended.code, int) else int(ended.code is not None)) from None

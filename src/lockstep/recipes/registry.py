@@ -114,7 +114,8 @@ def build_task(
         raise UsageError(
             "the config names no task",
             where="task",
-            remedy="set task.kind, or give a Task object to fit, evaluate or predict",
+            remedy="set task.kind, or give a Task object to fit, evaluate or predict. The run of a lockstep.Loop has "
+            "no task: its script calls loop.evaluate and loop.save, and `lockstep report` shows the run",
         )
     arguments = {key: value for key, value in section.items() if key != "kind"}
     options = options_class(section["kind"])

@@ -10,13 +10,15 @@ import atexit
 import contextlib
 import datetime
 import os
+import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.core import this_process
+from lockstep.core import caller, this_process
 from lockstep.core.errors import Preempted, RankError
 from lockstep.core.parallel.launched import LAUNCHED, report_failure
 from lockstep.core.parallel.rendezvous import store_of_ranks
@@ -95,6 +97,21 @@ def fail_open(error: BaseException) -> BaseException:
     for one in list(_open):
         error = one.fail(error)
     return error
+
+
+def run_script(arguments: Sequence[str]) -> None:
+    """Run a script as `python SCRIPT ARGS` does. An error of it ends its loops, so that other ranks learn of it."""
+    sys.argv = list(arguments)
+    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    try:
+        with caller.script():
+            runpy.run_path(arguments[0], run_name="__main__")
+    except BaseException as error:
+        found = fail_open(error)
+        if found is error:
+            raise
+        raise found from error
+    close_open()
 
 
 def check_all_left(world: World, name: str, step: int, *, complete: bool) -> None:

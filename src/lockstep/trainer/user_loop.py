@@ -26,7 +26,7 @@ from lockstep.core.parallel.sharded_tensor import gather_on_rank0
 from lockstep.core.part import Part, Training
 from lockstep.core.step import StepResult
 from lockstep.recipes import config_file
-from lockstep.trainer import assemble, memory_shortage, user_exit
+from lockstep.trainer import assemble, memory_shortage, user_exit, user_trial
 from lockstep.trainer.user_loop_task import LoopEvaluation, LoopTask, Units, from_loader, nested
 from lockstep.trainer.user_step import LoopStep
 
@@ -116,11 +116,17 @@ class Loop:
         keys["train"] = {key: value for key, value in keys["train"].items() if value is not None}
         for section, value in nested(config or {}).items():
             keys[section] = keys.get(section, {}) | value if isinstance(value, dict) else value
+        self._trial = trial = user_trial.take()
+        if trial is not None:
+            keys, run_dir, fresh = trial.changed(keys), trial.folder, False
+            parts = (*parts, *trial.parts)
         parsed = config_file.parse(keys, needs_task=False)
         if parsed.train.epochs is None and parsed.train.steps is None:
             remedy = "give epochs=3, or steps=1000"
             raise UsageError("the length of the training is not given", where="Loop(...)", remedy=remedy)
         self._task = LoopTask(model, optimizer, loader.data, collate=collate or loader.collate, units=units)
+        if trial is not None:
+            trial.prepare(self._task)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._kept = _Kept(self)
         self.state: dict[str, Any] = {}
@@ -147,6 +153,9 @@ class Loop:
                 "Give it as Loop(scheduler=...), or keep scheduler.state_dict() in loop.state"
             )
         self._id = str(self._run.world.broadcast(uuid.uuid4().hex))
+        if trial is not None:
+            with self._exit.guarded():
+                trial.joined(self)
 
     # ---- the loop
 
@@ -182,6 +191,10 @@ class Loop:
 
     def _ended(self, results: Mapping[str, float]) -> None:
         self.results, self._step = results, None
+        if self._trial is not None:  # nothing of the script after its loop is wanted
+            self._trial.ended(self)
+            self._exit.close()
+            raise SystemExit(0)
         self._exit.end_training()
 
     def _updated(self, result: StepResult) -> None:
@@ -219,6 +232,8 @@ class Loop:
             except loop.LeftLoop:
                 pass
         engine.close()
+        if self._trial is not None:
+            self._trial.ended(self)
         self._exit.end_training()
 
     # ---- what the body of the loop may ask for
@@ -308,6 +323,8 @@ class Loop:
         """Write the whole weights as `torch.save(model.state_dict(), path)` does. All ranks call it."""
         self._leave()
         run = self._run
+        if self._trial is not None:
+            path = self._trial.folder / Path(path).name
         with contextlib.ExitStack() as stack:
             if run.state.averages is not None:
                 stack.enter_context(run.state.averages.applied())

@@ -23,7 +23,7 @@ from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.result import CheckResult, VerifyResult, fault, not_shown
 from lockstep.verify.workers import Workers
 
-_LOG = "verify.log"
+LOG = "verify.log"
 MARKS = {"verify.json": '{\n "schema": ', "verify.html": ": lockstep verify</title>"}
 """The files that a verification writes, each with a part of all of them."""
 _FEWEST_STEPS = 4
@@ -69,8 +69,8 @@ def verify(
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     result = VerifyResult(str(config["name"]), nproc, "cpu", quick, dict(config), versions)
     start = time.perf_counter()
-    folder = _make_folder(run_dir)
-    own_workers = Workers(run_dir / _LOG) if workers is None else workers
+    folder = make_folder(run_dir)
+    own_workers = Workers(run_dir / LOG) if workers is None else workers
     try:
         experiments = Experiments(
             config,
@@ -90,7 +90,7 @@ def verify(
             result.checks.append(check)
             tell(report.line(check))
         result.seconds = round(time.perf_counter() - start, 1)
-        _write(result, run_dir)
+        write(result, run_dir)
     finally:
         if workers is None:
             own_workers.close()
@@ -108,7 +108,7 @@ def _check_arguments(checks: Sequence[str], steps: int | None) -> None:
         raise UsageError(f"{steps} steps are too few", where="--steps", remedy=f"give {_FEWEST_STEPS} or more")
 
 
-def _make_folder(run_dir: Path) -> Path:
+def make_folder(run_dir: Path) -> Path:
     """A new folder in `run_dir`, in which experiments write."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def _make_folder(run_dir: Path) -> Path:
         raise _cannot_write(UsageError, error, run_dir, remedy="choose another place with --run-dir") from error
 
 
-def _write(result: VerifyResult, run_dir: Path) -> None:
+def write(result: VerifyResult, run_dir: Path) -> None:
     try:
         atomic.write_text(run_dir / "verify.json", json.dumps(report.to_json(result), indent=1, allow_nan=False))
         atomic.write_text(run_dir / "verify.html", html_report.to_html(result))
@@ -141,7 +141,7 @@ def _check_that_task_runs(experiments: Experiments, run_dir: Path) -> None:
             raise LockstepError(failed.error) from None
         raise LockstepError(
             f"the task does not run: {failed.error}",
-            where=str(run_dir / _LOG),
+            where=str(run_dir / LOG),
             remedy="repair it; that file has its traceback",
         ) from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,6 +44,28 @@ class ExperimentFailed(Exception):
         self.error, self.known, self.refused = error, known, refused
         self.has_different_data = same_samples.DIFFERENT in error
         """The ranks did not have the same samples."""
+
+
+def values_of(name: str, answers: Sequence[Any]) -> list[Any]:
+    """What the ranks of an experiment returned, in rank order.
+
+    Raises:
+        ExperimentFailed: a rank failed, or its process ended.
+    """
+    # Processes that ended by themselves first, then those that were killed because of them.
+    ended = sorted((answer for answer in answers if isinstance(answer, WorkerEnded)), key=lambda end: end.reason)
+    failed = sorted(
+        (answer for answer in answers if isinstance(answer, Answer) and answer.error),
+        key=lambda answer: (not answer.refused, answer.known),
+    )
+    crashed = any(not end.reason for end in ended)
+    # Where a process crashed, the other ranks report just that: the crash itself says more.
+    only_reports_crash = crashed and failed and failed[0].known and not failed[0].refused
+    if failed and not only_reports_crash:
+        raise ExperimentFailed(name, str(failed[0].error), known=failed[0].known, refused=failed[0].refused)
+    if ended:
+        raise ExperimentFailed(name, "; ".join(map(str, ended)))
+    return [answer.value for answer in answers]
 
 
 def _once(method: Method) -> Method:
@@ -254,20 +276,7 @@ class Experiments:
             ExperimentFailed: some rank failed.
         """
         answers = self.workers.run(world, self.wrap, function, *arguments)
-        # Processes that ended by themselves first, then those that were killed because of them.
-        ended = sorted((answer for answer in answers if isinstance(answer, WorkerEnded)), key=lambda end: end.reason)
-        failed = sorted(
-            (answer for answer in answers if isinstance(answer, Answer) and answer.error),
-            key=lambda answer: (not answer.refused, answer.known),
-        )
-        crashed = any(not end.reason for end in ended)
-        # Where a process crashed, the other ranks report just that: the crash itself says more.
-        only_reports_crash = crashed and failed and failed[0].known and not failed[0].refused
-        if failed and not only_reports_crash:
-            raise ExperimentFailed(name, str(failed[0].error), known=failed[0].known, refused=failed[0].refused)
-        if ended:
-            raise ExperimentFailed(name, "; ".join(map(str, ended)))
-        return [answer.value for answer in answers]
+        return values_of(name, answers)
 
     # ---- facts about the task
 

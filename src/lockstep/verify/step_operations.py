@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -152,18 +152,32 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class RandomOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, the names of operations that draw from a generator of torch are recorded."""
+    """Inside, the names of operations that draw from a generator of torch are recorded.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: whether the operation that comes now shall be looked at.
+    """
+
+    def __init__(self, wanted: Callable[[], bool] = lambda: True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
+        self.places: list[str] = []
+        """File and line of each operation after which the global generator of the CPU had another state. On other
+        devices, of each operation that may draw."""
+        self._wanted = wanted
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.names.append(func.name().partition(".")[0].removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in func.tags or not self._wanted():
+            return func(*args, **(kwargs or {}))
+        self.names.append(func.name().partition(".")[0].removeprefix("aten::"))
+        before = torch.default_generator.get_state()
+        result = func(*args, **(kwargs or {}))
+        on_cpu = not isinstance(result, Tensor) or result.device.type == "cpu"
+        if not on_cpu or not bool((before == torch.default_generator.get_state()).all()):
+            self.places.append(f"{self.names[-1]} at {place_of_caller()[0]}")
+        return result
 
 
 class CoarseOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
