@@ -210,7 +210,7 @@ PACKAGES = {
     "lab": ("verify", "plan", "report", "search"),
 }
 """The folders that do not belong to the engine, by the package that they are to become (docs/architecture.md)."""
-CEILINGS = {"engine": 29_000, "recipes": 19_500, "lab": 11_200, "audit": 8_200}
+CEILINGS = {"engine": 29_000, "recipes": 19_500, "lab": 11_800, "audit": 8_200}
 """At most so many lines of code in a package, without blank lines, comments and docstrings: round, with 5 % slack. They
 change with a release only."""
 
