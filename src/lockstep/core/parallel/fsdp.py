@@ -19,7 +19,7 @@ from lockstep.core.parallel.meta_init import build_on_meta, materialise
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.sharded_tensor import is_spread
 from lockstep.core.parallel.single import Single, constant_loss_error, leaves
-from lockstep.core.parallel.strategy import CallsVary, Forward, Losses, Waits
+from lockstep.core.parallel.strategy import CallsVary, Forward, Losses, Trial, Waits
 from lockstep.core.parallel.world import World
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -109,6 +109,11 @@ class FSDP(Single):
         for module in forward.modules():
             if isinstance(module, CallsVary):
                 module.largest_over_ranks = largest
+
+    def begin_step(self, trial: Trial | None = None) -> Any:
+        if trial is None and self._writes is not None:  # before an evaluation or a save, the host may wait
+            self._writes.read_sums()
+        return super().begin_step(trial)
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
         self._modules[0].set_requires_gradient_sync(last or self.options.reduce_each_micro_batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -26,15 +27,16 @@ class _Gathered:
     value: Tensor
     version: int
     memory: int
-    bits: int | None
+    bits: Tensor | None
+
+    @property
+    def is_there(self) -> bool:
+        """False if FSDP has let go of it meanwhile: then it was looked at before."""
+        return self.owner._parameters[self.key] is self.value
 
     def is_written(self) -> bool:
-        """True if the parameter was written since. FSDP may have let go of it meanwhile: then that was seen before."""
-        if self.owner._parameters[self.key] is not self.value:
-            return False
-        if (self.value._version, _memory(self.value)) != (self.version, self.memory):
-            return True
-        return self.bits is not None and _sum_of(self.value) != self.bits
+        """True if torch has counted a write since, or other memory was put in place."""
+        return (self.value._version, _memory(self.value)) != (self.version, self.memory)
 
 
 @final
@@ -44,7 +46,8 @@ class GatheredWrites:
     torch counts writes, and `parameter.data = value` puts other memory in place: each pass looks at both, so a write
     that changes no value is seen, too. torch does not count writes through `parameter.data`, such as
     `parameter.data.lerp_(...)`. They are known by a sum of the bits, which reads all memory: the passes of steps 1, 2,
-    4, 8, ... of a process take it.
+    4, 8, ... of a process take it. The host reads the sums of step 1 at once, and later ones before a save or an
+    evaluation, so that no step waits for the device.
 
     Args:
         root: the module that is sharded last.
@@ -59,6 +62,7 @@ class GatheredWrites:
             id(module): [(owner, key) for owner, key, _ in torch_internals.sharded_places(module)] for module in sharded
         }
         self._gathered: dict[int, list[_Gathered]] = {}
+        self._differ: list[tuple[str, Tensor]] = []  # whether sums differ, which the host has not read
         for module in sharded:
             module.register_forward_pre_hook(self._begin)  # after FSDP has gathered
             module.register_forward_hook(self._end, prepend=True)
@@ -75,10 +79,12 @@ class GatheredWrites:
     def _end(self, module: nn.Module, *_: Any) -> None:
         of_all = [id(module)] if module is not self.root else list(self._gathered)  # a block may stay gathered
         for one in of_all:
-            for gathered in self._gathered.get(one, ()):
+            for gathered in filter(operator.attrgetter("is_there"), self._gathered.get(one, ())):
+                name = f"{self._names[id(gathered.owner)]}.{gathered.key}".removeprefix("model.")
                 if gathered.is_written():
-                    name = f"{self._names[id(gathered.owner)]}.{gathered.key}"
-                    self.found[name.removeprefix("model.")] = None
+                    self.found[name] = None
+                elif gathered.bits is not None:
+                    self._differ.append((name, _sum_of(gathered.value) != gathered.bits))
         if module is self.root:
             self._gathered.clear()
 
@@ -91,6 +97,24 @@ class GatheredWrites:
         Raises:
             TrainingError: it wrote into gathered parameters; names them.
         """
+        if self._step == 1:
+            self.read_sums()
+        self._raise_if_found()
+        if last:
+            self._next_sums *= 2 if self._step == self._next_sums else 1
+            self._step += 1
+
+    def read_sums(self) -> None:
+        """Read the sums of the bits that the host has not read. It waits for the device.
+
+        Raises:
+            TrainingError: see `check`.
+        """
+        differ, self._differ = self._differ, []
+        self.found |= {name: None for name, differs in differ if bool(differs)}
+        self._raise_if_found()
+
+    def _raise_if_found(self) -> None:
         if self.found:
             raise TrainingError(
                 "a forward pass writes into parameters, and fsdp loses what it writes: each rank keeps its rows of the "
@@ -99,22 +123,20 @@ class GatheredWrites:
                 remedy="use parallel.strategy=ddp, or keep what the pass writes in buffers (register_buffer), such as "
                 "the weights of a momentum encoder",
             )
-        if last:
-            self._next_sums *= 2 if self._step == self._next_sums else 1
-            self._step += 1
 
 
 def _memory(value: Tensor) -> int:
     return local(value).untyped_storage().data_ptr()
 
 
-def _sum_of(parameter: Tensor) -> int:
+def _sum_of(parameter: Tensor) -> Tensor:
+    """The sum of the bits as integers: a scalar on the device of the parameter."""
     values = local(parameter.detach())
     values = torch.view_as_real(values) if values.is_complex() else values
     if not values.untyped_storage().size():
-        return 0
+        return torch.zeros((), dtype=torch.int64, device=values.device)
     bits = values.contiguous().flatten().view(_INTEGERS[values.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in torch.split(bits, _PART):  # torch sums integers in a copy of 64 bits each
         total += part.sum(dtype=torch.int64)
-    return int(total)
+    return total
