@@ -19,6 +19,7 @@ import pstats
 import sys
 import tempfile
 import time
+from functools import partial
 
 import torch
 from harness import header, ratios, row, spread, take_turns
@@ -96,11 +97,11 @@ def main() -> None:
             loop = lockstep.Loop(*mine, data, global_batch=BATCH, epochs=options.rounds + 3, run_dir=f"{folder}/run")
             steps = iter(loop)
             ways = {
-                "Loop": lambda s=steps, m=mine[0]: ours(s, count, m),
-                "plain": lambda d=data, t=theirs: plain(d, *t),
+                "Loop": partial(ours, steps, count, mine[0]),
+                "plain": partial(plain, data, *theirs),
             }
             times = take_turns(ways, options.rounds, warm_up=1)
-            profile = cProfile.Profile()
+            profile = cProfile.Profile(time.process_time)
             if options.profile:
                 profile.runcall(ours, steps, count, mine[0])
             steps.close()
@@ -111,7 +112,7 @@ def main() -> None:
         row(size, milliseconds["plain"], milliseconds["Loop"], spread(ratios(times["Loop"], times["plain"])))
         if options.profile:
             print(f"{count} steps:")
-            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+            pstats.Stats(profile).sort_stats("cumulative").print_stats("lockstep", 40)
 
 
 if __name__ == "__main__":
