@@ -27,8 +27,8 @@ SKIPPED = 40  # of the first steps, which start up
 
 def switch() -> Callable[[bool], None]:
     """A function that takes all observers out of torch, or puts them in again."""
-    from lockstep.audit.observe import torch_private
-    from lockstep.audit.observe.recorder import recorder
+    from lockstep_audit.observe import torch_private
+    from lockstep_audit.observe.recorder import recorder
 
     places = []
     for patch in torch_private._patches():
@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace, every: int) -> tuple[dict[str, tuple[fl
     """By name: seconds of a step without observers and with them; the number of parameters."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "lockstep.audit", "--folder", folder, "--every", str(every), __file__]
+        command = [sys.executable, "-m", "lockstep_audit", "--folder", folder, "--every", str(every), __file__]
         command += ["--train", "--steps", str(options.steps), "--width", str(options.width)]
         ranks = [
             subprocess.Popen(

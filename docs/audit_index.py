@@ -1,6 +1,6 @@
 """Write docs/audit.md: python docs/audit_index.py > docs/audit.md"""
 
-from lockstep.audit.rules.catalogue import ALL
+from lockstep_audit.rules.catalogue import ALL
 
 GROUPS = {
     "1": "Data",
@@ -14,18 +14,20 @@ GROUPS = {
 }
 TEXT = """# Audit: what is silently wrong in a training script
 
-`lockstep audit` runs your own script on several ranks, unchanged, and names what is wrong in it: file, line, ranks,
+`lockstep-audit` runs your own script on several ranks, unchanged, and names what is wrong in it: file, line, ranks,
 step, cause and remedy. The script may use plain DistributedDataParallel or FSDP2, Lightning, Accelerate or
-transformers. It needs nothing of Lockstep.
+transformers. The package `torch-lockstep-audit` needs only torch: no trainer is installed with it.
 
 ```
-lockstep audit --nproc 2 train.py --lr 1e-3          # options of audit come first, then the script and its own
-lockstep audit --nproc 2 -m package.train --lr 1e-3  # a module
-torchrun --nproc-per-node 2 -m lockstep audit train.py --lr 1e-3    # or under a launcher of yours
-torchrun --nproc-per-node 2 -m lockstep.audit train.py --lr 1e-3    # the same, as a module
-accelerate launch --multi_gpu --num_processes 2 -m lockstep.audit train.py    # or of Accelerate's
-python -m lockstep.audit train.py                      # a script that starts its ranks itself: mp.spawn, Lightning
+pip install torch-lockstep-audit                     # it is not on PyPI yet; in a clone: pip install ./packages/audit
+lockstep-audit --nproc 2 train.py --lr 1e-3          # options of the audit come first, then the script and its own
+lockstep-audit --nproc 2 -m package.train --lr 1e-3  # a module
+torchrun --nproc-per-node 2 -m lockstep_audit train.py --lr 1e-3    # or under a launcher of yours
+accelerate launch --multi_gpu --num_processes 2 -m lockstep_audit train.py    # or of Accelerate's
+python -m lockstep_audit train.py                      # a script that starts its ranks itself: mp.spawn, Lightning
 ```
+
+If torch-lockstep is installed, too, `lockstep audit` is the same command, with the same options and exit codes.
 
 Observers inside the script write events to a file for each rank. They make no collective and draw no random number.
 When the ranks have ended, rules compare the events. A short run is enough: two epochs of a few batches show most
@@ -39,7 +41,7 @@ train.py:10: error[LS101]: several ranks train on the same samples
   remedy: DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)
   see docs/audit/same-data.md
 
-lockstep audit: 1 error, 0 warnings; 19 rules checked, 55 not exercised (-v tells why), 0 findings switched off
+lockstep-audit: 1 error, 0 warnings; 19 rules checked, 55 not exercised (-v tells why), 0 findings switched off
 ```
 
 What was seen and what explains it are kept apart: the cause is `unknown` where no rule knows it. A rule that the
@@ -63,8 +65,11 @@ script did not exercise counts as not exercised, and never as passed.
 | `--previous DIR` | the events of the run that this run goes on from: rules LS703, LS704 |
 | `--read DIR` | judge the events of a folder, and run no script |
 | `--baseline FILE`, `--write-baseline FILE` | leave out findings that are known; write that file |
-| `--strict` | exit code 1 for warnings, too |
+| `--force` | replace the files of `--output` and `--write-baseline`, if they are there |
+| `--strict` | exit code 3 for warnings, too |
 | `-v` | tell for each rule why the script did not exercise it |
+| `--debug` | show tracebacks of all errors |
+| `--version` | print the version, which is that of torch-lockstep |
 
 Nothing is written into the folder of the script, except under a launcher of yours without `--folder`: then the events
 are in `lockstep-audit-ID` in the current folder.
@@ -75,12 +80,12 @@ Whatever ends a rank, the events until then are judged.
 
 | what ends the script | |
 |---|---|
-| `sys.exit(N)`, an error | a report, then code 1 for a finding, else 3; under your launcher the first rank keeps N |
+| `sys.exit(N)`, an error | a report, then code 3 for a finding, else 1; under your launcher the first rank keeps N |
 | `os._exit(N)` | the same: the first rank reports before it leaves |
-| SIGKILL, or a launcher that kills all ranks | a report; under your launcher nobody can: `lockstep audit --read DIR` |
-| Ctrl-C | `lockstep audit` ends the ranks, and reports what was seen; under a launcher of yours: `--read FOLDER` |
-| a hang | after `--patience` seconds `lockstep audit` ends the ranks, and exits with code 4 |
-| a collective that times out or breaks | the report says where each rank was (also after SIGABRT), then code 1 |
+| SIGKILL, or a launcher that kills all ranks | a report; under your launcher nobody can: `lockstep-audit --read DIR` |
+| Ctrl-C | `lockstep-audit` ends the ranks, and reports what was seen; under a launcher of yours: `--read FOLDER` |
+| a hang | after `--patience` seconds `lockstep-audit` ends the ranks, and exits with code 4 |
+| a collective that times out or breaks | the report says where each rank was (also after SIGABRT), then code 3 |
 | a script that is not there, a notebook, a wrong option | exit code 2 |
 
 ## Exit codes
@@ -88,9 +93,9 @@ Whatever ends a rank, the events until then are judged.
 | code | |
 |---:|---|
 | 0 | no error; warnings may have been found |
-| 1 | an error was found, or with `--strict` a warning |
+| 1 | the script failed, and no rule found an error |
 | 2 | a wrong option, file or folder |
-| 3 | the script failed, and no rule found an error |
+| 3 | an error was found, or with `--strict` a warning |
 | 4 | the script hung, and the report says where each rank was |
 | 5 | nothing can be said: no rank made a step of a torch optimizer |
 
@@ -130,7 +135,7 @@ exit code 4.
 ## The lines on the pages
 
 The wrong and the right lines on the page of each rule stand behind these lines, and `dist.destroy_process_group()`
-follows. `tests/audit/test_pages.py` runs them.
+follows. `packages/audit/tests/test_pages.py` runs them.
 
 ```python
 import contextlib
@@ -156,7 +161,7 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 compared. In steps of 30 ms, observers cost 1 to 4 %, and 10 % with `--every 1`
 ([what they cost](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
 - Several nodes: the folder of `--folder` must be on a disk that all nodes share. Or collect the files `rank-*.jsonl`
-in one folder, and judge them with `lockstep audit --read FOLDER`.
+in one folder, and judge them with `lockstep-audit --read FOLDER`.
 - A notebook cannot be observed, and is told so. Save it as a script: `jupyter nbconvert --to script NOTEBOOK.ipynb`.
 - Not every fault has a rule. Of 40 faults in scripts by people who had not seen the audit, 36 were named at the right
 line, and 4 were not seen; of the 40 of the set before, 35. On 40 odd but right scripts and 40 repaired scripts there
@@ -175,7 +180,7 @@ there, such as states of their environments, and nothing tells the ones from the
 `eval()` or `no_sync()` was called, the caller of a function that was given what it exchanges. Some lines come from the
 text of the script: the `if` or `break` that decides, or the set whose order is taken. Without the text, the line is the
 one where the fault was noticed.
-- `accelerate launch --num_processes 2 -m lockstep.audit train.py` starts one process where it finds no GPU; add
+- `accelerate launch --num_processes 2 -m lockstep_audit train.py` starts one process where it finds no GPU; add
 `--multi_gpu`, and `ACCELERATE_USE_CPU=true`. Not tried: FSDP of version 1, `torch.compile`, several nodes.
 - All of this was tried on CPUs with gloo. On GPUs and with NCCL nothing was tried.
 """

@@ -40,10 +40,10 @@ def measured(reports: list[Path]) -> dict[str, float]:
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
             parts = case.get("classname", "").split(".")
-            while parts and not Path(*parts).with_suffix(".py").exists():
-                parts.pop()
-            if parts:
-                seconds["/".join(parts) + ".py"] += float(case.get("time", 0))
+            names = ["/".join(parts[:count]) + ".py" for count in range(len(parts), 0, -1)]
+            file = next((name for name in names if Path(name).exists()), None)
+            if file is not None:
+                seconds[file] += float(case.get("time", 0))
     return {file: round(value, 1) for file, value in sorted(seconds.items())}
 
 
@@ -55,7 +55,7 @@ def main() -> int:
     arguments = [one for one in sys.argv[1:] if one != "--record"]
     chosen = [one for one in arguments if Path(one.partition("::")[0]).exists()]
     options = [one for one in arguments if one not in chosen]
-    roots = [Path(one) for one in chosen] or [Path("tests")]
+    roots = [Path(one) for one in chosen] or [Path("tests"), *sorted(Path("packages").glob("*/tests"))]
     files = sorted({str(p) for root in roots for p in (root.rglob("test_*.py") if root.is_dir() else [root])})
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.is_file() else {}
     dealt = shards(files, seconds, len(os.sched_getaffinity(0)))

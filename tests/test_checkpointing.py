@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import lockstep.trainer.trainer
+import lockstep.trainer.assemble
 from lockstep import LockstepError, Trainer
 from lockstep.core import resume
 from lockstep.core.checkpoint import files, store
@@ -252,11 +252,11 @@ class Ticking(signals.StopConsensus):
 
 def fit_ticking(kind, settings, folder):
     """Steps that are kept in the end."""
-    kept, lockstep.trainer.trainer.StopConsensus = lockstep.trainer.trainer.StopConsensus, Ticking
+    kept, lockstep.trainer.assemble.StopConsensus = lockstep.trainer.assemble.StopConsensus, Ticking
     try:
         runs.fit_kind(kind, {}, settings, folder)
     finally:
-        lockstep.trainer.trainer.StopConsensus = kept
+        lockstep.trainer.assemble.StopConsensus = kept
     return [one.step for one in store.listed(folder / "checkpoints")]
 
 

@@ -139,14 +139,16 @@ def test_more_ranks_than_cores_are_warned_of_in_one_line(monkeypatch, capsys, np
     )
 
 
-@pytest.mark.parametrize(("command", "rest"), [("train", "goes on from there"), ("predict", "begins anew")])
+@pytest.mark.parametrize(
+    ("command", "rest"), [("train", "goes on from there"), ("run", "goes on from there"), ("predict", "begins anew")]
+)
 def test_only_a_training_that_is_stopped_promises_to_go_on(monkeypatch, capsys, command, rest):
     monkeypatch.setattr("sys.argv", ["lockstep", command, "run"])
     with pytest.raises(typer.Exit), reporting(debug=False):
         raise Preempted("stopped before training began; nothing was lost")
     said = capsys.readouterr().err
     assert said.endswith(f"the same command {rest}\n")
-    assert ("before training" in said) == (command == "train")
+    assert ("before training" in said) == (command != "predict")
 
 
 def test_ranks_get_the_options_that_were_given():

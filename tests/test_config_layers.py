@@ -2,10 +2,9 @@
 
 import pytest
 
-from lockstep.core.config.sections import all_keys
 from lockstep.core.errors import UsageError
 from lockstep.recipes import config_file
-from lockstep.recipes.config_layers import RENAMED, read_target
+from lockstep.recipes.config_layers import read_target
 
 
 @pytest.fixture
@@ -61,32 +60,3 @@ def test_what_cannot_be_extended_is_an_error(write, text, message):
     with pytest.raises(UsageError, match=message) as caught:
         config_file.load(write("mine.yaml", text))
     assert "mine.yaml" in str(caught.value)
-
-
-@pytest.fixture
-def renamed(monkeypatch):
-    names = {"train.length": ("train.steps", "0.3"), "random_seed": ("seed", "0.3"), "clip": ("optim.clip_norm", "0.4")}
-    monkeypatch.setattr("lockstep.recipes.config_layers.RENAMED", names)
-
-
-def test_a_key_that_was_renamed_is_taken_with_a_warning(renamed, write):
-    mine = write("mine.yaml", "task: {kind: toy}\ntrain: {length: 7}\nrandom_seed: 3\n")
-    with pytest.warns(FutureWarning) as warned:
-        config = config_file.load(mine, ["clip=0.5"])
-    assert (config.train.steps, config.seed, config.optim.clip_norm) == (7, 3, 0.5)
-    assert [str(one.message) for one in warned] == [
-        f"{mine}: train.length is called train.steps now, and lockstep 0.3 will refuse the old name",
-        f"{mine}: random_seed is called seed now, and lockstep 0.3 will refuse the old name",
-        f"{mine}: clip is called optim.clip_norm now, and lockstep 0.4 will refuse the old name",
-    ]
-
-
-def test_a_key_by_both_of_its_names_is_an_error(renamed):
-    values = {"task": {"kind": "toy"}, "seed": 1, "random_seed": 2}
-    with pytest.raises(UsageError, match="random_seed and seed are the same key"):
-        config_file.parse(values)
-
-
-def test_no_key_of_today_is_an_old_name():
-    assert not {key for key, _ in all_keys()} & RENAMED.keys()
-    assert {new for new, _ in RENAMED.values()} <= {key for key, _ in all_keys()}

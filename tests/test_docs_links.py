@@ -13,6 +13,7 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("benchmarks/*.md")),
+    *sorted(ROOT.glob("packages/*/*.md")),
     *sorted(ROOT.glob("src/lockstep/migration/*.md")),
 ]
 
@@ -50,7 +51,7 @@ def test_links_lead_somewhere(page):
 
 def test_the_site_has_every_page_of_the_documentation():
     listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text())
-    pages = [page for page in PAGES if page.parts[-2] in ("docs", "guide", "audit")]
+    pages = [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
     assert {str(page.relative_to(ROOT)) for page in pages} <= set(listed)
     assert all((ROOT / page).exists() for page in listed)
     parts = re.search(r"for part in (.+?);", (ROOT / "Makefile").read_text())[1].split()
@@ -91,7 +92,8 @@ def test_every_option_of_every_command_says_what_it_does():
 
 
 def test_tests_that_pages_name_are_there():
-    named = {one for page in PAGES for one in re.findall(r"`(tests/[\w/]+\.py(?:::\w+)?)`", page.read_text())}
+    pattern = r"`((?:packages/\w+/)?tests/[\w/]+\.py(?:::\w+)?)`"
+    named = {one for page in PAGES for one in re.findall(pattern, page.read_text())}
     missing = []
     for path, _, name in (one.partition("::") for one in sorted(named)):
         if not (ROOT / path).is_file() or f"def {name}(" not in (ROOT / path).read_text() + "def (":
@@ -104,7 +106,7 @@ def test_targets_and_paths_of_the_makefile_are_there():
     """Also the targets that pages and workflows name, and the paths of workflows."""
     makefile = (ROOT / "Makefile").read_text()
     workflows = "".join(path.read_text() for path in [*ROOT.glob(".github/workflows/*.yml"), ROOT / ".ci" / "run"])
-    named = set(re.findall(r"\b(?:tests|benchmarks|examples)/[\w./-]*\w", makefile + workflows))
+    named = set(re.findall(r"(?<![\w/])(?:packages|tests|benchmarks|examples)/[\w./-]*\w", makefile + workflows))
     assert "tests/launch/cluster" in named
     assert not [path for path in named if not (ROOT / path).exists()]
     asked = re.findall(r"`make ([a-z-]+)", "".join(page.read_text() for page in PAGES))

@@ -9,10 +9,13 @@ import sys
 import tokenize
 from pathlib import Path
 
+import pytest
+
 import lockstep
 from tests import processes
 
 PACKAGE = Path(lockstep.__file__).parent
+AUDIT = processes.ROOT / "packages" / "audit" / "src" / "lockstep_audit"
 
 # The folders that each folder may import, besides itself.
 ALLOWED = {
@@ -22,7 +25,6 @@ ALLOWED = {
     "cache_folder": set(),
     "sizes": {"core"},
     "shards": {"core", "locks", "cache_folder", "sizes"},
-    "audit": {"core", "launch"},
     "drawing": {"core"},
     "mesh": {"core"},
     "parts": {"core", "drawing", "locks"},
@@ -56,7 +58,7 @@ ALLOWED = {
     "plan": {"core", "mesh", "parts", "trainer", "report", "recipes", "sampling", "sizes"},
     "verify": {"core", "parts", "launch", "mesh", "trainer", "report", "updates"},
     "search": {"core", "drawing", "locks", "recipes", "report", "trainer"},
-    "cli": {"core", "parts", "launch", "tasks", "trainer", "verify", "plan", "report", "recipes", "audit", "watch"}
+    "cli": {"core", "parts", "launch", "tasks", "trainer", "verify", "plan", "report", "recipes", "watch"}
     | {"cache_folder", "search", "shards", "sizes"},
     "__main__": {"cli"},
     # Stricter than the folder that they lie in.
@@ -78,17 +80,17 @@ def folder_of(module):
 
 
 def is_module(name):
-    path = PACKAGE.parent / name.replace(".", "/")
+    path = (AUDIT if name.startswith("lockstep_audit") else PACKAGE).parent / name.replace(".", "/")
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
-def imports(path):
+def imports(path, package="lockstep"):
     """What `path` imports of the package when it runs (not for type checkers alone), as names below the package."""
-    return _imports(path, path.read_text())
+    return _imports(path, path.read_text(), package)
 
 
 @functools.cache
-def _imports(path, text):
+def _imports(path, text, package):
     tree, found = ast.parse(text), []
     checking = {
         id(inner)
@@ -103,18 +105,20 @@ def _imports(path, text):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             inner = [f"{node.module}.{name.name}" for name in node.names]
-            names = [name if node.module == "lockstep" or is_module(name) else node.module for name in inner]
+            names = [name if node.module == package or is_module(name) else node.module for name in inner]
         if isinstance(node, ast.Import):
             names = [name.name for name in node.names]
-        found += [name.removeprefix("lockstep.") for name in names if name.startswith("lockstep.")]
+        found += [name.removeprefix(f"{package}.") for name in names if name.startswith(f"{package}.")]
     return found
 
 
-MODULES = {
-    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
-    for path in PACKAGE.rglob("*.py")
-    if path.name != "__init__.py"
-}
+def modules(folder):
+    """The files of a package, by the names of their modules below the package."""
+    paths = [path for path in folder.rglob("*.py") if path.name != "__init__.py"]
+    return {".".join(path.relative_to(folder).with_suffix("").parts): path for path in paths}
+
+
+MODULES = modules(PACKAGE)
 
 
 def is_allowed(module, name):
@@ -144,19 +148,44 @@ def test_every_permission_is_used():
     assert unused == set()
 
 
-def graph():
+def packages_of(path):
+    """The packages that a file imports, also late and for type checkers alone: the first part of each name."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    found = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    return {name.partition(".")[0] for name in found}
+
+
+def test_the_audit_imports_torch_and_the_standard_library_and_nothing_else():
+    known = {"torch", "lockstep_audit", *sys.stdlib_module_names}
+    found = {(path.name, name) for path in AUDIT.rglob("*.py") for name in packages_of(path) - known}
+    assert found == {("pytest_plugin.py", "pytest")}  # which only pytest imports
+    assert not [path for path in AUDIT.rglob("*.py") if re.search(r"""["']lockstep\.""", path.read_text())]
+
+
+def test_one_file_imports_the_audit():
+    naming = {module for module, path in MODULES.items() if "lockstep_audit" in packages_of(path)}
+    assert naming == {"cli.audit"}
+    for path in PACKAGE.rglob("*.py"):
+        assert "lockstep_audit" not in path.read_text() or path == MODULES["cli.audit"], path
+
+
+def graph(folder=PACKAGE):
     """The modules that each module imports, also late."""
+    known = modules(folder)
 
     def module_of(name):
-        while name and name not in MODULES:
+        while name and name not in known:
             name = name.rpartition(".")[0]
         return name
 
-    return {module: {module_of(name) for name in imports(path)} - {"", module} for module, path in MODULES.items()}
+    found = {module: {module_of(name) for name in imports(path, folder.name)} for module, path in known.items()}
+    return {module: used - {"", module} for module, used in found.items()}
 
 
-def test_no_modules_import_each_other_in_a_circle():
-    left = graph()
+@pytest.mark.parametrize("folder", [PACKAGE, AUDIT], ids=["lockstep", "lockstep_audit"])
+def test_no_modules_import_each_other_in_a_circle(folder):
+    left = graph(folder)
     while free := [module for module, used in left.items() if not used & left.keys()]:
         for module in free:
             del left[module]
@@ -179,7 +208,6 @@ def test_folders_stand_on_few_floors():
 PACKAGES = {
     "recipes": ("tasks", "shards", "drawing", "recipes", "adapters"),
     "lab": ("verify", "plan", "report", "search"),
-    "audit": ("audit",),
 }
 """The folders that do not belong to the engine, by the package that they are to become (docs/architecture.md)."""
 CEILINGS = {"engine": 29_000, "recipes": 19_500, "lab": 11_200, "audit": 8_200}
@@ -215,6 +243,7 @@ def test_packages_keep_their_ceilings():
     for path in PACKAGE.rglob("*.py"):
         folder = path.relative_to(PACKAGE).parts[0]
         counted[package_of.get(folder, "engine")] += code_lines(path.read_text())
+    counted["audit"] = sum(code_lines(path.read_text()) for path in AUDIT.rglob("*.py"))
     assert all(counted[name] <= CEILINGS[name] for name in CEILINGS), counted
 
 
@@ -245,8 +274,7 @@ def test_few_folders_know_torch_distributed():
     knowing = {
         module for module, text in texts.items() if "torch.distributed" in text or "DistributedDataParallel" in text
     }
-    # The audit watches the calls of other people's scripts.
-    known = ("core.parallel.", "launch.", "audit.", "mesh.")
+    known = ("core.parallel.", "launch.", "mesh.")
     assert {module for module in knowing if not module.startswith(known)} == set()
 
 
@@ -254,7 +282,7 @@ LIGHT = """
 lockstep lockstep.cli.application lockstep.core.config.sections lockstep.recipes.config_file
 lockstep.tasks.text.options lockstep.tasks.vision.pictures.options lockstep.tasks.vision.classification.options
 lockstep.tasks.lm.options lockstep.core.data.order lockstep.report.run_page lockstep.report.comparison
-lockstep.plan.advise lockstep.audit.judge lockstep.audit.run lockstep.cli.env lockstep.launch.preflight.variables
+lockstep.plan.advise lockstep_audit.judge lockstep_audit.run lockstep.cli.env lockstep.launch.preflight.variables
 """
 
 

@@ -14,9 +14,11 @@ import pytest
 import yaml
 
 import lockstep
+import lockstep_audit
 from tests.processes import HANG_S, ROOT
 
 SOURCE = ROOT / "src" / "lockstep"
+AUDIT = ROOT / "packages" / "audit"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NO_PART = {"__pycache__", "torch_lockstep.egg-info"}
 LICENCES = {"LICENSE", "src/lockstep/recipes/LICENSE-digits.txt", "src/lockstep/recipes/LICENSE-docstrings.txt"}
@@ -125,6 +127,27 @@ def test_every_data_file_of_the_package_is_declared():
     assert all((folder / "__init__.py").is_file() for folder in packages)
 
 
+def test_the_audit_has_the_same_version_and_needs_torch_alone():
+    audit = tomllib.loads((AUDIT / "pyproject.toml").read_text())
+    assert lockstep_audit.__version__ == lockstep.__version__
+    assert audit["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lockstep_audit.__version__"}
+    extras = PROJECT["optional-dependencies"]
+    assert extras["audit"] == [f"torch-lockstep-audit=={lockstep.__version__}"]
+    assert "audit" in extras["all"][0].partition("[")[2].strip("]").split(",")
+    torch = [one for one in PROJECT["dependencies"] if re.match(r"torch\b[^m]", one)]
+    assert audit["project"]["dependencies"] == torch
+    for key in ("requires-python", "authors"):
+        assert audit["project"][key] == PROJECT[key]
+    page = f"{PROJECT['urls']['Documentation']}docs/audit.html"
+    assert audit["project"]["urls"].items() <= (PROJECT["urls"] | {"Documentation": page}).items()
+    assert (AUDIT / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    source = AUDIT / "src" / "lockstep_audit"
+    declared = {source / name for name in audit["tool"]["setuptools"]["package-data"]["lockstep_audit"]}
+    inside = [path for path in source.rglob("*") if path.is_file() and not NO_PART & set(path.parts)]
+    assert {path for path in inside if path.suffix != ".py"} == declared
+    assert all((path.parent / "__init__.py").is_file() for path in inside)
+
+
 def test_extras_have_what_the_remedies_in_the_source_name():
     extras = PROJECT["optional-dependencies"]
 
@@ -141,10 +164,11 @@ def test_addresses_of_the_project_stand_in_one_file():
     owner = re.escape(re.fullmatch(r"https://github\.com/([\w-]+)/torch-lockstep", PROJECT["urls"]["Homepage"])[1])
     pattern = re.compile(rf"github\.(com|io)[:/]{owner}/torch-lockstep|{owner}\.github\.io")
     paths = [*ROOT.glob("*.*"), *ROOT.glob("docs/**/*.md"), *SOURCE.rglob("*.py"), *ROOT.glob(".github/**/*.*")]
+    paths += [path for path in AUDIT.rglob("*.*") if path.suffix in (".py", ".md", ".toml")]
     naming = {
         path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and pattern.search(path.read_text())
     }
-    assert naming == {"pyproject.toml"}
+    assert naming == {"pyproject.toml", "packages/audit/pyproject.toml"}
     assert set(PROJECT["urls"]) >= {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
 
 

@@ -226,6 +226,12 @@ class Setting(Part):
             groups[0][self.change] = 0.5
 
 
+class SettingAndRaising(Setting):
+    def after_step(self, training):
+        super().after_step(training)
+        raise RuntimeError("its own reason")
+
+
 def test_a_part_that_changes_the_optimizer_is_named_with_the_remedy(tmp_path):
     """A rate that a Part set had no effect, another setting had; a new group was a KeyError of the schedule."""
     for change, words in {
@@ -239,6 +245,11 @@ def test_a_part_that_changes_the_optimizer_is_named_with_the_remedy(tmp_path):
             LockstepError, match=re.escape(f"the Part Setting failed in after_step: RuntimeError: {words}")
         ):
             part_cases.fit(tmp_path / change, [Setting(change)])
+    line = Setting.after_step.__code__.co_firstlineno  # a Part that has returned is at no line; its method is
+    with pytest.raises(LockstepError, match=re.escape(f"{__file__}:{line}: the Part Setting failed")):
+        part_cases.fit(tmp_path / "line", [Setting("lr")])
+    with pytest.raises(LockstepError, match="RuntimeError: its own reason"):
+        part_cases.fit(tmp_path / "raising", [SettingAndRaising("lr")])
     plain = part_cases.fit(tmp_path / "plain", [])
     for change in ("weight_decay", "group"):  # a Part that is left out has changed nothing
         found = part_cases.fit(tmp_path / f"{change} left", [Setting(change, required=False)])

@@ -1,7 +1,8 @@
 """Every private name of torch that the package uses stands in the table below, and the installed torch has it.
 
 `core/parallel/torch_internals.py` holds those that need more than a name, such as attributes of objects; its own tests
-call each. `audit/observe/torch_private.py` has what the audit observes, all of which tests/audit tries.
+call each. `torch_private.py` and `torch_internals.py` of `lockstep_audit/observe` have what the audit asks;
+packages/audit/tests tries all of it.
 """
 
 import ast
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import lockstep
+import lockstep_audit
 
-PACKAGE = Path(lockstep.__file__).parent
+PACKAGES = [Path(package.__file__).parent for package in (lockstep, lockstep_audit)]
 
 PRIVATE = {
     "torch._C._cuda_attach_out_of_memory_observer": "snapshots of the memory of a GPU; CUDA builds alone have it",
@@ -50,7 +52,12 @@ IN_TEXTS = {
 }
 """Private modules whose names stand in texts: they are imported by torch, or name a logger. One that is not there is
 no error."""
-ADAPTERS = ("core/parallel/torch_internals.py", "audit/observe/torch_private.py", "streams/torch_private.py")
+ADAPTERS = (
+    "lockstep/core/parallel/torch_internals.py",
+    "lockstep/streams/torch_private.py",
+    "lockstep_audit/observe/torch_internals.py",
+    "lockstep_audit/observe/torch_private.py",
+)
 
 
 def names_of_torch(text):
@@ -85,13 +92,20 @@ def private_part(name):
 
 
 @functools.cache
+def texts():
+    """The text of each file, by its path below the folder of the package."""
+    paths = [(package, path) for package in PACKAGES for path in sorted(package.rglob("*.py"))]
+    return {path.relative_to(package.parent).as_posix(): path.read_text() for package, path in paths}
+
+
+@functools.cache
 def used():
     """For each private name of torch, the files that use it."""
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for name in names_of_torch(path.read_text()):
+    for file, text in texts().items():
+        for name in names_of_torch(text):
             if private_part(name):
-                found.setdefault(name, set()).add(path.relative_to(PACKAGE).as_posix())
+                found.setdefault(name, set()).add(file)
     return found
 
 
@@ -106,20 +120,20 @@ def test_every_private_name_that_is_used_is_listed():
 
 def test_every_name_that_is_listed_is_used():
     names = used()
-    texts = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    whole = "".join(texts().values())
     unused = {
         known
         for known in PRIVATE
-        if not any(f"{name}.".startswith(f"{known}.") for name in names) and f'"{known}"' not in texts
+        if not any(f"{name}.".startswith(f"{known}.") for name in names) and f'"{known}"' not in whole
     }
     assert not unused
 
 
 def test_private_modules_in_texts_are_listed():
     found = set()
-    for path in PACKAGE.rglob("*.py"):
-        if path.relative_to(PACKAGE).as_posix() not in ADAPTERS:
-            found |= set(re.findall(r'"(torch(?:\.\w+)*\._[a-z]\w*(?:\.\w+)*)"', path.read_text()))
+    for file, text in texts().items():
+        if file not in ADAPTERS:
+            found |= set(re.findall(r'"(torch(?:\.\w+)*\._[a-z]\w*(?:\.\w+)*)"', text))
     assert {name for name in found if not is_listed(name)} <= set(IN_TEXTS)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-import lockstep.trainer.trainer
+import lockstep.trainer.assemble
 from lockstep import LockstepError, Trainer
 from lockstep.core.errors import UsageError
 from tests import own_tasks, rank_cases, runs
@@ -263,7 +263,7 @@ def test_single_strategy_on_several_ranks_is_an_error():
 def test_exit_is_a_failure_before_this_rank_leaves_the_others(tmp_path, monkeypatch):
     """So that they are told of it, as of any error."""
     seen = []
-    join = lockstep.trainer.trainer.join_world
+    join = lockstep.trainer.assemble.join_world
 
     @contextlib.contextmanager
     def joined(*arguments):
@@ -278,7 +278,7 @@ def test_exit_is_a_failure_before_this_rank_leaves_the_others(tmp_path, monkeypa
         def loss(self, model, batch):
             raise SystemExit(0)
 
-    monkeypatch.setattr(lockstep.trainer.trainer, "join_world", joined)
+    monkeypatch.setattr(lockstep.trainer.assemble, "join_world", joined)
     with pytest.raises(LockstepError, match=r"in loss: the task called sys\.exit\(0\)") as caught:
         Trainer(runs.config(), run_dir=tmp_path, quiet=True).fit(Exiting())
     assert seen == [caught.value]

@@ -146,6 +146,76 @@ def test_a_loop_that_was_left_resumes_with_its_state_and_scheduler():
             assert all(torch.equal(weights[name], whole[name]) for name in whole), (world, stop)
 
 
+def test_a_loop_that_was_left_before_a_step_has_saved_the_step_before(tmp_path):
+    loop = loop_of(own_tasks.Masked(), tmp_path / "run", steps=6)
+    for step in loop:
+        if step.number == 4:
+            break
+        for batch in step:
+            step.backward(squared(loop, batch))
+    weights = copy.deepcopy(loop.model.state_dict())
+    loop.close()
+    resumed = loop_of(own_tasks.Masked(), tmp_path / "run", steps=6)
+    assert resumed.step == 3
+    assert all(torch.equal(value, weights[name]) for name, value in resumed.model.state_dict().items())
+    assert next(iter(resumed)).number == 4
+    resumed.close()
+
+
+def test_a_body_that_evaluates_by_itself_trains_on_in_training_mode(tmp_path):
+    loop = loop_of(own_tasks.Masked(), tmp_path / "run", steps=3)
+    for step in loop:
+        for batch in step:
+            assert loop.model.training
+            step.backward(squared(loop, batch))
+        loop.model.eval()
+    loop.close()
+
+
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+
+
+def test_a_scheduler_that_cycles_betas_resumes_with_them(tmp_path):
+    """`OneCycleLR` sets the betas of Adam, which are a tuple."""
+    weights = {}
+    for folder, stops in (("whole", [None]), ("cut", [3, None])):
+        for stop in stops:
+            loop = loop_of(own_tasks.Masked(), tmp_path / folder, steps=8, scheduler=one_cycle)
+            for step in loop:
+                for batch in step:
+                    step.backward(squared(loop, batch))
+                if step.number == stop:
+                    break
+            weights[folder] = copy.deepcopy(loop.model.state_dict())
+            loop.close()
+    assert all(torch.equal(weights["cut"][name], weights["whole"][name]) for name in weights["whole"])
+
+
+def test_a_scheduler_that_the_loop_does_not_save_is_told(tmp_path):
+    model, data = nn.Linear(2, 1), TensorDataset(torch.randn(8, 2))
+    for number, given in enumerate((False, True)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        folder, options = tmp_path / str(number), {"scheduler": scheduler} if given else {}
+        config = {"log.writers": ["text_log"]}
+        lockstep.Loop(model, optimizer, data, epochs=1, run_dir=folder, quiet=True, config=config, **options).close()
+        assert ("has a scheduler that the Loop does not save" in (folder / "train.log").read_text()) != given
+
+
+def test_a_scheduler_that_the_loop_cannot_step_is_an_error(tmp_path):
+    model, data = nn.Linear(2, 1), TensorDataset(torch.randn(8, 2))
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    cases = {
+        torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer): "ReduceLROnPlateau needs a value",
+        torch.optim.lr_scheduler.StepLR(other, 2): "belongs to another optimizer",
+    }
+    for scheduler, text in cases.items():
+        with pytest.raises(UsageError) as caught:
+            lockstep.Loop(model, optimizer, data, epochs=1, scheduler=scheduler, run_dir=tmp_path / "run", quiet=True)
+        assert text in str(caught.value)
+
+
 def by_plain_torch_with_schedule():
     torch.manual_seed(0)
     model = nn.Linear(10, 1)
@@ -240,10 +310,10 @@ def test_an_evaluation_counts_each_sample_once_on_any_number_of_ranks():
 def test_the_saved_file_is_loaded_by_plain_torch(tmp_path):
     loop = loop_of(own_tasks.Masked(), tmp_path / "run", steps=2)
     masked_body(loop)
-    loop.save(tmp_path / "model.pt")
+    loop.save(tmp_path / "new" / "model.pt")
     loop.close()
     model = own_tasks.Masked().model()
-    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    model.load_state_dict(torch.load(tmp_path / "new" / "model.pt", weights_only=True))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loop.model.parameters(), strict=True))
 
 
@@ -307,6 +377,34 @@ def body_with_negative_units(loop):
             step.backward((loop.model(inputs) - targets).square().mean(), units=-1)
 
 
+def body_that_clears_first(loop):
+    for step in loop:
+        for inputs, targets, _ in step:
+            loop._optimizer.zero_grad()
+            step.backward((loop.model(inputs) - targets).square().mean())
+
+
+def body_that_clears_last(loop):
+    for step in loop:
+        for inputs, targets, _ in step:
+            step.backward((loop.model(inputs) - targets).square().mean())
+            loop._optimizer.zero_grad(set_to_none=False)
+
+
+def body_that_clips(loop):
+    for step in loop:
+        for inputs, targets, _ in step:
+            step.backward((loop.model(inputs) - targets).square().mean())
+            nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3)
+
+
+def body_that_updates(loop):
+    for step in loop:
+        for inputs, targets, _ in step:
+            step.backward((loop.model(inputs) - targets).square().mean())
+            loop._optimizer.step()
+
+
 def test_a_body_that_breaks_a_rule_is_told_which(tmp_path):
     cases = {
         body_without_backward: "micro-batch 1 of 2 had no backward pass",
@@ -315,6 +413,10 @@ def test_a_body_that_breaks_a_rule_is_told_which(tmp_path):
         body_with_a_vector: "the loss is a tensor of shape (12, 5)",
         body_with_a_constant: "the loss depends on no trainable parameter",
         body_with_negative_units: "units=-1",
+        body_that_clears_first: "cleared or changed the gradients",
+        body_that_clears_last: "cleared or changed the gradients",
+        body_that_clips: "cleared or changed the gradients",
+        body_that_updates: "called optimizer.step()",
     }
     for number, (body, text) in enumerate(cases.items()):
         loop = loop_of(own_tasks.Masked(), tmp_path / str(number), micro_batch=12)
@@ -323,6 +425,20 @@ def test_a_body_that_breaks_a_rule_is_told_which(tmp_path):
         assert text in str(caught.value), body.__name__
         assert "step 1" in str(caught.value), body.__name__
         user_exit.fail_open(caught.value)
+
+
+def test_gradients_from_before_the_step_do_not_count(tmp_path):
+    weights = []
+    for stale in (False, True):
+        loop = loop_of(own_tasks.Masked(), tmp_path / str(stale), steps=3, units=own_tasks.Masked().weight)
+        for step in loop:
+            if stale:
+                sum(parameter.sum() for parameter in loop.model.parameters()).backward()
+            for batch in step:
+                step.backward(squared(loop, batch), reduction="sum")
+        weights.append(copy.deepcopy(loop.model.state_dict()))
+        loop.close()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 class Numbers(IterableDataset):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -13,6 +12,7 @@ from torch import nn
 
 from lockstep.adapters.foreign import Clock, refused, users_line
 from lockstep.adapters.logged import Record, metrics_in
+from lockstep.core import this_process
 
 _OWN_RANK = "all ranks have the same data, and Lockstep gives each its samples; trainer.is_global_zero says who prints"
 _REMEDIES = {
@@ -80,7 +80,7 @@ class ServedTrainer:
         self.predicting, self.testing = stage == "predict", False
         self.sanity_checking = self.evaluating = self.barebones = self.fast_dev_run = False
         self.accumulate_grad_batches = 1
-        self.global_rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+        self.global_rank, self.local_rank = this_process.rank(), this_process.local_rank()
         self.is_global_zero = self.global_rank == 0
 
     def of_data(self, devices: int, nodes: int) -> ServedTrainer:
@@ -115,7 +115,7 @@ def _no_gather(*_: Any, **__: Any) -> NoReturn:
 
 
 def _print(*values: Any, **options: Any) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if this_process.is_first():
         print(*values, **options)
 
 

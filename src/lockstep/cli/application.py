@@ -68,7 +68,8 @@ app = typer.Typer(
 )
 for _command, _example in _COMMANDS.items():
     _settings = _FOREIGN if _command in (audit, run) else None
-    app.command(epilog=f"Example: {_example}", context_settings=_settings)(_command)
+    _helps_itself = _command is audit
+    app.command(epilog=f"Example: {_example}", context_settings=_settings, add_help_option=not _helps_itself)(_command)
 app.add_typer(launch, name="launch")
 app.add_typer(tune, name="tune")
 

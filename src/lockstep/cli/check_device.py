@@ -14,6 +14,7 @@ from lockstep.cli import options, ranks
 from lockstep.cli.options import Debug, Force, Nproc, as_arguments
 from lockstep.cli.preflight import table
 from lockstep.cli.reporting import is_first, reporting, write_file
+from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 from lockstep.core.user_files import check_replaceable
 
@@ -39,8 +40,6 @@ def check_device(
 ) -> None:
     """Compare what devices compute, keep in memory and exchange with known answers. Exit code 3: a device differs."""
     with reporting(debug):
-        import os
-
         from lockstep.launch import node_address
         from lockstep.recipes import config_file
 
@@ -49,7 +48,7 @@ def check_device(
             raise UsageError("it is no time", where=f"--seconds {seconds}", remedy="give seconds, such as 600")
         config = {"name": "check-device", "device": device}
         settings, count = ranks.on_machine(config_file.parse(config, needs_task=False), None, nproc)
-        several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
+        several = node_address.several(nnodes, rendezvous) if not this_process.is_rank() else None
         if several is not None or ranks.is_launcher(count):
             given = {"--seconds": str(seconds), "--memory": str(memory), "--device": device, "--json": json_file}
             arguments = ["check-device", *as_arguments(given | {"--force": force, "--debug": debug})]

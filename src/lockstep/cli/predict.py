@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +13,7 @@ import typer
 from lockstep.cli import ranks
 from lockstep.cli.options import Checkpoint, Cold, Debug, Force, Nproc, Preset, RunDir, as_arguments
 from lockstep.cli.reporting import is_first, reporting, tell_first
+from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 from lockstep.core.user_files import check_replaceable
 
@@ -109,7 +109,7 @@ def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None
     unreadable: list[str] = []
     count = 0
     task = trainer.task()
-    to_terminal = out is None and os.environ.get("WORLD_SIZE", "1") == "1" and sys.stdout.isatty()
+    to_terminal = out is None and this_process.ranks() == 1 and sys.stdout.isatty()
     streams = to_terminal and task_checks.presenter(task).stream(inputs)
     # Where the predictions themselves go to the terminal, they show the progress.
     has_bar = is_first() and sys.stderr.isatty() and not (out is None and sys.stdout.isatty())

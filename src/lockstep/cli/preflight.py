@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +10,7 @@ import typer
 from lockstep.cli import options, ranks
 from lockstep.cli.options import Debug, Nproc, Overrides, Preset, Target, as_arguments
 from lockstep.cli.reporting import is_first, reporting
+from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def preflight(
 
         settings = foreign.load(target, overrides or [])
         settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [])
-        several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
+        several = node_address.several(nnodes, rendezvous) if not this_process.is_rank() else None
         given = as_arguments({"--run-dir": run_dir, "--preset": preset, "--env": env, "--deep": deep, "--debug": debug})
         arguments = ["preflight", target, *(overrides or []), *given]
         if several is not None or ranks.is_launcher(nproc):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lockstep.cli.reporting import is_first
+from lockstep.core import this_process
 from lockstep.trainer import local_ranks
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def on_machine(
     allocator.use_expandable_segments(changed.device)
     nproc = nproc or chosen.nproc or default
     local_ranks.check_nproc(nproc)
-    if changed.device == "cuda" and "RANK" not in os.environ:
+    if changed.device == "cuda" and not this_process.is_rank():
         from lockstep.core import devices
 
         chosen.check_fits(changed, None if nproc == "auto" else int(nproc), gpus=devices.gpus())
@@ -54,7 +55,7 @@ def on_machine(
 def is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
     """True if this process must start ranks, and is not a rank itself."""
     local_ranks.check_nproc(nproc)
-    return "RANK" not in os.environ and (nproc != "1" or bool(max_restarts))
+    return not this_process.is_rank() and (nproc != "1" or bool(max_restarts))
 
 
 def launch(

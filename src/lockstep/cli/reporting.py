@@ -11,14 +11,14 @@ from pathlib import Path
 
 import typer
 
-from lockstep.core import caller, debugging, shortages
+from lockstep.core import caller, debugging, shortages, this_process
 from lockstep.core.errors import LockstepError, Preempted, UsageError, described, exits_are_failures
 from lockstep.core.parallel.launched import LAUNCHED, report_failure
 
 
 def is_first() -> bool:
     """True if this process is rank 0, or no rank."""
-    return os.environ.get("RANK", "0") == "0"
+    return this_process.is_first()
 
 
 def tell_first(text: str) -> None:
@@ -59,9 +59,9 @@ def reporting(debug: bool) -> Iterator[None]:
         raise
     except Preempted as stopped:
         report_failure(stopped, str(stopped))
-        if "RANK" not in os.environ and sys.argv[1:2] not in (["train"], ["sweep"]):
+        if not this_process.is_rank() and sys.argv[1:2] not in (["train"], ["sweep"], ["run"]):
             tell("stopped; the same command begins anew")
-        elif "RANK" not in os.environ:  # if a checkpoint was saved, the run has said so
+        elif not this_process.is_rank():  # if a checkpoint was saved, the run has said so
             tell(f"{'' if 'saved' in str(stopped) else f'{stopped}; '}the same command goes on from there")
         raise typer.Exit(stopped.exit_code) from None
     except KeyboardInterrupt:
@@ -71,7 +71,7 @@ def reporting(debug: bool) -> Iterator[None]:
         known = isinstance(error, LockstepError)
         text = traceback.format_exc() if debug else str(error) if known else described(error)
         report_failure(error, text)
-        if LAUNCHED not in os.environ or "RANK" not in os.environ:
-            rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+        if LAUNCHED not in os.environ or not this_process.is_rank():
+            rank = f"[{this_process.named()}] " if this_process.is_rank() else ""
             tell(f"{rank}error: {text}")
         raise typer.Exit(error.exit_code if isinstance(error, LockstepError) else 1) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import typer
 
 from lockstep.cli.options import Cold, Debug
 from lockstep.cli.reporting import reporting
-from lockstep.core import caller
+from lockstep.core import caller, this_process
 
 _MODULES = ("lockstep.trainer.user_loop", "lockstep.trainer.local_ranks")
 
@@ -37,7 +36,7 @@ def run(
             raise UsageError("there is no such file", where=script, remedy=remedy)
         arguments = [script, *context.args]
         local_ranks.check_nproc(nproc)
-        if "RANK" in os.environ or nproc == "1":
+        if this_process.is_rank() or nproc == "1":
             run_script(arguments)
             return
         with signals.listening():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ import typer
 from lockstep.cli import ranks
 from lockstep.cli.options import Debug, Nproc, Overrides, Preset, Target
 from lockstep.cli.reporting import reporting
+from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 
 _Grid = Annotated[Path, typer.Argument(metavar="GRID.yaml", help="Keys with their values, the metric, the sampler.")]
@@ -39,7 +39,7 @@ def sweep(
     Each trial is a run in DIR/trial-0000, DIR/trial-0001 and so on.
     """
     with reporting(debug):
-        if "RANK" in os.environ:
+        if this_process.is_rank():
             remedy = "leave torchrun out, and give --nproc"
             raise UsageError("starts the ranks of its trials itself", where="lockstep sweep", remedy=remedy)
         from lockstep.search import grid as grids

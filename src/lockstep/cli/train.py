@@ -17,6 +17,7 @@ import typer
 from lockstep.cli import options, ranks
 from lockstep.cli.options import Cold, Debug, Gpus, Nproc, Overrides, Preset, Target, as_arguments
 from lockstep.cli.reporting import is_first, reporting
+from lockstep.core import this_process
 from lockstep.core.errors import MemoryShortage, UsageError
 
 _AUTO = Path("auto")
@@ -92,9 +93,9 @@ def train(
             settings = config_file.load(target, overrides or [])
             settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [])
             if run_dir == _AUTO:
-                run_dir = _new_folder(settings.name, one_launcher="RANK" not in os.environ and nnodes is None)
+                run_dir = _new_folder(settings.name, one_launcher=not this_process.is_rank() and nnodes is None)
             of_verify: dict[str, object] = {"--run-dir": run_dir, "--preset": preset}
-            several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
+            several = node_address.several(nnodes, rendezvous) if not this_process.is_rank() else None
             if several is not None and debug_rank is not None:
                 raise UsageError("it is for ranks of one machine", where="--debug-rank", remedy="leave out --nnodes")
             if several is None and not ranks.is_launcher(nproc, max_restarts):
@@ -127,7 +128,7 @@ def _fit(trainer: Trainer) -> None:
             trainer.fit()
             return
         except MemoryShortage as error:
-            if "RANK" in os.environ or not error.retryable:
+            if this_process.is_rank() or not error.retryable:
                 raise
             text = str(error)
         # The frames of the error, which hold the model, are free here.
@@ -140,7 +141,7 @@ def _let_debug(rank: int, overrides: Sequence[str]) -> list[str]:
     """Let breakpoints work in `rank`, and return the overrides with which they also work where samples are read."""
     from lockstep.core import debugging
 
-    if "RANK" in os.environ:
+    if this_process.is_rank():
         raise UsageError(
             "another launcher has started the ranks",
             where="--debug-rank",
@@ -184,7 +185,7 @@ def _invite_to_verify(trainer: Trainer, target: str, overrides: Sequence[str], o
 
     if not is_first() or run_directory.is_verified(trainer.run_dir, trainer.config):
         return
-    count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    count = this_process.local_ranks()
     nproc = ["--nproc", str(count)] if count > 2 else []  # 2 is the default
     device = ["device=cpu"] if trainer.config.device == "mps" else []  # which verify does not take
     command = ["lockstep", "verify", target, *overrides, *device, *nproc, *options]

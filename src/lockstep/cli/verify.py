@@ -13,6 +13,7 @@ import typer
 from lockstep.cli import ranks
 from lockstep.cli.options import Cold, Debug, Force, Overrides, Preset, Target
 from lockstep.cli.reporting import reporting
+from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 from lockstep.core.user_files import check_replaceable
 from lockstep.trainer import local_ranks
@@ -42,7 +43,7 @@ def verify(
         from lockstep.trainer import foreign
 
         settings = config_file.load(target, overrides or [])
-        if "RANK" in os.environ:
+        if this_process.is_rank():
             raise UsageError(
                 "verify starts its own ranks",
                 where="environment variable RANK",

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 
+from lockstep.core import this_process
 from lockstep.core.errors import LockstepError, UsageError
 
 RANK = "LOCKSTEP_DEBUG_RANK"
@@ -41,7 +42,7 @@ def offer_terminal(nproc: int) -> None:
 
 def attach() -> None:
     """In a rank, before it does anything: take the terminal, or switch off breakpoints, as `RANK` says."""
-    if os.environ.get("RANK") == os.environ[RANK]:
+    if this_process.is_rank() and str(this_process.rank()) == os.environ[RANK]:
         terminal = os.open(os.environ[TERMINAL], os.O_RDWR | os.O_NOCTTY)
         os.dup2(terminal, 0)
         os.close(terminal)
@@ -85,7 +86,7 @@ def explanation(error: BaseException) -> LockstepError | None:
     """The error to raise instead of `error`, where it ended a debugger; None for all other errors."""
     if type(error).__name__ != "BdbQuit":
         return None
-    where = f"rank {os.environ['RANK']}" if "RANK" in os.environ else None
+    where = this_process.named() or None
     if sys.stdin and sys.stdin.isatty():
         return LockstepError("the debugger was left", where=where, remedy="in the debugger, c lets the training go on")
     return UsageError(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.core.built_in import BuiltInPart, Inside
 from lockstep.core.checkpoint import nested
+from lockstep.core.code_files import LOCKSTEP, library_of
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import LockstepError, TrainingError, UsageError, frame_of_task
 from lockstep.core.log_window import LogWindow
@@ -28,6 +29,7 @@ from lockstep.core.parallel.world import World
 from lockstep.core.part import EVENTS, Part, Training, label, overrides
 from lockstep.core.part_changes import Changes
 from lockstep.core.step import TrainState
+from lockstep.core.task_checks import line_of
 
 _OF_ENTRIES = ("log_entry", "after_evaluation", "end")
 
@@ -178,7 +180,7 @@ class JoinedParts:
             return None
         part, model = self._all[name], self.state.strategy.unwrapped.model
         self._trainings[name].step, was_training = self.state.step, model.training
-        changes = Changes(model, self.state.optimizer, sees_weights=self._sees_writes)
+        changes, fault = Changes(model, self.state.optimizer, sees_weights=self._sees_writes), ""
         try:
             try:
                 value = getattr(part, method)(*arguments)
@@ -188,9 +190,11 @@ class JoinedParts:
                     model.train(was_training)
                 if written := changes.written():
                     self.writes.setdefault(name, f"{written} in {method}")
-                changes.check_groups()
-            if has_changed:
-                raise RuntimeError("it left the model in another mode; call training.model.train() at its end")
+                fault = changes.restore_groups()
+            if has_changed and not fault:
+                fault = "it left the model in another mode; call training.model.train() at its end"
+            if fault:
+                raise RuntimeError(fault)
             return value
         except LockstepError:  # of a collective, or another that says what to do
             raise
@@ -198,8 +202,11 @@ class JoinedParts:
             if part.required and isinstance(error, torch.OutOfMemoryError):  # less samples at once may help
                 raise torch.OutOfMemoryError(f"in {method} of the Part {name}: {error}") from error
             frame = frame_of_task(error)
+            line = f"{frame.filename}:{frame.lineno}"
+            if fault and library_of(frame.filename) == LOCKSTEP:  # seen when the Part had returned
+                line = line_of(getattr(part, method))
             what = f"the Part {name} failed in {method}: {type(error).__name__}: {error}"
-            where = f"step {self.state.step}, rank {self.state.world.rank}, {frame.filename}:{frame.lineno}"
+            where = f"step {self.state.step}, rank {self.state.world.rank}, {line}"
             if part.required:
                 remedy = "correct the Part; or, where the training can do without it, give it required = False"
                 raise TrainingError(what, where=where, remedy=remedy) from error

@@ -21,11 +21,11 @@ class Changes:
         named = model.named_parameters() if sees_weights else ()
         self.versions = [(name, parameter, parameter._version) for name, parameter in named]
 
-    def check_groups(self) -> None:
-        """Bring the groups back to what they were, if they have changed.
+    def restore_groups(self) -> str:
+        """Bring the groups back to what they were.
 
-        Raises:
-            RuntimeError: they have changed; says how, and what to use in place of it.
+        Returns:
+            how they had changed, and what to use in place of it; empty if they had not.
         """
         what = ""
         added = [group for group in self.optimizer.param_groups if not any(group is one for one, _, _ in self.groups)]
@@ -46,8 +46,7 @@ class Changes:
             group.update(before | {"params": before["params"]})
             group["params"][:] = parameters
         self.optimizer.param_groups[:] = [group for group, _, _ in self.groups]
-        if what:
-            raise RuntimeError(what)
+        return what
 
     def written(self) -> str:
         """The name of the first parameter that was written; empty if there is none."""

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.core import this_process
 from lockstep.core.errors import LockstepError
 
 _OTHER_FILES, _MANY_FILES = 128, 1 << 14  # of a rank besides its connections; a limit that seldom hinders
@@ -164,7 +165,12 @@ _told: list[str] = []
 def _tell_of_another_folder() -> None:
     """Say once that TMPDIR is not used. Python takes the next folder of its list without a word."""
     wanted, used = _wanted(), tempfile.gettempdir()
-    if wanted and os.path.abspath(wanted) != os.path.abspath(used) and wanted not in _told and "RANK" not in os.environ:
+    if (
+        wanted
+        and os.path.abspath(wanted) != os.path.abspath(used)
+        and wanted not in _told
+        and not this_process.is_rank()
+    ):
         _told.append(wanted)
         print(
             f"note: TMPDIR={wanted} {_why_not(Path(wanted))}, so temporary files are in {used}",

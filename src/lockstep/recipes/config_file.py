@@ -25,7 +25,6 @@ from lockstep.recipes.config_layers import (
     read_numbers_as_today,
     read_target,
     read_yaml,
-    with_new_names,
 )
 
 Origin = Callable[[str], str]  # from a key's dotted path to the place where it was set: the command line, or a file
@@ -155,11 +154,7 @@ def parse(
     problems: list[str] = []
     raw: dict[str, Any] = _plain(values, "", where, problems)
     given = _override(raw, overrides, problems)
-    with_new_names(raw, where)
     _suggest(raw)
-    train = raw.get("train")
-    if isinstance(train, dict) and not train.get("probe_every", True):  # as runs of earlier versions have recorded it
-        raw["train"] = {key: value for key, value in train.items() if key != "probe_every"}
 
     def origin(path: str) -> str:
         """`command line` if an override set the key at `path`, or a key above or below it. Otherwise the file."""
@@ -335,9 +330,7 @@ def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: 
             known = _keys(section)
             parent = path.rpartition(".")[0]
             hint = did_you_mean(keys[-1], known, f"{parent}." if parent else "")
-            if path == "train.probe_every":
-                hint = "it is watch.every now, which finds more; "
-            elif re.search(r"\w:\S", keys[-1]):  # {key:value} is one key
+            if re.search(r"\w:\S", keys[-1]):  # {key:value} is one key
                 hint = "YAML needs a space after a colon; "
             elif "." in keys[-1]:  # of a mapping: on the command line, a point begins a section
                 first, _, rest = keys[-1].partition(".")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,39 +28,6 @@ class YamlLoader(yaml.SafeLoader):
 
 
 read_numbers_as_today(YamlLoader)
-
-
-RENAMED: dict[str, tuple[str, str]] = {}
-"""Keys that have another name now: the old dotted path, the new one, and the version that refuses the old one. Until
-then the old name is taken with a warning: docs/stability.md."""
-
-
-def with_new_names(values: dict[str, Any], where: str) -> None:
-    """Move the values of keys that were renamed to their new names, and warn of each.
-
-    Args:
-        where: the source of `values`, for the warning.
-
-    Raises:
-        UsageError: a key is given by both names.
-    """
-    for old, (new, until) in RENAMED.items():
-        *path, name = old.split(".")
-        section: Any = values
-        for key in path:
-            section = section.get(key) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or name not in section:
-            continue
-        *new_path, new_name = new.split(".")
-        home: Any = values
-        for key in new_path:
-            home = home.setdefault(key, {})
-        if new_name in home:
-            raise UsageError(f"{old} and {new} are the same key", where=where, remedy=f"leave out {old}")
-        home[new_name] = section.pop(name)
-        if os.environ.get("RANK", "0") == "0":
-            text = f"{where}: {old} is called {new} now, and lockstep {until} will refuse the old name"
-            warnings.warn(text, FutureWarning, stacklevel=2)
 
 
 class Layers(NamedTuple):

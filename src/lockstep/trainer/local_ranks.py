@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core import debugging, shortages
+from lockstep.core import debugging, shortages, this_process
 from lockstep.core.errors import LockstepError, Preempted, UsageError, described, exits_are_failures
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def fit(
         Preempted: Ctrl-C, the stop button of a notebook or a signal asked to stop; the state was saved.
         KeyboardInterrupt: Ctrl-C was pressed again, and the ranks were killed.
     """
-    if "RANK" in os.environ:
+    if this_process.is_rank():
         raise UsageError(
             "this process is a rank itself, and cannot start ranks",
             where="fit(nproc=...)",
@@ -163,7 +163,7 @@ def run_rank(
                 source_code.know(type(task), parts)
                 _define(type(task))
             results = train(config, task, options)
-        if os.environ["RANK"] == "0":
+        if this_process.is_first():
             (folder / _RESULTS).write_text(json.dumps(results))
     except Preempted as stopped:
         report_failure(stopped, str(stopped))

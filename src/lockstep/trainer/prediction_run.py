@@ -21,6 +21,16 @@ Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """The samples that a user asks for."""
+
+    inputs: Sequence[str]
+    """Read by the task. Empty: evaluation samples."""
+    samples: int
+    """Number of evaluation samples, from the first."""
+
+
+@dataclass(frozen=True)
 class PredictedSamples:
     """The samples of a prediction: inputs that the user names, or evaluation samples."""
 

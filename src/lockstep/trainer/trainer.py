@@ -4,40 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
-import lockstep
 from lockstep.core import (
     caller,
-    evaluation_run,
     joined_parts,
-    resume,
-    run_data,
-    run_model,
-    task_checks,
+    this_process,
 )
-from lockstep.core import evaluate as evaluation
 from lockstep.core.build import Run
 from lockstep.core.checkpoint import choice
-from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig
-from lockstep.core.data.loader import is_default
-from lockstep.core.errors import LockstepError, Preempted, UsageError
+from lockstep.core.errors import Preempted, UsageError
 from lockstep.core.parallel import signals
-from lockstep.core.parallel.precision import Precision
-from lockstep.core.parallel.sharded_tensor import gather_on_rank0
-from lockstep.core.parallel.strategy import Strategy
 from lockstep.core.parallel.world import World
 from lockstep.core.part import Part
-from lockstep.core.run_data import EvaluationData
-from lockstep.core.run_model import SpreadModel
 from lockstep.core.task import Samples, Task
 from lockstep.launch.decision import NOT_BEGUN
 from lockstep.launch.device_check import judgement as device_check
@@ -45,23 +29,11 @@ from lockstep.launch.device_check import run as device_check_run
 from lockstep.launch.preflight import run as preflight
 from lockstep.launch.preflight import variables
 from lockstep.launch.preflight.judgement import Finding
-from lockstep.lora import exports
 from lockstep.parts import profile as profiling
 from lockstep.recipes import config_file
-from lockstep.trainer import (
-    assemble,
-    earlier_configs,
-    foreign,
-    local_ranks,
-    memory_shortage,
-    prediction_run,
-    run_export,
-    run_record,
-    training_state,
-)
-from lockstep.trainer.export import export_weights
+from lockstep.trainer import assemble, local_ranks, prediction_run, replaying
 from lockstep.trainer.recorder import Recorder
-from lockstep.watch import replay
+from lockstep.trainer.trained_model import TrainedModel
 
 _PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
 
@@ -191,7 +163,7 @@ class Trainer:
             LockstepError: the config, the data or the model cannot be used, or the training failed.
         """
         _given(task)
-        if self._has_chosen_folder and not self.quiet and os.environ.get("RANK", "0") == "0":
+        if self._has_chosen_folder and not self.quiet and this_process.is_first():
             print(f"the run directory is {self.run_dir}, by the name of the script; Trainer(run_dir=...) sets another")
         if nproc is not None:
             return self._fit_on_ranks(task, recorder, nproc, max_restarts)
@@ -261,14 +233,13 @@ class Trainer:
             self.results = self._latest()
         if (self.run_dir / "config.yaml").is_file():
             self.config = config_file.read_run(self.run_dir)
-        if any(self._checkpoints.glob("step-*")):
+        if any(self.setup.checkpoints.glob("step-*")):
             # One process can hold the whole model.
             parallel = self.config.parallel.model_copy(update={"strategy": "ddp"})
+            setup = assemble.Setup(self.config.model_copy(update={"parallel": parallel}), self.run_dir, quiet=True)
             with self._join() as world:
-                found = _given(task) or self.task()
-                alone = Trainer(self.config.model_copy(update={"parallel": parallel}), run_dir=self.run_dir, quiet=True)
-                alone.checkpoint = choice.NEWEST
-                alone._trained(found, world)
+                alone = TrainedModel(setup, _given(task) or self.task(), world, choice.NEWEST)
+                alone.load()
                 self._model = alone.model
         return dict(self.results)
 
@@ -315,43 +286,7 @@ class Trainer:
             UsageError: the run has no such step.
         """
         with self._join() as world:
-            task = foreign.configured(_given(task) or self.task(), self.config)
-            if self.setup.kept.is_dir():
-                self._set_up(task, world, trained=True)
-            nearest = world.on_rank0(lambda: replay.nearest(self._checkpoints, step - 1))
-            world.on_rank0(lambda: self._check_config_of(step, nearest.step if nearest else 0))
-            run = assemble.rebuilt(self.setup, task, world, nearest)
-            if not 1 <= step <= run.stop:
-                what = f"the run has the steps 1 to {run.stop}"
-                raise UsageError(what, where=f"--step {step}", remedy="give one of them, as the log counts steps")
-            for text in run_record.differences(self.run_dir, task, self.config, world):
-                print(text, file=sys.stderr)
-
-            def after() -> Run | None:
-                found = world.on_rank0(lambda: replay.nearest(self._checkpoints, step))
-                is_there = found is not None and found.step == step
-                return assemble.rebuilt(self.setup, task, world, found) if is_there else None
-
-            yield run, after
-
-    def _check_config_of(self, step: int, first: int) -> None:
-        """Check that steps after `first`, up to `step`, were made with this config.
-
-        Raises:
-            UsageError: they were made with another; says which keys differ, or where it changed.
-        """
-        change = earlier_configs.change_between(self.run_dir, first, step)
-        if change is not None:
-            what = (
-                f"the config changed after step {change}, and the nearest checkpoint before step {step} is of {first}"
-            )
-            raise UsageError(what, where=f"--step {step}", remedy=f"give a step up to {change}")
-        file = earlier_configs.path_at(self.run_dir, step)
-        if file.parent != self.run_dir and (
-            changed := earlier_configs.differences(earlier_configs.of_step(self.run_dir, step), self.config)
-        ):
-            what = f"step {step} was made with another config: {'; '.join(changed)}"
-            raise UsageError(what, where="Trainer", remedy=f"make the Trainer with the config {file}")
+            yield replaying.run_before(self.setup, _given(task) or self.task(), world, step)
 
     # ---- a trained model
 
@@ -362,39 +297,8 @@ class Trainer:
             results by name, as `core.evaluate.evaluate` gives them. Where `data.eval` names several sets of data,
             their names stand in front: `clean/loss`.
         """
-        with self._join() as world:
-            task = _given(task) or self.task()
-            strategy = self._trained(task, world)
-            # All sets are opened first: a wrong path in the last is found before the first is evaluated.
-            tasks = self._evaluated_tasks(task, world)
-            sets = [self._evaluation_data(name, its_task, world) for name, its_task in tasks.items()]
-
-            def show(text: str) -> None:
-                if world.rank == 0 and not self.quiet:
-                    print(text, file=sys.stderr, flush=True)
-
-            for line in (line for evaluated in sets for line in evaluated.limit()):
-                show(line)
-            report = evaluation_run.Report(lambda name, _, text: show(f"{name}:\n{text}" if name else text))
-            precision = Precision(self.config.precision, world.device)
-            with memory_shortage.noted(self.run_dir, self.config, world), strategy.inference() as forward:
-                return evaluation_run.evaluate(
-                    sets, forward, world=world, precision=precision, viewers=[report], tell=show
-                )
-
-    def _evaluation_data(self, name: str, task: Task, world: World) -> EvaluationData:
-        """The evaluation data that are called `name`. An error says how to give others, if their path is not here."""
-        try:
-            micro_batch = memory_shortage.fitting(self.run_dir, self.config, world).evaluation
-            limit = self.config.data.eval_limit
-            return run_data.evaluation_data(self.config, task, world, micro_batch=micro_batch, limit=limit, name=name)
-        except LockstepError as error:
-            source = self.config.data.eval_sources[name] or self.config.data.train
-            if source and not os.path.exists(os.path.expanduser(source)):
-                key = f"data.eval.{name}" if name else "data.eval"
-                remedy = f"give the place of the data with {key}=PATH: {source!r} is neither a file nor a folder here"
-                error.remedy = f"{error.remedy}; or {remedy}" if error.remedy else remedy
-            raise
+        with self._using(task) as used:
+            return used.evaluate()
 
     def predict(self, task: Task | None = None, data: Samples | None = None) -> list[Any]:
         """The task's outputs for every sample of `data` (default: its evaluation data), in the order of the samples.
@@ -402,17 +306,8 @@ class Trainer:
         Returns:
             outputs on rank 0, an empty list on the other ranks.
         """
-        with self._join() as world:
-            task = _given(task) or self.task()
-            strategy = self._trained(task, world)
-            micro_batch = memory_shortage.fitting(self.run_dir, self.config, world).evaluation
-            evaluated = run_data.evaluation_data(self.config, task, world, data, micro_batch=micro_batch)
-            precision = Precision(self.config.precision, world.device)
-            with memory_shortage.noted(self.run_dir, self.config, world), strategy.inference() as forward:
-                outputs = evaluation.predict(
-                    task, forward, evaluated.loader, plan=evaluated.plan, world=world, precision=precision
-                )
-                return outputs or []
+        with self._using(task) as used:
+            return used.predict(data)
 
     def describe(
         self,
@@ -489,42 +384,15 @@ class Trainer:
         Raises:
             UsageError: also where a file cannot be written.
         """
-        config = self.config
-        if on_error is not None:
-            config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": on_error})})
-        with self._join() as world:
-            task = _given(task) or self.task()
-            if self.setup.kept.is_dir():
-                self._set_up(task, world, trained=True)
-            presenter = task_checks.presenter(task)
-            found = prediction_run.read_samples(task, presenter, world, inputs, samples)
-            if world.rank == 0 and found.is_input and not self.quiet:
-                for note in getattr(found.data, "notes", ()):
-                    print(f"note: {note}", file=sys.stderr)
-            strategy = self._trained(task, world)
-            micro_batch = memory_shortage.fitting(self.run_dir, config, world).evaluation
-            evaluated = run_data.evaluation_data(config, task, world, found.data, micro_batch=micro_batch)
-            if world.rank == 0:
-                begin(len(found.data))
-            with (
-                memory_shortage.noted(self.run_dir, config, world, begins_again=False),  # rows may be written already
-                strategy.inference() as forward,
-            ):
-                outputs = evaluation.predict_each(
-                    task,
-                    forward,
-                    evaluated.loader,
-                    plan=evaluated.plan,
-                    world=world,
-                    precision=Precision(config.precision, world.device),
-                    finish=prediction_run.RowsAndFiles(presenter, found, by_row=by_row, folder=folder),
-                )
-                with contextlib.closing(outputs):
-                    for index, rows in outputs:
-                        if isinstance(rows, evaluation.Unreadable):
-                            add([found.head(index) | {"error": rows.what}], False)
-                        else:
-                            add(rows, True)
+        with self._using(task) as used:
+            used.predict_rows(
+                add,
+                prediction_run.Wanted(inputs, samples),
+                on_error=on_error,
+                begin=begin,
+                by_row=by_row,
+                folder=folder,
+            )
 
     def export(
         self,
@@ -552,38 +420,8 @@ class Trainer:
         Raises:
             LockstepError: as `trainer.export.export_weights`.
         """
-        with self._join() as world:
-            task = _given(task) or self.task()
-            model = self._trained(task, world).unwrapped.model
-            about = {"lockstep": lockstep.__version__, "run": self.config.name}
-            # Every rank gathers one tensor at a time. Rank 0 keeps the tensors in host memory, and writes.
-            held = model.state_dict()
-            tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
-            whole = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
-            presenter, warnings = task.presenter(task), list[str]()
-            presenter.merged, presenter.step = merge, self.loaded_step
-            left_out = sorted(held.keys() - tensors.keys())
-            if left_out and is_default(presenter.export_weights) and not exports.is_peft(model):
-                warnings.append(
-                    f"the file holds tensors only. It leaves out what get_extra_state returned: {', '.join(left_out)}. "
-                    "lockstep export --optimizer writes all"
-                )
-
-            def add_files(staging: Path) -> None:
-                warnings.extend(presenter.export(model, staging) or ())
-                run_export.write_adapter_config(presenter, model, staging)
-                run_export.copy_source(self.run_dir, staging)
-                if program:
-                    warnings.extend(run_export.write_program_of(task, presenter, held | whole, staging))
-
-            def write() -> Path:
-                name, weights = run_export.weights_of(task, presenter, model, held | whole)
-                return export_weights(weights, Path(folder), about, add_files, name, force=force)
-
-            file = world.on_rank0(write)
-            for text in [] if self.quiet else warnings:
-                print(f"warning: {caller.words(text)}", file=sys.stderr)
-            return file
+        with self._using(task) as used:
+            return used.export(Path(folder), program=program, merge=merge, force=force)
 
     def export_training_state(self, file: str | Path, task: Task | None = None, *, force: bool = False) -> Path:
         """Write one file with which plain torch goes on: `torch.load(file, weights_only=True)`.
@@ -599,53 +437,8 @@ class Trainer:
         Raises:
             LockstepError: the file exists or cannot be written, or there is no checkpoint.
         """
-        with self._join() as world:
-            task = _given(task) or self.task()
-
-            def write(checkpoint: Checkpoint, built: SpreadModel) -> None:
-                config = self.config
-                model, sharded = built.strategy.unwrapped.model, built.strategy.is_sharded
-                optimizer = run_model.make_optimizer(config, task, model, built.blocks, sharded=sharded)
-                world.on_rank0(
-                    lambda: training_state.write(
-                        training_state.as_torch(checkpoint, model, optimizer, config, task_checks.schedule(task)),
-                        Path(file),
-                        force=force,
-                    )
-                )
-
-            self._built(task, world, write)
-            return Path(file).resolve()
-
-    def _trained(self, task: Task, world: World) -> Strategy:
-        """The model with the weights of `self.checkpoint` (their moving average, where there is an average)."""
-
-        def load(checkpoint: Checkpoint, built: SpreadModel) -> None:
-            resume.load_trained_weights(checkpoint, built.strategy.unwrapped.model, world)
-
-        strategy = self._built(task, world, load).strategy
-        self._model = None if strategy.is_sharded else strategy.unwrapped.model.eval()
-        return strategy
-
-    def _built(self, task: Task, world: World, load: Callable[[Checkpoint, SpreadModel], object]) -> SpreadModel:
-        """The model with the weights that the task gives it. `load` is called with `self.checkpoint` and the model."""
-        self._model = None  # its memory may be needed
-        self.config = foreign.settle(self.config, task, world)
-        task = foreign.configured(task, self.config)
-        retention = self.config.checkpoint
-        chosen = choice.choose(self._checkpoints, world, retention, self.checkpoint)
-        self._set_up(task, world, trained=True)
-        built = run_model.build_model(self.config, task, world)
-
-        def load_into(checkpoint: Checkpoint) -> None:
-            load(checkpoint, built)
-            self.loaded_step = checkpoint.step
-
-        lines = choice.read(self._checkpoints, world, retention, self.checkpoint, load=load_into, chosen=chosen)
-        if world.rank == 0 and not self.quiet:
-            for text in (*lines, *built.messages, *run_record.changed_source(self.run_dir, task, self.config)):
-                print(text, file=sys.stderr)
-        return built
+        with self._using(task) as used:
+            return used.export_training_state(Path(file), force=force)
 
     # ---- shared by the methods above
 
@@ -653,14 +446,17 @@ class Trainer:
         """A new object of the config's task; see `assemble.make_task`."""
         return assemble.make_task(self.config, evaluated)
 
-    def _evaluated_tasks(self, task: Task, world: World) -> dict[str, Task]:
-        return assemble.evaluated_tasks(self.setup, task, world)
+    @contextlib.contextmanager
+    def _using(self, task: Task | None) -> Iterator[TrainedModel]:
+        """The model of `checkpoint`, while the ranks are together. Afterwards `model` and `config` are those of it."""
+        self._model = None  # its memory may be needed
+        with self._join() as world:
+            used = TrainedModel(self.setup, _given(task) or self.task(), world, self.checkpoint)
+            yield used
+            self.config, self._model, self.loaded_step = used.setup.config, used.model, used.loaded_step
 
     def _join(self) -> contextlib.AbstractContextManager[World]:
         return assemble.joined(self.config, self.run_dir)
-
-    def _set_up(self, task: Task, world: World, trained: bool) -> None:
-        assemble.set_up(self.setup, task, world, trained=trained)
 
     @property
     def setup(self) -> assemble.Setup:
@@ -668,10 +464,6 @@ class Trainer:
         return assemble.Setup(
             self.config, self.run_dir, self.fresh, self.allow_change, self.quiet, self.profile, self.parts
         )
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.run_dir / "checkpoints"
 
 
 def run_rank(arguments: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from lockstep.core import this_process
 from lockstep.core.errors import Preempted, RankError
 from lockstep.core.parallel.launched import LAUNCHED, report_failure
 from lockstep.core.parallel.rendezvous import store_of_ranks
@@ -50,7 +51,7 @@ class Exit:
             found = self.fail(error)
             if isinstance(found, Preempted) and LAUNCHED not in os.environ:
                 report_failure(found, str(found))
-                if os.environ.get("RANK", "0") == "0":
+                if this_process.is_first():
                     rest = "run the same command again to resume"
                     print(f"{found}; {rest}", file=sys.stderr, flush=True)
                 raise SystemExit(found.exit_code) from None

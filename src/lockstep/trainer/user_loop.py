@@ -97,6 +97,7 @@ class Loop:
         parts: Sequence[Part] = (),
         quiet: bool = False,
     ) -> None:
+        _check_scheduler(scheduler, optimizer)
         loader = from_loader(train_data)
         batch = {"global": global_batch or loader.batch_size, "micro": micro_batch}
         chosen = {
@@ -137,6 +138,11 @@ class Loop:
             self._assembled = self._exit.training.enter_context(assemble.assemble(setup, self._task, world, flag=flag))
         self._run = self._assembled.run
         self._kept.restore_rates()
+        if scheduler is None and any("initial_lr" in group for group in optimizer.param_groups):
+            self._run.tell(
+                "warning: this optimizer has a scheduler that the Loop does not save: after a restart it begins anew. "
+                "Give it as Loop(scheduler=...), or keep scheduler.state_dict() in loop.state"
+            )
         self._id = str(self._run.world.broadcast(uuid.uuid4().hex))
 
     # ---- the loop
@@ -153,6 +159,8 @@ class Loop:
                 try:
                     asked = next(self._engine)
                     while True:
+                        if not run.model.training:  # the body has evaluated it
+                            run.state.forward.train()
                         self._step = step = LoopStep(
                             run.state,
                             asked,
@@ -196,13 +204,16 @@ class Loop:
         if step is None or not self._has_left:
             return
         self._step = None
-        user_exit.check_all_left(self._run.world, self._id, step.number, complete=step.result is not None)
-        if step.result is None:
+        is_partial = step.result is None and step.has_begun
+        done = step.number if is_partial or step.result is not None else step.number - 1
+        user_exit.check_all_left(self._run.world, self._id, done, complete=not is_partial)
+        if is_partial:
             text = f"the script left its loop in the middle of step {step.number}, which is not saved"
             self._run.tell(text)
         else:
             try:
-                engine.send(step.result)  # the log and the checkpoint that are due after this step
+                if step.result is not None:
+                    engine.send(step.result)  # the log and the checkpoint that are due after this step
                 engine.throw(loop.LeftLoop())
             except StopIteration as end:  # it was the last step
                 self.results = end.value
@@ -310,6 +321,7 @@ class Loop:
         def write() -> None:
             staged = Path(f"{path}.{os.getpid()}")
             try:
+                staged.parent.mkdir(parents=True, exist_ok=True)  # for a missing folder, torch raises no OSError
                 torch.save(whole, staged)
                 staged.replace(path)
             except OSError as error:
@@ -322,6 +334,15 @@ class Loop:
     def close(self) -> None:
         """Leave the other ranks. The end of the process, and another `Loop`, do so too."""
         self._exit.close()
+
+
+def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    where = "Loop(scheduler=...)"
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        remedy = "call its step(value) in the body, after loop.evaluate, and keep its state_dict() in loop.state"
+        raise UsageError("a ReduceLROnPlateau needs a value, which the loop does not have", where=where, remedy=remedy)
+    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise UsageError("it belongs to another optimizer", where=where, remedy="make it of the optimizer of the Loop")
 
 
 @final

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import UsageError
 from lockstep.core.loop import NextStep
+from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.step import StepResult, TrainState, exact_step
 from lockstep.trainer.user_loop_task import zero_loss
 
@@ -47,6 +48,8 @@ class LoopStep:
         self._begun = False
         self._current: Any = None  # the micro-batch that has no backward pass yet
         self._at = 0  # its number, from 1
+        self._in_body = False
+        self._gradient: tuple[nn.Parameter, Tensor, int] | None = None  # of one parameter, and how often it was changed
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's micro-batches, on its device. When they are used up, the update is made."""
@@ -55,20 +58,28 @@ class LoopStep:
             raise UsageError("its micro-batches were read before", where=f"step {self.number}", remedy=remedy)
         self._begun = True
         self._begins()
+        optimizer = self._state.optimizer
+        optimizer.zero_grad(set_to_none=True)  # the script may have made a backward pass of its own before
+        hook = optimizer.register_step_pre_hook(self._refuse_update)
         try:
             try:
                 asked = next(self._update)
                 while True:
                     assert asked is not None
                     self._current, self._at = asked, self._at + 1
+                    self._in_body = True
                     yield asked.batch
+                    self._in_body = False
                     if self._current is not None:
                         raise self._no_backward()
+                    self._check_gradient()
                     asked = next(self._update)
             except StopIteration as end:
                 self.result = end.value
                 self._updated(end.value)
         finally:
+            self._gradient = None
+            hook.remove()
             self._update.close()  # an exception or a break left it: the contexts of its forward pass end
 
     def backward(
@@ -120,8 +131,34 @@ class LoopStep:
         def losses(model: nn.Module, batch: Any) -> dict[str, Tensor]:
             return {"loss": total if has_mean else zero_loss(model)}
 
+        self._check_gradient()
         self._current = None
         self._update.send(losses)
+        parameters = self._state.strategy.trainable.values()
+        with_gradient = ((each, each.grad) for each in parameters if each.grad is not None)
+        first = next(with_gradient, None)
+        self._gradient = None if first is None else (*first, local(first[1])._version)
+
+    def _refuse_update(self, *_: Any) -> None:
+        if self._in_body:
+            raise UsageError(
+                "the body called optimizer.step()",
+                where=f"step {self.number}",
+                remedy="leave it out: the update is made when the micro-batches of the step are used up",
+            )
+
+    def _check_gradient(self) -> None:
+        """An accumulated gradient that the body clears or scales would give another update without a word."""
+        if self._gradient is None:
+            return
+        parameter, gradient, version = self._gradient
+        if parameter.grad is not gradient or local(gradient)._version != version:
+            raise UsageError(
+                "the body cleared or changed the gradients after step.backward",
+                where=f"step {self.number}",
+                remedy="leave out zero_grad(), backward() and clip_grad_norm_(): each update begins without gradients, "
+                "and Loop(clip_norm=...) clips the gradient of the whole global batch",
+            )
 
     def _no_backward(self) -> UsageError:
         return UsageError(
@@ -130,6 +167,11 @@ class LoopStep:
             remedy="call step.backward(loss) for each micro-batch: other ranks wait for it. With units=0 it does not "
             "count",
         )
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the body has asked for a micro-batch."""
+        return self._begun
 
     def incomplete(self) -> UsageError:
         """The error about a body that did not go through all micro-batches."""

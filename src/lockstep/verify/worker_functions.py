@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.core import devices
+from lockstep.core import devices, this_process
 from lockstep.core.checkpoint import files
 from lockstep.core.data.order import EvaluationPlan, StepPlan
 from lockstep.core.errors import LockstepError, Preempted, UsageError
@@ -126,7 +126,7 @@ class SlowDisk:
 
 def _after_step(run: TrainingRun, losses: Sequence[float], step: int) -> None:
     """Kill this rank or stop the training, where `run` says so for this step."""
-    if run.kill is not None and step == run.kill[1] and os.environ["RANK"] == str(run.kill[0]):
+    if run.kill is not None and step == run.kill[1] and this_process.rank() == run.kill[0]:
         # Steps may be faster than the writing of a checkpoint, and resuming from nothing would show little.
         deadline = time.monotonic() + _CHECKPOINT_TIMEOUT_S
         while not checkpoint.newest(run.folder) and time.monotonic() < deadline:

@@ -53,7 +53,7 @@ def capture(
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
     plain = {name: value for name, value in state.items() if name not in tensors}
     for name, value in plain.items():
-        if name.startswith("model."):
+        if name.startswith("model.") or (name.startswith("group.") and isinstance(value, tuple)):  # such as betas
             plain[name] = _encoded(name, value)
         elif not isinstance(value, Plain) or (isinstance(value, float) and not math.isfinite(value)):
             raise CheckpointError(
@@ -213,7 +213,7 @@ def restore(
             parameter, slot = _slot(name, name.removeprefix("optimizer."), parameters)
             optimizer.state[parameter][slot] = setting
         elif name.startswith("group.") and optimizer is not None:
-            set_setting(optimizer, name.removeprefix("group."), setting)
+            set_setting(optimizer, name.removeprefix("group."), decode(setting, device))
 
 
 def changed_settings(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

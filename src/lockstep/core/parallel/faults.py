@@ -13,6 +13,8 @@ import signal
 import time
 from pathlib import Path
 
+from lockstep.core import this_process
+
 _WANTED = os.environ.get("LOCKSTEP_FAIL_AT", "").split()
 
 
@@ -21,7 +23,7 @@ def fail_at(place: str, step: int) -> None:
     for wanted in _WANTED:
         rank, at, where, action, *marker = wanted.split(":", 4)
         if (
-            (rank, where) != (os.environ.get("RANK", "0"), place)
+            (rank, where) != (str(this_process.rank()), place)
             or at not in ("*", str(step))
             or (marker and Path(marker[0]).exists())
         ):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from lockstep.core import devices, shortages
+from lockstep.core import devices, shortages, this_process
 from lockstep.core.errors import LockstepError, Preempted, UsageError, described
 from lockstep.core.parallel import device_errors, heartbeat, torch_internals, tree
 from lockstep.core.parallel.failure import FailureBoard
@@ -290,9 +290,9 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, watch: Watch | No
             all ranks reach (None where there is one rank), before the process group is made. `close` is called when the
             group is gone.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    place = pick_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), size=size)
+    rank, size = this_process.rank(), this_process.ranks()
+    local_rank = this_process.local_rank()
+    place = pick_device(device, local_rank, this_process.local_ranks(), size=size)
     devices.of(place).select()
     # A rank that waits is not at fault. A watch finds the rank that makes the others wait.
     patience = datetime.timedelta(seconds=timeout_s) if watch is None else datetime.timedelta(days=7)

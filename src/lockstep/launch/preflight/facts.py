@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 import lockstep
-from lockstep.core import devices
+from lockstep.core import devices, this_process
 from lockstep.core.parallel import nodes
 from lockstep.core.parallel.world import World
 
@@ -117,7 +117,7 @@ def of_rank(subject: Subject, world: World) -> Facts:
 
 def spans_machines(size: int) -> bool:
     """True if some of `size` ranks are not on this machine, as far as the environment tells."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) < size
+    return this_process.local_ranks() < size
 
 
 def memory_of(device: devices.Device) -> tuple[tuple[int, int] | None, list[str]]:

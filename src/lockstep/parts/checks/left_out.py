@@ -36,7 +36,7 @@ class LeftOut:
         of_ranks = self.run.world.broadcast(self.run.world.gather(mine))
         changed = list(dict.fromkeys(name for names in of_ranks for name in names))
         if changed:
-            patterns = ", ".join(map(repr, changed[:_SHOWN]))
+            patterns = ", ".join(map(repr, changed))  # all of them: what is kept is what this list names
             raise TrainingError(
                 f"training has changed parameters that checkpoints leave out: {listed(changed, _SHOWN)}. A resumed "
                 "run would get them as Task.model makes them",

@@ -38,7 +38,8 @@ class RunChecks(Checks):
         train = run.config.train
         is_said = train.eval_every_epochs is not None or train.eval_every_steps is not None
         # Recipes keep the best, also if there are no evaluation data, or if the user wants no evaluation.
-        if not evaluated and is_said and chosen.pop("checkpoint.keep_best", None):
+        if not evaluated and is_said and "checkpoint.keep_best" in chosen:
+            del chosen["checkpoint.keep_best"]
             messages.append("note: nothing is evaluated, so checkpoint.keep_best keeps no checkpoint")
         dry_run.check_is_evaluated(chosen, bool(evaluated))
         optimizer_check.check(state.optimizer, state.strategy.unwrapped.model)

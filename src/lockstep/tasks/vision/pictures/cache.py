@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 from lockstep.tasks.vision.pictures.cache_slabs import FullError, Slabs, write_all
 
@@ -226,7 +227,7 @@ class DecodedCache:
     def _was_told(self) -> bool:
         """True if a process of this machine has warned since the cache was opened. This call counts as a warning."""
         if self._index is None:  # there is no place to leave a mark
-            return os.environ.get("LOCAL_RANK", "0") != "0"
+            return this_process.local_rank() != 0
         try:
             with self._locked_tail():
                 told = os.pread(self._handle, 1, self._tail + _NAME) == b"\1"

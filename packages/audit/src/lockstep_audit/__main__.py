@@ -1,0 +1,130 @@
+"""`python -m lockstep_audit SCRIPT.py ...`: runs a script as Python would, and notes what the script does.
+
+Each rank runs this by itself, under any launcher. `lockstep-audit` starts ranks with this, and reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from lockstep_audit import words
+from lockstep_audit.judge import CLEAN, FAILED, USAGE, judge_here
+from lockstep_audit.observe import boot, places
+from lockstep_audit.observe.recorder import recorder
+from lockstep_audit.settings import JUDGED_OUTSIDE, NOTEBOOK, Settings
+
+
+def _options() -> argparse.ArgumentParser:
+    name = "python -m lockstep_audit"
+    usage = f"{name} [OPTIONS] SCRIPT|-m MODULE [ARGS]..."
+    parser = argparse.ArgumentParser(prog=name, usage=usage, allow_abbrev=False)
+    get = os.environ.get
+    parser.add_argument("--folder", type=Path, default=get(boot.FOLDER), help="where events go")
+    parser.add_argument("--every", type=int, default=int(get(boot.EVERY, "50")), help="look closely at each K-th step")
+    parser.add_argument("--patience", type=float, default=float(get(boot.PATIENCE, "60")), help="seconds until a hang")
+    parser.add_argument("--no-probe", action="store_true", default=get(boot.PROBE) == "0", help="read no samples")
+    return parser
+
+
+def main(arguments: list[str] | None = None, settings: Settings | None = None) -> None:
+    """Run a script or module as `__main__`, observed. Ends the process as the script would.
+
+    Under a launcher that is none of ours, the first rank then reports, and ends with the report's exit code.
+
+    Args:
+        settings: of the report.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = _options()
+    own, target = words.split(parser, given)
+    options = parser.parse_args(own)
+    has_module = target[:1] == ["-m"]
+    name, *rest = target[has_module:] or [""]
+    if "ipykernel" in sys.modules or name.endswith(".ipynb"):
+        parser.exit(USAGE, NOTEBOOK + "\n")
+    if options.every < 1 or options.patience <= 0:
+        parser.error(f"--every {options.every} must be at least 1, and --patience {options.patience} above 0")
+    if not name:
+        parser.error("name a script, or a module with -m")
+    if not has_module and not Path(name).exists():
+        parser.error(f"there is no script {name}")
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", os.getpid())
+    run_id = os.getppid() if run_id == "none" else run_id  # a launcher that names no run: its ranks have one parent
+    folder = options.folder or Path(f"lockstep-audit-{run_id}")
+    boot.activate(folder, every=options.every, patience=options.patience, probe=not options.no_probe)
+    recorder.is_main = True
+
+    def report(status: int) -> int:
+        """The exit code of the first rank, which reports. A script that failed keeps its own."""
+        if os.environ.get("RANK", "0") != "0" or JUDGED_OUTSIDE in os.environ:
+            return status
+        recorder.end()
+        code = judge_here(folder, settings or Settings())
+        return status if code in (CLEAN, FAILED) else code
+
+    boot.on_leave.append(report)
+    try:
+        run(name if has_module else None, None if has_module else name, rest)
+    finally:
+        boot.on_leave.clear()
+        if code := report(0):
+            sys.exit(code)
+
+
+def run(module: str | None, script: str | None, arguments: list[str]) -> None:
+    """Run a module or script as `__main__`, with its own arguments and search path."""
+    try:
+        if module:
+            sys.argv = [module, *arguments]
+            sys.path[0] = os.getcwd()
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            assert script is not None
+            sys.argv = [script, *arguments]
+            _run_script(script)
+    except SystemExit as ended:
+        recorder.note_exit(ended.code, None)
+        raise
+    except KeyboardInterrupt as error:
+        recorder.note_exit(130, error)
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        recorder.note_exit(1, error)
+        recorder.guard("exit", recorder.end)  # now: others that are lost without this rank may have it killed
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+        sys.excepthook(type(error), error, trace)
+        sys.exit(1)
+
+
+def _is_ours(path: str) -> bool:
+    return path == __file__ or path == "<frozen runpy>"
+
+
+def _run_script(script: str) -> None:
+    """What `python SCRIPT` does. `__main__` stays the script until the process ends: children and `atexit` need it."""
+    path = os.path.abspath(script)
+    if os.path.isdir(path) or not path.endswith(".py"):
+        runpy.run_path(path, run_name="__main__")
+        return
+    places.declare_user(path)
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    main_module: Any = types.ModuleType("__main__")
+    main_module.__file__, main_module.__spec__, main_module.__loader__ = path, None, None
+    main_module.__builtins__ = __builtins__
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    sys.modules["__main__"] = main_module
+    exec(code, main_module.__dict__)
+
+
+if __name__ == "__main__":
+    main()

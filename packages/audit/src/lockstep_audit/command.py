@@ -1,0 +1,137 @@
+"""The command `lockstep-audit`: names what is silently wrong in a distributed training script of any framework."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lockstep_audit import __version__, words
+from lockstep_audit.errors import UsageError
+from lockstep_audit.judge import USAGE, judge
+from lockstep_audit.run import run
+from lockstep_audit.settings import FORMATS, Settings
+
+_INTERRUPTED = 130
+_ABOUT = "Run SCRIPT ARGS, or -m MODULE ARGS, on several ranks, and name what is silently wrong. Options come first."
+_END = """\
+exit codes: 0 clean, 1 the script failed, 2 usage, 3 a fault was found, 4 a hang, 5 no optimizer step
+
+Example: {name} --nproc 2 train.py --lr 1e-3"""
+
+
+def main(arguments: Sequence[str] | None = None, *, name: str = "lockstep-audit") -> int:
+    """Run the command.
+
+    Args:
+        arguments: the words behind the command. None: those of this process.
+        name: the words that called it, for its help.
+
+    Returns:
+        the exit code.
+
+    Raises:
+        SystemExit: after --help, for a wrong option, and with the code of a script that ran in this process.
+    """
+    parser = _parser(name)
+    own, target = words.split(parser, list(sys.argv[1:] if arguments is None else arguments))
+    options = parser.parse_args(own)
+    try:
+        return _run(options, target)
+    except UsageError as error:
+        print(traceback.format_exc() if options.debug else f"error: {error}", file=sys.stderr, flush=True)
+        return USAGE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _run(options: argparse.Namespace, target: list[str]) -> int:
+    settings = Settings(
+        options.format,
+        options.output,
+        options.previous,
+        options.baseline,
+        options.write_baseline,
+        options.strict,
+        options.verbose,
+    )
+    _check(settings, force=options.force)
+    if options.read is not None:
+        return judge(options.read, settings)
+    how = {"folder": options.folder, "every": options.every, "patience": options.patience, "probe": options.probe}
+    if "RANK" in os.environ:  # under a launcher of the user's
+        from lockstep_audit.__main__ import main as run_here
+
+        given = [f"--every={options.every}", f"--patience={options.patience}", *["--no-probe"] * (not options.probe)]
+        run_here([*given, *([] if options.folder is None else [f"--folder={options.folder}"]), *target], settings)
+        return 0
+    return run(target, settings, nproc=options.nproc, **how)
+
+
+def _check(settings: Settings, *, force: bool) -> None:
+    """Look at files before the script runs.
+
+    Raises:
+        UsageError: a file to write is there or has no folder, or one to read is not there.
+    """
+    for path in (settings.output, settings.write_baseline):
+        if path is not None and path.is_dir():
+            raise UsageError("is a folder", where=str(path), remedy="give a file")
+        if path is not None and not path.absolute().parent.is_dir():
+            remedy = f"make {path.parent}, or give another place"
+            raise UsageError("cannot be written: there is no such folder", where=str(path), remedy=remedy)
+        if path is not None and path.exists() and not force:
+            remedy = "give --force to replace the file, or another place"
+            raise UsageError("exists: it is not overwritten", where=str(path), remedy=remedy)
+    for path in (settings.baseline, settings.previous):
+        if path is not None and not path.exists():
+            remedy = "--write-baseline FILE writes a baseline, and --folder DIR keeps the events of a run"
+            raise UsageError("is not there", where=str(path), remedy=remedy)
+
+
+def _at_least_one(kind: Callable[[str], float]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        if (value := kind(text)) < 1:
+            raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+        return value
+
+    read.__name__ = kind.__name__  # for argparse's own words
+    return read
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=name,
+        usage=f"{name} [OPTIONS] SCRIPT|-m MODULE [ARGS]...",
+        description=_ABOUT,
+        epilog=_END.format(name=name),
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, whole = parser.add_argument, _at_least_one(int)
+    add("--nproc", type=whole, default=2, metavar="N", help="ranks on this machine (default: 2)")
+    add("--every", type=whole, default=50, metavar="K", help="look closely at every K-th step (default: 50)")
+    patience = _at_least_one(float)
+    add("--patience", type=patience, default=60.0, metavar="S", help="seconds without progress: a hang (default: 60)")
+    probe = argparse.BooleanOptionalAction
+    add("--probe", action=probe, default=True, help="read a few samples at the end (default: --probe)")
+    add("--format", choices=FORMATS, default="text", help="of the report (default: text)")
+    add("--output", type=Path, metavar="PATH", help="a file for the report")
+    add("--folder", type=Path, metavar="PATH", help="keep the events in this new folder")
+    add("--previous", type=Path, metavar="PATH", help="events of the run that this run resumes")
+    add("--read", type=Path, metavar="PATH", help="judge the events of a folder; run no script")
+    add("--baseline", type=Path, metavar="PATH", help="a file of known findings to leave out")
+    add("--write-baseline", type=Path, metavar="PATH", help="write such a file")
+    add("--force", action="store_true", help="replace the files of --output and --write-baseline")
+    add("--strict", action="store_true", help="exit code 3 for warnings, too")
+    add("-v", "--verbose", action="store_true", help="why rules were not exercised")
+    add("--debug", action="store_true", help="show tracebacks of all errors")
+    add("--version", action="version", version=f"lockstep-audit {__version__}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Observes what models are in the end, and parameters that change their kind after the wrapping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lockstep_audit.observe import buffers, calls, digests, made, models
+from lockstep_audit.observe.models import parameters_of
+from lockstep_audit.observe.recorder import After, recorder
+
+_NAMES = 50
+_last: dict[int, dict[str, str | None]] = {}
+_last_buffers: dict[int, dict[str, str | None]] = {}
+_copied: dict[int, dict[str, Any]] = {}
+
+
+def note_parameters(*_: Any, **__: Any) -> After:
+    """Remember digests of the parameters of replicas: before the process group ends, and at exit."""
+    for model in models.told():
+        parameters = {name: parameter.detach() for name, parameter in parameters_of(model)}
+        if model.how == "ddp" and parameters:
+            _last[model.number] = digests.of_tensors(parameters)
+            _last_buffers[model.number] = digests.of_tensors({n: b for n, (_, b) in buffers.own(model.inner()).items()})
+    for copy, (number, at) in calls.copies.items():
+        found = digests.of_tensors({name: parameter.detach() for name, parameter in copy.named_parameters()})
+        made_from, is_early = made.modules.get(copy) or (None, None)
+        changes = sum(0 if parameter.is_inference() else parameter._version for parameter in copy.parameters())
+        _copied[number] = {"class": type(copy).__name__, "at": at, "digest": digests.of_numbers(found.values())}
+        _copied[number] |= {"made_from": made_from, "is_early": is_early, "changes": changes}
+    return None
+
+
+def at_exit() -> dict[str, Any]:
+    """What the parameters are at the end."""
+    note_parameters()
+    held = {number: each for number, each in _last_buffers.items() if each}
+    return {"parameters": dict(_last) or None, "copies": dict(_copied) or None, "buffers": held or None}
+
+
+_unfrozen: dict[int, tuple[list[str], list[str]]] = {}
+
+
+def note_unfrozen(model: models.Model, at: list[str | int] | None, held: Callable[[], set[int]]) -> bool:
+    """Note parameters of a model that were frozen, unfrozen or added after its wrapping. True: there are new ones.
+
+    Args:
+        held: gives the ids of the parameters that optimizers have.
+    """
+    parameters = dict(parameters_of(model))
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    on = [name for name in parameters if name in trained and model.trainable.get(name) is False]
+    off = [name for name in parameters if name not in trained and model.trainable.get(name)]
+    added = [name for name in parameters if name in trained and id(parameters[name]) not in models.at_wrapping]
+    if not (on or off or added) or _unfrozen.get(model.number) == (on + added, off):
+        return False
+    _unfrozen[model.number] = (on + added, off)
+    freed = next((place for name in on if (place := made.freed_at.get(id(parameters[name])))), None)
+    known = held()
+    unowned = [name for name in on if id(parameters[name]) not in known]
+    told: dict[str, Any] = {"names": (on + added)[:_NAMES], "frozen": off[:_NAMES], "added": added[:_NAMES] or None}
+    told |= {"unowned": unowned[:_NAMES] or None, "at_step": True if freed is None else None}
+    recorder.emit("unfrozen", limit=50, at=freed or at, model=model.number, **told)
+    return bool(on or added)

@@ -1,0 +1,45 @@
+"""Observes frozen modules that the training calls, such as teachers: no wrapper and no optimizer has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep_audit.observe import digests, made, models, places, torch_state
+from lockstep_audit.observe.gradients import gradients
+from lockstep_audit.observe.recorder import recorder
+
+_MOST = 8
+_noted: list[set[int]] = []
+"""The ids of the parameters of each module that was told."""
+
+
+def note(module: Any) -> None:
+    """Before the first forward pass of a module: what its weights are, if nothing here trains them."""
+    parameters = dict(module.named_parameters())
+    if len(_noted) < _MOST and parameters and torch_state.has_other_ranks() and _is_frozen(parameters):
+        _noted.append({id(parameter) for parameter in parameters.values()})
+        made_from, is_early = made.modules.get(module) or (None, None)
+        found = digests.of_tensors({name: parameter.detach() for name, parameter in parameters.items()})
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
+        told: dict[str, Any] = {"class": type(module).__name__, "digest": digests.of_numbers(found.values())}
+        told |= {"names_digest": digests.of_numbers(shapes), "made_from": made_from, "is_early": is_early}
+        told["changes"] = sum(0 if each.is_inference() else each._version for each in parameters.values())
+        recorder.emit("frozen", at=places.here(), **told)
+
+
+def _is_frozen(parameters: dict[str, Any]) -> bool:
+    """True of parameters that get no gradient, in a script whose models are all of DDP. Shards are others' parts."""
+    if not models.are_all("ddp") or (torch.is_grad_enabled() and any(p.requires_grad for p in parameters.values())):
+        return False
+    if any(models.owner(each) is not None or not _is_own(each) for each in parameters.values()):
+        return False
+    known = {id(each) for each, _ in gradients.all.items()}.union(*_noted)
+    return not any(id(parameter) in known or parameter.grad is not None for parameter in parameters.values())
+
+
+def _is_own(parameter: Any) -> bool:
+    """True of a parameter that is a module's own and whole: nothing put it there for a call."""
+    is_whole = isinstance(parameter, torch.nn.Parameter) and not hasattr(parameter, "_local_tensor")
+    return is_whole and not parameter.is_meta and not torch.nn.parameter.is_lazy(parameter)

@@ -1,0 +1,209 @@
+"""Observes means that an evaluation computes, and whole numbers that are divided: a mean of means may be no mean."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict, deque
+from typing import Any
+
+import torch
+
+from lockstep_audit.observe import digests, lined, places, torch_state
+from lockstep_audit.observe.objects import Registry
+from lockstep_audit.observe.recorder import After, recorder
+
+LOSSES = (
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+)
+_MOST = 512
+_CLOSE, _FAR = 1e-5, 1e-4
+_means: dict[str, list[tuple[torch.Tensor, int]]] = defaultdict(list)
+"""Since the last backward pass, by line: each mean, and of how many numbers it is the mean."""
+_weighted: set[str] = set()
+summed: Registry[list[str | int] | None] = Registry()
+"""Whole numbers that were summed over ranks, and where."""
+
+
+def loss(input: Any, target: Any = None, *arguments: Any, **named: Any) -> After:
+    """A loss of torch.nn.functional, outside of training. In training: the weights of classes, and where it is."""
+    global _last_loss, _last_labels
+    recorder.guard("gathered rows", lined.compared, input, target)
+    if torch.is_grad_enabled():
+        is_sampled = recorder.is_sampled(recorder.counts.optimizer_steps)
+        weight = {"weight": arguments[0]} if arguments else {}
+        _last_loss, _last_labels = places.here(), _counted(target, **weight, **named) if is_sampled else {}
+        recorder.guard("labels of gathered features", _note_labels, input, target, _last_loss)
+        _note_weights(named.get("weight") if named.get("pos_weight") is None else named["pos_weight"], target)
+    if torch.is_grad_enabled() or named.get("reduction", "mean") != "mean" or not isinstance(target, torch.Tensor):
+        return None
+    count = target.shape[0] if target.ndim else 1
+    if not target.is_floating_point():
+        count = int((target != named.get("ignore_index", -100)).sum())
+    return lambda result, error: _keep(result, count)
+
+
+def _counted(
+    target: Any, ignore_index: int = -100, reduction: str = "mean", weight: Any = None, **_: Any
+) -> dict[str, float]:
+    """The number of labels that a mean is taken over: `labels` if some are ignored, else `rows`. `summed`: no mean.
+
+    With weights of classes, the mean is divided by `weights`, those of the labels.
+    """
+    if reduction != "mean" or not isinstance(target, torch.Tensor) or target.dtype != torch.int64:
+        return {"summed": 1} if reduction == "sum" else {}
+    if target.device.type != "cpu":
+        return {}
+    is_counted = target != ignore_index
+    counted = int(is_counted.sum())
+    told: dict[str, float] = {"labels" if counted < target.numel() else "rows": counted}
+    if type(weight) is torch.Tensor and weight.ndim == 1 and weight.device.type == "cpu":
+        told["weights"] = round(float(weight.detach()[target[is_counted]].sum()), 3)
+    return told
+
+
+def _note_weights(weight: Any, target: Any) -> None:
+    """Note the weights of classes once for each line. Weights of single samples differ by rank rightly."""
+    at = places.here() if isinstance(weight, torch.Tensor) and weight.ndim == 1 else None
+    if at is not None and str(at) not in _weighted and isinstance(target, torch.Tensor):
+        _weighted.add(str(at))
+        if weight.shape != target.shape:
+            recorder.emit("class_weights", at=at, digest=digests.of_tensors({"": weight})[""], classes=weight.numel())
+
+
+def mean(tensor: Any, *arguments: Any, **named: Any) -> After:
+    """Tensor.mean of all elements, outside of training."""
+    if torch.is_grad_enabled() or arguments or named or tensor.device.type != "cpu":
+        return None
+    count = tensor.numel()
+    return lambda result, error: _keep(result, count)
+
+
+def _keep(result: Any, count: int) -> None:
+    if isinstance(result, torch.Tensor) and result.ndim == 0 and result.device.type == "cpu" and count:
+        line = _means[str(places.here())]
+        if len(line) < _MOST:
+            line.append((result, count))
+
+
+_last_loss: list[str | int] | None = None
+_last_labels: dict[str, float] = {}
+
+
+def last_labels() -> dict[str, float]:
+    """Of how many labels the last loss in training is the mean, as `_counted` tells. Empty: it is no such mean."""
+    return _last_labels
+
+
+def last_loss() -> list[str | int] | None:
+    """Where the last loss in training was computed."""
+    return _last_loss
+
+
+_arranged: Registry[list[str | int] | None] = Registry()
+_labelled: set[str] = set()
+
+
+def arranged(*_: Any, **__: Any) -> After:
+    """torch.arange."""
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if isinstance(result, torch.Tensor) and (at := places.here()):
+            _arranged.put(result, at)
+
+    return after
+
+
+def _note_labels(output: Any, target: Any, at: list[str | int] | None) -> None:
+    """Labels 0, 1, 2, ... of the rows of a rank, where the columns are those of all ranks: once for each line."""
+    if not isinstance(target, torch.Tensor) or target.ndim != 1 or len(target) < 2 or output.ndim != 2:
+        return
+    rows, columns = output.shape
+    if rows != len(target) or columns == rows or columns % rows or str(at) in _labelled:
+        return
+    world = torch.distributed.get_world_size() if torch_state.has_other_ranks() else 1
+    if world > 1 and columns == rows * world:
+        _labelled.add(str(at))
+        first = int(target[0])
+        if bool((target == torch.arange(first, first + len(target), device=target.device)).all()):
+            recorder.emit("labels", at=_arranged.get(target) or at, first=first, rows=len(target))
+
+
+def forget() -> None:
+    """Training goes on."""
+    _means.clear()
+    _ratios.clear()
+    _divisions.clear()
+    _curved.clear()
+
+
+_ratios: list[tuple[torch.Tensor, float]] = []
+
+
+_divisions: deque[tuple[Any, list[str | int] | None]] = deque(maxlen=16)
+"""Since the last backward pass: what the script divided a loss by, and where."""
+
+
+def divided_at(by: float | None) -> list[str | int] | None:
+    """Where the script last divided a loss by a number."""
+    return next((at for other, at in reversed(_divisions) if float(other) == by), None)
+
+
+def divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:
+    """Tensor / Tensor, of two numbers, outside of training. In training: where the script divides a loss."""
+    if torch.is_grad_enabled() and isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.ndim:
+        is_number = isinstance(other, (int, float)) or (isinstance(other, torch.Tensor) and other.numel() == 1)
+        if is_number and recorder.is_sampled(recorder.counts.optimizer_steps) and places.is_by_user(sys._getframe(3)):
+            _divisions.append((other, places.here()))
+    if torch.is_grad_enabled() or type(tensor) is not torch.Tensor or type(other) is not torch.Tensor:
+        return None  # fake tensors have no numbers
+    if tensor.ndim or other.ndim or other.device.type != "cpu" or len(_ratios) >= _MOST:
+        return None
+    by = float(other)
+    return lambda result, error: _ratios.append((result, by)) if error is None else None
+
+
+_curved: deque[tuple[Any, str]] = deque(maxlen=64)
+"""Results of roots and exponentials of single numbers, outside of training."""
+
+
+def curved(name: str, number: Any, *_: Any, **__: Any) -> After:
+    """exp and sqrt of one number."""
+    if torch.is_grad_enabled() and isinstance(number, torch.Tensor) and number.requires_grad:
+        return None
+    if isinstance(number, torch.Tensor) and (number.ndim or number.device.type != "cpu"):
+        return None
+    return lambda result, error: _curved.append((result, name)) if error is None else None
+
+
+def about(tensor: torch.Tensor) -> dict[str, Any]:
+    """The value of one number that ranks exchange. If it is the mean of means: of how many, and of how many numbers."""
+    if tensor.numel() != 1 or tensor.device.type != "cpu" or not tensor.is_floating_point() or tensor.requires_grad:
+        return {}
+    value = float(tensor)
+    told: dict[str, Any] = {"value": value}
+    quotients = [by for result, by in _ratios if abs(float(result) - value) <= _CLOSE * abs(value)]
+    told |= {"ratio_of": quotients[-1]} if quotients else {}
+    curved = [name for result, name in _curved if value and abs(float(result) - value) <= _CLOSE * abs(value)]
+    told |= {"result_of": curved[-1]} if curved and abs(value - 1) > _CLOSE else {}
+    for line in _means.values():
+        values, counts = [float(each) for each, _ in line], [count for _, count in line]
+        plain = sum(values) / len(values)
+        weighted = sum(each * count for each, count in zip(values, counts, strict=True)) / sum(counts)
+        most = told.get("mean_of", {}).get("means", 0)
+        if value and abs(plain - value) <= _CLOSE * abs(value) and len(line) > most:
+            is_other = abs(weighted - value) > _FAR * abs(value)
+            told["mean_of"] = {"means": len(line), "numbers": sum(counts), "unequal": is_other, "weighted": weighted}
+            full = counts[:-1] or counts  # the last batch may be short
+            told["mean_of"] |= {"least": min(full), "most": max(full)}
+    return told
+
+
+def floor_divided(tensor: Any, other: Any = None, *_: Any, **__: Any) -> After:
+    """Tensor // number, of a sum over ranks."""
+    if isinstance(tensor, torch.Tensor) and isinstance(other, int) and summed.get(tensor) and other > 1:
+        is_mean = other == torch.distributed.get_world_size()
+        rest = bool((tensor % other).any())
+        if is_mean and torch_state.has_other_ranks():
+            recorder.emit("floor_division", limit=20, at=places.here(), divisor=other, remainder=rest)
+    return None

@@ -1,0 +1,188 @@
+"""Observes backward passes, clipping, and random numbers that a script draws in training."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lockstep_audit.observe import calls, digests, gathers, means, places, torch_state
+from lockstep_audit.observe.gradients import gradients
+from lockstep_audit.observe.recorder import After, recorder
+
+_SCALING = ("MulBackward0", "DivBackward0")
+_MOST = 256
+_DRAWN = 8
+"""Random numbers are compared in so many first steps, of tensors with at least so many elements."""
+
+_NUMBERS = 512
+
+
+@dataclasses.dataclass
+class State:
+    """Where the lists of passes and clips stand."""
+
+    first: int = 0
+    """The number of the first backward pass in the list."""
+    last_seen: int = 0
+    """So many backward passes had been when an optimizer stepped last."""
+    clips_called: int = 0
+
+
+state = State()
+backwards: list[dict[str, Any]] = []
+clips: list[tuple[int, dict[str, Any]]] = []
+at_sampled: list[Callable[[], None]] = []
+"""Called before a backward pass that is looked at closely."""
+_depth = 0
+
+
+def _next_is_sampled() -> bool:
+    return recorder.is_sampled(recorder.counts.optimizer_steps)
+
+
+def backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> After:
+    """torch.autograd.backward, which Tensor.backward calls. Backward passes within one are checkpoints'."""
+    global _depth
+    recorder.is_stepping = False  # a step before may have raised an error
+    _depth += 1
+    if _depth > 1:
+        return _leave
+    frame = places.user_frame()
+    told: dict[str, Any] = {"at": places.here(frame), "models": calls.backward_begins()}
+    is_sampled = _next_is_sampled()
+    if not places.is_direct(sys._getframe(3)):
+        told["loss_at"] = means.last_loss()
+    recorder.guard("gathered features in a loss", gathers.at_backward, next(digests.tensors_in(tensors), None))
+    if not recorder.counts.backwards and frame is not None and not recorder.has_loader:
+        recorder.guard("numbers of a script", _note_numbers, frame)
+    if is_sampled:
+        told |= _loss(tensors) | means.last_labels()
+        told["factor"] = told.get("factor", 1.0) * _number(next(digests.tensors_in(grad_tensors), None))
+        told["divided_at"] = means.divided_at(told.get("divisor"))
+        told["by_ranks"] = (frame is not None and _knows_ranks(frame.f_code)) or None
+        if recorder.counts.backwards > state.last_seen:
+            told["discarded"] = recorder.guard("discarded gradients", gradients.is_discarded)
+            told["cleared_at"] = gradients.cleared_at if told["discarded"] else None
+        for function in at_sampled:
+            function()
+    means.forget()
+
+    def after(result: Any, error: BaseException | None) -> None:
+        global _depth
+        _depth -= 1
+        calls.backward_ends()
+        recorder.progress()
+        if error is None:
+            recorder.counts.backwards += 1
+            backwards.append(told)
+            if len(backwards) > _MOST:
+                backwards.pop(0)
+                state.first += 1
+                recorder.cut["backwards"] += 1
+            recorder.guard("gradients after backward", gradients.at_backward, is_sampled)
+
+    return after
+
+
+def _leave(result: Any, error: BaseException | None) -> None:
+    global _depth
+    _depth -= 1
+
+
+def _note_numbers(frame: Any) -> None:
+    """Whole numbers that a script without a DataLoader holds when training begins, if most of them come repeatedly."""
+    whole = {n: t for n, t in places.variables(frame).items() if isinstance(t, torch.Tensor) and t.dtype == torch.int64}
+    held = {name: each.flatten()[:_NUMBERS].tolist() for name, each in list(whole.items())[:_DRAWN] if each.is_cpu}
+    held = {name: each for name, each in held.items() if len(each) >= 2 * len(set(each))}
+    recorder.emit("numbers", at=places.here(frame), held=held)
+
+
+@functools.lru_cache(maxsize=16)
+def _knows_ranks(code: Any) -> bool:
+    """True if a function has the number of ranks by some name."""
+    names = (*code.co_names, *code.co_varnames, *code.co_freevars)
+    return any(word in name.lower() for name in names for word in ("world", "num_processes", "nranks", "n_ranks"))
+
+
+def _loss(tensors: Any) -> dict[str, Any]:
+    """The value of a loss, the last operations that made it, the last first, and the number that they divide by."""
+    root = next(digests.tensors_in(tensors), None)
+    if root is None or root.numel() != 1:
+        return {}
+    names: list[str] = []
+    divisor, factor, is_scaling = 1.0, 1.0, True
+    function = torch_state.below(root.grad_fn, root.output_nr)
+    while function is not None and len(names) < 4:
+        names.append(type(function).__name__)
+        divisor *= _divisor(function)
+        is_scaling, made = is_scaling and names[-1] in _SCALING, function
+        function = torch_state.below(function)
+        is_scaling = is_scaling and not type(function).__name__.startswith("Sum")  # a sum and its number are a mean
+        factor *= _factor(made) if is_scaling else 1.0
+    value = float(digests.local(root.detach())) if _is_whole(root) else None
+    return {"loss": value, "ops": names, "divisor": divisor, "factor": factor}
+
+
+def _factor(function: Any) -> float:
+    """What a multiplication or a division of a loss multiplies the loss with."""
+    other = getattr(function, "_saved_other", None)
+    number = _number(getattr(function, "_saved_self", None) if other is None else other)
+    return number if type(function).__name__ == _SCALING[0] else 1 / number if number else 1.0
+
+
+def _number(tensor: Any) -> float:
+    """The one number of a tensor that this rank holds, else 1."""
+    is_number = isinstance(tensor, torch.Tensor) and tensor.numel() == 1 and _is_whole(tensor)
+    return float(digests.local(tensor)) if is_number else 1.0
+
+
+def _divisor(function: Any) -> float:
+    """The number that an autograd function divides by: of a division, or of a multiplication by less than 1."""
+    other = getattr(function, "_saved_other", None)
+    name, number = type(function).__name__, _number(other)
+    if name == "MulBackward0":
+        return 1 / number if 0 < number < 1 else 1.0
+    return number or 1.0 if name == "DivBackward0" else 1.0
+
+
+def drawn(*_: Any, **__: Any) -> After:
+    """torch.randn and the like by the script, once training has begun."""
+    frame = sys._getframe(3)
+    if not recorder.counts.optimizer_steps or recorder.counts.optimizer_steps > _DRAWN or not places.is_by_user(frame):
+        return None
+    at = places.here(frame)
+
+    def after(result: Any, error: BaseException | None) -> None:
+        if isinstance(result, torch.Tensor) and result.numel() >= _DRAWN:
+            digest = digests.of_tensors({"": result})[""]
+            recorder.emit("drawn", limit=_DRAWN, at=at, digest=digest)
+
+    return after
+
+
+def clipped(how: str, parameters: Any, limit: Any = None, *_: Any, **named: Any) -> After:
+    """clip_grad_norm_ and clip_grad_value_. The parameters may be an iterator, so nothing is taken from them."""
+    state.clips_called += 1
+    limit = named.get("max_norm", named.get("clip_value", limit))
+    told = {"at": places.here(), "how": how, "limit": float(limit), "backwards_before": recorder.counts.backwards}
+    told["reduced_before"] = bool(gradients.reduced)
+    sequence, is_sampled = state.clips_called, _next_is_sampled()
+
+    def after(norm: Any, error: BaseException | None) -> None:
+        if error is None:
+            if is_sampled and isinstance(norm, torch.Tensor) and _is_whole(norm):
+                told["norm"] = float(digests.local(norm))
+            clips.append((sequence, told))
+            del clips[:-_MOST]
+
+    return after
+
+
+def _is_whole(tensor: Any) -> bool:
+    """True if this rank holds all of a tensor: a DTensor may need other ranks."""
+    return all(placement.is_replicate() for placement in getattr(tensor, "placements", ()))

@@ -1,0 +1,300 @@
+"""Rules on gradient accumulation: what micro-batches add up to."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from lockstep_audit.events import Event, History
+from lockstep_audit.findings import Finding
+from lockstep_audit.rules import sources
+from lockstep_audit.rules.facts import each_rank, passes, place, replicas, rule, steps, uses
+from lockstep_audit.rules.loaders import Iteration, iterations
+
+_NONE = "no step took several backward passes"
+_UNEQUAL = 1.25
+"""Micro-batches whose counts of labels differ by this factor are unequal."""
+_SAME = 0.01
+_OTHER = ("Add", "Sub")
+"""Last operations of a loss that is more than a mean."""
+
+
+def _usual(events: Iterable[Event]) -> int:
+    """The usual number of backward passes before a step; 0 without steps."""
+    counts = Counter(len(passes(event)) for event in events)
+    return counts.most_common(1)[0][0] if counts else 0
+
+
+def _accumulating(history: History) -> list[tuple[int, int, list[Event]]]:
+    """Optimizers of each rank that usually step after several backward passes: rank, number, steps in order."""
+    found = []
+    for by_rank in steps(history).values():
+        for rank, by_index in by_rank.items():
+            events = [by_index[index] for index in sorted(by_index)]
+            if (usual := _usual(events)) > 1 and _only_optimizer(history, rank):
+                found.append((rank, usual, events))
+    return found
+
+
+def is_divided(backward: Event) -> bool:
+    """True if the last operations of a loss divide it, or multiply it with a number."""
+    if backward.get("divisor") is not None:
+        return bool(backward["divisor"] != 1)
+    return any(name.startswith(("Div", "Mul")) for name in backward.get("ops", ()))
+
+
+def _is_mean(ops: Sequence[str]) -> bool:
+    """True if the loss is a mean that the loss function computes, divided by nothing, or by the accumulation."""
+    return any(name.startswith(("NllLoss", "Mean", "CrossEntropy")) for name in ops[:2])
+
+
+@rule("LS401", "leftover-micro-batches", "the last micro-batches of an epoch make no step of their own")
+def leftover_micro_batches(history: History) -> Iterable[Finding] | str:
+    """Gradients at the end of an epoch that are dropped, or added to the first step of the next epoch."""
+    accumulating = _accumulating(history)
+    if not accumulating:
+        return _NONE
+    trained: dict[int, list[Iteration]] = {}
+    for epochs in iterations(history).values():
+        for by_rank in epochs.values():
+            for rank, it in by_rank.items():
+                if it.end and it.is_complete and it.end.get("backwards"):
+                    trained.setdefault(rank, []).append(it)
+    for its in trained.values():
+        its.sort(key=lambda it: int(it.begin["number"]))
+    found = [_leftover(rank, usual, events, trained.get(rank, [])) for rank, usual, events in accumulating]
+    return [each for each in found if each]
+
+
+def _only_optimizer(history: History, rank: int) -> bool:
+    return len({event["optimizer"] for event in history.of("step", rank=rank)}) == 1
+
+
+def _leftover(rank: int, usual: int, events: list[Event], its: list[Iteration]) -> Finding | None:
+    remedy = "step at the last batch of an epoch, too: `if (i + 1) % accumulation == 0 or i + 1 == len(loader)`, and "
+    remedy += "divide the loss by the number of micro-batches of this step"
+    cause = "the number of batches is no multiple of the accumulation, and the last step of the epoch is missing"
+    for number, it in enumerate(its):
+        end: Any = it.end
+        within = [e for e in events if it.begin["number"] < e["number"] < end["number"]]
+        later = [e for e in events if e["number"] > end["number"]]
+        left = end["backwards"] - sum(len(passes(e)) for e in within)
+        if number == 0 and left > 0:
+            count = len(passes(later[0])) if later else 0
+            what = f"{end['backwards']} backward passes in an epoch, a step after {usual}, and {left} left over"
+            if later and count == usual:
+                return None  # steps reach over the ends of epochs
+            if not later or any(each.get("discarded") for each in passes(later[0])):
+                what += ": no step used their gradients"
+            elif count > usual:
+                what += f": the next step added them to its own and had {count}"
+            else:
+                return None
+            at = next((e.get("at") for e in reversed(within)), it.begin.get("at"))
+            return Finding("LS401", place(at), what, cause, remedy, (rank,), end["step"])
+    return None
+
+
+@rule("LS402", "undivided-loss", "the loss of micro-batches is not divided", "warning")
+def undivided_loss(history: History) -> Iterable[Finding] | str:
+    """Accumulated losses that nothing divides: the gradient grows with the number of micro-batches."""
+    findings: list[Finding] = []
+    accumulating = _accumulating(history)
+    for rank, usual, events in accumulating:
+        backwards = [each for event in events for each in passes(event)]
+        known = [each for each in backwards if "ops" in each]
+        if not known or any(is_divided(each) for each in known):
+            continue
+        at = backwards[0].get("loss_at") or backwards[0].get("at")
+        evidence = f"a step adds {usual} backward passes, and none of their losses ends with a division"
+        cause = "the sum of means is that many times their mean, unless the learning rate was chosen for it"
+        remedy = "(loss / accumulation).backward(), or divide a summed loss by the number of all labels of the step"
+        findings.append(Finding("LS402", place(at), evidence, cause, remedy, (rank,), events[0]["step"]))
+    return findings if accumulating else _NONE
+
+
+@rule("LS403", "unequal-weights", "labels of one step have unequal weights", "warning")
+def unequal_weights(history: History) -> Iterable[Finding] | str:
+    """Means over unequal numbers of labels, which are then averaged as if the numbers were equal."""
+    known = False
+    groups = replicas(history) or [(rank,) for rank in history.ranks]
+    factors = [event.get("factor", 0.0) * len(history.ranks) for event in history.of("hand_reduce")]
+    averages = not any(history.of("hook")) and all(abs(factor - 1) < _SAME for factor in factors)
+    for by_rank in steps(history).values():
+        for group in groups:
+            ranks = [rank for rank in group if rank in by_rank]
+            selected: list[tuple[Event, list[Event], dict[int, list[Any]]]] = []
+            for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))) if ranks else ():
+                events = {rank: by_rank[rank][index] for rank in ranks}
+                micro = {rank: event.get("micro_batches") or () for rank, event in events.items()}
+                counts = {rank: [m["valid"] for m in each if "valid" in m] for rank, each in micro.items()}
+                backwards = [each for event in events.values() for each in passes(event)]
+                by_hand = {r: [_count(each) for each in passes(e)] for r, e in events.items()}
+                given = {r: [m.get("samples") for m in e.get("micro_batches") or ()] for r, e in events.items()}
+                is_by_hand = len(backwards) > 1 and all(all(each) for each in by_hand.values())
+                is_by_hand = is_by_hand and by_hand != given and not any(history.of("hand_reduce", "hook"))
+                told: dict[int, list[Any]] = by_hand if is_by_hand else counts
+                rows = {r: _rows(passes(e)) for r, e in events.items()}
+                weights = [each.get("factor", 1.0) for each in backwards if not _is_quotient(each)]
+                if weights and max(weights) - min(weights) > _SAME * abs(max(weights)):
+                    known = True
+                    continue  # the script weights the means
+                weighed = {r: _weights(passes(e)) for r, e in events.items()}
+                if all(weighed.values()) and not any(history.of("hand_reduce", "hook")):
+                    selected.append((events[ranks[0]], backwards, weighed))
+                elif averages and all(rows.values()) and len(backwards) > 1 and rows != given:
+                    selected.append((events[ranks[0]], backwards, rows))
+                known = known or bool(selected) or sum(map(len, told.values())) > 1
+                means = [_is_mean(each.get("ops") or ()) and not each.get("summed") for each in backwards]
+                is_plain = is_by_hand or all(means)
+                if _differ(told) and is_plain and backwards:
+                    return [_unequal(events[ranks[0]], backwards, told, tuple(ranks))]
+            unequal = [each for each in selected if _differ(each[2])]
+            if len(unequal) > 1 and 2 * len(unequal) > len(selected):  # a last batch alone may be short
+                return [_unequal(*unequal[0], tuple(ranks))]
+    return [] if known else "no step had several micro-batches with labels that are masked or selected"
+
+
+def _differ(counts: dict[int, list[Any]]) -> bool:
+    """True if some numbers of labels are unequal."""
+    flat = [count for each in counts.values() for count in each if count]
+    return bool(flat) and min(flat) * _UNEQUAL < max(flat)
+
+
+def _rows(backwards: list[Event]) -> list[int]:
+    """Of each backward pass, the number of labels that a mean was given, if the loss is a mean alone; else empty."""
+    found = [each.get("rows", 0) if _is_mean(each.get("ops") or ()) else 0 for each in backwards]
+    first = {each["ops"][0] for each in backwards if each.get("ops")}
+    return [] if any(op.startswith(_OTHER) for op in first) or not all(found) else found
+
+
+def _weights(backwards: list[Event]) -> list[float]:
+    """Of each backward pass of several, the weights of classes that a mean was divided by; empty if one has none."""
+    found = [each.get("weights", 0.0) if _is_mean(each.get("ops") or ()) else 0.0 for each in backwards]
+    return found if len(found) > 1 and all(found) else []
+
+
+def _count(backward: Event) -> int | None:
+    """The number of labels that a loss is the mean of: of a mean that leaves some out, or that divides a sum."""
+    divisor = backward.get("divisor") or 0
+    if _is_quotient(backward) and divisor > 1 and divisor == int(divisor):
+        return int(divisor)
+    return backward.get("labels") if _is_mean(backward.get("ops") or []) else None
+
+
+def _is_quotient(backward: Event) -> bool:
+    """True if the loss is a sum that is divided, and nothing else."""
+    ops = backward.get("ops") or []
+    is_sum = len(ops) > 1 and (ops[1].startswith("Sum") or (backward.get("summed") and ops[1].startswith("NllLoss")))
+    return bool(is_sum and ops[0].startswith("Div"))
+
+
+def _unequal(event: Event, backwards: list[Event], counts: dict[int, list[Any]], ranks: tuple[int, ...]) -> Finding:
+    is_weighted = "weights" in backwards[0]
+    what = "weights of the labels" if is_weighted else "labels that count"
+    evidence = f"{what}, by micro-batch: {each_rank(counts)}; each mean has the same weight in step {event['step']}"
+    cause = "a loss that is a mean over unmasked labels weights a label of a short batch more than one of a long batch"
+    if is_weighted:
+        cause = "a mean by class weights is divided by the weights of its own labels, so micro-batches with light "
+        cause += "classes count too much"
+    unit = "weights of the labels" if is_weighted else "number of labels"
+    remedy = f"sum the loss, and divide by the {unit} of the step on all ranks (times world_size for DDP)"
+    return Finding("LS403", place(backwards[0].get("at")), evidence, cause, remedy, ranks, event["step"])
+
+
+@rule("LS404", "sync-each-micro-batch", "every micro-batch exchanges gradients", "warning")
+def sync_each_micro_batch(history: History) -> Iterable[Finding] | str:
+    """Accumulation without no_sync(): the same result, and the communication of several steps."""
+    findings: list[Finding] = []
+    accumulating = _accumulating(history)
+    for rank, usual, events in accumulating:
+        full = [passes(event) for event in events if len(passes(event)) == usual]
+        if any(each.get("synced") is not True for backwards in full for each in backwards):
+            continue
+        at = full[0][0].get("at")
+        evidence = f"all of the {usual} backward passes before a step exchange gradients"
+        remedy = "`with model.no_sync():` around forward and backward of all micro-batches of a step but the last"
+        cause = "each backward pass of DistributedDataParallel exchanges gradients unless no_sync() is active"
+        findings.append(Finding("LS404", place(at), evidence, cause, remedy, (rank,), events[0]["step"]))
+    return findings if accumulating else _NONE
+
+
+@rule("LS405", "clip-each-micro-batch", "gradients are clipped before all micro-batches were added", "warning")
+def clip_each_micro_batch(history: History) -> Iterable[Finding] | str:
+    """Clipping inside the accumulation: the limit then holds for a part of the gradient."""
+    accumulating, seen = _accumulating(history), False
+    for _, _, events in accumulating:
+        for event in events:
+            clips, total = event.get("clips") or [], len(event.get("backwards") or ())
+            seen = seen or bool(clips)
+            early = [clip for clip in clips if clip.get("backwards_before", total) < total]
+            if early:
+                evidence = f"clipped after {early[0]['backwards_before']} of {total} backward passes of this step"
+                remedy = "clip once, after the last backward pass and before optimizer.step()"
+                cause = "clip_grad_norm_ is called for each micro-batch"
+                at = place(early[0].get("at"))
+                return [Finding("LS405", at, evidence, cause, remedy, tuple(history.ranks), event["step"])]
+    return [] if seen else "no gradients were clipped while micro-batches were added"
+
+
+@rule("LS406", "discarded-gradients", "gradients of micro-batches are thrown away", "warning")
+def discarded_gradients(history: History) -> Iterable[Finding] | str:
+    """Steps of several backward passes whose gradients are cleared in between: only those of the last ones count."""
+    findings: list[Finding] = []
+    seen = False
+    for by_rank in steps(history).values():
+        for rank, by_index in by_rank.items():
+            events = [by_index[index] for index in sorted(by_index)]
+            looked = [e for e in events if any("discarded" in each for each in e.get("backwards") or ())]
+            seen = seen or bool(looked)
+            if _usual(events) < 2 or len(looked) < 2 or not all(map(_discards, looked)):
+                continue
+            backwards = looked[0]["backwards"]
+            last = next(n for n in range(len(backwards) - 1, 0, -1) if backwards[n].get("discarded"))
+            at = backwards[last].get("cleared_at") or _cleared_at(backwards[last].get("at"))
+            evidence = f"{last} of {len(backwards)} backward passes of a step left no gradients when the next began, "
+            evidence += f"and no optimizer had stepped between, at {len(looked)} steps that were looked at"
+            cause = "gradients are cleared before each micro-batch, or before the last one, and not after a step"
+            if uses(history, "accelerate") and len(backwards) - last == 1:
+                cause += ": in accumulate(), Accelerate's zero_grad() does nothing but at the last micro-batch"
+            remedy = "optimizer.zero_grad() right after optimizer.step(), and nowhere else"
+            findings.append(Finding("LS406", place(at), evidence, cause, remedy, (rank,), looked[0]["step"]))
+    return findings if seen else "no step took several backward passes that were looked at"
+
+
+def _discards(event: Event) -> bool:
+    """True if micro-batches of a step lost their gradients, and nothing read them before."""
+    backwards = event["backwards"]
+    lost = [(one, other) for one, other in pairwise(backwards) if other.get("discarded")]
+    alike = any(one.get("at") == other.get("at") or one.get("unsynced_by_user") for one, other in lost)
+    last = max((number for number, each in enumerate(backwards) if each.get("discarded")), default=0)
+    is_read = any(clip.get("backwards_before", len(backwards)) <= last for clip in event.get("clips") or ())
+    places = [at for each in backwards for at in (each.get("at"), each.get("cleared_at")) if at]
+    is_read = is_read or event.get("rewritten") or any(_reads_gradients(at[0]) for at in places)
+    return alike and not is_read
+
+
+def _gradients(path: str, context: type[ast.expr_context]) -> list[ast.AST]:
+    """`x.grad` in a file, where it is read or set."""
+    found = [n for n in sources.nodes(path) if isinstance(n, ast.Attribute) and n.attr == "grad"]
+    return [n for n in found if isinstance(n.ctx, context) and getattr(n.value, "attr", "") != "autograd"]
+
+
+def _reads_gradients(path: str) -> bool:
+    """True if a file takes gradients, for more than to clear them or to ask whether they are there."""
+    harmless = set[int]()
+    for node in sources.nodes(path):
+        if isinstance(node, ast.Attribute) and node.attr in ("zero_", "detach_"):
+            harmless.add(id(node.value))
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+            harmless.add(id(node.left))
+    return any(id(node) not in harmless for node in _gradients(path, ast.Load))
+
+
+def _cleared_at(at: Any) -> Any:
+    """The one line of a file that sets a gradient, where no zero_grad() cleared it; else a given place in that file."""
+    rows = sorted({getattr(node, "lineno", 0) for node in _gradients(at[0], ast.Store)}) if at else []
+    return [at[0], rows[0], ""] if len(rows) == 1 else at

@@ -1,0 +1,115 @@
+"""What is lost where a layer computes a buffer from the batch of its rank, and the wrapper overwrites the buffer."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from lockstep_audit.events import Event, History
+from lockstep_audit.findings import Finding, Place
+from lockstep_audit.rules.facts import group_of, keys, named, some
+from lockstep_audit.rules.sources import nodes
+
+_ADDS = ("mul_", "add_", "sub_", "div_", "lerp_", "addcmul_", "index_add_", "index_copy_", "scatter_", "scatter_add_")
+_KEEPS = ("reduce", "broadcast", "gather", "sync", "print", "log", "scalar", "save", "append", "register", "init")
+"""Parts of names of functions that do not change what they are given, or change it on all ranks alike."""
+_DECAYS = ("*", "mul", "lerp", "decay", "momentum")
+_CLOSE = 1e-5
+_LOOKS = 2
+"""Buffers must differ before so many forward passes: a first value that each rank computes once is another matter."""
+
+
+def overwritten(history: History) -> list[Finding]:
+    """Averages of a layer's own that DDP overwrites with those of rank 0, so that the data of other ranks are lost."""
+    known, turns = keys(history, "wrap", "model", "at"), dict[object, dict[int, dict[int, Event]]]()
+    wraps = {(event["rank"], event["model"]): event for event in history.of("wrap")}
+    for event in history.of("own_buffers"):
+        own = event["rank"], event["model"]
+        if own in wraps:
+            key = known[own], group_of(history, wraps[own])
+            turns.setdefault(key, {}).setdefault(event["step"], {})[event["rank"]] = event
+    findings: dict[str, Finding] = {}
+    for by_step in turns.values():
+        first = next(iter(next(iter(by_step.values())).values()))
+        apart = {name: [step for step, each in by_step.items() if _differ(each, name)] for name in first["sums"]}
+        lines = {n: at for n, steps in apart.items() if len(steps) >= _LOOKS and (at := _written_at(first, n))}
+        for at in sorted(lines.values()):
+            names = [name for name, (file, _) in lines.items() if file == at[0]]
+            step, ranks = apart[names[0]][0], tuple(by_step[apart[names[0]][0]])
+            evidence = f"when the forward pass of step {step} began, {len(names)} buffers differed between "
+            evidence += f"{named(ranks)}: {some(names)}"
+            cause = "a layer computes them from the batch of its rank, and DistributedDataParallel overwrites them "
+            cause += "with those of rank 0 when the next forward pass begins: the data of other ranks never count"
+            remedy = "all_reduce what the layer adds up, before it changes the buffers"
+            findings.setdefault(at[0], Finding("LS606", Place(*at, ""), evidence, cause, remedy, ranks, step))
+    return list(findings.values())
+
+
+def _differ(events: dict[int, Event], name: str) -> bool:
+    """True if a buffer of ranks differs by more than rounding."""
+    told = [event["sums"][name] for event in events.values() if name in event["sums"]]
+    values, norm = [each[0] for each in told], max((each[1] for each in told), default=0.0)
+    return len(told) == len(events) > 1 and max(values) - min(values) > _CLOSE * norm
+
+
+def _written_at(event: Event, name: str) -> tuple[str, int] | None:
+    """The first line that adds something to a buffer. None: it is a counter, is written anew, or nobody knows."""
+    key, kind, is_one = name.rpartition(".")[2], event["classes"][name].lower(), event["sums"][name][2] == 1
+    if key.startswith("running_") or ("norm" in kind and key.endswith(("mean", "var", "std"))):
+        return None  # statistics of a normalization, which training does not use
+    for file in event["files"][name]:
+        changes = sorted(_changes(file, key))
+        if changes and not (is_one and not any(word in text for _, _, text in changes for word in _DECAYS)):
+            return file, changes[0][1]
+    return None
+
+
+def _changes(path: str, key: str) -> Iterator[tuple[bool, int, str]]:
+    """Statements of a file that make a new value of `self.KEY` from the old: (by another function, line, text)."""
+    assigned = [node for node in nodes(path) if isinstance(node, ast.Assign)]
+    made = {
+        t.id for node in assigned for t in node.targets if isinstance(t, ast.Name) and _uses(node.value, key, set())
+    }
+    for node in nodes(path):
+        if isinstance(node, ast.AugAssign):
+            is_own, is_given = _is_of(node.target, key), False
+        elif isinstance(node, ast.Assign):
+            targets, is_given = [target for target in node.targets if _is_of(target, key)], False
+            is_part = any(isinstance(each, ast.Subscript) and _is_part(each.slice) for each in targets)
+            is_own = bool(targets) and (is_part or _uses(node.value, key, made))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            call, function = node.value, node.value.func
+            is_method = isinstance(function, ast.Attribute) and _is_of(function.value, key)
+            method = function.attr if isinstance(function, ast.Attribute) else ""
+            is_copy = method == "copy_" and any(_uses(each, key, made) for each in call.args)
+            is_own = is_method and (method in _ADDS or is_copy)
+            is_given = not is_method and any(_is_of(each, key) for each in call.args)
+            is_given = is_given and not any(word in ast.unparse(function).lower() for word in _KEEPS)
+        else:
+            continue
+        if is_own or is_given:
+            yield not is_own, node.lineno, ast.unparse(node)
+
+
+def _is_of(node: ast.AST, key: str) -> bool:
+    """True of `self.KEY`, and of what is taken from it, such as `self.KEY.data`, `self.KEY[rows]`, `self.KEY.t()`."""
+    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Call)):
+        if isinstance(node, ast.Attribute) and node.attr == key:
+            return True
+        inner = node.func if isinstance(node, ast.Call) else node.value
+        node = inner.value if isinstance(node, ast.Call) and isinstance(inner, ast.Attribute) else inner
+    return False
+
+
+def _uses(node: ast.AST, key: str, names: set[str]) -> bool:
+    """True if an expression has `self.KEY`, which is no method that is called, or one of these variables."""
+    inside = list(ast.walk(node))
+    called = {id(each.func) for each in inside if isinstance(each, ast.Call)}
+    own = any(isinstance(each, ast.Attribute) and each.attr == key and id(each) not in called for each in inside)
+    return own or any(isinstance(each, ast.Name) and each.id in names for each in inside)
+
+
+def _is_part(index: ast.expr) -> bool:
+    """True of an index that varies: not of `[:]`, `[...]`, `[:n]`, `[0]`."""
+    parts = index.elts if isinstance(index, ast.Tuple) else [index]
+    return any(each.lower if isinstance(each, ast.Slice) else not isinstance(each, ast.Constant) for each in parts)

@@ -1,0 +1,378 @@
+"""Rules on evaluations and metrics."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from lockstep_audit.events import Event, History
+from lockstep_audit.findings import Finding, Place
+from lockstep_audit.rules import sources
+from lockstep_audit.rules.buffers import overwritten
+from lockstep_audit.rules.facts import differ, each_rank, group_of, keys, line, named, place, replicas, rule, some, uses
+from lockstep_audit.rules.loaders import Iteration, iterations
+
+_UNEQUAL = 1.25
+"""Parts whose sizes differ by this factor are unequal."""
+_WHOLE = 1e-6
+_FEW = 12
+"""A file with so few lines may have as many as there are samples by chance."""
+_WAITS = ("barrier", "monitored_barrier")
+"""Collectives that exchange nothing."""
+
+
+@rule("LS601", "eval-duplicates", "an evaluation counts samples twice, or leaves some out", "warning")
+def eval_duplicates(history: History) -> Iterable[Finding] | str:
+    """Padding of a sampler that an evaluation counts, unless the script takes duplicates out."""
+    findings, seen = list[Finding](), False
+    for epochs in iterations(history).values():
+        whole = (by_rank for by_rank in epochs.values() if all(it.is_complete for it in by_rank.values()))
+        for by_rank in itertools.islice(whole, 1):  # Lightning begins with an evaluation of a few batches
+            findings += _dropped(by_rank, history)
+            its = {rank: it for rank, it in by_rank.items() if it.shards > 1 and it.end and not it.is_training}
+            its = {rank: it for rank, it in its.items() if (it.end or {}).get("forwards_eval") and it.is_complete}
+            if not its:
+                continue
+            seen = True
+            first = next(iter(its.values()))
+            size = first.begin.get("dataset_size")
+            given = sum((it.end or {}).get("samples") or 0 for it in its.values())
+            if len(its) < first.shards or size is None or given <= size:
+                continue
+            if any((it.end or {}).get("gathered") for it in its.values()):
+                continue
+            evidence = f"{given} samples were evaluated on {named(its)}, and the data set has {size}"
+            cause = "the sampler repeats samples until all ranks have equally many"
+            remedy = "indices without padding (range(rank, len(dataset), world_size)), or take the repeated samples out"
+            at = place(first.begin.get("made_at") or first.begin.get("at"))
+            gathers = list(history.of("gather", rank=first.begin["rank"]))
+            if any(
+                sources.cuts(file) for file in {at.file if at else "", *((g.get("at") or [""])[0] for g in gathers)}
+            ):
+                continue
+            for gather in gathers:
+                if first.begin["number"] < gather["number"] < (first.end or {})["number"]:
+                    cause += f", and gather() at {line(gather.get('at'))} keeps them"
+                    at, remedy = place(gather.get("at")), "accelerator.gather_for_metrics(...), which takes them out"
+                    break
+            findings.append(Finding("LS601", at, evidence, cause, remedy, tuple(its), first.begin["step"]))
+    return findings if seen else "no evaluation on data that a sampler deals to ranks"
+
+
+def _dropped(by_rank: dict[int, Iteration], history: History) -> list[Finding]:
+    """Samples that no rank evaluates, because samplers or batches drop the last."""
+    its = [it for it in by_rank.values() if it.is_complete and not it.is_training and it.begin.get("drop_last")]
+    its = [it for it in its if (it.end or {}).get("forwards_eval")]
+    if not its or len(its) < its[0].shards:
+        return []
+    first, given = its[0], sum((it.end or {}).get("samples") or 0 for it in its)
+    given = given if first.shards > 1 else (first.end or {})["samples"]
+    size, dealt = first.begin.get("dataset_size"), first.begin.get("distributed") or {}
+    if size is None or not 0 < given < size or first.begin.get("batch_size") is None:
+        return []
+    rests = [event for event in history.of("loader", rank=first.begin["rank"]) if event.get("subset")]
+    if any(e["step"] == first.begin["step"] and e.get("dataset_size") == size - given for e in rests):
+        return []  # another loop evaluates those that are left out
+    at = first.begin.get("made_at") or first.begin.get("at")
+    at = first.begin.get("sampler_at", at) if dealt.get("drop_last") else at
+    evidence = f"{given} samples were evaluated, and the data set has {size}"
+    cause = "drop_last=True leaves out the last samples: of a rank, or of the sampler"
+    remedy = "drop_last=False in evaluations"
+    return [Finding("LS601", place(at), evidence, cause, remedy, tuple(by_rank), first.begin["step"])]
+
+
+@rule("LS602", "eval-buffers-differ", "ranks evaluate with different buffers", "warning")
+def eval_buffers_differ(history: History) -> Iterable[Finding] | str:
+    """Running statistics that differ between ranks when an evaluation begins."""
+    wraps = {(event["rank"], event["model"]): event for event in history.of("wrap")}
+    known = keys(history, "wrap", "model", "at")
+    by_model: dict[object, dict[int, dict[str, str]]] = {}
+    places: dict[object, Event] = {}
+    seen = False
+    for event in history.of("buffers"):
+        wrap = wraps.get((event["rank"], event["model"]))
+        if wrap is None or not wrap["how"].startswith(("ddp", "fsdp")):
+            continue
+        seen = True
+        key = known[event["rank"], event["model"]], group_of(history, wrap)
+        by_model.setdefault(key, {}).setdefault(event["rank"], event["digests"])
+        places.setdefault(key, event)
+    findings = []
+    for model, digests in by_model.items():
+        of_one = next(iter(digests.values()))
+        names = [name for name in of_one if differ({rank: each.get(name) for rank, each in digests.items()})]
+        if names and len(digests) > 1:
+            evidence = f"{len(names)} buffers differ between {named(digests)}: {some(names)}"
+            cause = "each rank has the statistics of its own batches since the last forward pass in training"
+            remedy = "broadcast the buffers of rank 0 before an evaluation, or torch.nn.SyncBatchNorm"
+            at, step = place(places[model].get("at")), places[model]["step"]
+            findings.append(Finding("LS602", at, evidence, cause, remedy, tuple(digests), step))
+    return findings if seen else "no wrapped model with buffers was evaluated after training"
+
+
+@rule("LS606", "buffers-part", "buffers of replicas differ", "warning")
+def buffers_part(history: History) -> Iterable[Finding] | str:
+    """Averages of a layer's own, such as a codebook, that each rank computes from its own batches."""
+    apart = [wrap for wrap in history.of("wrap") if wrap.get("synced") is False and wrap.get("buffers")]
+    local = {(wrap["rank"], str(wrap["model"])): wrap for wrap in apart}
+    ends = {event["rank"]: event.get("buffers") or {} for event in history.of("exit")}
+    findings = []
+    for (rank, model), wrap in local.items():
+        group = group_of(history, wrap)
+        found = {each: ends.get(each, {}).get(model) or {} for each in group}
+        names = [name for name in found[rank] if differ({each: digests.get(name) for each, digests in found.items()})]
+        if rank == group[0] and all(found.values()) and names:
+            evidence = f"at the end, {len(names)} buffers differ between {named(group)}: {some(names)}"
+            cause = "a layer computes them from the batches of its rank, and broadcast_buffers=False leaves them so"
+            remedy = "all_reduce what the layer adds up, before it changes the buffers"
+            findings.append(Finding("LS606", place(wrap.get("at")), evidence, cause, remedy, group, None))
+    is_seen = local or any(history.of("own_buffers"))
+    return [*findings, *overwritten(history)] if is_seen else "no layer of the script has buffers of its own"
+
+
+@rule("LS603", "integer-mean", "a mean of whole numbers is rounded down")
+def integer_mean(history: History) -> Iterable[Finding] | str:
+    """A sum over ranks that is divided as a whole number."""
+    findings: list[Finding] = []
+    for event in history.of("collective"):
+        if event.get("divided_integer"):
+            world = len(history.ranks)
+            evidence = f"{event.get('op')} of {event.get('dtype')}: the division by {world} left a remainder"
+            cause = "the tensor holds whole numbers, so its mean does, too"
+            remedy = "tensor.float() before the reduction"
+            at, ranks = place(event.get("at")), tuple(history.ranks)
+            findings.append(Finding("LS603", at, evidence, cause, remedy, ranks, event["step"]))
+    for event in history.of("floor_division"):
+        if event.get("remainder"):
+            evidence = f"a sum over ranks was divided by {event['divisor']} with //, and left a remainder"
+            at, ranks = place(event.get("at")), tuple(history.ranks)
+            remedy = "divide with /, or add counts and divide once"
+            findings.append(Finding("LS603", at, evidence, "// rounds down", remedy, ranks, event["step"]))
+    return findings if any(history.of("collective")) else "no collective was seen in Python"
+
+
+@rule("LS604", "mean-of-means", "a metric is a mean of unequal means", "warning")
+def mean_of_means(history: History) -> Iterable[Finding] | str:
+    """A mean over batches or ranks that gives a small part the weight of a large one."""
+    findings: list[Finding] = []
+    turns: dict[tuple[Any, ...], dict[int, list[Event]]] = {}
+    for event in history.of("collective"):
+        if "value" in event:
+            key = (*(event.get("at") or ["?", 0, ""]), event["step"])
+            turns.setdefault(key, {}).setdefault(event["rank"], []).append(event)
+    for (file, row, function, step), by_rank in turns.items():
+        firsts = {rank: events[0] for rank, events in by_rank.items()}
+        words = _unequal_means(firsts) or _unequal_ratios(history, firsts)
+        if words:
+            file, row, function = next(iter(firsts.values())).get("given_at") or (file, row, function)
+            remedy = "add the sums and the counts of all batches and ranks, and divide once"
+            cause = "the parts have unequal sizes, and each mean has the same weight"
+            cause = "a root or an exponential of a mean is no mean" if "()" in words else cause
+            at, ranks = Place(file, row, function), tuple(by_rank)
+            findings.append(Finding("LS604", at, words, cause, remedy, ranks, step))
+    return findings if turns else "no single number was exchanged by ranks"
+
+
+def _unequal_means(firsts: dict[int, Event]) -> str | None:
+    means = {rank: event["mean_of"] for rank, event in firsts.items() if event.get("mean_of")}
+    uneven = {r: m for r, m in means.items() if m["unequal"] and m["least"] * _UNEQUAL <= m["most"]}
+    if uneven:
+        rank, mean = next(iter(uneven.items()))
+        value = firsts[rank]["value"]
+        words = f"the number is the mean of {mean['means']} means, each of {mean['least']} to {mean['most']} numbers: "
+        return words + f"{value:.6g}; weighted it is {mean['weighted']:.6g} on rank {rank}"
+    numbers = {rank: mean["numbers"] for rank, mean in means.items()}
+    if len(means) == len(firsts) > 1 and min(numbers.values()) * _UNEQUAL < max(numbers.values()):
+        return f"each rank gives a mean of its own, of so many numbers: {each_rank(numbers)}"
+    return None
+
+
+def _unequal_ratios(history: History, firsts: dict[int, Event]) -> str | None:
+    """Shares of right answers, as numbers between 0 and 1, of unequal numbers of samples."""
+    curves = {rank: event["result_of"] for rank, event in firsts.items() if "result_of" in event}
+    if len(curves) == len(firsts) > 1 and differ({rank: event["value"] for rank, event in firsts.items()}):
+        name = next(iter(curves.values()))
+        return f"each rank gives a result of {name}() of its own part, and the mean of these is not that of the whole"
+    ratios = {r: e["ratio_of"] for r, e in firsts.items() if "ratio_of" in e and e.get("reduce_op") in ("SUM", "AVG")}
+    if len(ratios) == len(firsts) and differ(ratios) and any(event["value"] for event in firsts.values()):
+        shown = each_rank({rank: f"{by:.6g}" for rank, by in ratios.items()})
+        return f"each rank gives a quotient of its own, which was divided by {shown}"
+    counts: dict[int, int] = {}
+    for rank, event in firsts.items():
+        ends = [e for e in history.of("loader_end", rank=rank) if e["number"] < event["number"]]
+        ends = [e for e in ends if not e.get("backwards")]
+        count = ends[-1].get("samples") if ends else None
+        hits = event["value"] * (count or 0)
+        if not count or not 0 < event["value"] < 1 or abs(hits - round(hits)) > _WHOLE * count:
+            return None
+        counts[rank] = count
+    if len(counts) > 1 and differ(counts):
+        return f"each rank gives a share of its own samples, of {each_rank(counts)}"
+    return None
+
+
+@rule("LS605", "metric-of-one-rank", "a metric of one rank's part is logged", "warning")
+def metric_of_one_rank(history: History) -> Iterable[Finding] | str:
+    """self.log in an evaluation, of Lightning without sync_dist, or of a Trainer: another number on each rank."""
+    told: dict[tuple[Any, ...], dict[int, list[float]]] = {}
+    for event in history.of("log"):
+        if not event["exchanged"] and not event.get("only_zero") and not event.get("is_training"):
+            key = (*(event.get("at") or ["?", 0, ""]), event["name"])
+            told.setdefault(key, {}).setdefault(event["rank"], []).append(event["value"])
+    findings, deciding = [], {event["name"] for event in history.of("log") if event.get("decides")}
+    of_trainers = {event["name"] for event in history.of("log") if "decides" in event}
+    for (file, row, function, name), by_rank in told.items():
+        if len(by_rank) > 1 and differ(by_rank):
+            turns = [dict(zip(by_rank, turn, strict=True)) for turn in zip(*by_rank.values(), strict=False)]
+            firsts: dict[int, float] = next(filter(differ, turns), {})
+            evidence = f"the first {name} that differs: {each_rank({r: f'{v:.6g}' for r, v in firsts.items()})}"
+            evidence = evidence if firsts else f"ranks logged {name} unequally often"
+            cause = "each rank logs its own part; what is shown, kept as the best or stopped by is that of rank 0"
+            remedy = f'self.log("{name}", ..., sync_dist=True), or a metric of torchmetrics'
+            if name in of_trainers:
+                remedy = "accelerator.gather_for_metrics of what the metric is computed from"
+            if name in deciding:
+                cause = "each rank has the metric of its part, and ranks may take different checkpoints for the best"
+            findings.append(Finding("LS605", Place(file, row, function), evidence, cause, remedy, tuple(by_rank), None))
+    parts, seen = _parts_apart(history)
+    parts, is_known = [*parts, *_statistics(history)], seen or any(history.of("log"))
+    return [*findings, *parts] if is_known else "no evaluation on data that a sampler deals to ranks"
+
+
+def _statistics(history: History) -> list[Finding]:
+    """Numbers of training that a Trainer logs at the same step, another on each rank."""
+    told: dict[tuple[Any, ...], dict[int, float]] = {}
+    for event in history.of("log"):
+        if event.get("is_training"):
+            told.setdefault((*event["at"], event["name"], event["step"]), {})[event["rank"]] = event["value"]
+    findings: list[Finding] = []
+    to_one = any(event.get("op") in ("reduce", "gather", "gather_object") for event in history.of("collective"))
+    for (file, row, function, name, step), by_rank in told.items() if not to_one else ():
+        least, most = min(by_rank.values()), max(by_rank.values())
+        if len(by_rank) == len(history.ranks) and most - least > _WHOLE * max(abs(least), abs(most)):
+            evidence = f"the first {name} that differs: {each_rank({r: f'{v:.6g}' for r, v in by_rank.items()})}"
+            cause = "each rank counts its own batches; what is shown and kept is that of rank 0"
+            remedy = 'accelerator.reduce(..., reduction="sum") of the sums and the counts, before one divides'
+            at, ranks = Place(file, row, function), tuple(by_rank)
+            findings.append(Finding("LS605", at, evidence, cause, remedy, ranks, step))
+    return findings
+
+
+def _parts_apart(history: History) -> tuple[list[Finding], bool]:
+    """Evaluations of a part on each rank after which nothing is exchanged, and nothing is written for each rank."""
+    findings, seen = list[Finding](), False
+    by_trainer = uses(history, "transformers")
+    groups = [] if uses(history, "lightning") or uses(history, "pytorch_lightning") else replicas(history)
+    for epochs in iterations(history).values():
+        turns = [by_rank for by_rank in epochs.values() if _shares_evaluation(by_rank, groups, by_trainer)]
+        seen = seen or bool(turns)
+        if not turns or any(_exchanged(history, it) for by_rank in turns for it in by_rank.values()):
+            continue
+        by_rank, first = turns[0], next(iter(turns[0].values()))
+        samples = each_rank({rank: (it.end or {}).get("samples") for rank, it in by_rank.items()})
+        evidence = f"an evaluation on a part of the data ({samples} samples), and no collective until training goes on"
+        cause = "each rank has the metric of its own part; what is shown, kept as the best or stopped by is that part's"
+        remedy = "all_reduce the sums and the counts of the evaluation, and divide once"
+        at = place(first.begin.get("at"))
+        rows = sources.returns(at.file, at.line) if at else []
+        at = at._replace(line=rows[0]) if at and rows else at
+        findings.append(Finding("LS605", at, evidence, cause, remedy, tuple(by_rank), first.begin["step"]))
+    return findings, seen
+
+
+def _shares_evaluation(by_rank: dict[int, Iteration], groups: list[tuple[int, ...]], by_trainer: bool) -> bool:
+    """True if ranks of a group each evaluate a part of their own with the model that they train."""
+    its = list(by_rank.values())
+    parts = {rank: (it.begin.get("subset"), it.shards) for rank, it in by_rank.items()}
+    is_whole = all(it.is_complete and not it.is_training for it in its)
+    is_whole = is_whole and not (by_trainer and any(it.begin.get("by_framework") for it in its))
+    is_dealt = all(it.shards > 1 for it in its) or (differ(parts) and all(it.begin.get("subset") for it in its))
+    is_used = all((it.end or {}).get("forwards_eval") and it.begin["step"] for it in its)
+    return is_whole and is_dealt and is_used and any(set(group) == by_rank.keys() for group in groups)
+
+
+def _exchanged(history: History, it: Iteration) -> bool:
+    """True if a rank exchanged anything in Python, or wrote a file, from the beginning of an evaluation to training."""
+    later = [e["number"] for e in history.of("step", rank=it.begin["rank"]) if e["number"] > it.begin["number"]]
+    end = min(later, default=float("inf"))
+    loops = {str(e.get("at")) for e in history.of("loader")}  # there Accelerate exchanges the states of generators
+    told = [e for e in history.of("collective", "save", rank=it.begin["rank"]) if str(e.get("at")) not in loops]
+    told = [e for e in told if it.begin["number"] < e["number"] < end and e.get("op") not in _WAITS]
+    return any(e["kind"] == "collective" or e["rank"] != min(history.ranks) for e in told)  # rank 0 saves checkpoints
+
+
+@rule("LS607", "predictions-of-one-rank", "a file has the part of one rank instead of all data", "warning")
+def predictions_of_one_rank(history: History) -> Iterable[Finding] | str:
+    """Rows that one rank writes of its own samples, after a loop over data that a sampler deals to ranks."""
+    rows = {(text["rank"], text["path"]): text["lines"] for text in history.of("text")}
+    saves = {(e["rank"], e["path"]): e for e in history.of("save") if (e["rank"], e.get("path")) in rows}
+    turns = [by_rank for epochs in iterations(history).values() for by_rank in epochs.values()]
+    turns = [by_rank for by_rank in turns if all(len(by_rank) == it.shards > 1 for it in by_rank.values())]
+    findings: list[Finding] = []
+    for (rank, path), save in saves.items():
+        lines = rows[rank, path]
+        for by_rank in turns:
+            if rank not in by_rank or not _is_of_part(history, save, lines, by_rank):
+                continue
+            it = by_rank[rank]
+            samples, size = (it.end or {})["samples"], it.begin["dataset_size"]
+            evidence = f"{os.path.basename(path)}, which {named([rank])} wrote at {line(save.get('at'))}, has {lines} "
+            evidence += f"lines{', one of them a header' * (lines > samples)}: as many as the sampler dealt samples to "
+            evidence += f"{named([rank])}, and the data set has {size}"
+            cause = "no collective gathers what the other ranks computed, and they wrote no file"
+            remedy = "dist.all_gather_object of the rows before one rank writes them, or a file for each rank"
+            at = place(it.begin.get("at"))
+            findings.append(Finding("LS607", at, evidence, cause, remedy, tuple(by_rank), save["step"]))
+    return findings if turns and saves else "no file of rows, or no loop over data dealt to ranks"
+
+
+def _is_of_part(history: History, save: Event, lines: int, by_rank: dict[int, Iteration]) -> bool:
+    """True if one rank wrote as many lines as it was given samples, and had nothing of the others."""
+    it, rank = by_rank[save["rank"]], save["rank"]
+    end, samples, size = it.end or {}, (it.end or {}).get("samples") or 0, it.begin.get("dataset_size") or 0
+    is_whole = it.is_complete or end.get("batches") == it.begin.get("batches")
+    if it.is_training or end.get("gathered") or save["step"] != it.begin["step"] or not is_whole:
+        return False
+    if lines - samples not in (0, 1) or not _FEW < lines < size:
+        return False
+    first, last = sorted((it.begin["number"], save["number"]))
+    last = last if last == save["number"] else end.get("number", last)  # a file that was opened before the loop
+    loops = {str(e.get("at")) for e in history.of("loader")}
+    made = [e for e in history.of("collective", rank=rank) if first < e["number"] < last]
+    made = [e for e in made if e.get("op") not in _WAITS and e.get("elements") != 1 and str(e.get("at")) not in loops]
+    others = [e for e in history.of("save") if e["rank"] in by_rank and e["rank"] != rank]
+    return not made and not any(e["step"] >= save["step"] for e in others)
+
+
+@rule("LS802", "data-parallel", "torch.nn.DataParallel", "warning")
+def data_parallel(history: History) -> Iterable[Finding] | str:
+    """The wrapper of one process for several GPUs."""
+    found = [event for event in history.of("wrap") if event["how"] == "data_parallel"]
+    remedy = "DistributedDataParallel with a process for each GPU: torchrun --nproc-per-node N"
+    cause = "it copies the model to all GPUs in each step, in threads of one process"
+    evidence = "the model is wrapped in DataParallel"
+    return [Finding("LS802", place(e.get("at")), evidence, cause, remedy, (e["rank"],), 0) for e in found[:1]]
+
+
+@rule("LS801", "shared-gpu", "several ranks use one GPU")
+def shared_gpu(history: History) -> Iterable[Finding] | str:
+    """Ranks of one group on one host whose models are on the same GPU."""
+    hosts = {event["rank"]: event.get("host") for event in history.of("start")}
+    by_gpu: dict[tuple[object, str], list[int]] = {}
+    places = {}
+    for event in history.of("device"):
+        if event.get("uuid"):
+            by_gpu.setdefault((hosts.get(event["rank"]), event["uuid"]), []).append(event["rank"])
+            places[event["rank"]] = event.get("at")
+    groups = replicas(history)
+    together = {gpu for gpu, ranks in by_gpu.items() if any(len({*ranks} & {*group}) > 1 for group in groups)}
+    shared = {gpu: sorted(set(by_gpu[gpu])) for gpu in together}
+    findings = []
+    for (_, uuid), ranks in shared.items():
+        evidence = f"{each_rank(dict.fromkeys(ranks, f'GPU {uuid}'))}"
+        cause = "no torch.cuda.set_device(local_rank): every rank takes cuda:0"
+        remedy = 'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before anything uses the GPU'
+        findings.append(Finding("LS801", place(places[ranks[0]]), evidence, cause, remedy, tuple(ranks), 0))
+    return findings if by_gpu else "no rank used a GPU"

@@ -1,0 +1,264 @@
+"""Rules on gradients and parameters: replicas that part, and why."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from lockstep_audit.events import Event, History
+from lockstep_audit.findings import Finding
+from lockstep_audit.rules import sources
+from lockstep_audit.rules.facts import differ, line, named, place, rule, some
+from lockstep_audit.rules.partings import Parting, partings, unwrapped
+
+_NOTHING = "no step of replicas was compared"
+_WRITES = "write before DistributedDataParallel(...), all_reduce what comes from a rank's own batch or random numbers, "
+_WRITES += "or broadcast the parameters of rank 0 afterwards"
+
+
+_UNUSED = (
+    "the loss leaves out parameters, and the wrapper waits for theirs",
+    "find_unused_parameters=True, or a wrapper for each network that is trained by itself",
+)
+
+
+def _waits_for_unused(history: History) -> bool:
+    """True if a rank ended with DDP's error about parameters without a gradient."""
+    errors = [event.get("error") or {} for event in history.of("exit")]
+    return any("find_unused_parameters" in str(error.get("message")) for error in errors)
+
+
+def _backwards(parting: Parting) -> list[Event]:
+    return [each for event in parting.events.values() for each in event.get("backwards") or ()]
+
+
+def _wrapped_at(history: History, parting: Parting) -> Any:
+    return next((wrap.get("at") for wrap in history.of("wrap", rank=parting.ranks[0])), None)
+
+
+def _caused(history: History, kind: str, parting: Parting) -> list[Event]:
+    """Events of a kind that the ranks of a parting saw before it."""
+    last = {rank: parting.events[rank]["number"] for rank in parting.ranks}
+    return [e for e in history.of(kind) if e["number"] <= last.get(e["rank"], -1)]
+
+
+def _bypasses(history: History, parting: Parting) -> list[Event]:
+    """Calls past the wrapper that the ranks saw before a parting; any, where no pass came from the wrapper.
+
+    Those of parts of a model matter only there: beside a wrapped pass, their gradients are exchanged.
+    """
+    if not _is_past(parting):
+        return [event for event in _caused(history, "bypass", parting) if not event.get("part")]
+    number = parting.first.get("model")
+    return [e for e in history.of("bypass") if e["rank"] in parting.ranks and number in (None, e.get("model"))]
+
+
+def _is_past(parting: Parting) -> bool:
+    """True if no forward pass of the wrapper came before any backward pass of a step."""
+    backwards = _backwards(parting)
+    return bool(backwards) and all(each.get("forwards") == 0 for each in backwards)
+
+
+def _without_sync(parting: Parting) -> bool:
+    """True if no backward pass before the step exchanged gradients."""
+    backwards = _backwards(parting)
+    return bool(backwards) and all(each.get("synced") is False for each in backwards)
+
+
+@rule("LS201", "replicas-part", "parameters of replicas differ")
+def replicas_part(history: History) -> Iterable[Finding] | str:
+    """Replicas that part for a reason that no other rule of this group names."""
+    found, compared = partings(history)
+    findings = []
+    for parting in found:
+        if _caused(history, "unfrozen", parting) or (parting.gradients and _bypasses(history, parting)):
+            continue
+        if _without_sync(parting) and parting.gradients:
+            continue
+        if {*parting.gradients, *parting.parameters} <= unwrapped(history):
+            continue  # LS207
+        if not parting.gradients and _other_rates(parting):
+            continue  # LS301
+        findings.append(_parted(history, parting))
+    return findings if compared else _NOTHING
+
+
+def _restored_apart(history: History, parting: Parting) -> tuple[Any, str, set[int]] | None:
+    """A state that some ranks loaded before a parting, and others did not: place, what, ranks."""
+    for what in ("optimizer", "model", "scheduler"):
+        events = [event for event in _caused(history, "state", parting) if event.get("what") == what]
+        if what == "model":  # before the wrapping, the wrapper gives the model of rank 0 to all
+            wraps = {event["rank"]: event["number"] for event in history.of("wrap")}
+            events = [event for event in events if event["number"] > wraps.get(event["rank"], -1)]
+        ranks = {event["rank"] for event in events}
+        if events and ranks < set(parting.ranks):
+            return events[0].get("at"), what, ranks
+    return None
+
+
+def _written_apart(history: History, parting: Parting) -> tuple[Any, str, set[int]] | None:
+    """The first write to a parameter that parted which ranks did not make alike: place, name, ranks that wrote."""
+    parted = {name.rpartition(":")[2] for name in parting.parameters}
+    writes: dict[tuple[Any, ...], dict[int, Event]] = {}
+    turns: Counter[tuple[Any, ...]] = Counter()
+    for event in _caused(history, "write", parting):
+        where = (*event["at"], event["name"])
+        writes.setdefault((where, turns[where, event["rank"]]), {})[event["rank"]] = event
+        turns[where, event["rank"]] += 1
+    for (where, _), by_rank in writes.items():
+        ranks = {*by_rank} & {*parting.ranks}
+        told = {rank: by_rank[rank]["digest"] if rank in ranks else None for rank in parting.ranks}
+        if where[-1] in parted and ranks and differ(told):
+            return where[:3], where[-1], ranks
+    return None
+
+
+def gives_data(path: str, names: Iterable[str]) -> list[int]:
+    """Lines outside of constructors that give one of these parameters its numbers: `self.scale.data = ...`."""
+    ends = tuple("." + ".".join(name.split(".")[-2 if name.endswith(("weight", "bias")) else -1 :]) for name in names)
+    made = [n for n in sources.nodes(path) if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    given = [
+        (n.lineno, t)
+        for n in sources.nodes(path)
+        if isinstance(n, ast.Assign)
+        for t in n.targets
+        if getattr(t, "attr", "") == "data"
+    ]
+    found = [row for row, t in given if isinstance(t, ast.Attribute) and ast.unparse(t.value).endswith(ends)]
+    return sorted(row for row in found if not any(f.lineno <= row <= (f.end_lineno or 0) for f in made))
+
+
+def _other_rates(parting: Parting) -> bool:
+    known = {r: e["hyperparameters"] for r, e in parting.events.items() if e.get("hyperparameters")}
+    return differ(known)
+
+
+def _optimizers(history: History, parting: Parting) -> dict[int, Event]:
+    """The first events of the optimizer whose step parted, by rank."""
+    told = [e for e in history.of("optimizer") if e["optimizer"] == parting.events.get(e["rank"], {}).get("optimizer")]
+    return {event["rank"]: event for event in reversed(told)}
+
+
+def _parted(history: History, parting: Parting) -> Finding:
+    at, cause = parting.first.get("at"), None
+    remedy = "compare the ranks around this step; every rank must do the same to its model"
+    backwards, restored = _backwards(parting), _restored_apart(history, parting)
+    reduced, optimizers = next(history.of("hand_reduce"), None), _optimizers(history, parting)
+    told = {rank: optimizers.get(rank, {}).get("initial") for rank in parting.ranks}
+    initial = {rank: each and [each.get(name) for name in parting.parameters] for rank, each in told.items()}
+    if reduced and parting.gradients:
+        at, cause = reduced.get("at"), "the script's own all_reduce left these gradients unequal: ranks exchange others"
+        remedy = "all_reduce the gradients of all parameters in one order on all ranks; zeros for those without"
+    elif restored:
+        at, what, ranks = restored
+        cause = f"the state of the {what} was loaded on {named(ranks)} only"
+        remedy = "load_state_dict on all ranks; only writing is for rank 0"
+    elif parting.gradients and any(each.get("synced") is False for each in backwards[-1:]):
+        at, cause = backwards[-1].get("at"), "the last backward pass before the step did not exchange gradients"
+    elif not parting.gradients and (write := _written_apart(history, parting)):
+        at, name, ranks = write
+        cause = f"{line(_wrapped_at(history, parting))} had made the ranks equal, and then this line gave {name} "
+        cause += f"other numbers on {named(ranks)}" if ranks < {*parting.ranks} else "other numbers on each rank"
+        remedy = _WRITES
+    elif not parting.gradients and parting.first.get("index") == 0 and (differ(initial) or None in initial.values()):
+        cause = "gradients are equal and parameters are not, at the first step: they differed before training"
+        remedy = "make the models from the same seed, or broadcast the parameters of rank 0 before the first step"
+        made = optimizers.get(parting.ranks[0], {})
+        made_at = sources.outside_factories(made.get("unwrapped_from") or []) or made.get("made_at")
+        at = _wrapped_at(history, parting) or (made_at if differ(initial) else None) or at
+        if at and _wrapped_at(history, parting) and (rows := gives_data(at[0], parting.parameters)):
+            cause = f"{line(at)} had made the ranks equal; what gives `.data` other numbers since then parts them"
+            at, remedy = [at[0], rows[0], ""], _WRITES
+    elif not parting.gradients:
+        cause = "gradients are equal: something else than the optimizer has changed parameters on one rank"
+        rows = sources.changes_in_place(at[0]) if at else []
+        at = [at[0], rows[0], ""] if at and len(rows) == 1 else at
+    if _waits_for_unused(history):
+        at, (cause, remedy) = _wrapped_at(history, parting), _UNUSED
+    return Finding("LS201", place(at), parting.evidence, cause, remedy, parting.ranks, parting.first["step"])
+
+
+@rule("LS202", "wrapper-bypassed", "the model is called without its wrapper")
+def wrapper_bypassed(history: History) -> Iterable[Finding] | str:
+    """`model.module(...)` in training, and gradients that differ because of it."""
+    found, compared = partings(history)
+    findings = []
+    for parting in found:
+        for event in _bypasses(history, parting)[:1]:
+            if parting.gradients:
+                what = "a use of parts of model.module" if event.get("part") else "a forward pass of model.module"
+                cause = f"DistributedDataParallel does not see {what}, and exchanges nothing"
+                remedy = "call the wrapped model itself: model(inputs), not model.module(inputs)"
+                remedy += "; what uses its parts belongs into its forward()" if event.get("part") else ""
+                at, ranks = place(event.get("at")), parting.ranks
+                findings.append(Finding("LS202", at, parting.evidence, cause, remedy, ranks, parting.first["step"]))
+    return findings if compared else _NOTHING
+
+
+@rule("LS203", "unfrozen-late", "parameters were unfrozen after the model was wrapped")
+def unfrozen_late(history: History) -> Iterable[Finding] | str:
+    """Parameters whose requires_grad changed after DDP(...), and whose gradients nobody exchanges."""
+    found, compared = partings(history)
+    findings = []
+    for parting in found:
+        for event in _caused(history, "unfrozen", parting)[:1]:
+            names = sorted(set(event["names"]) & {*parting.gradients, *parting.parameters})
+            if names:
+                added = set(event.get("added") or ()) & set(names)
+                wrapped_at = _wrapped_at(history, parting)
+                wrapped, at = line(wrapped_at), place(wrapped_at if added else _unfrozen_at(event, wrapped_at))
+                cause = f"{some(names)} did not require gradients at {wrapped}, so the wrapper does not exchange them"
+                if added:
+                    cause = f"{some(names)} came to the model after {wrapped}, so the wrapper does not know them"
+                remedy = "unfreeze, and add layers, before DistributedDataParallel(...), or wrap the model anew"
+                step = parting.first["step"]
+                findings.append(Finding("LS203", at, parting.evidence, cause, remedy, parting.ranks, step))
+    for event in history.of("unfrozen") if compared and not findings else ():
+        if event.get("unowned"):
+            evidence = f"{some(event['unowned'])} need gradients since step {event['step']}, and no optimizer has them"
+            cause = "the wrapper and the optimizer were made while these parameters were frozen"
+            remedy = "unfreeze before the model is wrapped and the optimizer is made, or make both anew"
+            wrapped_at = next((wrap.get("at") for wrap in history.of("wrap")), None)
+            at, ranks = place(_unfrozen_at(event, wrapped_at)), tuple(history.ranks)
+            return [Finding("LS203", at, evidence, cause, remedy, ranks, event["step"])]
+    return findings if compared else _NOTHING
+
+
+def _unfrozen_at(event: Event, wrapped_at: Any) -> Any:
+    """Where parameters were unfrozen: by a call, or by the one line of the file that sets requires_grad later."""
+    at = event.get("at")
+    file, row = (wrapped_at or at or ("", 0))[:2]
+    found = sources.unfreezes(file, row) if event.get("at_step") else None
+    return [file, found, ""] if found else at
+
+
+@rule("LS204", "step-without-sync", "the optimizer steps on gradients that were not exchanged")
+def step_without_sync(history: History) -> Iterable[Finding] | str:
+    """Steps whose backward passes were all under no_sync, or for which the flag came too late."""
+    found, compared = partings(history)
+    findings = []
+    for parting in found:
+        if not (_without_sync(parting) and parting.gradients) or _bypasses(history, parting):
+            continue
+        last = _backwards(parting)[-1]
+        at = last.get("unsynced_at") if last.get("unsynced_by_user") else last.get("at")
+        bare = [e for e in history.of("optimizer") if e["optimizer"] == parting.first["optimizer"]]
+        if "unsynced_at" in last and not last["unsynced_by_user"] and bare and not bare[0].get("prepared"):
+            at, cause = bare[0].get("made_at"), "Accelerate has not prepared this optimizer, which steps at each pass"
+            remedy = "give the optimizer to accelerator.prepare, too"
+        elif any(each.get("flag_set_late") for each in _backwards(parting)):
+            cause = "the forward pass decides whether gradients are exchanged, and no_sync() or the flag was off later"
+            remedy = "end no_sync(), or set require_backward_grad_sync, before the forward pass of the last micro-batch"
+        elif _waits_for_unused(history):
+            at, (cause, remedy) = _wrapped_at(history, parting), _UNUSED
+        elif _is_past(parting):
+            at, cause = last.get("loss_at") or at, "no forward pass of the wrapper came before these backward passes"
+            remedy = "call the wrapped model itself: model(inputs), not a method or a part of model.module"
+        else:
+            cause = "all backward passes before this step were under no_sync()"
+            remedy = "leave no_sync() for forward and backward of the last micro-batch before each step"
+        step = parting.first["step"]
+        findings.append(Finding("LS204", place(at), parting.evidence, cause, remedy, parting.ranks, step))
+    return findings if compared else _NOTHING

@@ -1,0 +1,176 @@
+"""Where replicas of a model part: what several rules on gradients and parameters ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lockstep_audit.events import Event, History
+from lockstep_audit.rules.facts import differ, named, replicas, some, steps
+from lockstep_audit.rules.loaders import iterations
+
+_AVERAGING = ("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor")
+_FEW = 8
+"""A tensor with no more elements may hold metrics. A larger one may hold parameters."""
+
+
+Indexed = dict[int, dict[int, Event]]
+"""The steps of an optimizer, by rank and index."""
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first step after which replicas of a model differ."""
+
+    ranks: tuple[int, ...]
+    events: dict[int, Event]
+    gradients: list[str]
+    """Names of the gradients that differ."""
+    parameters: list[str]
+    of: int
+
+    @property
+    def first(self) -> Event:
+        """The step on the first rank."""
+        return self.events[self.ranks[0]]
+
+    @property
+    def evidence(self) -> str:
+        both = (("gradients", self.gradients), ("parameters", self.parameters))
+        what = [f"{len(names)} of {self.of} {kind} differ ({some(names)})" for kind, names in both if names]
+        return f"at step {self.first['step']}, {' and '.join(what)} between {named(self.ranks)}"
+
+
+def partings(history: History) -> tuple[list[Parting], bool]:
+    """The first partings of each optimizer's model, and whether any step was compared.
+
+    Replicas that are together again later, or that the script averages itself, part on purpose.
+    """
+    groups, found, compared = replicas(history, "ddp"), [], False
+    if not groups and not any(history.of("wrap")):
+        groups = replicas(history)
+    averaged = any(history.of("hand_average")) or averages(history)
+    ignored = {name for wrap in history.of("wrap") for name in wrap.get("ignored") or ()} | own_from_the_start(history)
+    for by_rank in steps(history).values():
+        for group in groups:
+            ranks = tuple(rank for rank in group if rank in by_rank)
+            pairs = list(compared_steps(by_rank, ranks, ignored)) if len(ranks) > 1 else []
+            apart = {name for each in pairs for name in each.parameters}
+            if pairs and not (apart and apart <= unwrapped(history)):  # the end tells of wrapped models alone
+                pairs += _at_the_end(history, by_rank, ranks, ignored)
+            compared = compared or bool(pairs)
+            first = next((parting for parting in pairs if parting.gradients or parting.parameters), None)
+            begin = next((turn for turn, each in enumerate(pairs) if each.parameters), len(pairs))  # not at a rate of 0
+            together = begin == len(pairs) or any(not each.parameters for each in pairs[begin:])
+            if first and not averaged and not together and not hooked(history) and not _meet(history, first):
+                found.append(first)
+    return found, compared
+
+
+def own_from_the_start(history: History) -> set[str]:
+    """Parameters that each rank has for itself, such as experts: they begin unequal, and nothing exchanges them.
+
+    Others of the model must be equal, and the script must know how to exchange: by hand, or with an all-to-all. Or each
+    rank has data of its own, and saves a model of its own.
+    """
+    if _keep_their_own(history):
+        told = [event for event in history.of("optimizer") if not event.get("owned")]
+        return {name for event in told for name in event.get("initial") or ()}
+    is_known = any(str(call.get("op")).startswith("all_to_all") for call in history.of("collective"))
+    if not is_known and (any(history.of("wrap")) or not any(history.of("hand_reduce"))):
+        return set()
+    first = {event["rank"]: event.get("initial") or {} for event in reversed(list(history.of("optimizer")))}
+    names = set.union(*map(set, first.values())) if first else set()
+    apart = {name for name in names if differ({rank: each.get(name) for rank, each in first.items()})}
+    for by_rank in steps(history).values() if len(apart) < len(names) else ():
+        for each in list(compared_steps(by_rank, tuple(by_rank), set()))[:1]:
+            return apart & {*each.gradients}
+    return set()
+
+
+def _keep_their_own(history: History) -> bool:
+    """True if no sampler deals data to ranks, and each rank saves a file that no other rank saves, beside a wrapper."""
+    if not any(history.of("wrap")) or any(history.of("hand_reduce")):
+        return False
+    saved = {r: {e.get("path") for e in history.of("save", rank=r) if e.get("how") != "open"} for r in history.ranks}
+    own = [paths - set().union(*(saved[other] for other in saved if other != r)) for r, paths in saved.items()]
+    dealt = any((event.get("distributed") or {}).get("replicas", 1) > 1 for event in history.of("loader"))
+    return len(saved) > 1 and all(own) and not dealt
+
+
+def compared_steps(by_rank: Indexed, ranks: tuple[int, ...], ignored: set[str]) -> Iterator[Parting]:
+    for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))):
+        events = {rank: by_rank[rank][index] for rank in ranks}
+        if all("parameters" in event for event in events.values()):
+            names = set.intersection(*(set(event["parameters"]) for event in events.values())) - ignored
+            kinds: list[list[str]] = []
+            for kind in ("gradients", "parameters"):
+                told = {rank: event.get(kind) or {} for rank, event in events.items()}
+                kinds += [[name for name in sorted(names) if differ({r: each.get(name) for r, each in told.items()})]]
+            yield Parting(ranks, events, kinds[0], kinds[1], len(names))
+
+
+def _at_the_end(history: History, by_rank: Indexed, ranks: tuple[int, ...], ignored: set[str]) -> list[Parting]:
+    """The parameters of a model of DDP at the end of the script, as if the last step had been looked at."""
+    ends = {event["rank"]: event.get("parameters") or {} for event in history.of("exit") if event["rank"] in ranks}
+    lasts = {rank: by_rank[rank][max(by_rank[rank])] for rank in ranks}
+    loads = [event for event in history.of("state") if event["rank"] in ranks and "model" in event]
+    if any(event["step"] > lasts[event["rank"]]["step"] for event in loads):  # the end tells of a file
+        return []
+    now = {rank: ends.get(rank, {}).get(str(last.get("model", 0))) for rank, last in lasts.items()}
+    if differ({rank: len(by_rank[rank]) for rank in ranks}) or not all(isinstance(each, dict) for each in now.values()):
+        return []
+    events = {rank: {**last, "parameters": now[rank], "gradients": None} for rank, last in lasts.items()}
+    return list(compared_steps({rank: {0: event} for rank, event in events.items()}, ranks, ignored))
+
+
+def averages(history: History) -> bool:
+    """True if the script exchanges tensors itself between steps: perhaps parameters."""
+    shapes: dict[tuple[str, int], set[str]] = {}
+    of_gradients, evaluations = {str(event.get("at")) for event in history.of("hand_reduce")}, _evaluations(history)
+    for call in history.of("collective"):
+        is_metric = any(first < call["number"] < last for first, last in evaluations.get(call["rank"], ()))
+        if str(call.get("at")) in of_gradients or (is_metric and "gather" in str(call.get("op"))):
+            continue
+        if call["step"] > 0 and "float" in str(call.get("dtype")) and call.get("op") in _AVERAGING:
+            shapes.setdefault((str(call.get("at")), call["step"]), set()).add(str(call.get("shape")))
+            if elements(call) > _FEW:
+                return True
+    return any(len(each) > 1 for each in shapes.values())
+
+
+def _evaluations(history: History) -> dict[int, list[tuple[int, int]]]:
+    """Of each rank: the numbers of the events where iterations begin and end in which a model is evaluated only."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for epochs in iterations(history).values():
+        for rank, it in (pair for by_rank in epochs.values() for pair in by_rank.items()):
+            if it.end and it.end.get("forwards_eval") and not it.is_training:
+                found.setdefault(rank, []).append((it.begin["number"], it.end["number"]))
+    return found
+
+
+def hooked(history: History) -> bool:
+    """True if a communication hook (local SGD, compression) exchanges in its own way."""
+    return any(event.get("hook") for event in history.of("wrap", "step")) or any(history.of("hook"))
+
+
+def _meet(history: History, parting: Parting) -> bool:
+    """True if the parameters of wrapped models are equal at the end of the script, and some of them had parted."""
+    ends = {e["rank"]: e.get("parameters") for e in history.of("exit") if e["rank"] in parting.ranks}
+    known = {
+        name for told in ends.values() for each in (told or {}).values() if isinstance(each, dict) for name in each
+    }
+    is_other = known and parting.parameters and not known & {*parting.parameters}
+    return len(ends) == len(parting.ranks) and all(ends.values()) and not differ(ends) and not is_other
+
+
+def unwrapped(history: History) -> set[str]:
+    """Names of parameters that optimizers have beside those of a wrapped model."""
+    return {name for event in history.of("optimizer") for name in event.get("unwrapped") or ()}
+
+
+def elements(call: Event) -> int:
+    product = 1
+    for size in call.get("shape") or ():
+        product *= size
+    return product

@@ -1,0 +1,247 @@
+"""Rules on what a script does to gradients between the backward pass and the step, and on the mode of the model."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from lockstep_audit.events import Event, History
+from lockstep_audit.findings import Finding
+from lockstep_audit.rules import sources
+from lockstep_audit.rules.facts import differ, each_rank, named, passes, place, replicas, rule, steps, uses
+
+_SAME = 0.01
+_MEANS = ("NllLoss", "Mean", "CrossEntropy", "MseLoss", "L1Loss", "SmoothL1Loss", "BinaryCrossEntropy", "HuberLoss")
+
+
+@rule("LS208", "shards-scaled-apart", "shards of one gradient are scaled by different factors")
+def shards_scaled_apart(history: History) -> Iterable[Finding] | str:
+    """A norm that each rank computes from its own shards, and clips with."""
+    findings, seen = [], False
+    for by_rank in steps(history).values():
+        for group in replicas(history, "fsdp1", "fsdp2"):
+            ranks = tuple(rank for rank in group if rank in by_rank)
+            for index in sorted(set.intersection(*(set(by_rank[rank]) for rank in ranks))) if len(ranks) > 1 else ():
+                events = {rank: by_rank[rank][index] for rank in ranks}
+                factors = {rank: event["scaling"] for rank, event in events.items() if event.get("scaling")}
+                seen = seen or len(factors) > 1
+                if len(factors) > 1 and min(factors.values()) < (1 - _SAME) * max(factors.values()):
+                    first = events[ranks[0]]
+                    clips = [{"at": first["norm_at"]}] if first.get("norm_at") else first.get("clips") or [first]
+                    shown = each_rank({rank: f"{factor:.4g}" for rank, factor in factors.items()})
+                    evidence = f"between the backward pass and step {index}, shards were multiplied by {shown}"
+                    cause = "each rank clips by the norm of its own shards, and not by that of the whole gradient"
+                    remedy = "torch.nn.utils.clip_grad_norm_ of FSDP2's parameters, FSDP.clip_grad_norm_ of FSDP1, or "
+                    remedy += "all_reduce the sum of squares before its root"
+                    findings.append(Finding("LS208", place(clips[0].get("at")), evidence, cause, remedy, ranks, index))
+                    break
+    return findings if seen else "no gradients in shards were followed from the backward pass to the step"
+
+
+@rule("LS215", "labels-of-rank-0", "labels of gathered features lack the offset of the rank")
+def labels_of_rank_0(history: History) -> Iterable[Finding] | str:
+    """A contrastive loss whose columns are the features of all ranks, and whose labels are 0, 1, 2, ... on each."""
+    told = list(history.of("labels"))
+    for event in told:
+        if event["rank"] and not event["first"]:
+            evidence = f"rank {event['rank']} has labels from 0 on for its {event['rows']} rows, as rank 0, and the "
+            evidence += f"loss has {event['rows'] * len(history.ranks)} columns"
+            cause = "the columns of a rank begin at rank * rows, so its labels point at the features of rank 0"
+            remedy = "labels = torch.arange(rows) + rank * rows"
+            ranks = tuple(history.ranks)
+            return [Finding("LS215", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])]
+    return [] if told else "no loss compares rows of a rank with columns of all ranks"
+
+
+@rule("LS216", "gathered-constant", "gathered features carry no gradient", "warning")
+def gathered_constant(history: History) -> Iterable[Finding] | str:
+    """all_gather of features that need a gradient: a loss that compares with the result sees numbers."""
+    own = "or put the rank's own features back into their place"
+    cause = "the gather copies numbers: the gradient by the gathered features, also by the rank's own, is missing"
+    evidence, ranks = "the loss has a product with features that were gathered from all ranks", tuple(history.ranks)
+    found = []
+    for event in history.of("gathered"):
+        remedy = f"{event.get('remedy', 'torch.distributed.nn.functional.all_gather')}, {own}"
+        found.append(Finding("LS216", place(event.get("at")), evidence, cause, remedy, ranks, event["step"]))
+    return found or "no features that need a gradient were gathered and multiplied in a loss"
+
+
+@rule("LS209", "sum-not-awaited", "gradients are used before their sum is there")
+def sum_not_awaited(history: History) -> Iterable[Finding] | str:
+    """all_reduce(gradient, async_op=True) without wait() before the step."""
+    findings: list[Finding] = []
+    for event in history.of("hand_reduce"):
+        if event.get("unwaited"):
+            evidence = f"the step began, and nobody had waited for the sum of {event.get('parameters')} gradients"
+            cause = "all_reduce with async_op=True returns at once; the step may use gradients of this rank alone"
+            remedy = "keep the works that all_reduce returns, and call wait() of each before optimizer.step()"
+            at, ranks = place(event.get("at")), tuple(history.ranks)
+            findings.append(Finding("LS209", at, evidence, cause, remedy, ranks, event["step"]))
+    return findings if any(history.of("hand_reduce")) else "the script does not reduce gradients itself"
+
+
+@rule("LS210", "evaluation-mode", "the model is trained in evaluation mode", "warning")
+def evaluation_mode(history: History) -> Iterable[Finding] | str:
+    """model.train() that is missing after an evaluation, or on some ranks."""
+    modal = {(event["rank"], event["model"]) for event in history.of("wrap") if event.get("modal")}
+    findings, seen = [], False
+    for by_rank in steps(history).values():
+        modes: dict[int, list[tuple[bool, Event]]] = {}
+        for rank, by_index in by_rank.items():
+            for index in sorted(by_index):
+                for each in by_index[index].get("backwards") or ():
+                    if "synced" in each and (rank, by_index[index].get("model", 0)) in modal:
+                        modes.setdefault(rank, []).append((bool(each.get("evaluating")), each))
+        seen = seen or bool(modes)
+        for rank, told in modes.items():
+            turn = next((number for number, (is_on, _) in enumerate(told) if is_on), None)
+            stays = turn is not None and len(told) > turn + 1 and all(is_on for is_on, _ in told[turn:])
+            others = [mode[turn][0] for mode in modes.values() if turn is not None and len(mode) > turn]
+            if turn is not None and ((turn and stays) or not all(others)):
+                evidence = f"from backward pass {turn} on, the model was in evaluation mode on rank {rank}"
+                evidence += "" if all(others) else ", and in training mode on others"
+                cause = "model.eval() was called, and model.train() was not called after it"
+                remedy = "model.train() at the beginning of each epoch, on all ranks"
+                since = told[turn][1]["evaluating"]
+                at = place(since if isinstance(since, list) else told[turn][1].get("at"))
+                findings.append(Finding("LS210", at, evidence, cause, remedy, (rank,), None))
+                break
+    return findings if seen else "no wrapped model with dropout or batch normalization was trained"
+
+
+@rule("LS211", "divided-twice", "the loss is divided once more than it should be", "warning")
+def divided_twice(history: History) -> Iterable[Finding] | str:
+    """loss / world_size under a wrapper that averages, or loss / accumulation where a framework divides, too."""
+    groups = [] if any(history.of("hook", "hand_reduce")) else replicas(history, "ddp", "fsdp2", "fsdp1")
+    findings: list[Finding] = []
+    seen, given = any(history.of("hand_reduce")), _given(history)
+    by_micro_batches = any(len(passes(event)) == len(history.ranks) for event in history.of("step"))
+    for event in history.of("hand_reduce") if not by_micro_batches else ():
+        if abs(event.get("factor", 0.0) * len(history.ranks) ** 2 - 1) < _SAME and len(history.ranks) > 1:
+            evidence = f"gradients were summed over {len(history.ranks)} ranks, and divided by their number two times"
+            remedy = "divide once: before the sum, after it, or by ReduceOp.AVG"
+            at, ranks = place(event.get("at")), tuple(history.ranks)
+            findings.append(Finding("LS211", at, evidence, None, remedy, ranks, event["step"]))
+    for group in groups:
+        for event in history.of("step"):
+            backwards = passes(event)
+            if event["rank"] not in group or not backwards or "divisor" not in backwards[0]:
+                continue
+            seen, ops, at = True, backwards[0].get("ops") or [""], backwards[0].get("at")
+            found = _squared(backwards)
+            if found:
+                findings.append(Finding("LS211", place(at), *found, group, event["step"]))
+            is_mean = len(ops) > 1 and ops[1].startswith(_MEANS)
+            is_by_ranks = backwards[0]["divisor"] == len(group) and backwards[0].get("by_ranks")
+            is_by_ranks = is_by_ranks and (backwards[0].get("divided_at") or not uses(history, "accelerate"))
+            if is_by_ranks and len(backwards) == 1 and ops[0].startswith("Div") and is_mean:
+                evidence = f"a mean loss was divided by {len(group)}, the number of ranks"
+                cause = "the wrapper averages gradients over ranks: nothing is left to divide"
+                remedy = "loss.backward() of the mean over the batch of this rank"
+                findings.append(Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
+            what = given.get((event["optimizer"], event["index"], backwards[0]["divisor"]))
+            of_one = list(itertools.takewhile(lambda op: not op.startswith(("Sum", *_MEANS)), ops))
+            is_multiplied = any(op.startswith("MulBackward0") for op in of_one)  # others may be masks, or weights
+            if what and ops[0].startswith("Div") and not is_multiplied and len(group) > 1:
+                evidence = f"a loss was divided by {backwards[0]['divisor']:.0f}, the {what} of this step on all ranks"
+                cause = f"the wrapper averages gradients over {len(group)} ranks: they are divided by that once more"
+                remedy = "divide by the number of this rank's batch, or multiply the loss by the number of ranks"
+                at = backwards[0].get("divided_at") or _division(backwards[0].get("loss_at"), at) or at
+                findings.append(Finding("LS211", place(at), evidence, cause, remedy, group, event["step"]))
+    return findings if seen else "no wrapped model was trained, or a hook exchanges in its own way"
+
+
+def _division(loss_at: Any, at: Any) -> Any:
+    """The one line that divides between a loss and its backward pass in the same function, or that of the loss."""
+    is_same = loss_at and at and (loss_at[0], loss_at[2]) == (at[0], at[2])
+    rows = sources.divisions(at[0], loss_at[1], at[1]) if is_same else []
+    return [at[0], rows[0], at[2]] if len(rows) == 1 else loss_at
+
+
+def _given(history: History) -> dict[tuple[int, int, float], str]:
+    """By optimizer, step and number: what all ranks together were given in this step."""
+    sums: dict[tuple[int, int, str], dict[int, int]] = {}
+    for (event, batches), what in itertools.product(_fed(history), ("samples", "valid", "shifted")):
+        counts = [each[what] for each in batches if what in each]
+        if counts and len(counts) == len(batches):
+            sums.setdefault((event["optimizer"], event["index"], what), {})[event["rank"]] = sum(counts)
+    words = {"samples": "samples", "valid": "labels that count", "shifted": "labels that count after the first"}
+    full = {key: by_rank for key, by_rank in sums.items() if len(by_rank) == len(history.ranks) > 1}
+    return {(*key[:2], float(sum(by_rank.values()))): words[key[2]] for key, by_rank in full.items()}
+
+
+def _fed(history: History) -> Iterator[tuple[Event, list[Event]]]:
+    """Steps, and the batches of each. A framework draws batches ahead: then each backward pass has one, in order."""
+    waiting: dict[tuple[int, int], list[Event]] = {}
+    for event in history.of("step"):
+        key, batches, count = (event["rank"], event["optimizer"]), event.get("micro_batches") or [], len(passes(event))
+        if key in waiting or len(batches) == count + 1:
+            waiting[key] = [*waiting.get(key, ()), *batches]
+            batches, waiting[key] = waiting[key][:count], waiting[key][count:]
+        yield event, batches
+
+
+def _squared(backwards: list[Event]) -> tuple[str, str, str] | None:
+    """Evidence, cause and remedy where each micro-batch's mean is divided by their number two times."""
+    count, ops = len(backwards), backwards[0].get("ops") or []
+    is_twice = len(ops) > 2 and all(op.startswith("Div") for op in ops[:2]) and ops[2].startswith(_MEANS)
+    if count < 2 or not is_twice or abs(backwards[0]["divisor"] - count * count) > _SAME:
+        return None
+    evidence = f"a mean loss was divided by {count * count} in each of {count} backward passes of a step"
+    cause = "the script divides by the number of micro-batches, and the framework does so once more"
+    return evidence, cause, "divide once: accelerator.backward and the Trainer divide by themselves"
+
+
+@rule("LS218", "multiplied-mean", "a mean loss is multiplied by the number of ranks", "warning")
+def multiplied_mean(history: History) -> Iterable[Finding] | str:
+    """A loss that ignores num_items_in_batch, in a Trainer of transformers that takes it for a share of all items."""
+    told = list(history.of("scaled_loss"))
+    for event in told:
+        if event["mean"]:
+            evidence = f"{event['op']}, a mean over the batch of this rank, was multiplied by {event['by']}"
+            ignores = f"the loss of {event['model']}" if event.get("model") else f"{event['at'][2]}()"
+            cause = f"{ignores} ignores num_items_in_batch, and the Trainer takes the loss for a sum divided by that"
+            remedy = "return losses.sum() / num_items_in_batch"
+            if event.get("model"):
+                remedy = "TrainingArguments(average_tokens_across_devices=False), or a compute_loss_func that divides"
+            ranks = tuple(history.ranks)
+            return [Finding("LS218", place(event.get("at")), evidence, cause, remedy, ranks, event["step"])]
+    return [] if told else "no Trainer of transformers multiplied a loss by the number of ranks"
+
+
+@rule("LS213", "class-weights-differ", "ranks weight classes differently", "warning")
+def class_weights_differ(history: History) -> Iterable[Finding] | str:
+    """Weights of a loss that each rank computes from its own part of the data."""
+    lines: dict[tuple[str, int], dict[int, Event]] = {}
+    for event in history.of("class_weights"):
+        lines.setdefault(tuple(event["at"][:2]), {})[event["rank"]] = event
+    findings = []
+    for by_rank in lines.values():
+        for group in replicas(history):
+            found = {rank: by_rank[rank] for rank in group if rank in by_rank}
+            if len(found) > 1 and differ({rank: event["digest"] for rank, event in found.items()}):
+                event = next(iter(found.values()))
+                evidence = f"the weights of {event['classes']} classes in this loss differ between {named(found)}"
+                cause = "each rank counted the classes of its own part of the data"
+                remedy = "count on all ranks together: all_reduce the counts, or count the whole data set"
+                at, ranks = place(event["at"]), tuple(found)
+                findings.append(Finding("LS213", at, evidence, cause, remedy, ranks, event["step"]))
+    return findings if lines else "no loss had weights of classes"
+
+
+@rule("LS212", "clip-before-average", "each rank clips its own gradient before ranks average", "warning")
+def clip_before_average(history: History) -> Iterable[Finding] | str:
+    """Clipping before the script's own all_reduce: the limit then is that of no gradient that is used."""
+    reduced = {(e["rank"], e["step"]) for e in history.of("hand_reduce")}
+    findings: list[Finding] = []
+    for event in history.of("step"):
+        clips = event.get("clips") or [] if (event["rank"], event["step"]) in reduced else []
+        if clips and not any(each.get("reduced_before") for each in clips):
+            at = clips[0].get("at")
+            evidence = "gradients were clipped first and summed over ranks later"
+            cause = "each rank scales by the norm of its own gradient, so ranks have unequal weights in the average"
+            remedy = "all_reduce the gradients, then clip"
+            ranks = tuple(history.ranks)
+            findings.append(Finding("LS212", place(at), evidence, cause, remedy, ranks, event["step"]))
+    return findings if reduced else "the script does not reduce gradients itself"

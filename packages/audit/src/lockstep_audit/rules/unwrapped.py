@@ -1,0 +1,161 @@
+"""Rules on models that no wrapper has: trained by each rank for itself, or copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from lockstep_audit.events import Event, History
+from lockstep_audit.findings import Finding, Place
+from lockstep_audit.rules import facts, sources
+from lockstep_audit.rules.partings import averages, compared_steps, hooked, own_from_the_start, partings, unwrapped
+
+_SUMMING = {"all_reduce", "barrier", "broadcast", "all_gather", "all_gather_into_tensor"}
+
+
+@facts.rule("LS207", "never-exchanged", "ranks share out the data, and nothing exchanges gradients")
+def never_exchanged(history: History) -> Iterable[Finding] | str:
+    """An optimizer of a model without a wrapper: each rank trains its own model on its part of the data."""
+    trained = _reads_a_part(history)
+    if len(trained) < 2:
+        return "no training on data that a sampler deals to ranks"
+    alone = [w for w in history.of("wrap") if len(facts.group_of(history, w)) == 1 and w["how"] != "data_parallel"]
+    exchanged = any(history.of("hand_reduce", "hand_average")) or averages(history) or hooked(history)
+    if exchanged or facts.uses(history, "deepspeed"):
+        return []
+    own = own_from_the_start(history)
+    known, findings, beside = facts.keys(history, "optimizer", "optimizer"), [], unwrapped(history)
+    owned = {known[event["rank"], event["optimizer"]] for event in history.of("optimizer") if event.get("owned")}
+    for key, by_rank in facts.steps(history).items():
+        ranks = tuple(sorted(trained & by_rank.keys()))
+        pairs = list(compared_steps(by_rank, ranks, set())) if len(ranks) > 1 else []
+        pairs = [each for each in pairs if not {*each.parameters} <= own]
+        if pairs and alone and key in owned and all(each.gradients and each.parameters for each in pairs):
+            at, words = facts.place(alone[0].get("at")), "the process group of the wrapper has this rank alone"
+            remedy = "DistributedDataParallel(model) with the group of all ranks that train the model"
+            findings.append(Finding("LS207", at, pairs[0].evidence, words, remedy, ranks, pairs[0].first["step"]))
+            continue
+        wrong = [{*each.gradients} if key not in owned else {*each.gradients} & beside for each in pairs]
+        if pairs and all(names and each.parameters for names, each in zip(wrong, pairs, strict=True)):
+            cause = "no wrapper has the model of this optimizer, and the script does not reduce its gradients"
+            if key in owned:
+                cause = f"{facts.some(sorted(wrong[0]))} of the optimizer are in no wrapped model, and stay local"
+            remedy = "train through DistributedDataParallel(model); of a framework, do not take the model out before"
+            made = next((event for event in history.of("optimizer") if known.get(_id(event)) == key), {})
+            at = facts.place(facts.optimizer_at(history, key))
+            if key in owned:
+                parts = made.get("partly_at")
+                cause += f"; {facts.line(parts)} wraps other parts of their model" if parts else ""
+                at = facts.place(parts or sources.outside_factories(made.get("unwrapped_from") or [])) or at
+            findings.append(Finding("LS207", at, pairs[0].evidence, cause, remedy, ranks, pairs[0].first["step"]))
+    return findings
+
+
+@facts.rule("LS217", "partial-gradient", "equal parameters get a part of their gradient each", "warning")
+def partial_gradient(history: History) -> Iterable[Finding] | str:
+    """A model whose layers ranks split by hand, without the sum on the way back to the layers before."""
+    exchanged = any(history.of("wrap", "hook", "hand_reduce", "hand_average"))
+    is_sum = any(call.get("op") == "all_reduce" and not call["step"] for call in history.of("collective"))
+    if exchanged or not is_sum or not {call.get("op") for call in history.of("collective")} <= _SUMMING:
+        return "no model without a wrapper whose ranks add up activations"
+    findings, told = [], {_id(event): event for event in reversed(list(history.of("optimizer")))}
+    known = facts.keys(history, "optimizer", "optimizer")
+    for key, by_rank in facts.steps(history).items():
+        made = {event["rank"]: event for id, event in told.items() if known.get(id) == key}
+        pairs = list(compared_steps(by_rank, tuple(history.ranks), set())) if len(by_rank) == len(history.ranks) else []
+        initial = {rank: event.get("initial") or {} for rank, event in made.items()}
+        if not pairs or pairs[0].first["index"] or len(initial) < 2:
+            continue
+        step, names = pairs[0].first, set.intersection(*map(set, initial.values()))
+        equal = {name for name in names if not facts.differ({rank: each[name] for rank, each in initial.items()})}
+        moved = {name for name in equal if step["parameters"].get(name) != initial[step["rank"]][name]}
+        same = [n for n in moved if step["gradients"].get(n) and n not in pairs[0].gradients]
+        constant = {name for event in made.values() for name in event.get("constant") or ()}
+        parts = sorted(equal & {*pairs[0].gradients} - constant)
+        if equal < names and same and parts:
+            evidence = f"at the first step, {len(parts)} parameters that all ranks have alike ({facts.some(parts)}) "
+            evidence += f"get another gradient on each rank, and {len(same)} ({facts.some(sorted(same))}) get the same"
+            cause = "the gradient that comes back from layers which ranks split is that of one rank's part"
+            remedy = "before the split layers, a function whose forward is the identity, and whose backward all_reduces"
+            at = (passes[-1] if (passes := step.get("backwards")) else step).get("at")
+            ranks = tuple(history.ranks)
+            findings.append(Finding("LS217", facts.place(at), evidence, cause, remedy, ranks, step["step"]))
+    return findings
+
+
+def _id(event: Event) -> tuple[int, int]:
+    return event["rank"], event["optimizer"]
+
+
+def _reads_a_part(history: History) -> set[int]:
+    """Ranks that train on a part of the data: that a sampler deals, or other batches in a script with a wrapper."""
+    trained, first = set(), dict[tuple[Any, ...], dict[int, Any]]()
+    loaders = [e for e in history.of("loader") if (e.get("distributed") or {}).get("replicas", 1) > 1]
+    dealt = {(event["rank"], event["loader"]) for event in loaders}
+    for event in history.of("loader_end"):
+        if event.get("backwards") and (event["rank"], event["loader"]) in dealt:
+            trained.add(event["rank"])
+    for event in history.of("batch") if any(history.of("wrap")) else ():
+        first.setdefault((event["loader"], event.get("epoch"), event["batch"]), {})[event["rank"]] = event.get("digest")
+    others = [by_rank for by_rank in first.values() if len(set(by_rank.values())) > 1]
+    return trained | ({rank for by_rank in others for rank in by_rank} if len(others) == len(first) else set())
+
+
+def _copied(history: History, copies: dict[int, Event]) -> tuple[Place | None, str]:
+    """Why copies differ: made of unequal models, or updated on some ranks only."""
+    copy, changes = next(iter(copies.values())), {rank: each.get("changes") for rank, each in copies.items()}
+    if copy.get("is_early") and facts.differ({event["rank"]: event.get("before") for event in history.of("wrap")}):
+        at = sources.outside_factories(copy.get("made_from") or [])
+        return facts.place(at), "each rank made or copied its own model, before the wrapper made the models equal"
+    rows = sources.for_one_rank(copy["at"][0]) if copy.get("at") else []
+    if facts.differ(changes):
+        at = Place(copy["at"][0], rows[0], "") if rows else facts.place(copy.get("at"))
+        return at, f"only some ranks update it: changes of its weights are {facts.each_rank(changes)}"
+    return facts.place(copy.get("at")), "each rank made it before the models were equal, or only some ranks update it"
+
+
+@facts.rule("LS214", "copies-part", "copies of a model differ between ranks", "warning")
+def copies_part(history: History) -> Iterable[Finding] | str:
+    """An average or a teacher that ranks call, whose weights are not the same on all ranks."""
+    told: dict[str, dict[int, Event]] = {}
+    for event in history.of("exit"):
+        for number, copy in (event.get("copies") or {}).items():
+            told.setdefault(number, {})[event["rank"]] = copy
+    findings = []
+    for by_rank in told.values() if not any(partings(history)[0]) else ():
+        for group in facts.replicas(history):
+            found = {rank: by_rank[rank] for rank in group if rank in by_rank}
+            if len(found) == len(group) and facts.differ({rank: copy["digest"] for rank, copy in found.items()}):
+                copy = next(iter(found.values()))
+                evidence = f"the {copy['class']} that {facts.line(copy['at'])} calls is another at the end"
+                evidence += f" on {facts.named(found)}"
+                at, cause = _copied(history, found)
+                remedy = "copy the model after DistributedDataParallel(...) made it equal, and update on all ranks"
+                findings.append(Finding("LS214", at, evidence, cause, remedy, tuple(found), None))
+    seen = bool(told) or any(history.of("frozen"))
+    copied = {str(copy["at"]) for by_rank in told.values() for copy in by_rank.values()}
+    return [*findings, *_frozen(history, copied)] if seen else "no copy of a wrapped model was called"
+
+
+def _frozen(history: History, copied: set[str]) -> list[Finding]:
+    """Other modules that nothing trains, and whose weights differ from their first call on."""
+    told, findings = dict[tuple[Any, ...], dict[int, list[Event]]](), list[Finding]()
+    for event in history.of("frozen"):  # experts of a rank have other names, or are called elsewhere
+        key = (str(event.get("at")), event["class"], event["names_digest"], event["step"])
+        told.setdefault(key, {}).setdefault(event["rank"], []).append(event)
+    for by_rank in (each for key, each in told.items() if key[0] not in copied):
+        for group in facts.replicas(history, "ddp"):
+            found = {rank: by_rank[rank] for rank in group if rank in by_rank}
+            digests = {rank: [event["digest"] for event in events] for rank, events in found.items()}
+            if len(found) < len(group) or len({*map(len, digests.values())}) > 1 or not facts.differ(digests):
+                continue
+            firsts = {rank: events[0] for rank, events in found.items()}
+            first = firsts[group[0]]
+            evidence = f"the {first['class']} that {facts.line(first.get('at'))} calls, and that no wrapper and no "
+            evidence += f"optimizer has, has other weights on {facts.named(found)} from its first call on"
+            at, cause = _copied(history, firsts)
+            if not facts.differ({rank: event["changes"] for rank, event in firsts.items()}):
+                at = facts.place(sources.outside_factories(first.get("made_from") or [])) or at
+            remedy = "copy the model after DistributedDataParallel(...) made it equal, or broadcast the weights"
+            findings.append(Finding("LS214", at, evidence, cause, remedy, tuple(found), first["step"]))
+    return findings

@@ -1,0 +1,139 @@
+"""Rules on the weights that ranks evaluate with."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from lockstep_audit.events import Event, History
+from lockstep_audit.findings import Finding
+from lockstep_audit.rules import sources
+from lockstep_audit.rules.facts import differ, each_rank, group_of, keys, line, named, place, rule, some, steps
+from lockstep_audit.rules.loaders import Iteration, iterations
+from lockstep_audit.rules.partings import averages, compared_steps, hooked
+
+Look = dict[int, Event]
+"""The `weights` events of one beginning of an evaluation, by rank."""
+_NEAR, _SWAPS = 8, ("swap", "apply", "load", "copy", "average", "ema")
+"""A call for one rank changes weights for an evaluation that is so many lines below, if its name has such a word."""
+
+
+@rule("LS609", "eval-weights-differ", "ranks evaluate with different weights")
+def eval_weights_differ(history: History) -> Iterable[Finding] | str:
+    """Weights that some ranks loaded or exchanged, before an evaluation of which each rank computes a part."""
+    looks = _looks(history)
+    if not looks:
+        return "no model of DistributedDataParallel was evaluated on several ranks"
+    if any(history.of("hand_average")) or averages(history) or hooked(history):
+        return "the script averages parameters itself"
+    findings: list[Finding] = []
+    for look in looks:
+        names = _unlike({rank: event["digests"] for rank, event in look.items()})
+        its = {rank: _part(history, event) for rank, event in look.items()} if names else {}
+        is_dealt = all(it and it.shards > 1 for it in its.values())
+        subsets = {rank: it.begin.get("subset") if it else None for rank, it in its.items()}
+        is_dealt = is_dealt or (all(subsets.values()) and differ(subsets))
+        if not names or not is_dealt or not _were_alike(history, look, looks):
+            continue
+        first = look[min(look)]
+        begin = its[min(look)]
+        evidence = f"at step {first['step']}, {len(names)} of {len(first['digests'])} parameters differ between "
+        evidence += f"{named(look)} ({some(names)}), and each rank evaluates a part of the data"
+        cause, remedy = _cause(history, look)
+        at = place(_changed_at(history, look) or (begin.begin.get("at") if begin else None) or first.get("at"))
+        findings.append(Finding("LS609", at, evidence, cause, remedy, tuple(look), first["step"]))
+    return findings
+
+
+def _looks(history: History) -> list[Look]:
+    """The beginnings of evaluations that all ranks of a group have: by model, step, line, and number there."""
+    wraps = {(event["rank"], event["model"]): event for event in history.of("wrap")}
+    known, found = keys(history, "wrap", "model", "at"), defaultdict[Any, Look](dict)
+    turns: dict[Any, int] = defaultdict(int)
+    for event in history.of("weights"):
+        owner = event["rank"], event["model"]
+        if owner in wraps:
+            key = known[owner], group_of(history, wraps[owner]), event["step"], str(event.get("at"))
+            found[*key, turns[event["rank"], key]][event["rank"]] = event
+            turns[event["rank"], key] += 1
+    return [look for key, look in found.items() if len(look) > 1 and {*look} == {*key[1]}]
+
+
+def _unlike(digests: dict[int, dict[str, Any]]) -> list[str]:
+    names = sorted({name for each in digests.values() for name in each})
+    return [name for name in names if differ({rank: each.get(name) for rank, each in digests.items()})]
+
+
+def _part(history: History, look: Event) -> Iteration | None:
+    """The loop over a loader in which an evaluation began, if ranks gather or reduce before training goes on."""
+    its = [by_rank.get(look["rank"]) for epochs in iterations(history).values() for by_rank in epochs.values()]
+    around = [it for it in its if it and it.begin["number"] < look["number"] and not it.is_training]
+    around = [it for it in around if it.end is None or look["number"] < it.end["number"]]
+    later = [e["number"] for e in history.of("step", rank=look["rank"]) if e["number"] > look["number"]]
+    calls = [e for e in history.of("collective", rank=look["rank"]) if look["number"] < e["number"]]
+    calls = [e for e in calls if e["number"] < min(later, default=float("inf"))]
+    is_combined = any("gather" in str(call.get("op")) or "reduce" in str(call.get("op")) for call in calls)
+    return around[-1] if around and is_combined else None
+
+
+def _were_alike(history: History, look: Look, looks: list[Look]) -> bool:
+    """True if replicas had not parted in training: before a load, after the last step, or at any later time."""
+    step, ranks = look[min(look)]["step"], tuple(sorted(look))
+    pairs = [
+        each
+        for by_rank in steps(history).values()
+        if {*ranks} <= {*by_rank}
+        for each in compared_steps(by_rank, ranks, set())
+    ]
+    if any(pair.parameters and pair.first["step"] < step for pair in pairs):
+        return False
+    others = [other for other in looks if other is not look and other[min(other)]["step"] >= step]
+    found = [{rank: event["digests"] for rank, event in other.items()} for other in others]
+    found += [{rank: (event.get("changed") or {}).get("before") or event["digests"] for rank, event in look.items()}]
+    if any(not _unlike(each) and {*each} == {*ranks} for each in found):
+        return True
+    return any(not pair.parameters and pair.first["step"] >= step - 1 for pair in pairs)
+
+
+def _changed_at(history: History, look: Look) -> list[Any] | None:
+    """The line that leads to a load and not to the evaluation. One that trains, too, tells nothing."""
+    trains = [event["at"][:2] for event in history.of("step") if event.get("at")]
+    for event in look.values():
+        path = (event.get("changed") or {}).get("at") or ()
+        own = [at for at in path if at not in event["path"] and at[:2] not in trains]
+        if own:
+            return list(own[-1])
+    for file, row, function in look[min(look)]["path"]:
+        rows = [each for each in sources.for_one_rank(file, _SWAPS) if row - _NEAR <= each < row]
+        if rows:
+            return [file, rows[-1], function]
+    return None
+
+
+def _cause(history: History, look: Look) -> tuple[str, str]:
+    """The cause and the remedy."""
+    files: dict[int, str | None] = {}
+    folders: dict[int, str] = {}
+    for rank, event in look.items():
+        done = [e["number"] for e in history.of("step", rank=rank) if e["number"] < event["number"]]
+        loads = [e for e in history.of("load", rank=rank) if max(done, default=-1) < e["number"] < event["number"]]
+        files[rank] = loads[-1]["path"] if loads and event.get("changed") else None
+        paths = [e["path"] for e in history.of("save", rank=rank) if e["number"] < event["number"]]
+        folders |= {rank: os.path.dirname(paths[-1])} if paths else {}
+    loaded = [rank for rank, event in look.items() if event.get("changed")]
+    cause = "something changed the weights after the last step, and not in the same way on all ranks"
+    if loaded and len(loaded) < len(look):
+        path = (look[loaded[0]]["changed"].get("at") or [None])[0]
+        name = next((f"{os.path.basename(file)} " for file in files.values() if file), "")
+        cause = f"load_state_dict {f'of {name}' * bool(name)}at {line(path)} was called on {named(loaded)} only"
+    elif differ(files):
+        cause = f"ranks loaded different files: {each_rank(files)}"
+    if any(files.values()) and len(folders) == len(look) and differ(folders):
+        common = os.path.commonpath(folders.values())
+        if not differ({rank: os.path.basename(folder) for rank, folder in folders.items()}):
+            shown = each_rank({rank: os.path.relpath(folder, common) for rank, folder in folders.items()})
+            remedy = "make the name of the folder on rank 0, and dist.broadcast_object_list it to all ranks"
+            return f"{cause}; ranks save to different folders: {shown}", remedy
+    return cause, "change the weights on all ranks before an evaluation that ranks share, or broadcast them"

@@ -1,0 +1,200 @@
+"""The report: text, JSON, SARIF, annotations, comments and baselines that switch findings off, exit codes."""
+
+import json
+
+import pytest
+import yaml
+
+from lockstep_audit import command as command_line
+from lockstep_audit import judge
+from lockstep_audit.errors import UsageError
+from lockstep_audit.events import EventWriter
+from lockstep_audit.findings import Rule
+from lockstep_audit.report import formats
+from lockstep_audit.report.outcome import outcome, write_baseline
+from lockstep_audit.rules.catalogue import ALL, BY_ID, EXPLAINED
+from lockstep_audit.settings import Settings
+from packages.audit.tests.made_events import Script, dealt, parts, whole
+from packages.audit.tests.processes import ROOT
+
+LINES = ["import torch"] * 9 + ["loader = DataLoader(data, shuffle=True)", *["..."] * 60]
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Events of a script with one fault, whose file can be read. Called with changed lines, by number."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(**changed):
+        lines = [changed.get(f"line_{number}", line) for number, line in enumerate(LINES, 1)]
+        (tmp_path / "train.py").write_text("\n".join(lines))
+        made = Script().optimizer().epoch(whole(), dataset_size=16).exit()
+        for event in made.events:
+            for key in ("at", "made_at"):
+                if key in event:
+                    event[key] = [str(tmp_path / "train.py"), *event[key][1:]]
+            if event["kind"] == "start":
+                event["script"] = str(tmp_path / "train.py")
+        return made
+
+    return write
+
+
+def written(made, folder):
+    """The events in files, as ranks write them."""
+    writers = {rank: EventWriter(folder, rank) for rank in range(made.world)}
+    for event in made.events:
+        writers[event["rank"]].step = event["step"]
+        known = ("kind", "rank", "number", "time", "step")
+        writers[event["rank"]].write(event["kind"], **{k: v for k, v in event.items() if k not in known})
+    return folder
+
+
+def test_the_text_has_place_source_evidence_cause_remedy_and_page(script):
+    text = formats.text(outcome(script().history))
+    first, source, seen, cause, remedy, page, _, last = text.splitlines()
+    assert first == "train.py:10: error[LS101]: several ranks train on the same samples"
+    assert source.strip() == "loader = DataLoader(data, shuffle=True)"
+    assert seen.startswith("  seen: in epoch 0 of this loader")
+    assert cause.startswith("  cause: no DistributedSampler")
+    assert remedy.startswith("  remedy: DataLoader(")
+    assert page == "  see docs/audit/same-data.md"
+    assert last.startswith("lockstep-audit: 1 error, 0 warnings; ")
+    assert "not exercised: LS801 shared-gpu: no rank used a GPU" in formats.text(
+        outcome(script().history), verbose=True
+    )
+
+
+def test_an_unknown_cause_is_said_to_be_unknown():
+    made = Script().optimizer().step(digest=str).step(digest=str)
+    assert "  cause: unknown\n" in formats.text(outcome(made.history))
+
+
+def test_json_has_all_findings_and_why_rules_were_not_exercised(script):
+    told = json.loads(formats.as_json(outcome(script().history), 1))
+    assert (told["schema"], told["exit_code"], told["findings"][0]["rule"], told["findings"][0]["line"]) == (
+        1,
+        1,
+        "LS101",
+        10,
+    )
+    assert told["findings"][0]["ranks"] == [0, 1]
+    assert {*told["checked"]} | {*told["not_exercised"]} == {rule.id for rule in ALL}
+
+
+def test_sarif_has_what_version_2_1_0_requires(script):
+    told = json.loads(formats.sarif(outcome(script().history)))
+    assert told["version"] == "2.1.0"
+    (run,) = told["runs"]
+    driver = run["tool"]["driver"]
+    assert driver["name"]
+    assert [rule["id"] for rule in driver["rules"]] == [rule.id for rule in ALL]
+    assert {rule["defaultConfiguration"]["level"] for rule in driver["rules"]} == {"error", "warning"}
+    (result,) = run["results"]
+    assert driver["rules"][result["ruleIndex"]]["id"] == result["ruleId"] == "LS101"
+    assert result["message"]["text"]
+    (location,) = result["locations"]
+    assert location["physicalLocation"]["artifactLocation"]["uri"] == "train.py"
+    assert location["physicalLocation"]["region"]["startLine"] == 10
+
+
+def test_annotations_escape_what_github_reads_as_its_own(script):
+    first = formats.github(outcome(script().history)).splitlines()[0]
+    assert first.startswith(
+        "::error file=train.py,line=10,title=LS101 several ranks train on the same samples::in epoch 0"
+    )
+    assert "%0Acause: no DistributedSampler" in first
+    assert formats._property("50%, a:b") == "50%25%2C a%3Ab"
+
+
+@pytest.mark.parametrize("number", [9, 10], ids=["above", "same line"])
+def test_a_comment_with_a_reason_switches_a_finding_off(script, number):
+    code = "loader = DataLoader(data, shuffle=True)" if number == 10 else ""
+    made = script(**{f"line_{number}": f"{code}  # lockstep: ignore[LS101, LS106] each rank trains a copy on purpose"})
+    result = outcome(made.history)
+    assert result.findings == []
+    assert "LS101 several ranks train on the same samples: each rank trains a copy on purpose" in formats.text(result)
+    assert json.loads(formats.sarif(result))["runs"][0]["results"][0]["suppressions"][0]["justification"]
+
+
+def test_a_comment_without_a_reason_or_with_an_unknown_id_is_told(script):
+    result = outcome(
+        script(line_10="loader = 1  # lockstep: ignore[LS101]", line_3="# lockstep: ignore[LS999] why").history
+    )
+    assert len(result.findings) == 1
+    assert result.notes == [
+        "train.py:3: no rule LS999 to ignore",
+        "train.py:10: ignore[LS101] needs a reason behind it, and is not obeyed",
+    ]
+
+
+def test_a_baseline_leaves_out_known_findings_also_where_lines_have_moved(script, tmp_path):
+    write_baseline(tmp_path / "known.json", outcome(script().history).findings)
+    assert outcome(script().history, tmp_path / "known.json").findings == []
+    other = script(line_10="loader = DataLoader(other, shuffle=True)")
+    import linecache
+
+    linecache.clearcache()
+    assert len(outcome(other.history, tmp_path / "known.json").findings) == 1
+    with pytest.raises(UsageError, match="is no baseline"):
+        outcome(script().history, tmp_path / "train.py")
+
+
+def test_findings_that_follow_from_others_are_left_out():
+    assert {id for row in EXPLAINED.items() for id in (row[0], *row[1])} <= BY_ID.keys()
+    made = Script().optimizer().step(digest=str, hyperparameters=lambda rank: [{"lr": 0.1 + rank}]).step(digest=str)
+    assert made.ids() == {"LS301"} or made.ids() == {"LS201", "LS301"} - {"LS201"}
+
+
+def test_a_rule_that_fails_does_not_keep_others_from_speaking(script):
+    broken = Rule("LS101", "same-data", "x", "error", lambda history: 1 / 0)
+    result = outcome(script().history, rules=[broken, BY_ID["LS206"]])
+    assert result.notes == ["LS101 could not be checked: ZeroDivisionError: division by zero"]
+    assert result.checked == ["LS206"]
+
+
+def right():
+    return Script().optimizer().epoch(parts(), distributed=dealt(), dataset_size=16)
+
+
+@pytest.mark.parametrize(
+    ("made", "settings", "code"),
+    [
+        (right().exit(), {}, judge.CLEAN),
+        (Script().optimizer().epoch(whole(), dataset_size=16).exit(), {}, judge.FINDINGS),
+        (Script(how="data_parallel").optimizer().step().exit(), {}, judge.CLEAN),
+        (Script(how="data_parallel").optimizer().step().exit(), {"strict": True}, judge.FINDINGS),
+        (right().exit(code=1, error={"type": "ValueError", "message": "no file"}), {}, judge.FAILED),
+        (Script().optimizer().add("stuck", at=["t.py", 3, "f"], stacks={}), {}, judge.HANG),
+        (Script().exit(), {}, judge.INCONCLUSIVE),
+    ],
+    ids=["clean", "error", "warning", "strict", "failed", "hang", "inconclusive"],
+)
+def test_exit_codes(made, settings, code, tmp_path, capsys):
+    assert judge.judge(written(made, tmp_path / "events"), Settings(**settings)) == code
+    assert "lockstep-audit: " in capsys.readouterr().out
+
+
+def test_the_report_goes_to_a_file_and_a_baseline_is_written(script, tmp_path, capsys):
+    folder = written(script(), tmp_path / "events")
+    settings = Settings("json", tmp_path / "report.json", write_baseline=tmp_path / "known.json")
+    assert judge.judge(folder, settings) == judge.FINDINGS
+    assert capsys.readouterr().out == ""
+    assert json.loads((tmp_path / "report.json").read_text())["exit_code"] == judge.FINDINGS
+    assert judge.judge(folder, Settings(baseline=tmp_path / "known.json")) == judge.CLEAN
+    with pytest.raises(UsageError, match="has no events"):
+        judge.judge(tmp_path / "none", Settings())
+
+
+def test_rank_0_waits_for_the_last_events_of_others(tmp_path):
+    folder = written(right().exit(1), tmp_path / "events")
+    assert judge.judge_here(folder, Settings()) == judge.CLEAN
+
+
+def test_the_github_action_calls_the_command_with_its_own_options():
+    action = yaml.safe_load((ROOT / "action.yml").read_text())
+    command = action["runs"]["steps"][-1]["run"].split()
+    assert command[0] == "lockstep-audit"
+    given = [word for word in command if word.startswith("--")]
+    assert given == ["--format", "--nproc"]
+    assert command_line._parser("lockstep-audit").parse_args(["--format", "github", "--nproc", "2"])
