@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 import lockstep
 
 BATCH = 64
-# Hidden width, layers, steps in a round: 70 thousand and 5 million parameters.
+# Hidden width, layers, steps in a round: 70 thousand and 4.3 million parameters.
 SIZES = {"small": (256, 1, 200), "large": (1400, 3, 20)}
 
 
