@@ -3,6 +3,7 @@
 import inspect
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,24 @@ def test_both_examples_learn(tmp_path, monkeypatch, capsys):
         last = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch 8: accuracy")]
         assert float(last[0].split()[-1]) > 0.93, name
         assert set(torch.load("model.pt")) == {"1.weight", "1.bias", "4.weight", "4.bias"}
+
+
+def test_the_pairs_of_examples_train_the_same_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "letters.txt").write_text((ROOT / "README.md").read_text())
+    for name in ("train", "test"):
+        rows = [f"{topic} word{number},{topic}" for number in range(8) for topic in ("World", "Sports", "Business")]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["text,label", *rows]))
+    arguments = {"news_plain": ".", "news": ".", "letters_plain": "letters.txt", "letters": "letters.txt", "fsdp": ""}
+    shapes = {}
+    for name, argument in arguments.items():  # fsdp_plain.py needs torchrun
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", argument])
+        runpy.run_path(str(ROOT / "examples" / "loop" / f"{name}.py"), run_name="__main__")
+        user_exit.close_open()
+        shapes[name] = {key: value.shape for key, value in torch.load("model.pt").items()}
+    assert shapes["news"] == shapes["news_plain"]
+    assert shapes["letters"] == shapes["letters_plain"]
+    assert shapes["fsdp"]["head.weight"] == (10, 64)
 
 
 def changed_lines():

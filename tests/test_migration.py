@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lockstep import LockstepError, Trainer
@@ -12,6 +13,8 @@ from lockstep.cli.application import app
 from lockstep.cli.init import Library, page
 from lockstep.recipes import config_file
 from lockstep.tasks.lm.options import LmOptions
+from lockstep.trainer import user_exit
+from tests import examples_of_loops
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ["device=cpu", "log.writers=[json_lines]", "log.pictures=0", "log.model_summary=false"]
@@ -82,6 +85,33 @@ def test_the_example_of_a_page_trains_with_the_command_of_the_page(call, tmp_pat
     results = train(target, *keys, "train.epochs=1")
     assert results["train/loss"] > 0
     assert ("eval/loss" in results) == any(key.startswith("train.eval") for key in keys)
+
+
+def loop_of(library):
+    """The code of the first diff of a page, as it is after the change."""
+    diff = page(library).partition("```diff\n")[2].partition("```")[0].splitlines()
+    return "\n".join(line[1:] for line in diff if line[0] in "+ ")
+
+
+def test_the_loop_of_a_page_trains(tmp_path, monkeypatch):
+    pages = [library for library in TASKS if library is not Library.TRANSFORMERS]
+    assert len(pages) == 4
+    for library in pages:
+        (tmp_path / library.value).mkdir()
+        monkeypatch.chdir(tmp_path / library.value)
+        torch.manual_seed(0)
+        names = vars(examples_of_loops).copy()
+        names["train"], names["eval_loader"] = examples_of_loops.train_data(library.value)
+        exec(loop_of(library), names)
+        user_exit.close_open()
+        loop, model = names["loop"], names["model"]
+        assert loop.step == 3 * 2, library  # epochs of 128 samples
+        assert all(parameter.isfinite().all() for parameter in model.parameters()), library
+        if library is Library.ACCELERATE:
+            assert 0 <= loop.results["script/accuracy"] <= 1
+        else:
+            assert set(torch.load("model.pt")) == set(examples_of_loops.make_model().state_dict()), library
+        assert loop.results["train/loss"] > 0
 
 
 def keys_of(text):

@@ -268,6 +268,21 @@ def test_rates_that_the_body_sets_count(tmp_path):
     loop.close()
 
 
+def test_a_rate_that_the_body_sets_before_its_micro_batches_counts_in_the_same_step(tmp_path):
+    data = TensorDataset(torch.randn(32, 10), torch.randn(32, 1))
+    model = nn.Linear(10, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = lockstep.Loop(model, optimizer, data, global_batch=8, epochs=1, run_dir=tmp_path, **QUIET)
+    for step in loop:
+        optimizer.param_groups[0]["lr"] = 0.0 if step.number == 2 else 0.1
+        before = copy.deepcopy(loop.model.state_dict())
+        for inputs, targets in step:
+            step.backward((loop.model(inputs) - targets).square().mean())
+        changed = any(not torch.equal(value, before[name]) for name, value in loop.model.state_dict().items())
+        assert changed == (step.number != 2), step.number
+    loop.close()
+
+
 def evaluated():
     from torchmetrics import MeanSquaredError
 

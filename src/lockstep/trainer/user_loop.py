@@ -171,11 +171,15 @@ class Loop:
                 try:
                     asked = next(self._engine)
                     while True:
-                        self._adopt_rates()
                         if not run.model.training:  # the body has evaluated it
                             run.state.forward.train()
                         self._step = step = LoopStep(
-                            run.state, asked, steps_per_epoch=per_epoch, stop=run.stop, updated=self._updated
+                            run.state,
+                            asked,
+                            steps_per_epoch=per_epoch,
+                            stop=run.stop,
+                            begins=self._adopt_rates,
+                            updated=self._updated,
                         )
                         yield step
                         if step.result is None:

@@ -33,6 +33,7 @@ class LoopStep:
         *,
         steps_per_epoch: int,
         stop: int,
+        begins: Callable[[], None],
         updated: Callable[[StepResult], None],
     ) -> None:
         self.number = state.step + 1
@@ -41,7 +42,8 @@ class LoopStep:
         self.is_last = self.number >= stop
         self.result: StepResult | None = None
         """None until the update is done."""
-        self._state, self._count, self._updated = state, len(asked.micro_batches), updated
+        self._state, self._count = state, len(asked.micro_batches)
+        self._begins, self._updated = begins, updated
         self._update = exact_step(state, asked.micro_batches, asked.samples, want_norm=asked.want_norm)
         self._begun = False
         self._current: Any = None  # the micro-batch that has no backward pass yet
@@ -55,6 +57,7 @@ class LoopStep:
             remedy = "iterate once over the micro-batches of a step"
             raise UsageError("its micro-batches were read before", where=f"step {self.number}", remedy=remedy)
         self._begun = True
+        self._begins()
         optimizer = self._state.optimizer
         optimizer.zero_grad(set_to_none=True)  # the script may have made a backward pass of its own before
         hook = optimizer.register_step_pre_hook(self._refuse_update)
