@@ -73,14 +73,15 @@ def begin_with_counts(model: nn.Module, data: TextData, tokens: Sequence[str], s
     weight, back = model.embeddings.weight, model.classifier.weight
     if weight.is_meta:
         return
-    ngrams = None
+    ngrams, config = None, model.config
+    assert isinstance(config, EmbeddingBagConfig)
     if model.ngrams is not None:
-        ngrams = ngram_rows(model.config, tokens, special)
+        ngrams = ngram_rows(config, tokens, special)
         model.ngrams.copy_(torch.from_numpy(ngrams))
     by_class, texts_of_class, by_token = _counts(data, len(weight), len(back), ngrams)
     texts = len(data)
     importance = np.log((1 + texts) / (1 + by_token)) + 1
-    importance[model.config.vocab_size :] *= _NGRAM_IMPORTANCE
+    importance[config.vocab_size :] *= _NGRAM_IMPORTANCE
     odds = _log_share(by_class, texts_of_class)
     if data.labels.ndim > 1:  # each class is a question of its own
         odds -= _log_share(by_token[:, None] - by_class, texts - texts_of_class)
