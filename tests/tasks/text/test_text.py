@@ -6,16 +6,18 @@ import math
 import os
 import subprocess
 import sys
+import zlib
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lockstep import LockstepError, Task, Trainer
 from lockstep.core import task_checks
 from lockstep.core.errors import DataError, UsageError
-from lockstep.tasks.text import hugging_face, log_header
+from lockstep.tasks.text import bag_start, hugging_face, log_header
+from lockstep.tasks.text.embedding_bag import EmbeddingBagConfig
 from lockstep.tasks.text.task import Text
 from tests import runs, text_cases
 from tests.ranks import run_ranks
@@ -376,7 +378,7 @@ def test_without_a_model_a_small_new_one_learns_by_default_and_the_log_says_so(b
     assert results["eval/accuracy"] == 1
     log = (folder / "train.log").read_text()
     rows = hugging_face.load_config(folder / "task").vocab_size
-    size = f"{rows * 100 + 100 * 3 + 3:,}"
+    size = f"{(rows + 2**14) * 16 + 16 * 3 + 3:,}"
     assert f"no task.model: a new embedding_bag of {size} parameters learns from these 18 texts alone" in log
 
 
@@ -401,6 +403,7 @@ def test_a_bag_of_embeddings_is_a_linear_function_of_the_weighted_mean_of_the_to
     logits = model(**batch | {"labels": None}).logits
     for index in range(6):
         ids = torch.from_numpy(data[index].ids).long()
+        ids = torch.cat([ids, *(model.ngrams[token].long() for token in ids)])
         weights = model.importance[ids] / model.importance[ids].sum()
         torch.testing.assert_close(logits[index], model.classifier(weights @ model.embeddings.weight[ids]))
     torch.testing.assert_close(
@@ -410,6 +413,38 @@ def test_a_bag_of_embeddings_is_a_linear_function_of_the_weighted_mean_of_the_to
     nothing = torch.full((1, 3), task.tokenizer.pad_token_id)
     for mask in (None, torch.zeros_like(nothing)):
         assert torch.equal(model(nothing, mask).logits[0], model.classifier.bias)
+
+
+def test_the_ngrams_of_a_token_are_those_of_its_marked_letters():
+    assert bag_start.ngrams_of("film") == ["<fi", "fil", "ilm", "lm>", "<fil", "film", "ilm>", "<film", "film>"]
+    assert bag_start.ngrams_of("##ing") == ["ing", "ng>"]
+    assert bag_start.ngrams_of("aaaa").count("aaa") == 1
+    assert bag_start.ngrams_of("a") == bag_start.ngrams_of("##a") == []
+    assert len(bag_start.ngrams_of("abcdefghijklmn")) == 39  # all have a place
+    config = EmbeddingBagConfig(vocab_size=5, ngram_buckets=7, ngrams_per_token=3, pad_token_id=0)
+    found = bag_start.ngram_rows(config, ["[PAD]", "é", "film", "##ing"], [0])
+    bucket = {ngram: 5 + zlib.crc32(ngram.encode()) % 7 for ngram in ("<fi", "fil", "ilm", "ing", "ng>")}
+    rows = [[0, 0, 0], [0, 0, 0], [bucket["<fi"], bucket["fil"], bucket["ilm"]], [bucket["ing"], bucket["ng>"], 0]]
+    assert found.tolist() == [*rows, [0, 0, 0]]
+
+
+def test_a_bag_without_ngrams_as_runs_from_before_have_it_still_loads(few, tmp_path):
+    task = text_task(few["train"], eval_fraction=0.0, scratch={"sizes": {"ngram_buckets": 0}})
+    model = task.model()
+    assert set(model.state_dict()) == {"embeddings.weight", "importance", "classifier.weight", "classifier.bias"}
+    model.save_pretrained(tmp_path / "old")
+    config = json.loads((tmp_path / "old" / "config.json").read_text())
+    for key in ("ngram_buckets", "ngrams_per_token"):
+        config.pop(key, None)
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    load = transformers.AutoModelForSequenceClassification.from_pretrained
+    data = task.train_data()
+    batch = task.collate([task.prepare(data[index], 0, True) for index in range(6)])
+    assert torch.equal(load(tmp_path / "old")(**batch).logits, model(**batch).logits)
+    weights = load_file(tmp_path / "old" / "model.safetensors")
+    del weights["importance"]  # as models have none that are older still: a plain mean
+    save_file(weights, tmp_path / "old" / "model.safetensors", metadata={"format": "pt"})
+    assert load(tmp_path / "old").importance.eq(1).all()
 
 
 @pytest.mark.parametrize("multi_label", [False, True])
@@ -427,6 +462,13 @@ def test_a_new_bag_begins_as_naive_bayes(tmp_path, monkeypatch, multi_label, wid
     task = text_task(table(tmp_path / "a.csv", rows), multi_label=multi_label, scratch=scratch, eval_fraction=0.0)
     names, tokens = task.labels, task.tokenizer.get_vocab()
     texts = [(set(task.tokenizer.tokenize(text)), label) for text, label in rows]
+    features = dict(tokens)  # and the buckets of n-grams, by the number of their row
+    for bucket in range(2**14):
+        features[bucket] = len(tokens) + bucket
+    texts = [
+        (own | {zlib.crc32(ngram.encode()) % 2**14 for token in own for ngram in bag_start.ngrams_of(token)}, label)
+        for own, label in texts
+    ]
     torch.manual_seed(0)
     model = task.model()
     torch.manual_seed(0)
@@ -435,15 +477,17 @@ def test_a_new_bag_begins_as_naive_bayes(tmp_path, monkeypatch, multi_label, wid
     def share(token, chosen):
         return math.log((sum(token in text for text in chosen) + 0.3) / (len(chosen) + 0.6))
 
-    odds = torch.zeros(len(tokens), len(names))
-    for token, number in tokens.items():
+    odds = torch.zeros(len(features), len(names))
+    importance = torch.zeros(len(features))
+    for token, number in features.items():
         having = sum(token in text for text, _ in texts)
         wanted = 0.0 if token in task.tokenizer.all_special_tokens else math.log(6 / (1 + having)) + 1
-        assert float(model.importance[number]) == pytest.approx(wanted), token
+        importance[number] = wanted if token in tokens else wanted / 2
         if having:
             odds[number] = torch.tensor([share(token, [text for text, own in texts if own == name]) for name in names])
             others = torch.tensor([share(token, [text for text, own in texts if own != name]) for name in names])
             odds[number] -= others if multi_label else odds[number].mean()
+    torch.testing.assert_close(model.importance, importance)
     embeddings = model.embeddings.weight - drawn.embeddings.weight
     found = embeddings @ (model.classifier.weight - drawn.classifier.weight).T
     if width > len(names):
@@ -451,7 +495,7 @@ def test_a_new_bag_begins_as_naive_bayes(tmp_path, monkeypatch, multi_label, wid
         torch.testing.assert_close(found, 3 * trust**2 * odds, rtol=1e-3, atol=1e-7)
     else:  # a space of two dimensions keeps a part of it
         assert torch.nn.functional.cosine_similarity(found.flatten(), odds.flatten(), dim=0) > 0.5
-    unseen = [number for token, number in tokens.items() if not any(token in text for text, _ in texts)]
+    unseen = [number for token, number in features.items() if not any(token in text for text, _ in texts)]
     assert embeddings[unseen].eq(0).all()
 
 

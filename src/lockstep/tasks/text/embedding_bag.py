@@ -1,8 +1,9 @@
 """A bag of embeddings as a Hugging Face model. Without pretrained weights, it learns most from few texts.
 
-The class scores of a text are a linear function of a weighted mean of its tokens' embeddings: fastText without n-grams
-(Joulin et al. 2017, arXiv:1607.01759), with weights that do not train. This file is copied into exported models, so
-that `trust_remote_code=True` loads them without Lockstep. Therefore it imports nothing of the package.
+The class scores of a text are a linear function of a weighted mean of the embeddings of its tokens and of the letter
+n-grams inside them: fastText (Joulin et al. 2017, arXiv:1607.01759; Bojanowski et al. 2017, arXiv:1607.04606), with
+weights that do not train. This file is copied into exported models, so that `trust_remote_code=True` loads them without
+Lockstep. Therefore it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ class EmbeddingBagConfig(PreTrainedConfig):
     """Number of tokens of the tokenizer."""
     hidden_size: int = 100
     """Numbers of an embedding."""
+    ngram_buckets: int = 0
+    """Number of embeddings that the n-grams of the tokens share. 0: no n-grams, as in models from before there were."""
+    ngrams_per_token: int = 40
+    """The largest number of n-grams of a token. All there are of a token of 14 letters."""
     initializer_range: float = 0.01
     """Standard deviation of new embeddings."""
 
@@ -38,11 +43,16 @@ class EmbeddingBagForSequenceClassification(PreTrainedModel):
 
     def __init__(self, config: EmbeddingBagConfig) -> None:
         super().__init__(config)
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        rows = config.vocab_size + config.ngram_buckets
+        self.embeddings = nn.Embedding(rows, config.hidden_size)
         labels: Any = config.num_labels
         self.classifier = nn.Linear(config.hidden_size, labels)
         self.importance: Tensor
-        self.register_buffer("importance", torch.ones(config.vocab_size))
+        self.register_buffer("importance", torch.ones(rows))
+        self.ngrams: Tensor | None
+        # By token, the rows of the embeddings of its n-grams; then that of the padding token, whose importance is 0.
+        shape = config.vocab_size, config.ngrams_per_token
+        self.register_buffer("ngrams", torch.zeros(shape, dtype=torch.int32) if config.ngram_buckets else None)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -51,14 +61,21 @@ class EmbeddingBagForSequenceClassification(PreTrainedModel):
         elif isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5)
             nn.init.zeros_(module.bias)
+        elif module is self:  # a model that was saved before there were weights of tokens has a plain mean
+            nn.init.ones_(self.importance)
+            if self.ngrams is not None:
+                nn.init.zeros_(self.ngrams)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> SequenceClassifierOutput:
-        weights = self.importance[input_ids]
+        rows = input_ids.unsqueeze(-1)  # (texts, tokens, embeddings of a token)
+        if self.ngrams is not None:
+            rows = torch.cat([rows, self.ngrams[input_ids]], dim=-1)
+        weights = self.importance[rows]
         if attention_mask is not None:
-            weights = weights * attention_mask.to(weights)
-        total = weights.sum(dim=1, keepdim=True)
+            weights = weights * attention_mask.to(weights).unsqueeze(-1)
+        total = weights.sum(dim=(1, 2), keepdim=True)
         shares = weights / torch.where(total > 0, total, 1)
-        mean = (self.embeddings(input_ids) * shares.unsqueeze(-1)).sum(dim=1)
+        mean = (shares.flatten(1).unsqueeze(1) @ self.embeddings(rows.flatten(1))).squeeze(1)
         return SequenceClassifierOutput(logits=self.classifier(mean))
 
 

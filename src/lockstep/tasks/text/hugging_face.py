@@ -113,8 +113,10 @@ def load_config(name: str | Path) -> Any:
     return hugging_face.load(_transformers().AutoConfig.from_pretrained, "config", name)
 
 
-def new_config(options: TextOptions, tokenizer: Any) -> Any:
+def new_config(options: TextOptions, tokenizer: Any, *, classes: int) -> Any:
     """The config of a new model for texts of `max_length` tokens, as `options.scratch` describes it.
+
+    An embedding of a bag has as many numbers as there are classes, but 16 to 100: more change no class score.
 
     Raises:
         UsageError: the architecture or a key is unknown. The error lists all that are known.
@@ -135,6 +137,7 @@ def new_config(options: TextOptions, tokenizer: Any) -> Any:
             from lockstep.tasks.text import embedding_bag
 
             values["auto_map"] = dict(embedding_bag.AUTO_MAP)
+            values |= {"hidden_size": min(max(classes, 16), 100), "ngram_buckets": 2**14}
         return values
 
     is_bag = options.scratch.architecture == EMBEDDING_BAG

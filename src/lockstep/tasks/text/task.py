@@ -158,7 +158,7 @@ class Text(Task):
             config = hugging_face.load_config(options.model)
             labels = hugging_face.check_labels(config, labels, name=options.model, new_head=options.new_head)
         else:
-            config = hugging_face.new_config(options, self.tokenizer)
+            config = hugging_face.new_config(options, self.tokenizer, classes=len(labels))
         hugging_face.set_labels(
             config, labels, multi_label=options.multi_label, pad_token_id=self.tokenizer.pad_token_id
         )
@@ -169,7 +169,9 @@ class Text(Task):
         if self.options.model is None and self.config.model_type == EMBEDDING_BAG and not self._trained:
             from lockstep.tasks.text.bag_start import begin_with_counts
 
-            begin_with_counts(model, self.train_data(), self.tokenizer.all_special_ids)
+            tokenizer = self.tokenizer
+            tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+            begin_with_counts(model, self.train_data(), tokens, tokenizer.all_special_ids)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         return model
 
