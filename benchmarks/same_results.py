@@ -6,7 +6,7 @@ BEFORE and AFTER are folders with `src/lockstep`, such as worktrees of two commi
 `same_results_cases.py` is trained by both, with the same Python. Compared are:
 
 - all checkpoints that are left: their files byte for byte, and where these differ, the tensors bit for bit; manifests
-  without `saved_at`, `trained_s`, the digest of the config, and the checksum of the manifest itself
+  without `saved_at`, `trained_s`, the id of the run, the digest of the config, and the checksum of the manifest itself
 - metrics.jsonl: all entries with all names, and all values but those that a clock or the process's memory gives
   (`CLOCKED`)
 - config.yaml, without keys that AFTER has added
@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 CLOCKED = re.compile(r"time_s$|_per_s$|/wait_share$|^time/|^health/|^memory/(?!(parameters|gradients|optimizer)_mb$)")
 """Names of the log whose values are times, speeds or measured memory."""
-_NOT_IN_MANIFEST = ("saved_at", "trained_s", "config")  # config.yaml is compared itself
+_NOT_IN_MANIFEST = ("saved_at", "trained_s", "config", "run")  # config.yaml is compared itself
 
 
 # ---- comparing
