@@ -81,7 +81,7 @@ def train_plainly(case: Case, restart: int = 0) -> Result:
     optimizer, averages = optimizer_of(case, model), Averages(model, case.ema)
     result, window = Result(), Window()
     for step in range(case.stop):
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.named_parameters(remove_duplicate=False):  # each name of a tied weight counts
             if fnmatch(name, case.unfreeze) and (case.unfreeze_step or case.unfreeze_epoch):
                 parameter.requires_grad_(
                     step >= max(case.unfreeze_step, math.ceil(case.unfreeze_epoch * case.steps_per_epoch))

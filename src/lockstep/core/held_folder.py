@@ -35,6 +35,16 @@ class HeldFolder:
             os.close(self._handle)
             self._handle = None
 
+    def anchored(self, path: Path) -> Path:
+        """A path to the same file below the held folder, even if another folder takes its place in between.
+
+        It is `path` itself if the system has no paths by descriptor.
+        """
+        anchor = Path(f"/proc/self/fd/{self._handle}")
+        if self._handle is None or not anchor.exists():
+            return path
+        return anchor / path.relative_to(self.path)
+
     def check(self) -> None:
         """Check that `path` still leads to the folder that is held.
 

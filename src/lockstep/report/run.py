@@ -149,7 +149,8 @@ def read(folder: Path) -> Run:
     run.checkpoints = [one for one in manifest.listed(folder / "checkpoints") if _is_whole(one)]
     problems += [f"checkpoints/{complaint}" for complaint in manifest.unreadable(folder / "checkpoints")]
     reports = sorted(path for path in folder.glob("hang-*.txt") if path.is_file())
-    run.hangs = [(path.name, _text(path).strip()[:_HANG]) for path in reports][-_HANGS:]
+    # A rank that is killed leaves an empty file.
+    run.hangs = [(path.name, text[:_HANG]) for path in reports if (text := _text(path).strip())][-_HANGS:]
     run.model = _text(folder / "model.txt")
     run.is_running = locks.is_held(folder / ".lock")
     return run

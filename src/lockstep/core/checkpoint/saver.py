@@ -203,7 +203,7 @@ class Saver:
         index: files.Index = {}
         try:
             self.check_place()
-            staged = store.staging(self.folder, step)
+            staged = store.staging(self._anchored, step)
             staged.mkdir(parents=True, exist_ok=True)
             fail_at("before-share", step)
             name = files.share_name(self.world.rank)
@@ -220,7 +220,7 @@ class Saver:
         """Runs on rank 0."""
         try:
             self.check_place()
-            if store.add_metrics(self.folder, step, metrics, **more):
+            if store.add_metrics(self._anchored, step, metrics, **more):
                 self._prune(step)
         except (OSError, TrainingError) as error:  # `finish` and the next save check the place again
             self.tell(f"warning: the checkpoint of step {step} stays without the metrics of its evaluation: {error}")
@@ -234,6 +234,11 @@ class Saver:
             lost = lost or error
         return lost
 
+    @property
+    def _anchored(self) -> Path:
+        """The folder of the checkpoints in the run directory that is held. Nothing is written or deleted elsewhere."""
+        return self.folder if self.held is None else self.held.anchored(self.folder)
+
     def check_place(self) -> None:
         """Check that the run directory is the folder that it was.
 
@@ -245,7 +250,7 @@ class Saver:
 
     def _prune(self, step: int) -> None:
         try:
-            store.prune(self.folder, self.retention, newest=step)
+            store.prune(self._anchored, self.retention, newest=step)
         except OSError as error:
             self.tell(f"warning: old checkpoints could not be deleted: {error}")
 
@@ -259,7 +264,7 @@ class Saver:
         """Complete the checkpoint on rank 0, after all ranks have written. Returns what went wrong; None if nothing."""
         for rank, share in enumerate(shares):
             if "not_finite" in share:
-                shutil.rmtree(store.staging(self.folder, step), ignore_errors=True)
+                shutil.rmtree(store.staging(self._anchored, step), ignore_errors=True)
                 refusal = finite.refusal(share["not_finite"], rank, step, self._newest())
                 if self.in_background:  # the training gets the error only when it waits for this checkpoint
                     self.tell(f"error: {refusal}")
@@ -271,14 +276,14 @@ class Saver:
             if fault is None:
                 manifest["files"] = {name: about for share in shares for name, about in share["files"].items()}
                 index = files.merge(share["index"] for share in shares)
-                store.commit(self.folder, step, manifest, index=index, values=values)
+                store.commit(self._anchored, step, manifest, index=index, values=values)
         except (OSError, RuntimeError) as error:
             fault = f"rank 0: {error}"
         if fault is None:
             self._prune(step)
             return None
         free = shutil.disk_usage(self.folder).free // 2**20 if self.folder.is_dir() else 0
-        shutil.rmtree(store.staging(self.folder, step), ignore_errors=True)
+        shutil.rmtree(store.staging(self._anchored, step), ignore_errors=True)
         fault = f"the checkpoint of step {step} could not be written with {free} MiB free: {fault}"
         self.tell(f"warning: {fault}; training goes on, and what was saved before stays")
         return fault

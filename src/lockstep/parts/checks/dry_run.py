@@ -102,8 +102,10 @@ def look_at_losses(
     (whole,) = read(loader, [indices])
     remarks = same_samples.check_batch(whole, loader, what="training", where=_TRAINING_DATA, world=world)
     run = partial(_losses, forward, precision=precision, must_run=must_run)
-    by_label = unlike_order(whole.collated, whole.samples) if whole.samples > 1 else range(len(indices))
-    for order in ([whole.indices[place] for place in by_label], indices):
+    orders = [indices]
+    if whole.samples > 1:  # with on_error=skip, fewer may be readable
+        orders.insert(0, [whole.indices[place] for place in unlike_order(whole.collated, whole.samples)])
+    for order in orders:
         parts = [whole, *read(loader, _halves(order))]
         losses, near = run(parts)
         # Labels may be missing in a whole half. All ranks make equally many passes, as they gather shards together.
