@@ -74,7 +74,7 @@ class Exit:
             self.world.close()
 
     def fail(self, error: BaseException) -> BaseException:
-        """Release all after an error, of which other ranks and the launcher learn. Returns the error that says most."""
+        """Release all after an error, and report it to other ranks and the launcher. Returns the clearest error."""
         if self not in _open:
             return error
         _open.remove(self)
@@ -93,7 +93,7 @@ def close_open() -> None:
 
 
 def fail_open(error: BaseException) -> BaseException:
-    """Release what loops of this process hold, after an error of the script. Returns the error that says most."""
+    """Release what loops of this process hold, after an error of the script. Returns the clearest error."""
     for one in list(_open):
         error = one.fail(error)
     return error

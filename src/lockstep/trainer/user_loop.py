@@ -149,7 +149,7 @@ class Loop:
         self._kept.restore_rates()
         if scheduler is None and any("initial_lr" in group for group in optimizer.param_groups):
             self._run.tell(
-                "warning: this optimizer has a scheduler that the Loop does not save: after a restart it begins anew. "
+                "warning: this optimizer has a scheduler that the Loop does not save: after a restart it begins again. "
                 "Give it as Loop(scheduler=...), or keep scheduler.state_dict() in loop.state"
             )
         self._id = str(self._run.world.broadcast(uuid.uuid4().hex))
@@ -286,7 +286,7 @@ class Loop:
         """Evaluate the model: each sample of `data` counts once, on any number of ranks. All ranks call it.
 
         Args:
-            data: a map-style data set, or a DataLoader, of which the data set and `collate_fn` are used.
+            data: a map-style data set, or a DataLoader: its data set and its `collate_fn` are used.
             metrics: a torchmetrics metric, a collection, or a dict of metrics.
             predict: from the inputs of a batch to the model's output. None: `loop.model`. Metrics are updated with
                 (output, target) of batches that are pairs (inputs, target). For other batches it gets the whole batch,

@@ -59,7 +59,7 @@ class LoopStep:
         self._begun = True
         self._begins()
         optimizer = self._state.optimizer
-        optimizer.zero_grad(set_to_none=True)  # the script may have made a backward pass of its own before
+        optimizer.zero_grad(set_to_none=True)  # the script may have made its own backward pass before
         hook = optimizer.register_step_pre_hook(self._refuse_update)
         try:
             try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Trial(ABC):
-    """A short run of a script in a folder of its own. It ends the process when the first `Loop` has ended."""
+    """A short run of a script in its own folder. It ends the process when the first `Loop` has ended."""
 
     folder: Path
     """Takes the place of the run directory, and gets the files that `Loop.save` writes."""
