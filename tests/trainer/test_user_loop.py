@@ -535,3 +535,12 @@ def own_group():
 
 def test_a_script_with_its_own_process_group_is_an_error():
     run_ranks(2, own_group)
+
+
+def test_keys_that_need_the_loss_or_the_rate_of_a_task_are_refused(tmp_path):
+    cases = {"watch.every": 5, "parallel.tensor": 2, "schedule.name": "cosine", "schedule.warmup_steps": 3}
+    for key, value in cases.items():
+        with pytest.raises(UsageError, match="a Loop cannot use this key") as caught:
+            loop_of(own_tasks.Masked(), tmp_path, config={key: value})
+        assert key.partition(".")[0] in str(caught.value), key
+        assert not any(tmp_path.iterdir()), key

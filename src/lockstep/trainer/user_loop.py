@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.core import caller, evaluate, loop, run_data
+from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel import signals
 from lockstep.core.parallel.buffers import restored_state
@@ -124,6 +125,7 @@ class Loop:
         if parsed.train.epochs is None and parsed.train.steps is None:
             remedy = "give epochs=3, or steps=1000"
             raise UsageError("the length of the training is not given", where="Loop(...)", remedy=remedy)
+        _check_keys(parsed)
         self._task = LoopTask(model, optimizer, loader.data, collate=collate or loader.collate, units=units)
         if trial is not None:
             trial.prepare(self._task)
@@ -363,6 +365,22 @@ def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
         raise UsageError("a ReduceLROnPlateau needs a value, which the loop does not have", where=where, remedy=remedy)
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise UsageError("it belongs to another optimizer", where=where, remedy="make it of the optimizer of the Loop")
+
+
+def _check_keys(config: RunConfig) -> None:
+    """Check that no key asks for what needs the loss of a task, or the learning rate of the config.
+
+    Raises:
+        UsageError: names the key.
+    """
+    refused = {
+        "watch.every": (bool(config.watch.every), "the watch computes the loss again: write a Task for it"),
+        "parallel.tensor": (config.parallel.tensor > 1, "write a Task to cut layers over ranks"),
+        "schedule": (config.schedule != type(config.schedule)(), "give a scheduler of torch: Loop(scheduler=...)"),
+    }
+    for key, (is_set, remedy) in refused.items():
+        if is_set:
+            raise UsageError("a Loop cannot use this key", where=f"Loop(config=...), {key}", remedy=remedy)
 
 
 @final
