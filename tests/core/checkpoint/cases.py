@@ -1,5 +1,7 @@
 """Checkpoints for tests: made by hand in this process, and what runs on ranks."""
 
+import shutil
+import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -10,6 +12,7 @@ from lockstep.core import resume
 from lockstep.core.checkpoint import files, store
 from lockstep.core.checkpoint.retention import CheckpointConfig
 from lockstep.core.checkpoint.saver import Saver
+from lockstep.core.held_folder import HeldFolder
 from lockstep.core.parallel import faults
 from lockstep.core.parallel.sharded_tensor import LocalShard
 from lockstep.core.parallel.world import World, join_world
@@ -139,3 +142,16 @@ def evaluate_while_pruned(run_dir, settings, place, more=0):
     with patch.object(resume, "load_trained_weights", load_while_pruned):
         loss = Trainer(settings, run_dir=Path(run_dir), quiet=True).evaluate(own_tasks.Classes())["loss"]
     return loss, deleted
+
+
+def delete_when_finished(folder, slow):
+    """Finish a saver on two ranks. The rank that is not slow deletes the folder at once."""
+    with join_world("cpu", 60) as world, HeldFolder(folder) as held:
+        check = held.check
+        if world.rank == slow:
+            held.check = lambda: (time.sleep(0.3), check())
+        saver = Saver(folder / "checkpoints", world, CheckpointConfig(), tell=print, held=held)
+        saver.finish()
+        if world.rank != slow:
+            shutil.rmtree(folder)
+        return "finished"

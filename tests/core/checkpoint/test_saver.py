@@ -558,3 +558,11 @@ def test_ranks_agree_on_the_newest_whichever_file_is_damaged(on_two, tmp_path):
     assert first[3:5] == [(3, []), (None, [])]
     assert "no valid checkpoint is left" in first[5]
     assert "step-00000003: __1_0.distcp cannot be read" in first[5]
+
+
+def test_a_rank_may_delete_the_folder_as_soon_as_the_training_has_ended(tmp_path):
+    for slow in (0, 1):
+        folder = tmp_path / str(slow)
+        folder.mkdir()
+        assert run_ranks(2, cases.delete_when_finished, folder, slow) == ["finished", "finished"]
+        assert not folder.exists()

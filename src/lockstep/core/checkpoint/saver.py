@@ -127,7 +127,7 @@ class Saver:
             TrainingError: see `wait`.
         """
         self.wait()
-        self.check_place()
+        self._check_place_on_all()
         if self.failures:
             newest = f"the newest is of step {self.saved}" if self.saved is not None else "this process wrote none"
             raise CheckpointError(
@@ -247,6 +247,18 @@ class Saver:
         """
         if self.held is not None:
             self.held.check()
+
+    def _check_place_on_all(self) -> None:
+        """Check the run directory on all ranks before any of them leaves the training and may delete it."""
+        fault: TrainingError | None = None
+        try:
+            self.check_place()
+        except TrainingError as error:
+            fault = error
+        faults = self.world.gather(fault)
+        first = self.world.broadcast(next(filter(None, faults), None) if faults is not None else None)
+        if fault or first:
+            raise fault or first
 
     def _prune(self, step: int) -> None:
         try:
