@@ -2,6 +2,7 @@
 # what it needs; the other targets add the rest. pip compiles nothing: Python compiles the modules that are imported.
 PYTHON ?= python3
 BIN := .venv/bin
+PACKAGES := recipes lab audit
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 DEMO_READY := .venv/.demo-ready
 READY := .venv/.ready
@@ -33,7 +34,7 @@ test-gpu: $(READY)
 # The hosts of `launch ssh` need sshd. The models of Kubernetes (50 MB) are installed over the environment, not into it.
 test-cluster: $(READY)
 	test -x $(MODELS)/bin/python || $(BIN)/python -m venv $(MODELS)
-	$(BIN)/python -c 'import site; print(*site.getsitepackages(), "$(CURDIR)/src", "$(CURDIR)/packages/audit/src", sep="\n")' \
+	$(BIN)/python -c 'import glob, site; print(*site.getsitepackages(), *glob.glob("$(CURDIR)/packages/*/src"), "$(CURDIR)/src", sep="\n")' \
 	    > $$(echo $(MODELS)/lib/python*/site-packages)/under.pth
 	$(MODELS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cluster-test]'
 	$(MODELS)/bin/python -m pytest -m cluster --ignore tests/launch/cluster/test_slurm_jobs.py tests/launch/cluster
@@ -46,7 +47,7 @@ test-slurm: $(READY)
 # an older pillow than the constraints have.
 test-trackers: $(READY)
 	test -x $(OVER)/bin/python || $(BIN)/python -m venv $(OVER)
-	$(BIN)/python -c 'import site; print(*site.getsitepackages(), "$(CURDIR)/src", "$(CURDIR)/packages/audit/src", sep="\n")' \
+	$(BIN)/python -c 'import glob, site; print(*site.getsitepackages(), *glob.glob("$(CURDIR)/packages/*/src"), "$(CURDIR)/src", sep="\n")' \
 	    > $$(echo $(OVER)/lib/python*/site-packages)/under.pth
 	$(OVER)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[wandb,mlflow,trackio]'
 	$(OVER)/bin/python -m pytest -m "" tests/parts/test_trackers.py
@@ -75,7 +76,7 @@ bench: $(READY)
 # that of make. PEERS_OPTIONS="--tiny --rounds 1" shows in minutes that all of it runs.
 bench-peers: $(READY)
 	test -x $(PEERS)/bin/python || $(BIN)/python -m venv $(PEERS)
-	$(BIN)/python -c 'import site; print(*site.getsitepackages(), "$(CURDIR)/src", "$(CURDIR)/packages/audit/src", sep="\n")' \
+	$(BIN)/python -c 'import glob, site; print(*site.getsitepackages(), *glob.glob("$(CURDIR)/packages/*/src"), "$(CURDIR)/src", sep="\n")' \
 	    > $$(echo $(PEERS)/lib/python*/site-packages)/under.pth
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -r benchmarks/peers.txt
 	$(PEERS)/bin/python benchmarks/peers.py $(PEERS_OPTIONS)
@@ -83,10 +84,10 @@ bench-peers: $(READY)
 clean:
 	rm -rf .venv runs build src/*.egg-info packages/*/src/*.egg-info packages/*/build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(DEMO_READY): pyproject.toml packages/audit/pyproject.toml constraints.txt
+$(DEMO_READY): pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml) constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit(sys.version.split()[0] + " is too old: make PYTHON=python3.11, or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) -e . -e packages/audit
+	$(INSTALL) -e . $(PACKAGES:%=-e packages/%)
 	@touch $@
 
 $(READY): $(DEMO_READY)

@@ -59,7 +59,7 @@ def train(data: Path, epochs: int, seed: int, keep: Path | None) -> None:
 
 def fit(data: Path, epochs: int, seed: int) -> dict[str, float]:
     """Train by the recipe in this process, without moving average."""
-    from lockstep.recipes.config_file import load
+    from lockstep.configs.config_file import load
     from lockstep.trainer.trainer import Trainer
 
     own = [f"train.epochs={epochs}", f"train.eval_every_epochs={epochs}", "train.ema_decay=null", "data.workers=0"]
@@ -74,9 +74,9 @@ def plain(data: Path, epochs: int, seed: int) -> dict[str, float]:
     """The same model and the same number of samples in a loop of plain PyTorch."""
     import torch
 
+    from lockstep.configs.config_file import load
+    from lockstep.configs.registry import build_task
     from lockstep.core.data.loader import map_tensors
-    from lockstep.recipes.config_file import load
-    from lockstep.recipes.registry import build_task
 
     torch.manual_seed(seed)
     config = load("detection", [f"data.train={data}", *OPTIONS])
@@ -154,7 +154,7 @@ def gather_on_rank() -> None:
 
     from lockstep.core import metric_sync
     from lockstep.core.parallel.world import join_world
-    from lockstep.tasks.vision.detection.coco_map import CocoMap
+    from lockstep_recipes.tasks.vision.detection.coco_map import CocoMap
 
     class GatheredOnly(CocoMap):
         """pycocotools is not called: what is measured is the gathering."""

@@ -229,8 +229,8 @@ class Ours:
     """The same through Lockstep's own objects and loop, with a log in two files."""
 
     def __init__(self, task, world, options, folder):
+        from lockstep.configs import config_file
         from lockstep.core import build, loop
-        from lockstep.recipes import config_file
         from lockstep.trainer import logs
 
         config = {

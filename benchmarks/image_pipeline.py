@@ -44,10 +44,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lockstep.core.data.loader import Loader, MicroBatches
 from lockstep.core.data.order import MicroBatchPlan
-from lockstep.tasks.vision.pictures.augment import AugmentOptions, eval_picture, train_picture
-from lockstep.tasks.vision.pictures.decode import decode
-from lockstep.tasks.vision.pictures.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
-from lockstep.tasks.vision.pictures.picture import Picture, stack_images
+from lockstep_recipes.tasks.vision.pictures.augment import AugmentOptions, eval_picture, train_picture
+from lockstep_recipes.tasks.vision.pictures.decode import decode
+from lockstep_recipes.tasks.vision.pictures.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
+from lockstep_recipes.tasks.vision.pictures.picture import Picture, stack_images
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {"A": 224, "B": 128, "C": 224}
@@ -274,7 +274,7 @@ def with_workers(files: Files, options: argparse.Namespace) -> None:
 def operations(files: Files, options: argparse.Namespace) -> None:
     from PIL import ImageEnhance, ImageOps
 
-    from lockstep.tasks.vision.pictures import color, geometry
+    from lockstep_recipes.tasks.vision.pictures import color, geometry
 
     pictures = [
         eval_picture(Picture.from_pixels(decode(data)), 224, resize=256) for data in files.pictures[: options.batch]

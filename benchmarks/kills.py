@@ -26,8 +26,8 @@ import torch
 
 from lockstep.core import loop
 from lockstep.core.checkpoint import files, store
-from lockstep.tasks.vision.classification.options import ClassificationOptions
-from lockstep.tasks.vision.classification.task import Classification
+from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
+from lockstep_recipes.tasks.vision.classification.task import Classification
 
 STAGES = [
     "staged",

@@ -40,8 +40,8 @@ HELD = 256  # paragraphs
 
 
 def make_task(options, packed=True):
-    from lockstep.tasks.lm.options import LmOptions
-    from lockstep.tasks.lm.task import LanguageModel
+    from lockstep_recipes.tasks.lm.options import LmOptions
+    from lockstep_recipes.tasks.lm.task import LanguageModel
 
     lm = LmOptions(
         config={"model_type": "llama", "num_key_value_heads": 2, "tie_word_embeddings": True, **SIZES},

@@ -113,8 +113,8 @@ def kept(texts: str, options: dict[str, Any], tensor: int) -> tuple[int, int]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from lockstep.core.parallel.sharded_tensor import local
-    from lockstep.tasks.lm.options import LmOptions
-    from lockstep.tasks.lm.task import LanguageModel
+    from lockstep_recipes.tasks.lm.options import LmOptions
+    from lockstep_recipes.tasks.lm.task import LanguageModel
     from tests import runs
 
     found: list[tuple[int, int]] = []
@@ -224,7 +224,7 @@ class Parts(Chunks):
 
 def llama() -> None:
     """What tensor parallelism leaves whole."""
-    from lockstep.plan.facts import facts_of
+    from lockstep_lab.plan.facts import facts_of
 
     print("GB of one text in bf16, at the largest moment of the passes, and kept for the backward pass\n")
     print("| loss | recomputed | tensor | largest | kept | of kept, whole on each GPU |\n|---|---|---:|---:|---:|---:|")

@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from lockstep.verify.result import CheckResult
+from lockstep_lab.verify.result import CheckResult
 from tests.verify import mutants
 from tests.verify.mutants import MUTANTS, SURVIVORS, Mutant, Outcome
 
@@ -89,7 +89,7 @@ def verify_bases(
 
 def ordered(check: str, all_checks: bool) -> list[str]:
     """The names of the checks to make: first the check that must find the fault."""
-    from lockstep.verify.checks import CHECKS
+    from lockstep_lab.verify.checks import CHECKS
 
     return [check, *(name for name in CHECKS if name != check)] if all_checks else [check]
 

@@ -35,8 +35,8 @@ MEMORY = (4096, 4, 6)  # 50 million parameters: 0.8 GiB with gradients and AdamW
 def data(hidden, layers, steps, kind="map"):
     from torch.utils.data import Dataset
 
-    from lockstep.tasks.toy.options import ToyOptions
-    from lockstep.tasks.toy.task import Toy
+    from lockstep_recipes.tasks.toy.options import ToyOptions
+    from lockstep_recipes.tasks.toy.task import Toy
 
     class MapStyle(Dataset):
         def __init__(self, tensors):

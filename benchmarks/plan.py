@@ -307,7 +307,7 @@ def root_bytes(prepared, shards: int, case: Case) -> int:
 
 def facts_of_case(model: str, case: Case):
     """The facts that the estimate of a case needs."""
-    from lockstep.plan.facts import facts_of
+    from lockstep_lab.plan.facts import facts_of
 
     config = config_of(model, 1, dataclasses.replace(case, strategy="single"))
     recompute = tuple({False, case.recompute})
@@ -315,8 +315,8 @@ def facts_of_case(model: str, case: Case):
 
 
 def estimated(model: str, ranks: int, case: Case) -> dict[str, float]:
-    from lockstep.plan.estimate import estimate, pass_of
-    from lockstep.plan.inputs import Setting, World
+    from lockstep_lab.plan.estimate import estimate, pass_of
+    from lockstep_lab.plan.inputs import Setting, World
 
     facts = facts_of_case(model, case)
     kind = "single" if ranks == 1 else "hybrid" if case.shard_ranks else case.strategy
@@ -388,9 +388,9 @@ class Llama7B(Task):
 
 def large() -> None:
     begun = time.time()
-    from lockstep.plan import inputs, show
-    from lockstep.plan.facts import facts_of
-    from lockstep.plan.search import search
+    from lockstep_lab.plan import inputs, show
+    from lockstep_lab.plan.facts import facts_of
+    from lockstep_lab.plan.search import search
 
     torch.set_num_threads(2)
     config = RunConfig.model_validate({"name": "llama-7b", "batch": {"global": 1024}, "train": {"epochs": 1}})

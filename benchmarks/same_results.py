@@ -14,7 +14,7 @@ BEFORE and AFTER are folders with `src/lockstep`, such as worktrees of two commi
 - with --messages, also train.log without its numbers
 
 Where BEFORE's run is `crossed`, AFTER goes on from its checkpoint. Cases are trained by ranks that stay, through names
-of the package `lockstep` itself, `lockstep.verify.workers`, and commands. The exit code is 1 if a case differs.
+of the package `lockstep` itself, `lockstep_lab.verify.workers`, and commands. The exit code is 1 if a case differs.
 """
 
 from __future__ import annotations

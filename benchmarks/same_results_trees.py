@@ -55,7 +55,7 @@ def serve() -> None:
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import lockstep
-    from lockstep.verify.workers import Workers
+    from lockstep_lab.verify.workers import Workers
 
     workers = Workers(Path(sys.argv[1]))
     print(json.dumps(lockstep.__file__), file=channel, flush=True)

@@ -116,7 +116,7 @@ def plain(data: Path, options: list[str]) -> None:
     from torch.nn import functional
     from torch.nn.parallel import DistributedDataParallel
 
-    from lockstep.recipes import config_file, registry
+    from lockstep.configs import config_file, registry
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""How fast lockstep.Shards reads, beside a reader by hand of the same files, and WebDataset where it is installed.
+"""How fast Shards reads, compared with a reader by hand of the same files, and with WebDataset if it is installed.
 
     python benchmarks/shards.py [--samples 20000] [--rounds 5]
 
@@ -22,8 +22,8 @@ import numpy as np
 import pyarrow.parquet as pq
 from harness import header, ratios, row, spread, take_turns
 
-import lockstep
-from lockstep.shards.write import write
+import lockstep_recipes
+from lockstep_recipes.shards.write import write
 
 
 def texts(count):
@@ -126,7 +126,7 @@ def measured(run, count):
 
 def case(name, samples, kind, reader, folder, rounds):
     def shards():
-        data = lockstep.Shards(folder)  # anew, with an empty memory
+        data = lockstep_recipes.Shards(folder)  # anew, with an empty memory
         for index in order:
             data[index]
 
@@ -139,12 +139,12 @@ def case(name, samples, kind, reader, folder, rounds):
         order = []
         if (other := of_mds(folder, samples, order)) is None:
             return
-        order[:] = lockstep.Shards(folder).order(np.arange(len(samples)), seed=0, epoch=0).tolist()
+        order[:] = lockstep_recipes.Shards(folder).order(np.arange(len(samples)), seed=0, epoch=0).tolist()
         runs["MosaicML Streaming"] = other
     else:
         write(samples, str(folder), kind=kind, shard_bytes=16_000_000)
         paths = sorted(folder.glob(f"*.{kind}"))
-        order = lockstep.Shards(folder).order(np.arange(len(samples)), seed=0, epoch=0).tolist()
+        order = lockstep_recipes.Shards(folder).order(np.arange(len(samples)), seed=0, epoch=0).tolist()
         read, runs["by hand"] = reader(paths), by_hand
         if kind == "tar" and (other := of_webdataset(paths)):
             runs["WebDataset"] = other

@@ -42,8 +42,8 @@ LR = 1e-4
 
 
 def make_task(options):
-    from lockstep.tasks.text.options import ScratchOptions, TextOptions
-    from lockstep.tasks.text.task import Text
+    from lockstep_recipes.tasks.text.options import ScratchOptions, TextOptions
+    from lockstep_recipes.tasks.text.task import Text
 
     text_options = TextOptions(
         eval_fraction=0.0,

@@ -127,7 +127,7 @@ def tfidf(train, test):
 
 def lockstep(train, test, overrides, folder):
     from lockstep import Trainer
-    from lockstep.recipes import config_file
+    from lockstep.configs import config_file
 
     for name, rows in (("train", train), ("test", test)):
         with Path(folder, f"{name}.csv").open("w", newline="") as file:

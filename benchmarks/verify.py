@@ -36,12 +36,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from lockstep.configs import config_file  # noqa: E402
 from lockstep.core.errors import LockstepError  # noqa: E402
 from lockstep.core.task import Task  # noqa: E402
-from lockstep.recipes import config_file  # noqa: E402
-from lockstep.verify import command  # noqa: E402
-from lockstep.verify.result import CheckResult  # noqa: E402
-from lockstep.verify.workers import Workers  # noqa: E402
+from lockstep_lab.verify import command  # noqa: E402
+from lockstep_lab.verify.result import CheckResult  # noqa: E402
+from lockstep_lab.verify.workers import Workers  # noqa: E402
 
 COMMON = ["optim.lr=0.01", "batch.global=40"]
 CLEAN: dict[str, list[str]] = {

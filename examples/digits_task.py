@@ -6,7 +6,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Task
-from lockstep.recipes.digits import Digits as DigitImages
+from lockstep_recipes.recipes.digits import Digits as DigitImages
 
 
 class Digits(Task):

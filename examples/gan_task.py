@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from lockstep import AlternatingTask, Player
-from lockstep.recipes.digits import Digits
+from lockstep_recipes.recipes.digits import Digits
 
 NOISE = 16
 

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.recipes.digits import Digits as Images
+from lockstep_recipes.recipes.digits import Digits as Images
 
 
 class Lion(torch.optim.Optimizer):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from lockstep.recipes.digits import Digits
+from lockstep_recipes.recipes.digits import Digits
 
 EPOCHS, GLOBAL_BATCH, ACCUMULATE = 5, 32, 2
 

@@ -10,7 +10,7 @@ from torch.nn.functional import kl_div, normalize
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Metrics, Task
-from lockstep.recipes.digits import Digits
+from lockstep_recipes.recipes.digits import Digits
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 CAPTIONS = torch.tensor([list(f"the digit {word}".ljust(16).encode()) for word in WORDS])

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from lockstep import Trainer
-from lockstep.tasks.vision.detection.options import DetectionOptions
-from lockstep.tasks.vision.detection.task import Detection
+from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
+from lockstep_recipes.tasks.vision.detection.task import Detection
 from tests import runs
 from tests.image_cases import killed_at
 

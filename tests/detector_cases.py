@@ -4,9 +4,9 @@ import torch
 from torch.utils.data import Dataset
 
 from lockstep import Task
-from lockstep.tasks.vision.detection.model_choice import models_for
-from lockstep.tasks.vision.detection.models import Targets
-from lockstep.tasks.vision.detection.options import DetectionOptions
+from lockstep_recipes.tasks.vision.detection.model_choice import models_for
+from lockstep_recipes.tasks.vision.detection.models import Targets
+from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
 
 SIZE = 64
 CLASSES = ["circle", "square", "star"]
@@ -137,7 +137,7 @@ class Detectors(Task):
         self.length = length
 
     def model(self):
-        from lockstep.tasks.vision.batch_norm import exchange_batch_norm
+        from lockstep_recipes.tasks.vision.batch_norm import exchange_batch_norm
 
         model, _ = self.models.make(CLASSES, size=SIZE, trained=False)
         return exchange_batch_norm(model, "group").double()

@@ -10,8 +10,8 @@ import torch
 
 from lockstep import Trainer
 from lockstep.core import loop
-from lockstep.tasks.vision.classification.options import ClassificationOptions
-from lockstep.tasks.vision.classification.task import Classification
+from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
+from lockstep_recipes.tasks.vision.classification.task import Classification
 from tests import runs
 
 CLASSES = ("blue", "green", "red")

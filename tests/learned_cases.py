@@ -56,9 +56,9 @@ def files_below(folder):
 
 def learned(recipe, overrides, folder):
     """What a task has learned, by name. The run keeps it in `folder`."""
+    from lockstep.configs import config_file
+    from lockstep.configs.registry import build_task
     from lockstep.core.data.fingerprint import digest_of, digests
-    from lockstep.recipes import config_file
-    from lockstep.recipes.registry import build_task
     from lockstep.sampling.of_data import order_of
 
     config = config_file.load(recipe, overrides)

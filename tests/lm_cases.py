@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional
 
 from lockstep.core.data.order import permute
-from lockstep.tasks.lm.options import LmOptions
-from lockstep.tasks.lm.task import LanguageModel
-from lockstep.verify.comparable_task import ComparableTask, TaskChanges
+from lockstep_lab.verify.comparable_task import ComparableTask, TaskChanges
+from lockstep_recipes.tasks.lm.options import LmOptions
+from lockstep_recipes.tasks.lm.task import LanguageModel
 from tests import runs
 
 LLAMA = {

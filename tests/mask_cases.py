@@ -7,8 +7,8 @@ import numpy as np
 from PIL import Image
 
 from lockstep import Trainer
-from lockstep.tasks.vision.segmentation.options import SegmentationOptions
-from lockstep.tasks.vision.segmentation.task import Segmentation
+from lockstep_recipes.tasks.vision.segmentation.options import SegmentationOptions
+from lockstep_recipes.tasks.vision.segmentation.task import Segmentation
 from tests import runs
 from tests.image_cases import killed_at
 

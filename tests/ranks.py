@@ -20,11 +20,11 @@ from typing import Any
 
 from lockstep.launch import warm_process
 from lockstep.trainer import local_ranks
-from lockstep.verify.workers import WorkerEnded, Workers
+from lockstep_lab.verify.workers import WorkerEnded, Workers
 from tests.processes import HANG_S
 
 if multiprocessing.parent_process() is None:  # ranks import this module too, and need no warm process of their own
-    warm_process.start([*local_ranks.MODULES, "torchmetrics", "lockstep.verify.worker_functions"])
+    warm_process.start([*local_ranks.MODULES, "torchmetrics", "lockstep_lab.verify.worker_functions"])
 _folder = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
 _ranks = Workers(Path(_folder.name, "ranks.log"))
 _with_device = Workers(Path(_folder.name, "with-device.log"))

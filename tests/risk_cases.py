@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from lockstep import Trainer
-from lockstep.tasks.ct.options import VolumeRiskOptions
-from lockstep.tasks.ct.task import VolumeRisk
+from lockstep_recipes.tasks.ct.options import VolumeRiskOptions
+from lockstep_recipes.tasks.ct.task import VolumeRisk
 from tests import runs
 from tests.image_cases import killed_at
 from tests.volume_cases import VIT

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lockstep import Trainer
+from lockstep.configs import config_file
 from lockstep.core import build, loop, run_data
 from lockstep.core import evaluate as evaluation
 from lockstep.core.data.order import permute
@@ -23,7 +24,6 @@ from lockstep.core.parallel.world import join_world
 from lockstep.core.training_run import join_parts
 from lockstep.mesh.layout import laid_out
 from lockstep.parts import built_in
-from lockstep.recipes import config_file
 from lockstep.trainer.recorder import Recorder
 from lockstep.updates.arrange import arrange
 from lockstep.watch.part import Watch

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from lockstep import Task
-from lockstep.verify.reference.order import seed_of
+from lockstep_lab.verify.reference.order import seed_of
 from tests import runs
 from tests.own_tasks import masked_data
 

@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import torch
 
 import lockstep
-from lockstep.shards.order import ShardOrder
-from lockstep.verify.reference.order import seed_of
+import lockstep_recipes
+from lockstep_lab.verify.reference.order import seed_of
+from lockstep_recipes.shards.order import ShardOrder
 from tests import runs
 
 SIZES = (7, 1, 12, 5)
@@ -181,7 +182,7 @@ class ShardTask(lockstep.Task):
         return torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
 
     def train_data(self):
-        return lockstep.Shards(self.source, window=self.window)
+        return lockstep_recipes.Shards(self.source, window=self.window)
 
     def prepare(self, sample, epoch, training):
         sample = plain(sample)

@@ -5,7 +5,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import lockstep
 from lockstep.core.data.randomness import seed_all
-from lockstep.verify.reference.order import seed_of
+from lockstep_lab.verify.reference.order import seed_of
 from tests import runs
 
 LENGTH, BATCH = 31, 9

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep import RunConfig, Trainer
+from lockstep.configs import config_file
 from lockstep.core import caller
 from lockstep.core.errors import LockstepError, UsageError
-from lockstep.recipes import config_file
 from tests import own_tasks, runs
 
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 import lockstep.trainer.assemble
 from lockstep import LockstepError, Trainer
+from lockstep.configs import config_file
 from lockstep.core import resume
 from lockstep.core.checkpoint import files, store
 from lockstep.core.errors import DataError
 from lockstep.core.parallel import signals
-from lockstep.recipes import config_file
 from lockstep.trainer import run_record
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks

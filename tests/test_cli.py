@@ -14,8 +14,8 @@ from lockstep.cli import train
 from lockstep.cli.application import app
 from lockstep.cli.options import as_arguments
 from lockstep.cli.reporting import reporting
+from lockstep.configs import config_file
 from lockstep.core.errors import Preempted
-from lockstep.recipes import config_file
 from lockstep.trainer import local_ranks
 from tests.users_file import OWN
 

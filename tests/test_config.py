@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from lockstep.configs import registry
+from lockstep.configs.config_file import load, parse, read_run, recipes, to_yaml
 from lockstep.core.config.sections import RunConfig, training_keys
 from lockstep.core.errors import UsageError
-from lockstep.recipes import registry
-from lockstep.recipes.config_file import load, parse, read_run, recipes, to_yaml
 from tests.processes import HANG_S
 
 TOY = {"task": {"kind": "toy"}}
@@ -794,7 +794,7 @@ def test_a_resolved_batch_can_be_recorded_and_read_again(section):
 
 def test_reading_a_config_imports_no_torch():
     code = (
-        "import sys; from lockstep.recipes.config_file import load; load('toy'); "
+        "import sys; from lockstep.configs.config_file import load; load('toy'); "
         "print([name for name in ('torch', 'torchmetrics', 'numpy') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG_S)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from lockstep.configs import config_file
+from lockstep.configs.config_layers import read_target
 from lockstep.core.errors import UsageError
-from lockstep.recipes import config_file
-from lockstep.recipes.config_layers import read_target
 
 
 @pytest.fixture

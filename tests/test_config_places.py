@@ -6,10 +6,10 @@ from typing import get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
+from lockstep.configs import registry
+from lockstep.configs.config_file import parse
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError
-from lockstep.recipes import registry
-from lockstep.recipes.config_file import parse
 from tests.selection import mainly
 
 OPTIONS = {kind: registry.options_class(kind) for kind in registry.kinds()}

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from lockstep.cli import application as cli
 from lockstep.cli import config_preset
 from lockstep.cli import ranks as command_ranks
+from lockstep.configs import config_file
 from lockstep.core.config.sections import RunConfig, all_keys, training_keys
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.precision import check_supported
-from lockstep.recipes import config_file
 
 RECIPES = ["digits", "toy", "image_folder", "text", "ag_news", "docstrings"]
 SHIPPED = ["a100x8", "g5", "h100x8", "local", "p3"]

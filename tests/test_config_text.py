@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli import application as cli
 from lockstep.cli import config_text
-from lockstep.recipes import config_file
+from lockstep.configs import config_file
 from tests.selection import mainly
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lockstep import Trainer
-from lockstep.recipes import config_file
+from lockstep.configs import config_file
 from tests.processes import ROOT
 
 pytest.importorskip("pytorch_lightning")

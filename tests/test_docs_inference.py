@@ -5,7 +5,7 @@ import re
 import torch
 
 from lockstep import Trainer
-from lockstep.recipes import config_file
+from lockstep.configs import config_file
 from tests.processes import ROOT
 
 

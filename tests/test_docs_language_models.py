@@ -5,8 +5,8 @@ import re
 import pytest
 import yaml
 
-from lockstep.recipes import config_file
-from lockstep.tasks.lora.options import LoraOptions
+from lockstep.configs import config_file
+from lockstep_recipes.tasks.lora.options import LoraOptions
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs" / "language_models.md").read_text()

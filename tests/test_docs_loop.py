@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import lockstep
+from lockstep.configs import config_file
 from lockstep.core.errors import UsageError
-from lockstep.recipes import config_file
 from lockstep.trainer import user_exit
 
 ROOT = Path(__file__).parents[1]

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli.application import app
-from lockstep.recipes import config_file
-from lockstep.search import batch_size, grid, sweep
+from lockstep.configs import config_file
+from lockstep_lab.search import batch_size, grid, sweep
 from tests.processes import ROOT
 from tests.ranks import run_ranks
 

@@ -5,10 +5,10 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-import lockstep
+import lockstep_recipes
 from lockstep.cli.application import app
-from lockstep.shards.encode import SUFFIXES
-from lockstep.shards.find import FORMATS
+from lockstep_recipes.shards.encode import SUFFIXES
+from lockstep_recipes.shards.find import FORMATS
 from tests.processes import ROOT
 
 PAGE = (ROOT / "docs" / "shards.md").read_text()
@@ -22,7 +22,7 @@ def test_the_example_writes_shards_and_learns_from_them(tmp_path, monkeypatch, c
     command = re.search(r"^    lockstep (shards reviews.*)$", PAGE, re.MULTILINE)[1]
     done = CliRunner().invoke(app, command.split())
     assert done.exit_code == 0, done.output
-    shards = lockstep.Shards("reviews")
+    shards = lockstep_recipes.Shards("reviews")
     assert (len(shards), len(shards.shards) > 5) == (3000, True)
     names: dict = {}
     exec(task, names)

@@ -169,7 +169,8 @@ def test_history_is_empty_before_the_training_and_needs_its_file(tmp_path):
 
 
 def test_public_names_are_listed_and_have_docstrings():
-    code = "import lockstep, sys; print(*dir(lockstep)); lockstep.adapters.lightning; sys.exit('torch' in sys.modules)"
+    code = "import lockstep, lockstep_recipes, sys; print(*dir(lockstep)); lockstep_recipes.adapters.lightning; "
+    code += "sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0
     assert set(lockstep.__all__) < set(done.stdout.split())

@@ -5,7 +5,7 @@ import torch
 
 from lockstep import LockstepError, Trainer
 from lockstep.core.errors import DataError, UsageError
-from lockstep.verify.reference import order
+from lockstep_lab.verify.reference import order
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 from tests.selection import mainly

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from lockstep import LockstepError, Trainer
 from lockstep.cli.application import app
 from lockstep.cli.init import Library, page
-from lockstep.recipes import config_file
-from lockstep.tasks.lm.options import LmOptions
+from lockstep.configs import config_file
 from lockstep.trainer import user_exit
+from lockstep_recipes.tasks.lm.options import LmOptions
 from tests import examples_of_loops
 
 ROOT = Path(__file__).resolve().parents[1]

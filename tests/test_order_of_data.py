@@ -10,16 +10,16 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset, WeightedRandomSampler
 
 import lockstep
+from lockstep.configs import config_file
 from lockstep.core.data.loader import MicroBatches
 from lockstep.core.data.order import MicroBatchPlan, StepPlan
 from lockstep.core.errors import DataError, UsageError
-from lockstep.recipes import config_file
-from lockstep.recipes.digits import Digits
 from lockstep.sampling.checked import CheckedOrder
 from lockstep.sampling.of_data import labels_of, order_of
-from lockstep.verify.draws import set_of_part
-from lockstep.verify.reference.order import positions_of_step
-from lockstep.verify.reference.sampling import draws_of
+from lockstep_lab.verify.draws import set_of_part
+from lockstep_lab.verify.reference.order import positions_of_step
+from lockstep_lab.verify.reference.sampling import draws_of
+from lockstep_recipes.recipes.digits import Digits
 from tests import runs
 from tests.sampling_cases import LABELS, LENGTH, WEIGHTS, EasyFirst, Rows, Sampled, by_weights
 

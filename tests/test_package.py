@@ -1,4 +1,4 @@
-"""The distribution as pip installs it: what is in it, and that it works where nothing of the repository is."""
+"""The distributions as pip installs them: what is in them, and that they work where nothing of the repository is."""
 
 import email
 import os
@@ -9,20 +9,70 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
 
 import lockstep
 import lockstep_audit
+import lockstep_lab
+import lockstep_recipes
 from tests.processes import HANG_S, ROOT
 
 SOURCE = ROOT / "src" / "lockstep"
 AUDIT = ROOT / "packages" / "audit"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NO_PART = {"__pycache__", "torch_lockstep.egg-info"}
-LICENCES = {"LICENSE", "src/lockstep/recipes/LICENSE-digits.txt", "src/lockstep/recipes/LICENSE-docstrings.txt"}
-LICENCES |= {"src/lockstep/report/vendor/LICENSE"}
+
+
+class Distribution(NamedTuple):
+    """A distribution of the repository."""
+
+    name: str
+    folder: Path
+    module: str
+    license: str = "Apache-2.0"
+    licenses: frozenset[str] = frozenset({"LICENSE"})
+
+    @property
+    def source(self):
+        return self.folder / "src" / self.module
+
+    @property
+    def settings(self):
+        return tomllib.loads((self.folder / "pyproject.toml").read_text())
+
+    @property
+    def wheel(self):
+        return f"torch_{self.name}-{lockstep.__version__}-py3-none-any.whl"
+
+    def files(self):
+        """All files below `src`, as paths there."""
+        found = [path for path in self.source.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        return {path.relative_to(self.source.parent).as_posix() for path in found}
+
+
+ENGINE = Distribution("lockstep", ROOT, "lockstep")
+_DATA = {f"src/lockstep_recipes/recipes/LICENSE-{name}.txt" for name in ("digits", "docstrings")}
+OTHERS = [
+    Distribution(
+        "lockstep_recipes",
+        ROOT / "packages" / "recipes",
+        "lockstep_recipes",
+        "Apache-2.0 AND CC-BY-4.0 AND PSF-2.0",
+        frozenset({"LICENSE", *_DATA}),
+    ),
+    Distribution(
+        "lockstep_lab",
+        ROOT / "packages" / "lab",
+        "lockstep_lab",
+        "Apache-2.0 AND MIT",
+        frozenset({"LICENSE", "src/lockstep_lab/report/vendor/LICENSE"}),
+    ),
+    Distribution("lockstep_audit", AUDIT, "lockstep_audit"),
+]
+DISTRIBUTIONS = [ENGINE, *OTHERS]
+PROJECT = ENGINE.settings["project"]
 
 
 def run(*command, code=0, **more):
@@ -43,72 +93,71 @@ def run(*command, code=0, **more):
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """The folder that has the sdist, and the wheel that was made of the sdist alone."""
+    """The folder that has the sdists, and the wheels that were made of the sdists only."""
     folder = tmp_path_factory.mktemp("package")
     run(sys.executable, "-m", "venv", folder / "tools")
     python = folder / "tools" / "bin" / "python"
     run(python, "-m", "pip", "install", "--quiet", "--no-compile", "setuptools>=77")
-    ignored = shutil.ignore_patterns(".*", "build", "runs", "dist-wheels", *NO_PART)
+    ignored = shutil.ignore_patterns(".*", "build", "runs", "dist-wheels", "__pycache__", "*.egg-info")
     shutil.copytree(ROOT, folder / "repository", ignore=ignored)
     out = folder / "made"
     build = "import setuptools.build_meta as b, sys; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
-    run(python, "-c", build, "sdist", out, cwd=folder / "repository")
-    (sdist,) = out.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    run(python, "-c", build, "wheel", out, cwd=folder / sdist.name.removesuffix(".tar.gz"))
+    for one in DISTRIBUTIONS:
+        run(python, "-c", build, "sdist", out, cwd=folder / "repository" / one.folder.relative_to(ROOT))
+    for sdist in out.glob("*.tar.gz"):
+        with tarfile.open(sdist) as archive:
+            archive.extractall(folder, filter="data")
+        run(python, "-c", build, "wheel", out, cwd=folder / sdist.name.removesuffix(".tar.gz"))
     return out
-
-
-def files_of_package():
-    """All files below `src`, as paths there."""
-    found = [path for path in SOURCE.rglob("*") if path.is_file() and not NO_PART & set(path.parts)]
-    return {path.relative_to(SOURCE.parent).as_posix() for path in found}
 
 
 @pytest.mark.exhaustive
 def test_the_wheel_has_every_file_of_the_package_and_nothing_else(made):
-    (wheel,) = made.glob("*.whl")
-    assert wheel.name == f"torch_lockstep-{lockstep.__version__}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        about = f"torch_lockstep-{lockstep.__version__}.dist-info"
-        own = {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt")}
-        licences = {f"{about}/licenses/{name}" for name in LICENCES}
-        assert names == files_of_package() | own | licences
-        metadata = email.message_from_bytes(archive.read(f"{about}/METADATA"))
-    assert metadata["License-Expression"] == "Apache-2.0 AND CC-BY-4.0 AND MIT AND PSF-2.0"
-    assert set(metadata.get_all("License-File")) == LICENCES
-    assert set(metadata.get_all("Provides-Extra")) >= {"images", "text", "ct", "lm", "all"}
-    assert metadata.get_payload().startswith("# Lockstep")
+    for one in DISTRIBUTIONS:
+        with zipfile.ZipFile(made / one.wheel) as archive:
+            names = set(archive.namelist())
+            about = f"torch_{one.name}-{lockstep.__version__}.dist-info"
+            own = {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt")}
+            licenses = {f"{about}/licenses/{name}" for name in one.licenses}
+            assert names == one.files() | own | licenses, one.name
+            metadata = email.message_from_bytes(archive.read(f"{about}/METADATA"))
+        assert metadata["License-Expression"] == one.license, one.name
+        assert set(metadata.get_all("License-File")) == one.licenses, one.name
+        assert metadata.get_payload().startswith("# "), one.name
+        if one is ENGINE:
+            extras = {"recipes", "lab", "audit", "images", "text", "ct", "lm", "all"}
+            assert set(metadata.get_all("Provides-Extra")) >= extras
 
 
 @pytest.mark.exhaustive
 def test_the_sdist_has_the_package_and_what_builds_it(made):
-    (sdist,) = made.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
-    names = {name for name in names if ".egg-info/" not in name}
-    about = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in"}
-    about |= {"PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
-    assert names == {f"src/{name}" for name in files_of_package()} | about
+    for one in DISTRIBUTIONS:
+        with tarfile.open(made / f"torch_{one.name}-{lockstep.__version__}.tar.gz") as archive:
+            names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+        names = {name for name in names if ".egg-info/" not in name}
+        about = {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
+        about |= {"CHANGELOG.md", "CITATION.cff"} if one is ENGINE else set()
+        assert names == {f"src/{name}" for name in one.files()} | about, one.name
 
 
 @pytest.mark.exhaustive
 def test_the_wheel_trains_in_an_environment_that_has_nothing_else(made, tmp_path):
-    (wheel,) = made.glob("*.whl")
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     bin_ = tmp_path / "venv" / "bin"
-    install = ["pip", "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt", wheel]
-    run(bin_ / "python", "-m", *install)
-    call = lambda *arguments: run(bin_ / "lockstep", *arguments, cwd=tmp_path)  # noqa: E731
+    install = ["pip", "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt"]
+    run(bin_ / "python", "-m", *install, made / ENGINE.wheel)
+    call = lambda *arguments, **more: run(bin_ / "lockstep", *arguments, cwd=tmp_path, **more)  # noqa: E731
+    call("init", "mine.py")
+    call("train", "mine.py:MyTask", "train.steps=3")  # the engine needs no other package
+    assert "pip install 'torch-lockstep[recipes]'" in call("train", "digits", code=2)
+    assert "pip install 'torch-lockstep[lab]'" in call("report", "runs/digits", code=2)
+    run(bin_ / "python", "-m", *install, *(made / one.wheel for one in OTHERS))
     assert "Check this training: lockstep verify digits" in call("train", "digits", "train.steps=3", "--nproc", "2")
     call("report", "runs/digits")
     assert "uPlot" in (tmp_path / "runs" / "digits" / "report.html").read_text()
     assert "local" in call("presets")
     assert "docstrings" in call("recipes")
     assert "Lightning" in call("init", "--from", "lightning")
-    call("init", "mine.py")
     call("config", "mine.py:MyTask")
     # The empty package `lockstep` of PyPI has one file, which replaces ours where it is installed later.
     (path,) = bin_.parent.glob("lib/python*/site-packages/lockstep/__init__.py")
@@ -117,35 +166,37 @@ def test_the_wheel_trains_in_an_environment_that_has_nothing_else(made, tmp_path
     assert "pip uninstall lockstep torch-lockstep" in said
 
 
-def test_every_data_file_of_the_package_is_declared():
-    """Quicker than building a wheel: the patterns of pyproject.toml match every file that is no module."""
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["lockstep"]
-    declared = {path for pattern in patterns for path in SOURCE.glob(pattern)}
-    files = {SOURCE.parent / name for name in files_of_package() if not name.endswith(".py")}
-    assert files == declared
-    packages = {path.parent for path in SOURCE.rglob("*.py")}
-    assert all((folder / "__init__.py").is_file() for folder in packages)
+def test_every_data_file_of_the_packages_is_declared():
+    """Quicker than building wheels: the patterns of pyproject.toml match every file that is not a module."""
+    for one in DISTRIBUTIONS:
+        patterns = one.settings["tool"]["setuptools"]["package-data"][one.module]
+        declared = {path for pattern in patterns for path in one.source.glob(pattern)}
+        files = {one.source.parent / name for name in one.files() if not name.endswith(".py")}
+        assert files == declared, one.name
+        folders = {path.parent for path in one.source.rglob("*.py")}
+        assert all((folder / "__init__.py").is_file() for folder in folders), one.name
 
 
-def test_the_audit_has_the_same_version_and_needs_torch_alone():
-    audit = tomllib.loads((AUDIT / "pyproject.toml").read_text())
-    assert lockstep_audit.__version__ == lockstep.__version__
-    assert audit["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "lockstep_audit.__version__"}
+def test_all_distributions_have_the_same_version_and_pin_each_other():
     extras = PROJECT["optional-dependencies"]
-    assert extras["audit"] == [f"torch-lockstep-audit=={lockstep.__version__}"]
-    assert "audit" in extras["all"][0].partition("[")[2].strip("]").split(",")
+    for one in OTHERS:
+        project, tool = one.settings["project"], one.settings["tool"]["setuptools"]
+        assert sys.modules[one.module].__version__ == lockstep.__version__
+        assert tool["dynamic"]["version"] == {"attr": f"{one.module}.__version__"}
+        name = one.name.removeprefix("lockstep_")
+        assert extras[name] == [f"torch-lockstep-{name}=={lockstep.__version__}"]
+        for key in ("requires-python", "authors"):
+            assert project[key] == PROJECT[key], one.name
+        page = f"{PROJECT['urls']['Documentation']}docs/audit.html"
+        assert project["urls"].items() <= (PROJECT["urls"] | {"Documentation": page}).items() or (
+            project["urls"].items() <= PROJECT["urls"].items()
+        )
+        assert (one.folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+        if one.folder != AUDIT:
+            assert project["dependencies"] == [f"torch-lockstep=={lockstep.__version__}"]
     torch = [one for one in PROJECT["dependencies"] if re.match(r"torch\b[^m]", one)]
-    assert audit["project"]["dependencies"] == torch
-    for key in ("requires-python", "authors"):
-        assert audit["project"][key] == PROJECT[key]
-    page = f"{PROJECT['urls']['Documentation']}docs/audit.html"
-    assert audit["project"]["urls"].items() <= (PROJECT["urls"] | {"Documentation": page}).items()
-    assert (AUDIT / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-    source = AUDIT / "src" / "lockstep_audit"
-    declared = {source / name for name in audit["tool"]["setuptools"]["package-data"]["lockstep_audit"]}
-    inside = [path for path in source.rglob("*") if path.is_file() and not NO_PART & set(path.parts)]
-    assert {path for path in inside if path.suffix != ".py"} == declared
-    assert all((path.parent / "__init__.py").is_file() for path in inside)
+    assert OTHERS[-1].settings["project"]["dependencies"] == torch  # the audit: nothing else
+    assert "audit" in extras["all"][0].partition("[")[2].strip("]").split(",")
 
 
 def test_extras_have_what_the_remedies_in_the_source_name():
@@ -154,7 +205,8 @@ def test_extras_have_what_the_remedies_in_the_source_name():
     def named(text):
         return {one for found in re.findall(r"torch-lockstep\[([\w,-]+)\]", text) for one in found.split(",")}
 
-    of_source = named("".join(path.read_text() for path in SOURCE.rglob("*.py")))
+    texts = [path.read_text() for one in DISTRIBUTIONS for path in one.source.rglob("*.py")]
+    of_source = named("".join(texts))
     assert of_source >= {"images", "text", "ct"}
     assert of_source | named(str(extras.values())) <= set(extras)
 
@@ -164,11 +216,13 @@ def test_addresses_of_the_project_stand_in_one_file():
     owner = re.escape(re.fullmatch(r"https://github\.com/([\w-]+)/torch-lockstep", PROJECT["urls"]["Homepage"])[1])
     pattern = re.compile(rf"github\.(com|io)[:/]{owner}/torch-lockstep|{owner}\.github\.io")
     paths = [*ROOT.glob("*.*"), *ROOT.glob("docs/**/*.md"), *SOURCE.rglob("*.py"), *ROOT.glob(".github/**/*.*")]
-    paths += [path for path in AUDIT.rglob("*.*") if path.suffix in (".py", ".md", ".toml")]
+    paths += [path for path in ROOT.glob("packages/**/*.*") if path.suffix in (".py", ".md", ".toml")]
     naming = {
         path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and pattern.search(path.read_text())
     }
-    assert naming == {"pyproject.toml", "packages/audit/pyproject.toml"}
+    of_others = {f"packages/{name}/pyproject.toml" for name in ("recipes", "lab", "audit")}
+    pages = {f"packages/{name}/README.md" for name in ("recipes", "lab")}
+    assert naming == {"pyproject.toml"} | of_others | pages
     assert set(PROJECT["urls"]) >= {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
 
 

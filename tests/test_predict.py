@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.tasks.readers.input_files import find_files
+from lockstep_recipes.tasks.readers.input_files import find_files
 
 
 class Numbers(torch.utils.data.Dataset):

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from lockstep import LockstepError
+from lockstep.configs import config_file
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.launched import RESTARTS
 from lockstep.parts.writer_kinds import files_of_writers
-from lockstep.recipes import config_file
 from lockstep.trainer import run_directory, run_record
 from tests import own_tasks, runs
 from tests.core.checkpoint.cases import ALONE

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from lockstep.cli.export import next_step
-from lockstep.tasks.vision import use_pictures
+from lockstep_recipes.tasks.vision import use_pictures
 from tests import detector_cases, export_cases, own_tasks, runs
 from tests.box_cases import SMALL, box_folder
 from tests.image_cases import RESNET, picture_folder

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from lockstep import Trainer
+from lockstep.configs import config_file
 from lockstep.core import run_folder
 from lockstep.core.errors import UsageError
 from lockstep.parts.writer_kinds import files_of_writers
-from lockstep.recipes import config_file
 from tests import own_tasks, runs
 from tests.core.checkpoint.cases import commit
 from tests.test_run_directory import claimed

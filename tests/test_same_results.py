@@ -76,7 +76,7 @@ def test_there_are_at_least_as_many_cases_as_the_first_comparison_had(tool, tmp_
 def test_two_trees_are_the_same_until_the_code_of_one_changes(seed, tmp_path):
     tree = tmp_path / "tree"
     shutil.copytree(ROOT / "src", tree / "src")
-    toy = tree / "src/lockstep/tasks/toy/task.py"
+    toy = tree / "packages/recipes/src/lockstep_recipes/tasks/toy/task.py"
     text = toy.read_text()
     assert text.count("seed=1)") == 1  # of the training data
     toy.write_text(text.replace("seed=1)", f"seed={seed})"))

@@ -5,9 +5,9 @@ from torch.nn import functional
 
 from lockstep import Task
 from lockstep.core.data.order import permute
-from lockstep.tasks.text.options import TextOptions
-from lockstep.tasks.text.task import Text
-from lockstep.verify.comparable_task import ComparableTask, TaskChanges
+from lockstep_lab.verify.comparable_task import ComparableTask, TaskChanges
+from lockstep_recipes.tasks.text.options import TextOptions
+from lockstep_recipes.tasks.text.task import Text
 from tests import runs
 
 SIZES = {

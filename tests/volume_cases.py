@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 
 from lockstep import Task
-from lockstep.tasks.ct.aggregators import make_aggregator
-from lockstep.tasks.ct.backbone import make_backbone
-from lockstep.tasks.ct.features import KeptFeatures, batch_entries
-from lockstep.tasks.ct.heads import make_head
-from lockstep.tasks.ct.losses import answer_loss, answer_units
-from lockstep.tasks.ct.model import VolumeRiskModel
-from lockstep.tasks.ct.options import AggregatorOptions, VolumeRiskOptions
+from lockstep_recipes.tasks.ct.aggregators import make_aggregator
+from lockstep_recipes.tasks.ct.backbone import make_backbone
+from lockstep_recipes.tasks.ct.features import KeptFeatures, batch_entries
+from lockstep_recipes.tasks.ct.heads import make_head
+from lockstep_recipes.tasks.ct.losses import answer_loss, answer_units
+from lockstep_recipes.tasks.ct.model import VolumeRiskModel
+from lockstep_recipes.tasks.ct.options import AggregatorOptions, VolumeRiskOptions
 
 SIZE = 16
 VIT = {

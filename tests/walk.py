@@ -8,11 +8,18 @@ import tempfile
 from pathlib import Path
 
 import lockstep
+import lockstep_recipes
 from tests import runs
 
-PACKAGE = Path(lockstep.__file__).parent
+PACKAGES = [Path(package.__file__).parent for package in (lockstep, lockstep_recipes)]
 AUGMENT = {"crop": "shift", "shift": 1, "flip": 0, "fill": 0}  # as in recipes/digits.yaml
 STEP = 6  # the step that is traced, counted from 1: neither the first step nor a step that logs
+
+
+def _name(frame):
+    """The file of a frame below its package. None: it is of another library."""
+    path = Path(frame.f_code.co_filename)
+    return next((str(path.relative_to(folder)) for folder in PACKAGES if path.is_relative_to(folder)), None)
 
 
 def walk(run_dir):
@@ -28,17 +35,16 @@ def walk(run_dir):
     the_loop = {loop.steps.__code__, loop.made_by(None, None).__code__}  # what it asks for, and who makes it
 
     def profile(frame, event, _):
-        if event != "call" or not Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+        if event != "call" or _name(frame) is None:
             return
         depth, outer = 0, frame
         while outer is not None and outer.f_code not in the_loop:
-            depth += Path(outer.f_code.co_filename).is_relative_to(PACKAGE)
+            depth += _name(outer) is not None
             outer = outer.f_back
         if frame.f_code.co_qualname == "_steps":
             started.append(True)
         if started and outer is not None:
-            path = Path(frame.f_code.co_filename).relative_to(PACKAGE)
-            calls.append((depth, str(path), frame.f_code.co_qualname))
+            calls.append((depth, _name(frame), frame.f_code.co_qualname))
 
     def traced(state, *arguments, **options):
         steps[0] += 1

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import lockstep
-from lockstep.recipes.digits import Digits
+from lockstep_recipes.recipes.digits import Digits
 
 
 class Reader(nn.Module):

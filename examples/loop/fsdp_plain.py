@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lockstep.recipes.digits import Digits
+from lockstep_recipes.recipes.digits import Digits
 
 
 class Reader(nn.Module):

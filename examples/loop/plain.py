@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from lockstep.recipes.digits import Digits
+from lockstep_recipes.recipes.digits import Digits
 
 torch.manual_seed(0)
 train_data = [(image.float() / 255, label) for image, label in Digits(training=True)]

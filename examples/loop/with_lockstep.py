@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
 
 import lockstep
-from lockstep.recipes.digits import Digits
+from lockstep_recipes.recipes.digits import Digits
 
 torch.manual_seed(0)
 train_data = [(image.float() / 255, label) for image, label in Digits(training=True)]

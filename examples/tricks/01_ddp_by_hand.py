@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from lockstep.recipes.digits import Digits
+from lockstep_recipes.recipes.digits import Digits
 
 EPOCHS, BATCH, RATE = 3, 64, 0.5
 

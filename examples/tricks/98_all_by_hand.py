@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.recipes.digits import Digits
+from lockstep_recipes.recipes.digits import Digits
 
 EPOCHS, BATCH, SEED = 6, 64, 0
 RATE, REFERENCE, WARM_UP = 0.1, 32, 10  # 07

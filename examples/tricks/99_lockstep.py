@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
 
 import lockstep
-from lockstep.recipes.digits import Digits as Data
+from lockstep_recipes.recipes.digits import Digits as Data
 
 
 class Digits(lockstep.Task):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from lockstep.recipes.digits import Digits
+from lockstep_recipes.recipes.digits import Digits
 
 
 def mistake(*names):

@@ -13,7 +13,6 @@ WeightedSampler: the order of a data set whose samples are drawn with replacemen
 TaskOptions: the base of the options of a task that another distribution offers.
 Presenter: shows samples, outputs and results of a task to people.
 RunConfig: the whole config of a run.
-Shards: a data set of samples in shards, near or far: Parquet, Arrow, JSON lines, tar, MDS.
 Stream: an iterable of samples as training data, for any number of ranks.
 losses: Dice for each sample, and over the global batch.
 trained_only: leaves the frozen weights of a model out of checkpoints, such as those beside adapters of peft.
@@ -40,7 +39,6 @@ __all__ = [
     "Player",
     "Presenter",
     "RunConfig",
-    "Shards",
     "Stream",
     "Task",
     "TaskOptions",
@@ -51,8 +49,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from lockstep import adapters as adapters
     from lockstep import losses as losses
+    from lockstep.configs.task_options import TaskOptions
     from lockstep.core.config.sections import RunConfig
     from lockstep.core.errors import LockstepError
     from lockstep.core.part import Part
@@ -60,9 +58,7 @@ if TYPE_CHECKING:
     from lockstep.core.task import Metrics, Task
     from lockstep.core.writer import Writer
     from lockstep.lora.frozen import trained_only
-    from lockstep.recipes.task_options import TaskOptions
     from lockstep.sampling.weighted import WeightedSampler
-    from lockstep.shards.data import Shards
     from lockstep.streams.stream import Stream
     from lockstep.trainer.trainer import Trainer
     from lockstep.trainer.user_loop import Loop
@@ -78,10 +74,9 @@ _HOMES = {
     "Player": "updates.players",
     "Presenter": "core.presenter",
     "RunConfig": "core.config.sections",
-    "Shards": "shards.data",
     "Stream": "streams.stream",
     "Task": "core.task",
-    "TaskOptions": "recipes.task_options",
+    "TaskOptions": "configs.task_options",
     "Trainer": "trainer.trainer",
     "WeightedSampler": "sampling.weighted",
     "Writer": "core.writer",
@@ -104,8 +99,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> object:
     # Importing torch takes seconds; `import lockstep` and `lockstep --help` must not wait for it.
-    if name in ("adapters", "losses"):
-        return importlib.import_module(f"lockstep.{name}")
+    if name == "losses":
+        return importlib.import_module("lockstep.losses")
     if name not in _HOMES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     return getattr(importlib.import_module(f"lockstep.{_HOMES[name]}"), name)

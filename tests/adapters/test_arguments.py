@@ -13,11 +13,12 @@ transformers = pytest.importorskip("transformers")
 
 from torch.utils.data import DataLoader  # noqa: E402
 
-from lockstep import LockstepError, adapters  # noqa: E402
-from lockstep.adapters import callbacks, loaders, trainer_arguments, transformers_arguments  # noqa: E402
-from lockstep.adapters.foreign import with_implied  # noqa: E402
+from lockstep import LockstepError  # noqa: E402
 from lockstep.core.config.sections import RunConfig  # noqa: E402
+from lockstep.core.foreign_task import with_implied  # noqa: E402
 from lockstep.core.stopping import StopRule  # noqa: E402
+from lockstep_recipes import adapters  # noqa: E402
+from lockstep_recipes.adapters import callbacks, loaders, trainer_arguments, transformers_arguments  # noqa: E402
 from tests.adapters import test_transformers as tags  # noqa: E402
 
 

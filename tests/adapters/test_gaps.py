@@ -12,15 +12,16 @@ pytest.importorskip("pytorch_lightning")
 
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
-from lockstep import LockstepError, adapters
-from lockstep.adapters.foreign import with_implied
+from lockstep import LockstepError
 from lockstep.cli import config_preset, config_text
+from lockstep.configs import config_file
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.order import permute
-from lockstep.plan import command
-from lockstep.plan.inputs import World
-from lockstep.recipes import config_file
+from lockstep.core.foreign_task import with_implied
 from lockstep.trainer import foreign
+from lockstep_lab.plan import command
+from lockstep_lab.plan.inputs import World
+from lockstep_recipes import adapters
 from tests import runs
 from tests.adapters import gap_cases as gaps
 from tests.adapters import lightning_cases as cases

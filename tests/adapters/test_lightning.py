@@ -12,11 +12,12 @@ pl = pytest.importorskip("pytorch_lightning")
 
 from torchmetrics.classification import MulticlassAccuracy  # noqa: E402
 
-from lockstep import LockstepError, Trainer, adapters  # noqa: E402
-from lockstep.adapters.foreign import with_implied  # noqa: E402
+from lockstep import LockstepError, Trainer  # noqa: E402
+from lockstep.configs import config_file  # noqa: E402
 from lockstep.core.config.sections import RunConfig  # noqa: E402
 from lockstep.core.data.order import permute  # noqa: E402
-from lockstep.recipes import config_file  # noqa: E402
+from lockstep.core.foreign_task import with_implied  # noqa: E402
+from lockstep_recipes import adapters  # noqa: E402
 from tests import runs  # noqa: E402
 from tests.adapters import lightning_cases as cases  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402

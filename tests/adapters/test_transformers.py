@@ -7,8 +7,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 transformers = pytest.importorskip("transformers")
 
-from lockstep import LockstepError, Trainer, adapters  # noqa: E402
+from lockstep import LockstepError, Trainer  # noqa: E402
 from lockstep.core.data.order import permute  # noqa: E402
+from lockstep_recipes import adapters  # noqa: E402
 from tests import runs  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 from tests.selection import mainly  # noqa: E402

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from lockstep.adapters import units
+from lockstep_recipes.adapters import units
 
 WORDS = 2000
 

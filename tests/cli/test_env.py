@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import lockstep
 from lockstep.cli import env
 from lockstep.cli.application import app
-from lockstep.recipes import registry
+from lockstep.configs import registry
 from tests.processes import ROOT
 
 

@@ -10,11 +10,11 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from lockstep import Task, Trainer
+from lockstep.configs import config_file
 from lockstep.core import build, run_data
 from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.parallel.world import join_world
 from lockstep.core.step import train_step
-from lockstep.recipes import config_file
 from lockstep.trainer.recorder import Recorder
 from tests import runs
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from lockstep.recipes import config_file
+from lockstep.configs import config_file
 from lockstep.trainer.trainer import Trainer
 from tests import box_cases, image_cases, lm_cases, mask_cases, risk_cases, text_cases
 from tests.gpu import cases

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep import Trainer
-from lockstep.recipes import config_file
+from lockstep.configs import config_file
 from tests import own_tasks, processes, runs
 from tests.gpu import cases
 

@@ -6,9 +6,9 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from lockstep import Trainer
-from lockstep.verify import cut_model
-from lockstep.verify.comparable_task import TaskChanges
 from lockstep.watch import replay_report
+from lockstep_lab.verify import cut_model
+from lockstep_lab.verify.comparable_task import TaskChanges
 from tests import runs
 from tests.mesh.mesh_cases import PLAN, Block, Cut, Model
 from tests.own_tasks import masked_data

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.configs import config_file
 from lockstep.core import loop
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel import torch_internals
 from lockstep.mesh import alone
-from lockstep.plan import command, show
-from lockstep.plan.estimate import estimate
-from lockstep.plan.facts import facts_of
-from lockstep.plan.inputs import Setting, World
-from lockstep.plan.measure import compare, measure
-from lockstep.recipes import config_file
-from lockstep.verify.comparable_task import ComparableTask, TaskChanges
+from lockstep_lab.plan import command, show
+from lockstep_lab.plan.estimate import estimate
+from lockstep_lab.plan.facts import facts_of
+from lockstep_lab.plan.inputs import Setting, World
+from lockstep_lab.plan.measure import compare, measure
+from lockstep_lab.verify.comparable_task import ComparableTask, TaskChanges
 from tests import lm_cases, runs
 from tests.mesh import mesh_cases
 from tests.mesh.test_mesh import MESHES, sections

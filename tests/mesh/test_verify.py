@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lockstep.configs import config_file
 from lockstep.core.errors import UsageError
 from lockstep.parts.digest import digest
-from lockstep.recipes import config_file
-from lockstep.verify import command, cut_model
-from lockstep.verify.checks import on_mesh
 from lockstep.watch.replay_report import Wants
+from lockstep_lab.verify import command, cut_model
+from lockstep_lab.verify.checks import on_mesh
 from tests import ranks
 from tests.mesh import mesh_cases, plan_cases
 from tests.ranks import run_ranks

@@ -11,9 +11,9 @@ from lockstep.core.errors import UsageError
 from lockstep.core.parallel.precision import check_supported
 from lockstep.launch import launcher
 from lockstep.parts import determinism
-from lockstep.verify import worker_functions
-from lockstep.verify.experiments import ExperimentFailed, Experiments
-from lockstep.verify.step_operations import StepOperations
+from lockstep_lab.verify import worker_functions
+from lockstep_lab.verify.experiments import ExperimentFailed, Experiments
+from lockstep_lab.verify.step_operations import StepOperations
 from tests import own_tasks, runs
 from tests.python_device import NAME
 from tests.ranks import run_on_python_device

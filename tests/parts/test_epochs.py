@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lockstep import LockstepError, Presenter, Trainer
+from lockstep.configs import config_file
 from lockstep.core.data.order import StepPlan, at_epoch
 from lockstep.core.errors import Preempted
-from lockstep.recipes import config_file
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 from tests.selection import mainly

@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Task
 from lockstep.core.config.sections import RunConfig
-from lockstep.plan.inputs import Affine, ModelFacts, OptimizerFacts, ParameterFacts, PassFacts, Segment, World
+from lockstep_lab.plan.inputs import Affine, ModelFacts, OptimizerFacts, ParameterFacts, PassFacts, Segment, World
 
 
 def config(samples=8, **sections):

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from lockstep.core.errors import UsageError
-from lockstep.plan import advise
-from lockstep.plan.run_figures import Figures
-from lockstep.report import run as runs
+from lockstep_lab.plan import advise
+from lockstep_lab.plan.run_figures import Figures
+from lockstep_lab.report import run as runs
 from tests.report.cases import TIME, write_run
 
 GPU = {"device": "NVIDIA H100 80GB HBM3", "device_memory": 80 * 2**30, "cpus": 32}

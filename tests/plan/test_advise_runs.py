@@ -7,7 +7,7 @@ import pytest
 
 from lockstep import Trainer
 from lockstep.core.checkpoint import files
-from lockstep.plan import advise
+from lockstep_lab.plan import advise
 from tests import own_tasks, runs
 from tests.clock import only_sleep_takes_time
 from tests.ranks import run_ranks

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lockstep.plan.chart import Bar, gb, svg
+from lockstep_lab.plan.chart import Bar, gb, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 GB = 10**9

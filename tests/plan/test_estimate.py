@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from lockstep.core.errors import UsageError
-from lockstep.plan.estimate import _sharded_moment, _sizes, estimate
-from lockstep.plan.inputs import OptimizerFacts, ParameterFacts, Segment, Setting, World
+from lockstep_lab.plan.estimate import _sharded_moment, _sizes, estimate
+from lockstep_lab.plan.inputs import OptimizerFacts, ParameterFacts, Segment, Setting, World
 from tests.plan.cases import adam_parameter, world, written_facts
 
 BLOCK, ROOT = 40 * 20 * 4, 40 * 2 * 4  # bytes of the parameters of a block, and of the root

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep import Task
 from lockstep.core.errors import UsageError
-from lockstep.plan import facts
-from lockstep.plan.facts import facts_of
+from lockstep_lab.plan import facts
+from lockstep_lab.plan.facts import facts_of
 from tests.plan.cases import Blocks, Layer, Mlp, Reads, config
 from tests.selection import mainly
 

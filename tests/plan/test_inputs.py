@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.core.errors import UsageError
-from lockstep.plan import inputs
+from lockstep_lab.plan import inputs
 
 
 def test_sizes_and_bandwidths():

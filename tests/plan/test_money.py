@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.core.errors import UsageError
-from lockstep.plan.show import Rates, cost, cost_text
+from lockstep_lab.plan.show import Rates, cost, cost_text
 
 
 def test_energy_and_price_of_gpu_hours():

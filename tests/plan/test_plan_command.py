@@ -7,9 +7,9 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli import application as cli
-from lockstep.plan import command, show
-from lockstep.plan.inputs import World
-from lockstep.recipes import config_file
+from lockstep.configs import config_file
+from lockstep_lab.plan import command, show
+from lockstep_lab.plan.inputs import World
 from tests.selection import mainly
 
 RUN = CliRunner()

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from lockstep.core.errors import UsageError
-from lockstep.plan.estimate import estimate
-from lockstep.plan.inputs import Setting
-from lockstep.plan.search import YEAR_SECONDS, save_interval, search
+from lockstep_lab.plan.estimate import estimate
+from lockstep_lab.plan.inputs import Setting
+from lockstep_lab.plan.search import YEAR_SECONDS, save_interval, search
 from tests.plan.cases import world, written_facts
 
 FACTS = written_facts(activations=1e6, global_batch=64)  # 1 MB for each sample, beside states of 27 kB

@@ -6,15 +6,15 @@ import pytest
 import yaml
 
 from lockstep import Task
+from lockstep.configs import config_file, registry
+from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import UsageError
-from lockstep.recipes import config_file, registry
-from lockstep.tasks.vision.pictures.cache import CacheOptions
 
 OPTIONS = """
 import sys
 from typing import ClassVar
 from pydantic import PositiveInt
-from lockstep.recipes.task_options import TaskOptions
+from lockstep.configs.task_options import TaskOptions
 
 class LineOptions(TaskOptions):
     task: ClassVar[str] = "line_task.task:Line"
@@ -105,7 +105,7 @@ def test_wrong_options_are_named_like_those_of_shipped_tasks(line):
 
 
 def test_a_task_with_a_parameter_for_the_cache_gets_it(tmp_path):
-    text = "from lockstep.tasks.toy.task import Toy\n\nclass Mine(Toy.__base__):\n"
+    text = "from lockstep_recipes.tasks.toy.task import Toy\n\nclass Mine(Toy.__base__):\n"
     text += "    def __init__(self, train, cache=None):\n        self.cache = cache\n"
     text += "    model = train_data = loss = None\n"
     (tmp_path / "mine.py").write_text(text)

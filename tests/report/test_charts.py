@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from lockstep.report import charts
-from lockstep.report.metrics_file import Metrics, Series
+from lockstep_lab.report import charts
+from lockstep_lab.report.metrics_file import Metrics, Series
 
 
 def series(values, steps=None):

@@ -3,8 +3,8 @@
 import pytest
 
 from lockstep.core.errors import UsageError
-from lockstep.report import comparison
-from lockstep.report.config_difference import differing, flat
+from lockstep_lab.report import comparison
+from lockstep_lab.report.config_difference import differing, flat
 from tests.report.cases import NASTY, Page, entry, write_run
 
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from lockstep.report import metrics_file
+from lockstep_lab.report import metrics_file
 from tests.report.cases import entries, entry
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from lockstep.parts.ending import duration
-from lockstep.report.page import number_text
+from lockstep_lab.report.page import number_text
 
 
 @pytest.mark.parametrize(

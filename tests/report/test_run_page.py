@@ -10,7 +10,7 @@ import pytest
 from lockstep import locks
 from lockstep.core.errors import UsageError
 from lockstep.parts import evaluations_file
-from lockstep.report import charts, evaluations, run, run_page
+from lockstep_lab.report import charts, evaluations, run, run_page
 from tests import own_tasks, runs
 from tests.report import cases
 from tests.report.cases import NASTY, Page, write_checkpoint, write_run

@@ -4,7 +4,7 @@ import pytest
 
 from lockstep.core.writer import RunInfo
 from lockstep.parts.writers.text_log import TextLog
-from lockstep.report import timeline, train_log
+from lockstep_lab.report import timeline, train_log
 from tests.report.cases import LOG, REPORT, TIME
 
 

@@ -8,10 +8,10 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli.application import app
+from lockstep.configs import config_file
 from lockstep.core.errors import TrainingError, UsageError
-from lockstep.recipes import config_file
-from lockstep.search import batch_size
-from lockstep.search.batch_size import Tried
+from lockstep_lab.search import batch_size
+from lockstep_lab.search.batch_size import Tried
 
 
 def up_to(limit, per_s=lambda size: float(size)):

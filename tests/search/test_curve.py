@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.errors import UsageError
-from lockstep.search import curve
+from lockstep_lab.search import curve
 
 RATES = [curve.rate_at(step, 100, 1e-7, 10.0) for step in range(100)]
 KEEP = curve.keep_of(100)

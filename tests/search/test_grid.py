@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
+from lockstep.configs import config_file
 from lockstep.core.errors import UsageError
-from lockstep.recipes import config_file
-from lockstep.search import grid
-from lockstep.search.grid import Range
+from lockstep_lab.search import grid
+from lockstep_lab.search.grid import Range
 
 AIM = "metric: eval/accuracy\ndirection: max\n"
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lockstep import Task
-from lockstep.recipes import config_file
-from lockstep.search import learning_rate, show_rates
+from lockstep.configs import config_file
+from lockstep_lab.search import learning_rate, show_rates
 from tests import runs
 from tests.ranks import run_ranks
 

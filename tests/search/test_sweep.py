@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from lockstep import locks
+from lockstep.configs import config_file
 from lockstep.core.checkpoint import manifest
 from lockstep.core.errors import Preempted, TrainingError, UsageError
-from lockstep.recipes import config_file
-from lockstep.search import grid, processes, study, sweep, sweep_page
+from lockstep_lab.search import grid, processes, study, sweep, sweep_page
 from tests import processes as commands
 
 KEYS = "keys:\n  optim.lr: {low: 1e-4, high: 0.1, log: true}\n  batch.global: [32, 64]\n"

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.shards import files
+from lockstep_recipes.shards import files
 
 
 @pytest.fixture(autouse=True)

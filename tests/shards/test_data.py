@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
-import lockstep
+import lockstep_recipes
 from lockstep.core.errors import DataError, UsageError
-from lockstep.shards import data as data_module
-from lockstep.shards.formats import blocks, mds, tar
-from lockstep.shards.kept import Kept
-from lockstep.tasks.readers.table import Source
+from lockstep_recipes.shards import data as data_module
+from lockstep_recipes.shards.formats import blocks, mds, tar
+from lockstep_recipes.shards.kept import Kept
+from lockstep_recipes.tasks.readers.table import Source
 from tests import shard_cases
 from tests.shard_cases import SAMPLES, SIZES
 
@@ -32,7 +32,7 @@ ALL = (*shard_cases.WRITERS, "mds")
 @pytest.mark.parametrize("block", [1, 200, 1 << 20])
 def test_every_sample_is_the_one_that_was_written(tmp_path, monkeypatch, suffix, block):
     monkeypatch.setattr(blocks, "BLOCK", block)
-    shards = lockstep.Shards(shard_cases.write(tmp_path / "data", suffix))
+    shards = lockstep_recipes.Shards(shard_cases.write(tmp_path / "data", suffix))
     assert len(shards) == len(SAMPLES)
     assert [shard_cases.plain(shards[index]) for index in range(len(shards))] == SAMPLES
     mixed = np.random.default_rng(0).permutation(len(shards)).tolist()
@@ -51,7 +51,7 @@ def test_every_sample_is_the_one_that_was_written(tmp_path, monkeypatch, suffix,
     [(gzip.compress, "gz"), (bz2.compress, "bz2"), (lambda data: _packed(data, "zstd"), "zstd:7")],
 )
 def test_packed_shards_of_mds(tmp_path, pack, name):
-    shards = lockstep.Shards(shard_cases.mds_folder(tmp_path, pack, name))
+    shards = lockstep_recipes.Shards(shard_cases.mds_folder(tmp_path, pack, name))
     assert [shards[index] for index in range(len(shards))] == SAMPLES
 
 
@@ -82,7 +82,7 @@ def test_values_of_mds():
 
 
 def test_a_sample_may_be_changed_and_the_next_reading_is_as_before(tmp_path):
-    shards = lockstep.Shards(shard_cases.write(tmp_path / "data", "tar"))
+    shards = lockstep_recipes.Shards(shard_cases.write(tmp_path / "data", "tar"))
     shards[3].clear()
     assert shard_cases.plain(shards[3]) == SAMPLES[3]
 
@@ -94,10 +94,10 @@ def test_sources(tmp_path):
         f"{folder}/part-*.jsonl",
         [folder / f"part-{number}.jsonl" for number in range(4)],
     ):
-        assert len(lockstep.Shards(source)) == len(SAMPLES)
+        assert len(lockstep_recipes.Shards(source)) == len(SAMPLES)
     odd = shard_cases.write(tmp_path / "data [v2] {0..3}")  # a path, though it looks like a pattern
-    assert len(lockstep.Shards(odd)) == len(lockstep.Shards(odd / "part-0.jsonl")) + sum(SIZES[1:])
-    one = lockstep.Shards(folder / "part-2.jsonl")
+    assert len(lockstep_recipes.Shards(odd)) == len(lockstep_recipes.Shards(odd / "part-0.jsonl")) + sum(SIZES[1:])
+    one = lockstep_recipes.Shards(folder / "part-2.jsonl")
     assert one[0] == SAMPLES[SIZES[0] + SIZES[1]]
     for source, message in (
         (folder / "part-9.jsonl", r"did you mean part-\d.jsonl"),
@@ -108,13 +108,13 @@ def test_sources(tmp_path):
         (f"{folder}/a.tar.gz", "compressed"),
     ):
         with pytest.raises(DataError, match=message):
-            lockstep.Shards(source)
+            lockstep_recipes.Shards(source)
     (folder / "other.parquet").write_bytes(shard_cases.parquet(SAMPLES))
     with pytest.raises(DataError, match=r"several formats: 1 of parquet, 4 of jsonl|4 of jsonl, 1 of parquet"):
-        lockstep.Shards(folder)
+        lockstep_recipes.Shards(folder)
     for options in ({"window": 0}, {"cache": "much"}, {"cache": 0}):
         with pytest.raises(UsageError, match=str(next(iter(options)))):
-            lockstep.Shards(folder / "part-0.jsonl", **options)
+            lockstep_recipes.Shards(folder / "part-0.jsonl", **options)
 
 
 def test_a_folder_of_datasets_has_the_shards_that_its_state_lists(tmp_path):
@@ -124,19 +124,19 @@ def test_a_folder_of_datasets_has_the_shards_that_its_state_lists(tmp_path):
     loaded = datasets.load_from_disk(folder)
     loaded.map(lambda sample: {"text": "other"})
     assert list(folder.glob("cache-*.arrow"))
-    assert list(lockstep.Shards(folder)) == list(loaded) == SAMPLES
+    assert list(lockstep_recipes.Shards(folder)) == list(loaded) == SAMPLES
     with pytest.raises(DataError, match=r"cache-.*\.arrow: state.json does not list this file(?s:.*)give the folder"):
-        lockstep.Shards(f"{folder}/*.arrow")
-    assert len(lockstep.Shards(f"{folder}/data-*.arrow")) == len(SAMPLES)
+        lockstep_recipes.Shards(f"{folder}/*.arrow")
+    assert len(lockstep_recipes.Shards(f"{folder}/data-*.arrow")) == len(SAMPLES)
     (folder / "data-00001-of-00003.arrow").rename(tmp_path / "elsewhere.arrow")
     with pytest.raises(DataError, match=r"data-00001-of-00003.arrow: state.json has this shard, and it is not there"):
-        lockstep.Shards(folder)
+        lockstep_recipes.Shards(folder)
     (folder / "state.json").write_text('{"anything": []}')
     with pytest.raises(DataError, match=r"state.json: not what `datasets` writes: KeyError"):
-        lockstep.Shards(folder)
+        lockstep_recipes.Shards(folder)
     datasets.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "splits")
     with pytest.raises(DataError, match=f"the data set has splits(?s:.*){tmp_path}/splits/train or .*/splits/test"):
-        lockstep.Shards(tmp_path / "splits")
+        lockstep_recipes.Shards(tmp_path / "splits")
 
 
 def test_folders_whose_files_do_not_all_count_are_refused(tmp_path):
@@ -144,15 +144,15 @@ def test_folders_whose_files_do_not_all_count_are_refused(tmp_path):
         (tmp_path / kind / name).mkdir(parents=True)
         (tmp_path / kind / "part-0.parquet").write_bytes(shard_cases.parquet(SAMPLES))
         with pytest.raises(DataError, match=f"a table of {kind}: {name} says which of its files count"):
-            lockstep.Shards(tmp_path / kind)
+            lockstep_recipes.Shards(tmp_path / kind)
     cached = tmp_path / "cached"
     cached.mkdir()
     (cached / "dataset_info.json").write_text("{}")
     for name in ("mine-train.arrow", "cache-1a2b.arrow"):
         (cached / name).write_bytes(shard_cases.arrow_stream(SAMPLES))
     with pytest.raises(DataError, match=r"among the files of this data set: cache-1a2b.arrow"):
-        lockstep.Shards(cached)
-    assert len(lockstep.Shards(f"{cached}/mine-train*.arrow")) == len(SAMPLES)
+        lockstep_recipes.Shards(cached)
+    assert len(lockstep_recipes.Shards(f"{cached}/mine-train*.arrow")) == len(SAMPLES)
 
 
 def test_an_index_of_somebody_else_is_named(tmp_path):
@@ -181,39 +181,39 @@ def test_an_index_of_somebody_else_is_named(tmp_path):
     ):
         (folder / "index.json").write_text(json.dumps(index))
         with pytest.raises(DataError, match=r"index.json: no index of shards(?s:.*)remove this file"):
-            lockstep.Shards(folder)[0]
+            lockstep_recipes.Shards(folder)[0]
     (folder / "index.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(DataError, match=r"index.json: no index of shards"):
-        lockstep.Shards(folder)
+        lockstep_recipes.Shards(folder)
 
 
 def test_addresses_and_files_that_cannot_be_read_say_what_to_do(tmp_path):
     with pytest.raises(UsageError, match=r"a web server lists no files(?s:.*)\{000..012\}"):
-        lockstep.Shards("https://host/part-*.tar")
+        lockstep_recipes.Shards("https://host/part-*.tar")
     (tmp_path / "old.feather").write_bytes(b"FEA1" + bytes(60))
     with pytest.raises(DataError, match=r"old.feather: it is a Feather file of version 1"):
-        lockstep.Shards(str(tmp_path / "old.feather"))
+        lockstep_recipes.Shards(str(tmp_path / "old.feather"))
 
 
 def test_shards_are_counted_once_and_anew_when_they_change(tmp_path, monkeypatch):
     folder = shard_cases.write(tmp_path / "data")
-    lockstep.Shards(folder)
+    lockstep_recipes.Shards(folder)
     with monkeypatch.context() as patch:
-        patch.setattr("lockstep.shards.counts.count", lambda *_: pytest.fail("it was counted again"))
-        shards = lockstep.Shards(folder)
+        patch.setattr("lockstep_recipes.shards.counts.count", lambda *_: pytest.fail("it was counted again"))
+        shards = lockstep_recipes.Shards(folder)
     assert shards[8] == SAMPLES[8]
     path = folder / "part-2.jsonl"
     path.write_bytes(path.read_bytes() + b'{"number": -1}\n')
     with pytest.raises(DataError, match=r"part-2.jsonl: the shard has changed since it was counted: \d+ bytes"):
         pickle.loads(pickle.dumps(shards))[8]
-    assert len(lockstep.Shards(folder)) == len(SAMPLES) + 1
+    assert len(lockstep_recipes.Shards(folder)) == len(SAMPLES) + 1
 
 
 @pytest.mark.parametrize("suffix", ALL)
 def test_a_damaged_shard_is_named(tmp_path, suffix):
     """Cut off before it is counted, and after."""
     folder = shard_cases.write(tmp_path / "data", suffix)
-    shards = lockstep.Shards(folder)
+    shards = lockstep_recipes.Shards(folder)
     path = next(path for path in sorted(folder.iterdir()) if "2." in path.name)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2 + 7])
@@ -222,13 +222,13 @@ def test_a_damaged_shard_is_named(tmp_path, suffix):
     assert "remedy" in str(caught.value)
     if suffix != "jsonl":  # a shard of lines that ends earlier is a shard of fewer lines
         with pytest.raises(DataError, match=path.name):
-            lockstep.Shards(folder)[SIZES[0] + SIZES[1] + SIZES[2] - 1]
+            lockstep_recipes.Shards(folder)[SIZES[0] + SIZES[1] + SIZES[2] - 1]
 
 
 def test_a_shard_that_is_damaged_while_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK", 1)  # each line is a block
     path = shard_cases.write(tmp_path / "data") / "part-2.jsonl"
-    shards = lockstep.Shards(path)
+    shards = lockstep_recipes.Shards(path)
     assert shards[0]["number"] == 8
     *lines, last = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:-1], b"\n" * len(lines[-1]), last[:-5]]))
@@ -249,26 +249,26 @@ def test_a_tar_whose_tail_is_zeros_is_refused(tmp_path):
             archive.addfile(member, io.BytesIO(b"x" * 700))
     data, places = file.getvalue(), range(0, 128 * 1536, 1536)
     path.write_bytes(data)
-    assert len(lockstep.Shards(path)) == 64
+    assert len(lockstep_recipes.Shards(path)) == 64
     for kept in (50, 63, 1, 0):
         for start in (places[2 * kept], places[2 * kept] - 512 if kept else 0):  # also in the middle of a member
             path.write_bytes(data[:start] + bytes(len(data) + 10240 - start))
             with pytest.raises(DataError, match=r"a.tar(?s:.*)zeros follow(?s:.*)truncate -s \d+ a.tar"):
-                lockstep.Shards(path)
+                lockstep_recipes.Shards(path)
     path.write_bytes(data[: places[-1] + 1536] + bytes(1024))  # tools other than tar fill no record
-    assert len(lockstep.Shards(path)) == 64
+    assert len(lockstep_recipes.Shards(path)) == 64
 
 
 def test_pages_of_parquet_are_compared_with_their_checksums(tmp_path):
     table = pa.Table.from_pylist([{"number": number, "text": f"{number}" * 50} for number in range(200)])
     path = tmp_path / "a.parquet"
     pq.write_table(table, path, compression="none", write_page_checksum=True, use_dictionary=False)
-    assert lockstep.Shards(path)[5]["text"] == "5" * 50
+    assert lockstep_recipes.Shards(path)[5]["text"] == "5" * 50
     data = path.read_bytes()
     place = data.index(b"5" * 50) + 7
     path.write_bytes(data[:place] + b"6" + data[place + 1 :])
     with pytest.raises(DataError, match=r"a.parquet, samples 0 to 199: the block is damaged: .*CRC"):
-        lockstep.Shards(path)[5]
+        lockstep_recipes.Shards(path)[5]
     with pytest.raises(DataError, match=r"a.parquet: not readable as Parquet: .*CRC"):
         Source(str(path)).read()
 
@@ -279,7 +279,7 @@ def test_arrow_with_dictionaries(tmp_path, monkeypatch, new):
     table = pa.table({"word": pa.array(["a", "b", "a", "c", "b"] * 3).dictionary_encode()})
     with new(tmp_path / "a.arrow", table.schema) as writer:
         writer.write_table(table, max_chunksize=4)
-    shards = lockstep.Shards(tmp_path / "a.arrow")
+    shards = lockstep_recipes.Shards(tmp_path / "a.arrow")
     assert [shards[index]["word"] for index in range(len(shards))] == table["word"].to_pylist()
 
 
@@ -297,7 +297,7 @@ def test_what_was_not_used_for_the_longest_time_leaves_the_memory():
 
 def test_a_bad_line_is_one_bad_sample(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": \n{"a": 3}\n')
-    shards = lockstep.Shards(tmp_path / "a.jsonl")
+    shards = lockstep_recipes.Shards(tmp_path / "a.jsonl")
     assert len(shards) == 3
     assert (shards[0], shards[2]) == ({"a": 1}, {"a": 3})
     with pytest.raises(DataError, match=r"a.jsonl, sample 1: not JSON"):
@@ -311,7 +311,7 @@ def test_members_of_a_tar_that_are_no_samples(tmp_path):
             for name in names:
                 archive.addfile(tarfile.TarInfo(name), io.BytesIO())
         (tmp_path / "a.tar").write_bytes(file.getvalue())
-        return lockstep.Shards(tmp_path / "a.tar")
+        return lockstep_recipes.Shards(tmp_path / "a.tar")
 
     shards = pack("README", "a.jpg", "a.cls", "__info__.json", ".hidden", "d/a.jpg")
     assert [sorted(shards[index]) for index in range(2)] == [["__key__", "cls", "jpg"], ["__key__", "jpg"]]
@@ -349,19 +349,19 @@ def test_names_and_places_of_members_are_those_of_tarfile(form, name):
 
 def test_the_memory_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK", 1)  # each line is a block
-    shards = lockstep.Shards(shard_cases.write(tmp_path / "data"), cache=5000)
+    shards = lockstep_recipes.Shards(shard_cases.write(tmp_path / "data"), cache=5000)
     for index in (*range(len(shards)), *range(len(shards))):
         assert shards[index] == SAMPLES[index]
         assert shards._here()[1].bytes <= 5000
     with pytest.raises(
         UsageError, match=r"part-0.jsonl, samples 0 to 0: the block has \d+ bytes, and the cache holds 50"
     ):
-        lockstep.Shards(tmp_path / "data", cache=50)[0]
+        lockstep_recipes.Shards(tmp_path / "data", cache=50)[0]
 
 
 def test_threads_and_forked_processes_read_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK", 1)
-    shards = lockstep.Shards(shard_cases.write(tmp_path / "data"), cache=5000)
+    shards = lockstep_recipes.Shards(shard_cases.write(tmp_path / "data"), cache=5000)
     wrong = []
 
     def read():
@@ -382,8 +382,8 @@ def test_the_window_follows_from_the_bytes_of_a_sample(tmp_path, monkeypatch):
     folder = shard_cases.write(tmp_path / "data")
     size = sum(path.stat().st_size for path in folder.iterdir())
     monkeypatch.setattr(data_module, "_WINDOW", 10 * size // len(SAMPLES))
-    assert lockstep.Shards(folder).order.window in (9, 10)
-    assert lockstep.Shards(folder, window=3).order.window == 3
+    assert lockstep_recipes.Shards(folder).order.window in (9, 10)
+    assert lockstep_recipes.Shards(folder, window=3).order.window == 3
 
 
 def test_two_columns_of_one_name_and_a_source_that_is_no_path_are_refused(tmp_path):
@@ -391,8 +391,8 @@ def test_two_columns_of_one_name_and_a_source_that_is_no_path_are_refused(tmp_pa
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
     with pytest.raises(DataError, match="several columns are named 'a'"):
-        lockstep.Shards(tmp_path / "a.arrow")[0]
+        lockstep_recipes.Shards(tmp_path / "a.arrow")[0]
     with pytest.raises(UsageError, match="the source is None"):
-        lockstep.Shards(None)
+        lockstep_recipes.Shards(None)
     with pytest.raises(UsageError, match="the window is True"):
-        lockstep.Shards(tmp_path / "a.arrow", window=True)
+        lockstep_recipes.Shards(tmp_path / "a.arrow", window=True)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lockstep.shards.order import ShardOrder
+from lockstep_recipes.shards.order import ShardOrder
 
 COUNTS = (7, 1, 0, 12, 5, 30)
 

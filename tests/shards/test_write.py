@@ -13,11 +13,11 @@ from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset
 from typer.testing import CliRunner
 
-import lockstep
+import lockstep_recipes
 from lockstep.cli.application import app
 from lockstep.core.errors import DataError, UsageError
-from lockstep.shards import write as write_module
-from lockstep.shards.write import write
+from lockstep_recipes.shards import write as write_module
+from lockstep_recipes.shards.write import write
 from tests.shard_cases import SAMPLES
 
 LONG = [{"number": number, "text": f"{number} " * 50, "values": [number, 0.5]} for number in range(60)]
@@ -62,7 +62,7 @@ def test_samples_come_back_after_a_kill_at_any_file(tmp_path, monkeypatch, kind,
         write(samples, str(folder), **options)
         assert files(folder) == files(tmp_path / "whole")
     assert count > 6
-    shards = lockstep.Shards(tmp_path / "whole")
+    shards = lockstep_recipes.Shards(tmp_path / "whole")
     assert len(shards.shards) > 2
     found = [shards[index] for index in range(len(shards))]
     if kind == "tar":
@@ -80,10 +80,10 @@ def test_another_writing_is_not_mixed_in(tmp_path):
     shard = tmp_path / "out" / "shard-00000.parquet"
     shard.write_bytes(shard.read_bytes() + b"x")
     with pytest.raises(DataError, match=r"shard-00000.parquet: the shard has changed since it was counted"):
-        lockstep.Shards(out)
+        lockstep_recipes.Shards(out)
     shard.unlink()
     with pytest.raises(DataError, match=r"shard-00000.parquet: index.json has this shard, and it is not there"):
-        lockstep.Shards(out)
+        lockstep_recipes.Shards(out)
     with pytest.raises(UsageError, match="written in another way"):
         write(LONG, out, kind=None, shard_bytes=6001, source="a")
     with pytest.raises(UsageError, match="written in another way"):
@@ -131,7 +131,7 @@ def test_arrays_pictures_and_chats_have_formats_that_fit(tmp_path):
     read = {}
     for name, (samples, kind) in cases.items():
         assert write(samples, str(tmp_path / name), kind=None, shard_bytes=10**6).index["format"] == kind, name
-        read[name] = lockstep.Shards(tmp_path / name)[0]
+        read[name] = lockstep_recipes.Shards(tmp_path / name)[0]
     assert np.load(io.BytesIO(read["pairs"]["0.npy"])).tolist() == [0, 1, 2]
     assert np.load(io.BytesIO(read["pairs"]["1.npy"])) == 0
     assert read["pictures"]["caption.txt"] == b"a cat"
@@ -143,7 +143,7 @@ def test_arrays_pictures_and_chats_have_formats_that_fit(tmp_path):
 
 def test_shuffled_shards_have_all_samples_in_another_order(tmp_path):
     write(LONG, str(tmp_path / "out"), kind=None, shard_bytes=6000, shuffle=1)
-    shards = lockstep.Shards(tmp_path / "out")
+    shards = lockstep_recipes.Shards(tmp_path / "out")
     found = [shards[index]["number"] for index in range(len(shards))]
     assert sorted(found) == list(range(60))
     assert found != sorted(found)
@@ -152,7 +152,7 @@ def test_shuffled_shards_have_all_samples_in_another_order(tmp_path):
 def test_a_bucket(tmp_path):
     bucket = f"memory://{uuid.uuid4().hex}"
     write(SAMPLES, bucket, kind=None, shard_bytes=200)
-    shards = lockstep.Shards(bucket)
+    shards = lockstep_recipes.Shards(bucket)
     assert [shards[index] for index in range(len(shards))] == SAMPLES
     names = {os.path.basename(name) for name in fsspec.filesystem("memory").ls(bucket, detail=False)}
     assert names == {"index.json", *(f"shard-{number:05d}.parquet" for number in range(len(shards.shards)))}
@@ -169,22 +169,22 @@ def test_the_command_reads_what_people_have(tmp_path, monkeypatch):
         for number in range(3):
             Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "photos" / name / f"{number}.v1.PNG")
     assert command("table.csv", "a")[0] == 0
-    assert lockstep.Shards("a")[1] == {"text": "world", "label": "2"}
+    assert lockstep_recipes.Shards("a")[1] == {"text": "world", "label": "2"}
     code, output = command("lines.jsonl", "b", "--shard-size", "200", "--format", "jsonl", "--shuffle", "0")
-    assert (code, output.splitlines()[-1]) == (0, "        return lockstep.Shards('b')")
+    assert (code, output.splitlines()[-1]) == (0, "        return lockstep_recipes.Shards('b')")
     assert f"b: {len(SAMPLES)} samples in" in output
-    shards = lockstep.Shards("b")
+    shards = lockstep_recipes.Shards("b")
     assert sorted(shards[index]["number"] for index in range(len(shards))) == list(range(len(SAMPLES)))
     assert command("own.py:samples", "c")[0] == 0
-    assert [lockstep.Shards("c")[index]["number"] for index in range(5)] == list(range(5))
+    assert [lockstep_recipes.Shards("c")[index]["number"] for index in range(5)] == list(range(5))
     code, output = command("photos", "d")
     assert "lockstep train image_folder data.train=d" in output
-    sample = lockstep.Shards("d")[4]
+    sample = lockstep_recipes.Shards("d")[4]
     assert sample["cls"] == b"dog"
     assert sample["png"] == (tmp_path / "photos" / "dog" / "1.v1.PNG").read_bytes()
     code, output = command("photos/cat", "e")
     assert code == 0
-    assert sorted(lockstep.Shards("e")[0]) == ["__key__", "png"]
+    assert sorted(lockstep_recipes.Shards("e")[0]) == ["__key__", "png"]
     for arguments, message in (
         (("own.py:nothing", "f"), "there is no such function"),
         (("table.csv", "a", "--shard-size", "big"), "--shard-size"),
@@ -204,14 +204,14 @@ def test_a_folder_of_datasets_keeps_its_pictures_as_they_are_stored(tmp_path):
     datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows, kinds)}).save_to_disk(tmp_path / "saved")
     code, output = command(f"{tmp_path / 'saved'}:train", tmp_path / "out")
     assert code == 0, output
-    sample = lockstep.Shards(tmp_path / "out")[2]
+    sample = lockstep_recipes.Shards(tmp_path / "out")[2]
     assert (sample["image"]["bytes"], sample["label"]) == ((tmp_path / "a.png").read_bytes(), 1)
-    stored = lockstep.Shards(tmp_path / "saved" / "train")  # its own files of Arrow
+    stored = lockstep_recipes.Shards(tmp_path / "saved" / "train")  # its own files of Arrow
     assert [stored[index]["label"] for index in range(3)] == [0, 1, 1]
 
 
 def test_pictures_in_written_shards_are_data_of_the_recipe(tmp_path):
-    from lockstep.tasks.vision.readers.image_shards import read_shards
+    from lockstep_recipes.tasks.vision.readers.image_shards import read_shards
 
     for name in ("cat", "dog"):
         (tmp_path / "photos" / name).mkdir(parents=True)
@@ -246,7 +246,7 @@ def test_shards_that_are_not_all_written_are_refused(tmp_path):
         write(ending(), str(tmp_path / "out"), kind="jsonl", shard_bytes=500)
     assert list((tmp_path / "out").glob("shard-*"))
     with pytest.raises(DataError, match="the writing of these shards has not ended"):
-        lockstep.Shards(tmp_path / "out")
+        lockstep_recipes.Shards(tmp_path / "out")
 
 
 def test_a_full_disk_is_told_and_the_same_command_goes_on(tmp_path, monkeypatch):

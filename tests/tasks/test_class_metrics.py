@@ -5,8 +5,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torchmetrics import MetricCollection, classification
 
-from lockstep.tasks.class_metrics import ConfusionByLabel, class_metrics, update_class_metrics
-from lockstep.tasks.ct.metrics import AnswerAccuracy
+from lockstep_recipes.tasks.class_metrics import ConfusionByLabel, class_metrics, update_class_metrics
+from lockstep_recipes.tasks.ct.metrics import AnswerAccuracy
 
 
 class NoWaiting(TorchFunctionMode):

@@ -2,7 +2,7 @@
 
 import torch
 
-from lockstep.tasks.class_weights import OnDevice
+from lockstep_recipes.tasks.class_weights import OnDevice
 
 
 def test_class_weights_are_not_rounded_to_the_16_bits_of_logits():

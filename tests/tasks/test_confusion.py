@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from lockstep.tasks import confusion
+from lockstep_recipes.tasks import confusion
 
 
 def cells(text):

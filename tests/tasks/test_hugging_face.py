@@ -3,8 +3,8 @@
 import pytest
 
 from lockstep.core.errors import UsageError
-from lockstep.tasks import hugging_face
-from lockstep.tasks.vision.image_models import processor_of
+from lockstep_recipes.tasks import hugging_face
+from lockstep_recipes.tasks.vision.image_models import processor_of
 
 hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")

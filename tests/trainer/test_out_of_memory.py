@@ -155,7 +155,7 @@ def shortage(folder, settings, world, **options):
 
 
 def config(settings):
-    from lockstep.recipes import config_file
+    from lockstep.configs import config_file
 
     return config_file.parse(settings, needs_task=False)
 

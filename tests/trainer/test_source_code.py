@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from lockstep.recipes.registry import build_task
+from lockstep.configs.registry import build_task
 from lockstep.trainer import source_code
 from tests import own_tasks
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, Ten
 import lockstep
 from lockstep.core.errors import RankError, UsageError
 from lockstep.trainer import user_exit
-from lockstep.verify.workers import WorkerEnded
+from lockstep_lab.verify.workers import WorkerEnded
 from tests import own_tasks, ranks, runs
 from tests.processes import HANG_S
 from tests.ranks import run_ranks

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from lockstep.recipes import config_file
-from lockstep.verify import worker_functions
-from lockstep.verify.experiments import Experiments
-from lockstep.verify.recorder import Recording
-from lockstep.verify.task_probe import TaskProbe
-from lockstep.verify.worker_functions import Answer
-from lockstep.verify.workers import WorkerEnded
+from lockstep.configs import config_file
+from lockstep_lab.verify import worker_functions
+from lockstep_lab.verify.experiments import Experiments
+from lockstep_lab.verify.recorder import Recording
+from lockstep_lab.verify.task_probe import TaskProbe
+from lockstep_lab.verify.worker_functions import Answer
+from lockstep_lab.verify.workers import WorkerEnded
 from tests import runs
 
 

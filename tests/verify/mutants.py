@@ -1577,7 +1577,7 @@ SURVIVORS: dict[str, str] = {}
 
 def mutated(name: str, function: Any, *arguments: Any) -> Any:
     """For `command.verify(wrap=...)`: call the function on this rank with the edits of a mutant."""
-    from lockstep.verify import worker_functions
+    from lockstep_lab.verify import worker_functions
 
     with broken(MUTANTS[name]):
         return worker_functions.answering(function, *arguments)
@@ -1680,7 +1680,7 @@ def _places(source: str, text: str) -> list[tuple[int, int]]:
 
 def config_of(base: str, task: str | None = None, overrides: Sequence[str] = (), nproc: int = 2) -> dict[str, Any]:
     """The config of a base, as `command.verify` takes it."""
-    from lockstep.recipes import config_file
+    from lockstep.configs import config_file
 
     file, *keys = arguments(Mutant(base, "", base, task=task, overrides=tuple(overrides)))
     settings = config_file.load(file, keys)
@@ -1719,7 +1719,7 @@ def verify_base(
     base: str, ranks: Any, folder: Path, checks: Sequence[str] = (), nproc: int = 2, steps: int = 8
 ) -> Outcome:
     """What verify says of a base as it is."""
-    from lockstep.verify import worker_functions
+    from lockstep_lab.verify import worker_functions
 
     return _verify(config_of(base, nproc=nproc), worker_functions.answering, ranks, folder, checks, nproc, steps)
 
@@ -1737,7 +1737,7 @@ def _verify(
     config: dict[str, Any], wrap: Any, ranks: Any, folder: Path, checks: Sequence[str], nproc: int, steps: int
 ) -> Outcome:
     from lockstep.core.errors import LockstepError
-    from lockstep.verify import command
+    from lockstep_lab.verify import command
 
     begun = time.perf_counter()
     try:

@@ -50,8 +50,8 @@ def _texts(folder, count=96):
 
 def _ag_news(folder):
     """A small BERT with its tokenizer takes the place of the hub's."""
-    from lockstep.tasks.text.options import TextOptions
-    from lockstep.tasks.text.task import Text
+    from lockstep_recipes.tasks.text.options import TextOptions
+    from lockstep_recipes.tasks.text.task import Text
 
     options = _texts(folder)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}

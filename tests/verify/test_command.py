@@ -10,15 +10,15 @@ from typer.testing import CliRunner
 
 from lockstep import locks
 from lockstep.cli.application import app
+from lockstep.configs import config_file
 from lockstep.core.errors import LockstepError, UsageError
 from lockstep.core.user_files import check_replaceable
-from lockstep.recipes import config_file
 from lockstep.trainer import run_directory
-from lockstep.verify import command
-from lockstep.verify.checks import CHECKS
-from lockstep.verify.experiments import ExperimentFailed
-from lockstep.verify.result import VerifyResult, fault, not_shown, passed
-from lockstep.verify.task_probe import TaskProbe
+from lockstep_lab.verify import command
+from lockstep_lab.verify.checks import CHECKS
+from lockstep_lab.verify.experiments import ExperimentFailed
+from lockstep_lab.verify.result import VerifyResult, fault, not_shown, passed
+from lockstep_lab.verify.task_probe import TaskProbe
 from tests import runs
 from tests.verify.made_up import experiments
 

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from lockstep import Metrics, Task
 from lockstep.core.data.loader import MicroBatches
 from lockstep.core.data.order import MicroBatchPlan
-from lockstep.verify import generators
-from lockstep.verify.comparable_task import (
+from lockstep_lab.verify import generators
+from lockstep_lab.verify.comparable_task import (
     ComparableTask,
     DropoutDisabled,
     TaskChanges,

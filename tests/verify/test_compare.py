@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lockstep.verify.compare import (
+from lockstep_lab.verify.compare import (
     Difference,
     _norm_of_difference,
     curve_difference,
@@ -16,7 +16,7 @@ from lockstep.verify.compare import (
     is_too_large,
     rounding_bound,
 )
-from lockstep.verify.reference.checkpoint import newest
+from lockstep_lab.verify.reference.checkpoint import newest
 from tests import runs
 from tests.core.checkpoint.cases import commit
 from tests.own_tasks import Masked

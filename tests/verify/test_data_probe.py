@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.verify.data_probe import labels_among_inputs, overlap
+from lockstep_lab.verify.data_probe import labels_among_inputs, overlap
 
 
 def batches(count=60, classes=3, change=lambda inputs, label: inputs):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from lockstep.verify.experiments import ExperimentFailed
-from lockstep.verify.task_probe import TaskProbe
-from lockstep.verify.worker_functions import Answer
-from lockstep.verify.workers import WorkerEnded
+from lockstep_lab.verify.experiments import ExperimentFailed
+from lockstep_lab.verify.task_probe import TaskProbe
+from lockstep_lab.verify.worker_functions import Answer
+from lockstep_lab.verify.workers import WorkerEnded
 from tests.verify.made_up import experiments, recording
 
 

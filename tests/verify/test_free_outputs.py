@@ -10,10 +10,10 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Task
 from lockstep.core.errors import UsageError
-from lockstep.verify import free_outputs
-from lockstep.verify.comparable_task import ComparableTask, TaskChanges
-from lockstep.verify.constant_baseline import constant_baseline
-from lockstep.verify.free_outputs import FreeOutputs, fit_outputs, least_loss
+from lockstep_lab.verify import free_outputs
+from lockstep_lab.verify.comparable_task import ComparableTask, TaskChanges
+from lockstep_lab.verify.constant_baseline import constant_baseline
+from lockstep_lab.verify.free_outputs import FreeOutputs, fit_outputs, least_loss
 from tests import lm_cases, own_tasks, runs
 from tests.verify import odd_tasks
 

@@ -12,8 +12,8 @@ from torch import nn
 from lockstep.core import devices
 from lockstep.core.parallel import world
 from lockstep.parts.replicas import losses_of_one_batch
-from lockstep.verify.worker_functions import answering
-from lockstep.verify.workers import Workers
+from lockstep_lab.verify.worker_functions import answering
+from lockstep_lab.verify.workers import Workers
 from tests.python_device import NAME
 from tests.ranks import run_on_python_device
 

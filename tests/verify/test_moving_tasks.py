@@ -2,10 +2,10 @@
 
 from types import SimpleNamespace
 
-from lockstep.recipes import config_file
-from lockstep.verify import command
-from lockstep.verify.checks.resume import determinism
-from lockstep.verify.recorder import Recording
+from lockstep.configs import config_file
+from lockstep_lab.verify import command
+from lockstep_lab.verify.checks.resume import determinism
+from lockstep_lab.verify.recorder import Recording
 from tests import ranks, runs
 from tests.verify import moving_tasks
 

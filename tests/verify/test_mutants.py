@@ -14,7 +14,7 @@ import re
 
 import pytest
 
-from lockstep.verify.checks import CHECKS
+from lockstep_lab.verify.checks import CHECKS
 from tests import ranks
 from tests.verify import broken_tasks, mutants
 from tests.verify.mutants import MUTANTS, SURVIVORS

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.verify import worker_functions
-from lockstep.verify.comparable_task import TaskChanges
-from lockstep.verify.generators import disturb
-from lockstep.verify.recorder import RecorderOptions, modules_in_wrong_mode
-from lockstep.verify.worker_functions import TrainingRun
+from lockstep_lab.verify import worker_functions
+from lockstep_lab.verify.comparable_task import TaskChanges
+from lockstep_lab.verify.generators import disturb
+from lockstep_lab.verify.recorder import RecorderOptions, modules_in_wrong_mode
+from lockstep_lab.verify.worker_functions import TrainingRun
 from tests import own_tasks, runs
 from tests.selection import mainly
 from tests.verify import broken_tasks, mutants

@@ -9,11 +9,11 @@ import torch
 from lockstep.core import step
 from lockstep.core.data.loader import MicroBatches
 from lockstep.core.errors import TrainingError, UsageError
-from lockstep.verify import worker_functions
-from lockstep.verify.comparable_task import TaskChanges
-from lockstep.verify.recorder import RecorderOptions
-from lockstep.verify.reference.gradient import GradientComparison
-from lockstep.verify.worker_functions import TrainingRun
+from lockstep_lab.verify import worker_functions
+from lockstep_lab.verify.comparable_task import TaskChanges
+from lockstep_lab.verify.recorder import RecorderOptions
+from lockstep_lab.verify.reference.gradient import GradientComparison
+from lockstep_lab.verify.worker_functions import TrainingRun
 from tests import runs
 from tests.selection import mainly
 

@@ -13,8 +13,8 @@ from lockstep.core.checkpoint import files
 from lockstep.core.data import order as engine_order
 from lockstep.core.schedule import Schedule
 from lockstep.core.schedule import scaled_lr as engine_scaled_lr
-from lockstep.verify.reference import data, evaluation, order, schedule
-from lockstep.verify.reference.checkpoint import load_trained_weights, newest
+from lockstep_lab.verify.reference import data, evaluation, order, schedule
+from lockstep_lab.verify.reference.checkpoint import load_trained_weights, newest
 from tests import runs
 from tests.own_tasks import Masked
 

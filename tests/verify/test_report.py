@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.verify.html_report import to_html
-from lockstep.verify.report import line, summary, to_json
-from lockstep.verify.result import CheckResult, VerifyResult
+from lockstep_lab.verify.html_report import to_html
+from lockstep_lab.verify.report import line, summary, to_json
+from lockstep_lab.verify.result import CheckResult, VerifyResult
 
 NASTY = "<script>alert('&\"')</script>"
 

@@ -7,12 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli.application import app
+from lockstep.configs import own_file
 from lockstep.core.errors import UsageError
-from lockstep.recipes import own_file
-from lockstep.verify import report
-from lockstep.verify.result import VerifyResult, fault, not_shown, passed
-from lockstep.verify.script import verify_script
-from lockstep.verify.script_causes import causes_in
+from lockstep_lab.verify import report
+from lockstep_lab.verify.result import VerifyResult, fault, not_shown, passed
+from lockstep_lab.verify.script import verify_script
+from lockstep_lab.verify.script_causes import causes_in
 from tests import ranks
 
 SCRIPT = """
@@ -163,7 +163,7 @@ def test_the_command_passes_arguments_on_and_ends_with_3_where_there_is_a_fault(
             assert (script, arguments, nproc, checks, steps) == ("train.py", ["--lr", "0.1"], 2, ["ranks"], 5)
             return VerifyResult(script, nproc, "cpu", False, {}, {}, [made])
 
-        monkeypatch.setattr("lockstep.verify.script.verify_script", verify)
+        monkeypatch.setattr("lockstep_lab.verify.script.verify_script", verify)
         words = ["verify", "--cold", "--checks", "ranks", "--steps", "5", "train.py", "--", "--lr", "0.1"]
         found = CliRunner().invoke(app, words)
         assert found.exit_code == code, found.output

@@ -12,11 +12,11 @@ import lockstep
 from lockstep.core import step as engine
 from lockstep.core.parallel import signals
 from lockstep.core.parallel.ddp import DDP
-from lockstep.verify import step_operations, worker_functions
-from lockstep.verify.comparable_task import TaskChanges
-from lockstep.verify.recorder import RecorderOptions
-from lockstep.verify.step_operations import CoarseOperations, RandomOperations, StepOperations
-from lockstep.verify.worker_functions import TrainingRun
+from lockstep_lab.verify import step_operations, worker_functions
+from lockstep_lab.verify.comparable_task import TaskChanges
+from lockstep_lab.verify.recorder import RecorderOptions
+from lockstep_lab.verify.step_operations import CoarseOperations, RandomOperations, StepOperations
+from lockstep_lab.verify.worker_functions import TrainingRun
 from tests import runs
 from tests.ranks import run_ranks
 from tests.selection import mainly

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.verify.task_probe import TaskProbe, probe_task
+from lockstep_lab.verify.task_probe import TaskProbe, probe_task
 from tests import runs
 from tests.selection import mainly
 

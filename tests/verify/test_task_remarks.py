@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.verify.derivative import own_backwards, wrong_derivative
-from lockstep.verify.repetition import depends_on_rank, differs, model_difference
-from lockstep.verify.zero_outputs import other_units
+from lockstep_lab.verify.derivative import own_backwards, wrong_derivative
+from lockstep_lab.verify.repetition import depends_on_rank, differs, model_difference
+from lockstep_lab.verify.zero_outputs import other_units
 from tests.verify.broken_tasks import Doubled, PaddingCounted, Tokens
 
 CPU = torch.device("cpu")

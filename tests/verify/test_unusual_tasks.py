@@ -2,8 +2,8 @@
 
 import pytest
 
-from lockstep.recipes import config_file
-from lockstep.verify import command
+from lockstep.configs import config_file
+from lockstep_lab.verify import command
 from tests import ranks
 from tests.selection import mainly
 from tests.verify.unusual_tasks import arguments, tasks

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.configs import config_file
 from lockstep.core.checkpoint import files
 from lockstep.core.errors import LockstepError
-from lockstep.recipes import config_file
-from lockstep.verify import command, worker_functions
-from lockstep.verify import workers as module
-from lockstep.verify.worker_functions import Answer
-from lockstep.verify.workers import WorkerEnded, Workers
+from lockstep_lab.verify import command, worker_functions
+from lockstep_lab.verify import workers as module
+from lockstep_lab.verify.worker_functions import Answer
+from lockstep_lab.verify.workers import WorkerEnded, Workers
 from tests import ranks as shared
 from tests import runs
 from tests.processes import HANG_S

@@ -118,15 +118,15 @@ def _processor_s() -> float:
 
 
 def _small() -> Any:
-    from lockstep.tasks.toy.options import ToyOptions
-    from lockstep.tasks.toy.task import Toy
+    from lockstep_recipes.tasks.toy.options import ToyOptions
+    from lockstep_recipes.tasks.toy.task import Toy
 
     return Toy(ToyOptions(samples=20_000, eval_samples=8, hidden=128, layers=1))
 
 
 def _large() -> Any:
-    from lockstep.tasks.toy.options import ToyOptions
-    from lockstep.tasks.toy.task import Toy
+    from lockstep_recipes.tasks.toy.options import ToyOptions
+    from lockstep_recipes.tasks.toy.task import Toy
 
     return Toy(ToyOptions(samples=20_000, eval_samples=8, hidden=1024, layers=3))
 

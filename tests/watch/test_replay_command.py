@@ -9,8 +9,8 @@ import torch
 
 from lockstep import Trainer
 from lockstep.cli import application as cli
+from lockstep.configs import config_file
 from lockstep.core.errors import UsageError
-from lockstep.recipes import config_file
 from lockstep.trainer import earlier_configs
 from lockstep.watch import replay_report
 from lockstep.watch.replay_report import Wants

@@ -11,13 +11,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lockstep import Trainer
+from lockstep.configs import config_file
 from lockstep.core.checkpoint import store
 from lockstep.core.data.order import permute
 from lockstep.core.errors import UsageError
 from lockstep.core.schedule import Schedule
-from lockstep.recipes import config_file
-from lockstep.verify.reference.optimizer import ReferenceOptimizer
 from lockstep.weights import torch_file, torch_optimizer
+from lockstep_lab.verify.reference.optimizer import ReferenceOptimizer
 from tests import own_tasks, runs
 from tests.core.checkpoint.cases import read
 from tests.core.test_strategies import STRATEGIES, settings_for

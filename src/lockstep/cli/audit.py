@@ -8,7 +8,7 @@ import lockstep
 from lockstep.cli.reporting import reporting
 from lockstep.core.errors import UsageError
 
-_REMEDY = f"pip install torch-lockstep-audit=={lockstep.__version__}; in a clone: pip install -e packages/audit"
+_REMEDY = f"pip install torch-lockstep-audit=={lockstep.__version__}; in a clone: make .venv/.ready"
 
 
 def audit(context: typer.Context) -> None:

@@ -40,8 +40,8 @@ def check_device(
 ) -> None:
     """Compare what devices compute, keep in memory and exchange with known answers. Exit code 3: a device differs."""
     with reporting(debug):
+        from lockstep.configs import config_file
         from lockstep.launch import node_address
-        from lockstep.recipes import config_file
 
         check_replaceable(json_file, force=force)
         if not math.isfinite(seconds):

@@ -24,7 +24,7 @@ def checkpoints(
 ) -> None:
     """List a run's checkpoints. With --check, the exit code is 3 if a checkpoint is damaged."""
     with reporting(debug):
-        from lockstep.recipes import config_file
+        from lockstep.configs import config_file
 
         settings = config_file.read_run(run_dir)
         from lockstep.cli import inventory

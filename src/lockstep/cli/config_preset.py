@@ -14,9 +14,9 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from lockstep.configs import config_file, config_layers
 from lockstep.core.config.sections import RunConfig, all_keys
 from lockstep.core.errors import UsageError, did_you_mean
-from lockstep.recipes import config_file, config_layers
 
 _NPROC = "nproc"
 _EXCEPTIONS = ("precision", "parallel.param_dtype")

@@ -14,10 +14,10 @@ import yaml
 from pydantic import BaseModel
 
 from lockstep.cli import config_preset
+from lockstep.configs import config_file, registry
+from lockstep.configs.config_layers import read_target
 from lockstep.core.config.config_section import Section
 from lockstep.core.config.sections import RunConfig
-from lockstep.recipes import config_file, registry
-from lockstep.recipes.config_layers import read_target
 from lockstep.trainer import foreign
 
 _WIDTH = 118

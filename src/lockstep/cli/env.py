@@ -199,7 +199,7 @@ def _file_system(folder: Path) -> str:
 
 def _recipes() -> dict[str, Any]:
     """By groups of recipes, and by what configs may ask for: what is missing."""
-    from lockstep.recipes import registry
+    from lockstep.configs import registry
 
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, file in registry.recipes().items():

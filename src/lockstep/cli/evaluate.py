@@ -41,7 +41,7 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint of a run; prints one JSON object, and adds it to evaluations.jsonl of the run."""
     with reporting(debug):
-        from lockstep.recipes import config_file
+        from lockstep.configs import config_file
 
         settings = config_file.read_run(run_dir, overrides or (), _OF_EVALUATION)
         settings = config_file.with_kept_task(settings, run_dir, tell_first)

@@ -11,7 +11,7 @@ import typer
 from lockstep.cli.options import Checkpoint, Debug, Force, RunDir
 from lockstep.cli.reporting import reporting, tell_first
 from lockstep.core.user_files import check_replaceable
-from lockstep.tasks.lora import exported
+from lockstep.lora import exported
 
 
 def export(
@@ -42,7 +42,7 @@ def export(
     and what its pipelines read; the labels and the preparation of inputs; of a task in FILE.py its source.
     """
     with reporting(debug):
-        from lockstep.recipes import config_file
+        from lockstep.configs import config_file
 
         settings = config_file.with_kept_task(config_file.read_run(run_dir), run_dir, tell_first)
         from lockstep.trainer import hub

@@ -271,7 +271,7 @@ def through_ssh(
 def _load(target: str, overrides: Sequence[str], preset: str | None) -> RunConfig:
     """The config of a training on other machines: with a preset, but without looking at this machine."""
     from lockstep.cli import config_preset
-    from lockstep.recipes import config_file
+    from lockstep.configs import config_file
 
     settings = config_file.load(target, overrides)
     return settings if preset is None else config_preset.read(preset).apply(settings, overrides)

@@ -64,7 +64,7 @@ def predict(
 ) -> None:
     """Predict with a checkpoint of a run; prints one JSON object per sample, in the order of the inputs."""
     with reporting(debug):
-        from lockstep.recipes import config_file
+        from lockstep.configs import config_file
         from lockstep.trainer import predictions
 
         settings = config_file.with_kept_task(config_file.read_run(run_dir), run_dir, tell_first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def recipes() -> None:
     """List the recipes: the shipped ones, and those of installed packages."""
-    from lockstep.recipes import config_file
+    from lockstep.configs import config_file
 
     _list(config_file.recipes())
 

@@ -43,8 +43,8 @@ def replay(
 ) -> None:
     """Make a step of a run again, from the nearest checkpoint before it, and compare it with the log."""
     with reporting(debug):
+        from lockstep.configs import config_file
         from lockstep.core.errors import UsageError
-        from lockstep.recipes import config_file
         from lockstep.trainer import earlier_configs
 
         for file in (json_file, profile):

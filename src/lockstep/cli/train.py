@@ -81,8 +81,8 @@ def train(
         from lockstep.core.parallel import signals
 
         with signals.listening():  # before anything that takes time: the config 0.3 s, torch 3 s
+            from lockstep.configs import config_file
             from lockstep.launch import node_address
-            from lockstep.recipes import config_file
 
             if profile is not None:
                 from lockstep.parts import profile as profiling

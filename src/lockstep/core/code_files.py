@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import sys
 import sysconfig
 
 LOCKSTEP, PYTHON = "lockstep", "python"
-_LOCKSTEP = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+_PACKAGES = ("lockstep", "lockstep_recipes", "lockstep_lab")
 _PYTHON = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
 
 
@@ -27,13 +28,20 @@ def library_of(file: str) -> str | None:
         name, folder = "", path
         while folder != os.path.dirname(folder):
             folder, name = os.path.split(folder)
-            if os.path.join(folder, name) == _LOCKSTEP:
+            if name in _PACKAGES and os.path.join(folder, name) in _folders():
                 return LOCKSTEP
             if _has_packages(folder):
                 return name.removesuffix(".py")
             if folder in _PYTHON:
                 return PYTHON
     return None
+
+
+@functools.cache
+def _folders() -> set[str]:
+    """The real folders of Lockstep's packages. The recipes and the lab are found without importing them."""
+    specs = (importlib.util.find_spec(name) for name in _PACKAGES)
+    return {os.path.dirname(os.path.realpath(spec.origin)) for spec in specs if spec is not None and spec.origin}
 
 
 def is_own_code(file: str) -> bool:

@@ -10,12 +10,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
+from lockstep.core.entry_points import EntryPoint, entry_points
 from lockstep.core.errors import UsageError, did_you_mean
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 
@@ -222,23 +220,6 @@ def named(name: str, *, key: str) -> Any:
 # ---- entry points
 
 
-def entry_points(group: str) -> dict[str, EntryPoint]:
-    """The entry points of a group by name, sorted.
-
-    Raises:
-        UsageError: two distributions declare the same name.
-    """
-    from importlib.metadata import entry_points  # takes time, and is not needed for names that Lockstep itself has
-
-    found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=group):
-        other = found.setdefault(entry.name, entry)
-        if other.value != entry.value:
-            what = f"{entry.name!r} is declared twice, as {other.value} and as {entry.value}"
-            raise UsageError(what, where=f"{_origin(other)}, {_origin(entry)}", remedy="uninstall one of them")
-    return dict(sorted(found.items()))
-
-
 def load(entry: EntryPoint) -> Any:
     """The object that an entry point names.
 
@@ -255,8 +236,4 @@ def load(entry: EntryPoint) -> Any:
 def unusable(entry: EntryPoint, what: str) -> UsageError:
     """An error that names the entry point, its fault `what`, and its distribution."""
     remedy = "repair this distribution, or uninstall it"
-    return UsageError(f"{entry.value} {what}", where=_origin(entry), remedy=remedy)
-
-
-def _origin(entry: EntryPoint) -> str:
-    return f"distribution {entry.dist.name} {entry.dist.version}" if entry.dist else "entry point"
+    return UsageError(f"{entry.value} {what}", where=entry.origin, remedy=remedy)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from lockstep.core.program import Program
     from lockstep.core.task import Task
-    from lockstep.tasks.program import Program
 
 
 class Presenter:

@@ -169,7 +169,7 @@ def data(found: Any, where: str) -> Dataset[Any]:
     if isinstance(found, IterableDataset):
         remedy = (
             "return lockstep.Stream(data), which every rank reads whole (docs/streams.md); or write it into shards, "
-            "once, with `lockstep shards FILE.py:FUNCTION OUT`: lockstep.Shards('OUT') reads by index (docs/shards.md)"
+            "once, with `lockstep shards FILE.py:FUNCTION OUT`: lockstep_recipes.Shards('OUT') reads by index"
         )
         raise UsageError(f"{_describe(found)}, which is an IterableDataset", where=where, remedy=remedy)
     if getattr(found, "reads_forward", None) is True and where != "Task.train_data":

@@ -18,8 +18,8 @@ from lockstep.streams.stream import Stream
 from lockstep.streams.stream import check as check_stream
 
 _ONE_ATTRIBUTE = (
-    "give the training data one of `order`, `sample_weights` and data.balance; lockstep.Shards has an order: set "
-    "`data.order = lockstep.WeightedSampler(weights)` instead, which reads no neighbours together"
+    "give the training data one of `order`, `sample_weights` and data.balance; lockstep_recipes.Shards has an order: "
+    "set `data.order = lockstep.WeightedSampler(weights)` instead, which reads no neighbours together"
 )
 _LABELS = ("sample_labels", "labels", "targets")
 

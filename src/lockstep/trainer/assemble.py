@@ -16,11 +16,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from lockstep.configs import registry
+from lockstep.configs.task_options import TaskOptions
 from lockstep.core import atomic, build, devices, joined_parts, loop, resume, run_model, training_run
 from lockstep.core.build import Run
 from lockstep.core.checkpoint import store
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig, all_values
+from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import UsageError, exits_are_failures
 from lockstep.core.evaluation_run import Viewer
@@ -40,11 +43,8 @@ from lockstep.parts import built_in, determinism, ending
 from lockstep.parts import profile as profiling
 from lockstep.parts.checks.run_checks import RunChecks
 from lockstep.parts.writer_kinds import files_of_writers
-from lockstep.recipes import registry
-from lockstep.recipes.task_options import TaskOptions
 from lockstep.sampling import of_data
 from lockstep.streams import stream
-from lockstep.tasks.vision.pictures.cache import CacheOptions
 from lockstep.trainer import (
     backends,
     foreign,

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from lockstep.configs import config_file, config_layers
 from lockstep.core import atomic
 from lockstep.core.config.sections import RunConfig, training_keys
-from lockstep.recipes import config_file, config_layers
 
 FOLDER = "configs"
 _NAME = re.compile(r"until-(\d+)\.yaml")

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
+from lockstep.configs import config_file, registry
 from lockstep.core.errors import exits_are_failures
-from lockstep.recipes import config_file, registry
 
 if TYPE_CHECKING:
-    from lockstep.adapters.foreign import Foreign
     from lockstep.core.config.sections import RunConfig
+    from lockstep.core.foreign_task import Foreign
     from lockstep.core.parallel.world import World
     from lockstep.core.part import Part
     from lockstep.core.task import Task
@@ -67,13 +67,13 @@ def settle(config: RunConfig, task: Task | None, world: World) -> RunConfig:
 
 
 def _settled(config: RunConfig, task: Task) -> RunConfig:
-    from lockstep.adapters.foreign import with_implied
+    from lockstep.core.foreign_task import with_implied
 
     return with_implied(config, task.implied) if _is_foreign(task) else config
 
 
 def _is_foreign(task: Task | None) -> TypeGuard[Foreign]:
-    from lockstep.adapters.foreign import Foreign
+    from lockstep.core.foreign_task import Foreign
 
     return isinstance(task, Foreign)
 

@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from lockstep.configs import registry
 from lockstep.core.errors import LockstepError, UsageError
-from lockstep.recipes import registry
-from lockstep.tasks.faults import first_line, optional
+from lockstep.core.foreign_errors import first_line, optional
 
 _KINDS = ("text", "lm", "classification", "segmentation", "detection")
 """Shipped kinds of tasks of which some or all models are exported for transformers."""

@@ -35,7 +35,7 @@ _LOOK_EVERY_S = 0.1
 
 MODULES = (
     "pydantic.type_adapter",
-    "lockstep.recipes.config_file",
+    "lockstep.configs.config_file",
     "lockstep.trainer.trainer",
     "lockstep.parts.writers.console",
     "lockstep.parts.writers.json_lines",
@@ -47,7 +47,7 @@ MODULES = (
 
 def modules_of(settings: RunConfig) -> list[str]:
     """Modules that the ranks of a training import until their first step, besides torch."""
-    from lockstep.recipes import registry
+    from lockstep.configs import registry
 
     modules = [*MODULES, *registry.preload_modules(settings.task.get("kind", ""))]
     if settings.data.eval or settings.train.eval_every_epochs or settings.train.eval_every_steps:

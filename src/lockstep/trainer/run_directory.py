@@ -18,6 +18,7 @@ import torch
 
 import lockstep
 from lockstep import locks
+from lockstep.configs import config_file
 from lockstep.core import atomic, devices, run_folder
 from lockstep.core.checkpoint import store
 from lockstep.core.config.sections import RunConfig, training_keys
@@ -25,7 +26,6 @@ from lockstep.core.errors import LockstepError, UsageError, did_you_mean
 from lockstep.core.parallel.launched import LOST_NODE, RESTARTS
 from lockstep.core.parallel.world import World
 from lockstep.core.resume import SCHEDULE_LENGTH_KEYS
-from lockstep.recipes import config_file
 
 # Environment variables that change how ranks communicate, which GPUs they see, and how memory is allocated.
 _VARIABLES = re.compile(r"(TORCH_)?NCCL_|CUDA_|CUBLAS_|HIP_|ROCR_|PYTORCH_.*ALLOC_CONF$|OMP_NUM_THREADS$")

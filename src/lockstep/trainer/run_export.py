@@ -13,10 +13,10 @@ from torch import nn
 from lockstep.core import task_checks
 from lockstep.core.data.loader import is_default
 from lockstep.core.presenter import Presenter
+from lockstep.core.program import Computed, Program, without_program, write_program
 from lockstep.core.task import Task
 from lockstep.lora import exports
 from lockstep.lora.frozen import BASE
-from lockstep.tasks.program import Computed, Program, without_program, write_program
 
 _SOURCE = "source"
 _SAMPLES = 2  # torch takes a size of 0 or 1 for a size that never changes

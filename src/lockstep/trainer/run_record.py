@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.configs import config_file
 from lockstep.core import atomic, run_folder
 from lockstep.core.build import Run
 from lockstep.core.checkpoint import manifest
@@ -14,7 +15,6 @@ from lockstep.core.config.sections import RunConfig, config_digest
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel.world import World
 from lockstep.core.task import Task
-from lockstep.recipes import config_file
 from lockstep.trainer import earlier_configs, source_code
 from lockstep.trainer.run_directory import has_checkpoints, unwritable, write_environment
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from lockstep.configs import config_file
 from lockstep.core import (
     caller,
     joined_parts,
@@ -30,7 +31,6 @@ from lockstep.launch.preflight import run as preflight
 from lockstep.launch.preflight import variables
 from lockstep.launch.preflight.judgement import Finding
 from lockstep.parts import profile as profiling
-from lockstep.recipes import config_file
 from lockstep.trainer import assemble, local_ranks, prediction_run, replaying
 from lockstep.trainer.recorder import Recorder
 from lockstep.trainer.trained_model import TrainedModel

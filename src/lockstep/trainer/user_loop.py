@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.configs import config_file
 from lockstep.core import caller, evaluate, loop, run_data
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError
@@ -26,7 +27,6 @@ from lockstep.core.parallel.heartbeat import Phase
 from lockstep.core.parallel.sharded_tensor import gather_on_rank0
 from lockstep.core.part import Part, Training
 from lockstep.core.step import StepResult
-from lockstep.recipes import config_file
 from lockstep.trainer import assemble, memory_shortage, user_exit, user_trial
 from lockstep.trainer.user_loop_task import LoopEvaluation, LoopTask, Units, from_loader, nested
 from lockstep.trainer.user_step import LoopStep

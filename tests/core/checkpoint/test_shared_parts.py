@@ -77,7 +77,7 @@ def resume(settings, folder, per_node):
 
 def evaluate(folder, per_node):
     from lockstep import Trainer
-    from lockstep.recipes import config_file
+    from lockstep.configs import config_file
 
     with counting(per_node):
         results = Trainer(config_file.read_run(folder), run_dir=folder, quiet=True).evaluate(

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import LockstepError
+from lockstep.configs import config_file
 from lockstep.core import run_model
 from lockstep.core.blocks import find_blocks
 from lockstep.core.checkpoint.retention import CheckpointConfig
@@ -19,7 +20,6 @@ from lockstep.core.parallel.gradients import clip_grads, grad_norm
 from lockstep.core.parallel.options import ParallelConfig
 from lockstep.core.parallel.strategy import Forward
 from lockstep.core.parallel.world import join_world
-from lockstep.recipes import config_file
 from tests import own_tasks, runs
 from tests.core.checkpoint import cases
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 
+from lockstep.configs import config_file
 from lockstep.core import devices, metric_sync
 from lockstep.core.data.device_copies import DeviceCopies
 from lockstep.core.data.randomness import seed_forward
@@ -13,9 +14,8 @@ from lockstep.core.log_window import _as_float64
 from lockstep.core.parallel.precision import Precision, check_supported
 from lockstep.core.parallel.single import Single
 from lockstep.core.parallel.world import World, join_world, pick_device
-from lockstep.plan import measure
-from lockstep.recipes import config_file
-from lockstep.verify import command
+from lockstep_lab.plan import measure
+from lockstep_lab.verify import command
 
 MPS = torch.device("mps", 0)
 

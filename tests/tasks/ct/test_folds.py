@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.errors import DataError, UsageError
-from lockstep.tasks.ct.folds import Fold, folds_of
+from lockstep_recipes.tasks.ct.folds import Fold, folds_of
 
 
 def test_a_fold_by_its_text():

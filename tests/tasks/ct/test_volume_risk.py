@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 from lockstep import LockstepError
-from lockstep.tasks.ct.options import VolumeRiskOptions
-from lockstep.tasks.ct.outputs import largest_weights
+from lockstep_recipes.tasks.ct.options import VolumeRiskOptions
+from lockstep_recipes.tasks.ct.outputs import largest_weights
 from tests import risk_cases, runs
 from tests.risk_cases import OPTIONS, UNEVEN, make_task, volume_table
 

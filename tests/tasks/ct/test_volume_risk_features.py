@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lockstep.core.errors import UsageError
-from lockstep.tasks.ct.features import KeptFeatures, batch_entries, weights_digest
-from lockstep.tasks.ct.losses import answer_loss
-from lockstep.tasks.ct.options import VolumeRiskOptions
-from lockstep.tasks.ct.task import VolumeRisk
+from lockstep_recipes.tasks.ct.features import KeptFeatures, batch_entries, weights_digest
+from lockstep_recipes.tasks.ct.losses import answer_loss
+from lockstep_recipes.tasks.ct.options import VolumeRiskOptions
+from lockstep_recipes.tasks.ct.task import VolumeRisk
 from tests.processes import HANG_S
 from tests.volume_cases import make_batch, make_model, make_volumes
 
@@ -183,7 +183,7 @@ def test_a_kill_while_vectors_are_written_leaves_nothing_wrong(tmp_path):
     code = f"""
         import torch
         from pathlib import Path
-        from lockstep.tasks.ct.features import KeptFeatures
+        from lockstep_recipes.tasks.ct.features import KeptFeatures
         kept = KeptFeatures("a", Path({str(tmp_path)!r}))
         kept._shared[1], kept._shared[2], kept._shared[0] = 50_000, 4, 1
         rows = torch.arange(20.0)[:, None].expand(20, 50_000).contiguous().numpy()

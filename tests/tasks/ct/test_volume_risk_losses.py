@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 from lockstep.core.errors import UsageError
-from lockstep.tasks.ct import losses
-from lockstep.tasks.ct.heads import check_outcomes, make_head
+from lockstep_recipes.tasks.ct import losses
+from lockstep_recipes.tasks.ct.heads import check_outcomes, make_head
 
 NAN = math.nan
 LABELS = torch.tensor([[1, 0, NAN], [NAN, NAN, NAN], [0, 0, 0], [NAN, 1, NAN], [1, 1, 1]], dtype=torch.float32)

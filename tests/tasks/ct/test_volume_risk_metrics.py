@@ -11,9 +11,9 @@ from torch import nn
 from lockstep import Metrics, Task
 from lockstep.core import metric_sync, task_checks
 from lockstep.core.errors import DataError
-from lockstep.tasks.ct import scores
-from lockstep.tasks.ct.metrics import FALSE_POSITIVE_RATES, RiskMetrics, update_risk_metrics
-from lockstep.tasks.ct.report import risk_report
+from lockstep_recipes.tasks.ct import scores
+from lockstep_recipes.tasks.ct.metrics import FALSE_POSITIVE_RATES, RiskMetrics, update_risk_metrics
+from lockstep_recipes.tasks.ct.report import risk_report
 from tests import runs
 from tests.ranks import run_ranks
 from tests.selection import mainly

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from lockstep.core.errors import UsageError
-from lockstep.tasks.ct.aggregators import Layout, make_aggregator, position_encoding
-from lockstep.tasks.ct.backbone import SliceBackbone, make_backbone, set_trainable_modes
-from lockstep.tasks.ct.losses import answer_loss
-from lockstep.tasks.ct.options import AggregatorOptions
+from lockstep_recipes.tasks.ct.aggregators import Layout, make_aggregator, position_encoding
+from lockstep_recipes.tasks.ct.backbone import SliceBackbone, make_backbone, set_trainable_modes
+from lockstep_recipes.tasks.ct.losses import answer_loss
+from lockstep_recipes.tasks.ct.options import AggregatorOptions
 from tests.volume_cases import SIZE, VIT, backbone_options, make_batch, make_model, make_volumes
 
 DINO = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2, "patch_size": 8}

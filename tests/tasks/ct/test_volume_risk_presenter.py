@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from lockstep import Trainer
+from lockstep.configs import config_file
 from lockstep.core import metric_sync
 from lockstep.core.errors import DataError, UsageError
-from lockstep.recipes import config_file
-from lockstep.tasks.ct import drawings, use_volumes
-from lockstep.tasks.ct.metrics import RiskMetrics
-from lockstep.tasks.ct.options import VolumeRiskOptions
-from lockstep.tasks.ct.presenter import VolumeRiskPresenter
-from lockstep.tasks.ct.report import risk_report
-from lockstep.tasks.ct.volume_inputs import read_volume_inputs
-from lockstep.tasks.ct.volumes.windows import NAMED, Window, windowed
+from lockstep_recipes.tasks.ct import drawings, use_volumes
+from lockstep_recipes.tasks.ct.metrics import RiskMetrics
+from lockstep_recipes.tasks.ct.options import VolumeRiskOptions
+from lockstep_recipes.tasks.ct.presenter import VolumeRiskPresenter
+from lockstep_recipes.tasks.ct.report import risk_report
+from lockstep_recipes.tasks.ct.volume_inputs import read_volume_inputs
+from lockstep_recipes.tasks.ct.volumes.windows import NAMED, Window, windowed
 from tests import export_cases
 from tests.tasks.ct.test_volume_risk_metrics import OUTCOMES, QUESTIONS, computed, made_up
 

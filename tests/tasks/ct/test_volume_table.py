@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lockstep.core.errors import DataError, UsageError
-from lockstep.tasks.ct.options import VolumeRiskOptions
-from lockstep.tasks.ct.volume_table import check_patients_apart, horizons, read_volume_table
+from lockstep_recipes.tasks.ct.options import VolumeRiskOptions
+from lockstep_recipes.tasks.ct.volume_table import check_patients_apart, horizons, read_volume_table
 from tests.tasks.ct.volumes import scans
 
 pytest.importorskip("nibabel")

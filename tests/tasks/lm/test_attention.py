@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention, varlen
 
 from lockstep.core.errors import UsageError
-from lockstep.tasks.lm import attention, models
+from lockstep_recipes.tasks.lm import attention, models
 from tests import lm_cases
 from tests.lm_cases import small_task
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from lockstep.core.errors import DataError, UsageError
-from lockstep.tasks.lm import documents, tokens
-from lockstep.tasks.lm.documents import Corpus, Part
-from lockstep.tasks.lm.options import LmOptions
+from lockstep_recipes.tasks.lm import documents, tokens
+from lockstep_recipes.tasks.lm.documents import Corpus, Part
+from lockstep_recipes.tasks.lm.options import LmOptions
 from tests.lm_cases import json_lines, small_task, texts
 
 TEMPLATE = (

@@ -24,7 +24,7 @@ from lockstep.cli import predict
 from lockstep.cli.application import app
 from lockstep.cli.export import next_step
 from lockstep.core.errors import UsageError
-from lockstep.tasks.lm import attention, models, writing
+from lockstep_recipes.tasks.lm import attention, models, writing
 from tests import hub_server, lm_cases, runs
 from tests.lm_cases import json_lines, lm_task, small_task
 from tests.ranks import run_ranks

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep import Trainer
 from lockstep.cli.export import next_step
+from lockstep.configs import config_file
 from lockstep.core.errors import UsageError
-from lockstep.plan.command import facts_with_or_without_data
-from lockstep.plan.estimate import estimate
-from lockstep.plan.inputs import Setting, World
-from lockstep.recipes import config_file
+from lockstep_lab.plan.command import facts_with_or_without_data
+from lockstep_lab.plan.estimate import estimate
+from lockstep_lab.plan.inputs import Setting, World
 from tests import lm_cases, runs
 from tests.lm_cases import small_task
 from tests.ranks import run_ranks

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.core import blocks
 from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.errors import UsageError
-from lockstep.tasks.lm import answers, losses, models
+from lockstep_recipes.tasks.lm import answers, losses, models
 from tests import lm_cases, runs
 from tests.lm_cases import json_lines, small_task
 from tests.ranks import run_ranks

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.core.errors import UsageError
-from lockstep.tasks.lm import models, packing
-from lockstep.tasks.lm.data import NOT_LEARNED
+from lockstep_recipes.tasks.lm import models, packing
+from lockstep_recipes.tasks.lm.data import NOT_LEARNED
 from tests import lm_cases, runs
 from tests.lm_cases import small_task
 from tests.ranks import run_ranks

@@ -13,13 +13,13 @@ import pytest
 
 from lockstep.cache_folder import cache_root
 from lockstep.core.errors import DataError, UsageError
-from lockstep.tasks.readers.cache import cached, digest_of
+from lockstep_recipes.tasks.readers.cache import cached, digest_of
 from tests.processes import HANG_S
 
 OTHER = """
 import sys, time
 from pathlib import Path
-from lockstep.tasks.readers.cache import cached
+from lockstep_recipes.tasks.readers.cache import cached
 
 place = Path(sys.argv[1])
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lockstep.tasks.readers import doubles
-from lockstep.tasks.vision.classification.options import ClassificationOptions
-from lockstep.tasks.vision.classification.task import Classification
-from lockstep.tasks.vision.detection.options import DetectionOptions
-from lockstep.tasks.vision.readers.boxed_images import read_boxed_images
-from lockstep.tasks.vision.readers.image_records import read_image_records
-from lockstep.tasks.vision.readers.image_table import data_set_pictures
+from lockstep_recipes.tasks.readers import doubles
+from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
+from lockstep_recipes.tasks.vision.classification.task import Classification
+from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
+from lockstep_recipes.tasks.vision.readers.boxed_images import read_boxed_images
+from lockstep_recipes.tasks.vision.readers.image_records import read_image_records
+from lockstep_recipes.tasks.vision.readers.image_table import data_set_pictures
 from tests.tasks.vision.readers.test_boxed_images import coco
 from tests.tasks.vision.readers.test_image_records import jpeg, put, shard
 

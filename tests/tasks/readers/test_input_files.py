@@ -5,7 +5,7 @@ import os
 import pytest
 
 from lockstep.core.errors import UsageError
-from lockstep.tasks.readers.input_files import find_files
+from lockstep_recipes.tasks.readers.input_files import find_files
 
 KINDS = (".jpg", ".png")
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.errors import DataError
-from lockstep.tasks.readers.cache import digest_of
-from lockstep.tasks.readers.table import Source
+from lockstep_recipes.tasks.readers.cache import digest_of
+from lockstep_recipes.tasks.readers.table import Source
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 COLUMNS = {"text": ['one, "two"', "drei\nvier \N{SNOWMAN}", "\N{BYTE ORDER MARK}five"], "label": ["a", "b", "a"]}

@@ -3,9 +3,9 @@
 import pytest
 
 from lockstep.core.errors import DataError
-from lockstep.tasks.readers.table import Source, Table
-from lockstep.tasks.text.columns import Columns, choose, read
-from lockstep.tasks.text.options import ColumnsOptions
+from lockstep_recipes.tasks.readers.table import Source, Table
+from lockstep_recipes.tasks.text.columns import Columns, choose, read
+from lockstep_recipes.tasks.text.options import ColumnsOptions
 
 
 def chosen(names, text=None, pair=None, label=None, needs_label=True):

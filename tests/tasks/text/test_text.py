@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from lockstep import LockstepError, Task, Trainer
 from lockstep.core import task_checks
 from lockstep.core.errors import DataError, UsageError
-from lockstep.tasks.text import bag_start, hugging_face, log_header
-from lockstep.tasks.text.embedding_bag import EmbeddingBagConfig
-from lockstep.tasks.text.task import Text
+from lockstep_recipes.tasks.text import bag_start, hugging_face, log_header
+from lockstep_recipes.tasks.text.embedding_bag import EmbeddingBagConfig
+from lockstep_recipes.tasks.text.task import Text
 from tests import runs, text_cases
 from tests.ranks import run_ranks
 from tests.selection import mainly
@@ -338,7 +338,7 @@ def test_macro_f1_and_accuracy_are_those_of_the_confusion_matrix(trained):
 
 
 def config_of(folder):
-    from lockstep.recipes import config_file
+    from lockstep.configs import config_file
 
     return config_file.read_run(folder)
 
@@ -450,7 +450,7 @@ def test_a_bag_without_ngrams_as_runs_from_before_have_it_still_loads(few, tmp_p
 @pytest.mark.parametrize("multi_label", [False, True])
 @pytest.mark.parametrize("width", [2, 50])
 def test_a_new_bag_begins_as_naive_bayes(tmp_path, monkeypatch, multi_label, width):
-    monkeypatch.setattr("lockstep.tasks.text.bag_start._BLOCK", 4)  # as data of more than a block
+    monkeypatch.setattr("lockstep_recipes.tasks.text.bag_start._BLOCK", 4)  # as data of more than a block
     rows = [
         ("good film", "pos"),
         ("good good plot", "pos"),

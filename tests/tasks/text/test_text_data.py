@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from lockstep.core.errors import DataError, UsageError
 from lockstep.sampling.of_data import labels_of
-from lockstep.tasks.readers.labels import count_labels, match_labels, sorted_names, split
-from lockstep.tasks.readers.table import Source
-from lockstep.tasks.text import data as module
-from lockstep.tasks.text.data import InputText, InputTexts, TextData, read_input_texts, tokenise
-from lockstep.tasks.text.options import ColumnsOptions, TextOptions
+from lockstep_recipes.tasks.readers.labels import count_labels, match_labels, sorted_names, split
+from lockstep_recipes.tasks.readers.table import Source
+from lockstep_recipes.tasks.text import data as module
+from lockstep_recipes.tasks.text.data import InputText, InputTexts, TextData, read_input_texts, tokenise
+from lockstep_recipes.tasks.text.options import ColumnsOptions, TextOptions
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 WORDS = [
@@ -59,7 +59,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    from lockstep.tasks.text.hugging_face import train_tokenizer
+    from lockstep_recipes.tasks.text.hugging_face import train_tokenizer
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_CACHE", str(tmp_path_factory.mktemp("tokenizer")))

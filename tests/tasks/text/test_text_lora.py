@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from lockstep import Trainer
 from lockstep.cli.export import next_step
+from lockstep.configs import config_file
 from lockstep.core.errors import UsageError
-from lockstep.recipes import config_file
 from tests import runs, text_cases
 from tests.ranks import run_ranks
 from tests.selection import mainly

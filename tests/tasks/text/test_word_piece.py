@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from lockstep.tasks.text import word_piece
+from lockstep_recipes.tasks.text import word_piece
 
 SPECIAL = ["[PAD]", "[UNK]"]
 PARTS = {"normalizer": normalizers.BertNormalizer(lowercase=True), "pre_tokenizer": pre_tokenizers.BertPreTokenizer()}

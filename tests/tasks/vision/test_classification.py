@@ -11,12 +11,12 @@ from PIL import Image
 from torch.nn import functional
 
 from lockstep import LockstepError, Trainer
-from lockstep.recipes import config_file
-from lockstep.recipes.digits import Digits
-from lockstep.tasks.vision.classification.options import ClassificationOptions
-from lockstep.tasks.vision.classification.task import Classification
-from lockstep.tasks.vision.pictures.cache import CacheOptions
-from lockstep.tasks.vision.readers.image_records import unlabelled_pictures
+from lockstep.configs import config_file
+from lockstep.core.data.cache_options import CacheOptions
+from lockstep_recipes.recipes.digits import Digits
+from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
+from lockstep_recipes.tasks.vision.classification.task import Classification
+from lockstep_recipes.tasks.vision.readers.image_records import unlabelled_pictures
 from tests import runs
 from tests.image_cases import PHASES, RESNET, fit, fit_and_die, fit_to_the_end, make_task, picture_folder, results_of
 from tests.ranks import RankFailed, run_ranks

@@ -15,20 +15,20 @@ from pycocotools.cocoeval import COCOeval
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import LockstepError, Trainer
-from lockstep.tasks.vision.detection import center_losses as center_losses_module
-from lockstep.tasks.vision.detection import matching, overlap, views
-from lockstep.tasks.vision.detection.center_detector import (
+from lockstep_recipes.tasks.vision.detection import center_losses as center_losses_module
+from lockstep_recipes.tasks.vision.detection import matching, overlap, views
+from lockstep_recipes.tasks.vision.detection.center_detector import (
     CenterDetector,
     CenterOutput,
     best_boxes,
     boxes_of,
     group_norm,
 )
-from lockstep.tasks.vision.detection.center_losses import center_losses, center_targets
-from lockstep.tasks.vision.detection.coco_map import among_best
-from lockstep.tasks.vision.detection.models import Detections, Targets
-from lockstep.tasks.vision.detection.options import DetectionOptions
-from lockstep.tasks.vision.pictures.picture import Picture
+from lockstep_recipes.tasks.vision.detection.center_losses import center_losses, center_targets
+from lockstep_recipes.tasks.vision.detection.coco_map import among_best
+from lockstep_recipes.tasks.vision.detection.models import Detections, Targets
+from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
+from lockstep_recipes.tasks.vision.pictures.picture import Picture
 from tests import runs
 from tests.box_cases import CATEGORIES, COUNTS, box_folder, fit, fit_and_die, fit_to_the_end, make_task, results_of
 from tests.ranks import RankFailed, run_ranks
@@ -438,7 +438,7 @@ class Finder:
         return images
 
     def detections(self, model, outputs, *, size, most):
-        from lockstep.tasks.vision.detection.models import Detections
+        from lockstep_recipes.tasks.vision.detection.models import Detections
 
         boxes, scores = torch.zeros(len(outputs), 2, 4), torch.zeros(len(outputs), 2)
         labels = torch.full((len(outputs), 2), -1)

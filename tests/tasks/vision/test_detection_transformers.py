@@ -12,8 +12,8 @@ from transformers.loss import loss_d_fine, loss_utils
 
 from lockstep import LockstepError
 from lockstep.core.data.order import permute
-from lockstep.tasks.vision.batch_norm import exchange_batch_norm
-from lockstep.tasks.vision.detection.transformers_boxes import inside_of, labels_of, stretch
+from lockstep_recipes.tasks.vision.batch_norm import exchange_batch_norm
+from lockstep_recipes.tasks.vision.detection.transformers_boxes import inside_of, labels_of, stretch
 from tests import detector_cases, runs
 from tests.detector_cases import CLASSES, SIZE, SIZES, models_of, targets_of
 from tests.ranks import run_ranks

@@ -13,11 +13,11 @@ from torch import nn
 from lockstep import LockstepError, Trainer
 from lockstep.core.batch_norm import without_unsupported
 from lockstep.core.parallel.world import World
-from lockstep.tasks.vision.batch_norm import exchange_batch_norm
-from lockstep.tasks.vision.classification.models import TransformersModels, models_for
-from lockstep.tasks.vision.classification.options import ClassificationOptions
-from lockstep.tasks.vision.image_task import logits_of
-from lockstep.tasks.vision.size_check import check_image_sizes
+from lockstep_recipes.tasks.vision.batch_norm import exchange_batch_norm
+from lockstep_recipes.tasks.vision.classification.models import TransformersModels, models_for
+from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
+from lockstep_recipes.tasks.vision.image_task import logits_of
+from lockstep_recipes.tasks.vision.size_check import check_image_sizes
 from tests import runs
 from tests.image_cases import RESNET, make_task, picture_folder
 from tests.selection import mainly

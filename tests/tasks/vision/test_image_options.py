@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep import LockstepError
-from lockstep.recipes import config_file
-from lockstep.tasks.vision.image_options import ImageOptions, size_at
+from lockstep.configs import config_file
+from lockstep_recipes.tasks.vision.image_options import ImageOptions, size_at
 
 
 def options(**keys):

@@ -7,11 +7,11 @@ import torch
 from PIL import Image
 
 from lockstep import LockstepError
-from lockstep.recipes import config_file
-from lockstep.tasks.vision.classification.models import median_side, size_for
-from lockstep.tasks.vision.classification.options import ClassificationOptions
-from lockstep.tasks.vision.classification.resnet9 import ConvNet4, ResNet9, StandardizedConv2d
-from lockstep.tasks.vision.readers.image_records import read_image_records
+from lockstep.configs import config_file
+from lockstep_recipes.tasks.vision.classification.models import median_side, size_for
+from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
+from lockstep_recipes.tasks.vision.classification.resnet9 import ConvNet4, ResNet9, StandardizedConv2d
+from lockstep_recipes.tasks.vision.readers.image_records import read_image_records
 from tests.image_cases import make_task
 
 RESNET9 = {"scratch": {"architecture": "resnet9"}}

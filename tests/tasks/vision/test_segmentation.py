@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from lockstep import LockstepError, Trainer
 from lockstep.cli import application as cli
+from lockstep.configs import config_file
 from lockstep.drawing import drawing
-from lockstep.recipes import config_file
-from lockstep.tasks.vision.readers import coco_masks, masked_images
-from lockstep.tasks.vision.segmentation import counts
-from lockstep.tasks.vision.segmentation.options import SegmentationOptions
-from lockstep.tasks.vision.use_pictures import fitted_size
+from lockstep_recipes.tasks.vision.readers import coco_masks, masked_images
+from lockstep_recipes.tasks.vision.segmentation import counts
+from lockstep_recipes.tasks.vision.segmentation.options import SegmentationOptions
+from lockstep_recipes.tasks.vision.use_pictures import fitted_size
 from tests import runs
 from tests.mask_cases import (
     CLASSES,

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from lockstep import LockstepError, Trainer
-from lockstep.tasks.vision.image_task import logits_of
-from lockstep.tasks.vision.segmentation.unet import UNet
+from lockstep_recipes.tasks.vision.image_task import logits_of
+from lockstep_recipes.tasks.vision.segmentation.unet import UNet
 from tests import runs
 from tests.mask_cases import CLASSES, make_task, shapes_folder
 from tests.selection import mainly

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from lockstep.tasks.vision.segmentation.windows import Windows, tiles
+from lockstep_recipes.tasks.vision.segmentation.windows import Windows, tiles
 from tests.mask_cases import make_task, shapes_folder
 
 

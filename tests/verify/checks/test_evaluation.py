@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.verify import worker_functions
-from lockstep.verify.checks import evaluation
-from lockstep.verify.constant_baseline import ConstantBaseline
-from lockstep.verify.task_probe import TaskProbe
+from lockstep_lab.verify import worker_functions
+from lockstep_lab.verify.checks import evaluation
+from lockstep_lab.verify.constant_baseline import ConstantBaseline
+from lockstep_lab.verify.task_probe import TaskProbe
 from tests.verify.made_up import experiments, recording
 
 FALLING = [4.0 / (step + 1) for step in range(60)]

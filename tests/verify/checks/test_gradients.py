@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from lockstep.verify.checks import gradients
-from lockstep.verify.checks.gradients import _wrong_learning_rates, _wrong_norms
-from lockstep.verify.reference.gradient import GradientComparison
-from lockstep.verify.step_operations import Communication
-from lockstep.verify.task_probe import TaskProbe
+from lockstep_lab.verify.checks import gradients
+from lockstep_lab.verify.checks.gradients import _wrong_learning_rates, _wrong_norms
+from lockstep_lab.verify.reference.gradient import GradientComparison
+from lockstep_lab.verify.step_operations import Communication
+from lockstep_lab.verify.task_probe import TaskProbe
 from tests.verify.made_up import experiments, recording
 
 # ---- gradients

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.verify.checks import learning
-from lockstep.verify.checks.learning import t_of_slope
-from lockstep.verify.constant_baseline import ConstantBaseline
-from lockstep.verify.experiments import ExperimentFailed
-from lockstep.verify.task_probe import TaskProbe
-from lockstep.verify.worker_functions import Answer
+from lockstep_lab.verify.checks import learning
+from lockstep_lab.verify.checks.learning import t_of_slope
+from lockstep_lab.verify.constant_baseline import ConstantBaseline
+from lockstep_lab.verify.experiments import ExperimentFailed
+from lockstep_lab.verify.task_probe import TaskProbe
+from lockstep_lab.verify.worker_functions import Answer
 from tests.verify.made_up import experiments, recording
 
 FALLING = [4.0 / (step + 1) for step in range(60)]

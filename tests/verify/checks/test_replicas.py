@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from lockstep.verify import compare
-from lockstep.verify.checks import on_mesh, replicas
-from lockstep.verify.checks.replicas import _differing, _incomplete
-from lockstep.verify.compare import Difference
-from lockstep.verify.experiments import Experiments
-from lockstep.verify.task_probe import TaskProbe
-from lockstep.verify.worker_functions import Answer
+from lockstep_lab.verify import compare
+from lockstep_lab.verify.checks import on_mesh, replicas
+from lockstep_lab.verify.checks.replicas import _differing, _incomplete
+from lockstep_lab.verify.compare import Difference
+from lockstep_lab.verify.experiments import Experiments
+from lockstep_lab.verify.task_probe import TaskProbe
+from lockstep_lab.verify.worker_functions import Answer
 from tests.verify.made_up import experiments, recording
 
 # ---- probe

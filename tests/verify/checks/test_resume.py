@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from lockstep.parts.digest import digest
-from lockstep.verify import compare
-from lockstep.verify.checks import resume
-from lockstep.verify.compare import Difference, first_difference_of_runs
-from lockstep.verify.experiments import ExperimentFailed, Experiments
-from lockstep.verify.recorder import Recording
-from lockstep.verify.task_probe import TaskProbe
-from lockstep.verify.worker_functions import Answer
-from lockstep.verify.workers import WorkerEnded
+from lockstep_lab.verify import compare
+from lockstep_lab.verify.checks import resume
+from lockstep_lab.verify.compare import Difference, first_difference_of_runs
+from lockstep_lab.verify.experiments import ExperimentFailed, Experiments
+from lockstep_lab.verify.recorder import Recording
+from lockstep_lab.verify.task_probe import TaskProbe
+from lockstep_lab.verify.worker_functions import Answer
+from lockstep_lab.verify.workers import WorkerEnded
 from tests.core.checkpoint.cases import commit
 from tests.verify.made_up import experiments, recording
 

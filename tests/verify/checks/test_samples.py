@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from lockstep.core.data.order import StepPlan
-from lockstep.verify.checks import samples
-from lockstep.verify.task_probe import TaskProbe
-from lockstep.verify.worker_functions import Answer
+from lockstep_lab.verify.checks import samples
+from lockstep_lab.verify.task_probe import TaskProbe
+from lockstep_lab.verify.worker_functions import Answer
 from tests.verify.made_up import experiments, recording
 
 BATCH, LENGTH = 6, 26  # five steps are an epoch, the last of two samples

@@ -15,10 +15,10 @@ import pytest
 from lockstep.cache_folder import CACHE_VARIABLE
 from lockstep.core.data.fingerprint import fingerprint
 from lockstep.core.errors import DataError
-from lockstep.tasks.ct.volumes import cache
-from lockstep.tasks.ct.volumes.cache import cached_volume, content_address
-from lockstep.tasks.ct.volumes.read import read_volume
-from lockstep.tasks.ct.volumes.slices import Slices
+from lockstep_recipes.tasks.ct.volumes import cache
+from lockstep_recipes.tasks.ct.volumes.cache import cached_volume, content_address
+from lockstep_recipes.tasks.ct.volumes.read import read_volume
+from lockstep_recipes.tasks.ct.volumes.slices import Slices
 from tests.tasks.ct.volumes import scans
 
 pytest.importorskip("nibabel")
@@ -165,7 +165,7 @@ import sys
 from pathlib import Path
 from pathlib import Path
 import numpy as np
-from lockstep.tasks.ct.volumes import cache
+from lockstep_recipes.tasks.ct.volumes import cache
 save, read = np.save, cache.read_volume
 def slow(*args):
     save(*args)

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from lockstep.core.errors import UsageError
-from lockstep.tasks.ct.volumes.choice import choose_slices, slice_groups
-from lockstep.tasks.ct.volumes.pictures import slice_pictures
-from lockstep.tasks.ct.volumes.windows import NAMED, windowed, windows_of
-from lockstep.tasks.vision.pictures.options import (
+from lockstep_recipes.tasks.ct.volumes.choice import choose_slices, slice_groups
+from lockstep_recipes.tasks.ct.volumes.pictures import slice_pictures
+from lockstep_recipes.tasks.ct.volumes.windows import NAMED, windowed, windows_of
+from lockstep_recipes.tasks.vision.pictures.options import (
     AugmentOptions,
     ColorJitterOptions,
     RandAugmentOptions,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.errors import DataError
-from lockstep.tasks.ct.volumes.read import read_volume
+from lockstep_recipes.tasks.ct.volumes.read import read_volume
 from tests.tasks.ct.volumes import scans
 
 pytest.importorskip("nibabel")
@@ -402,7 +402,7 @@ def test_values_beyond_int16_are_clipped(tmp_path):
 @pytest.mark.exhaustive
 def test_readers_are_imported_when_a_volume_is_read():
     program = (
-        "import sys, lockstep, lockstep.tasks.ct.volume_table, lockstep.tasks.ct.options\n"
+        "import sys, lockstep, lockstep_recipes.tasks.ct.volume_table, lockstep_recipes.tasks.ct.options\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & {'monai', 'nibabel', 'pydicom'}))"
     )
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from lockstep.tasks.ct.volumes.resample import resampled, resampling_weights
-from lockstep.tasks.ct.volumes.volume import Volume
+from lockstep_recipes.tasks.ct.volumes.resample import resampled, resampling_weights
+from lockstep_recipes.tasks.ct.volumes.volume import Volume
 from tests.tasks.ct.volumes import scans
 
 

@@ -5,7 +5,7 @@ import io
 import numpy as np
 import torch
 
-from lockstep.tasks.vision.pictures.picture import Picture
+from lockstep_recipes.tasks.vision.pictures.picture import Picture
 
 
 def colours(height=48, width=64):

@@ -9,10 +9,10 @@ from PIL import Image
 from pydantic import ValidationError
 
 from lockstep.core.errors import UsageError
-from lockstep.tasks.vision.pictures import policies
-from lockstep.tasks.vision.pictures.augment import AugmentOptions, eval_picture, train_picture
-from lockstep.tasks.vision.pictures.options import ColorJitterOptions, RandAugmentOptions, RandomErasingOptions
-from lockstep.tasks.vision.pictures.picture import Picture, rows
+from lockstep_recipes.tasks.vision.pictures import policies
+from lockstep_recipes.tasks.vision.pictures.augment import AugmentOptions, eval_picture, train_picture
+from lockstep_recipes.tasks.vision.pictures.options import ColorJitterOptions, RandAugmentOptions, RandomErasingOptions
+from lockstep_recipes.tasks.vision.pictures.picture import Picture, rows
 from tests.tasks.vision.pictures.pictures import colours, extent, rectangle
 
 PLAIN = {"crop": "resize", "flip": 0.0}
@@ -166,7 +166,7 @@ def test_places_that_no_pixel_reaches_are_ignored_in_the_mask():
 
 @pytest.mark.exhaustive
 def test_crops_have_the_area_and_the_shape_that_were_asked_for(monkeypatch):
-    from lockstep.tasks.vision.pictures import geometry
+    from lockstep_recipes.tasks.vision.pictures import geometry
 
     seen, original = [], geometry.crop
     monkeypatch.setattr(

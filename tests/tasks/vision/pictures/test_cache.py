@@ -20,16 +20,17 @@ import pytest
 import torch
 from PIL import Image
 
+from lockstep.configs import config_file
+from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import DataError, UsageError
-from lockstep.recipes import config_file
 from lockstep.sampling.of_data import labels_of
-from lockstep.tasks.vision.classification.options import ClassificationOptions
-from lockstep.tasks.vision.pictures import cache as cache_module
-from lockstep.tasks.vision.pictures import cache_slabs
-from lockstep.tasks.vision.pictures.cache import CacheOptions, DecodedCache, folder_name, reduced
-from lockstep.tasks.vision.pictures.decode import decode
-from lockstep.tasks.vision.readers.decoded_images import DecodedImages
-from lockstep.tasks.vision.readers.image_records import read_image_records
+from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
+from lockstep_recipes.tasks.vision.pictures import cache as cache_module
+from lockstep_recipes.tasks.vision.pictures import cache_slabs
+from lockstep_recipes.tasks.vision.pictures.cache import DecodedCache, folder_name, reduced
+from lockstep_recipes.tasks.vision.pictures.decode import decode
+from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedImages
+from lockstep_recipes.tasks.vision.readers.image_records import read_image_records
 from tests.processes import HANG_S
 
 fork = multiprocessing.get_context("fork")
@@ -205,7 +206,7 @@ SLOWLY = """
 import sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from lockstep.tasks.vision.pictures.cache import DecodedCache
+from lockstep_recipes.tasks.vision.pictures.cache import DecodedCache
 from tests.tasks.vision.pictures.test_cache import get
 cache = DecodedCache(Path(sys.argv[1]), 5000)
 for index in range(5000):

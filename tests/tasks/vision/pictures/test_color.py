@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from lockstep.tasks.vision.pictures import color
+from lockstep_recipes.tasks.vision.pictures import color
 from tests.tasks.vision.pictures.pictures import colours
 
 FACTORS = [0.0, 0.1, 0.7, 1.0, 1.3, 1.9]

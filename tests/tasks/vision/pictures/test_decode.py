@@ -12,10 +12,10 @@ import torch
 from PIL import Image, ImageOps
 
 from lockstep.core.errors import DataError, UsageError
-from lockstep.tasks.vision.pictures import decode as module
-from lockstep.tasks.vision.pictures.decode import decode, image_size
-from lockstep.tasks.vision.readers.image_files import is_picture
-from lockstep.tasks.vision.readers.image_shards import read_shards
+from lockstep_recipes.tasks.vision.pictures import decode as module
+from lockstep_recipes.tasks.vision.pictures.decode import decode, image_size
+from lockstep_recipes.tasks.vision.readers.image_files import is_picture
+from lockstep_recipes.tasks.vision.readers.image_shards import read_shards
 from tests.tasks.vision.pictures.pictures import colours, encode
 from tests.tasks.vision.readers.test_image_records import shard
 

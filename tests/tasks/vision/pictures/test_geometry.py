@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 
 from lockstep.core.errors import DataError
-from lockstep.tasks.vision.pictures import geometry
-from lockstep.tasks.vision.pictures.picture import Picture, contiguous, rows, stack_images
+from lockstep_recipes.tasks.vision.pictures import geometry
+from lockstep_recipes.tasks.vision.pictures.picture import Picture, contiguous, rows, stack_images
 from tests.tasks.vision.pictures.pictures import colours, extent, rectangle
 
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
 
-from lockstep.tasks.vision.pictures import geometry
-from lockstep.tasks.vision.pictures.augment import train_picture
-from lockstep.tasks.vision.pictures.mosaic import draw_others, mosaic
-from lockstep.tasks.vision.pictures.options import AugmentOptions
-from lockstep.tasks.vision.pictures.picture import Picture, rows
+from lockstep_recipes.tasks.vision.pictures import geometry
+from lockstep_recipes.tasks.vision.pictures.augment import train_picture
+from lockstep_recipes.tasks.vision.pictures.mosaic import draw_others, mosaic
+from lockstep_recipes.tasks.vision.pictures.options import AugmentOptions
+from lockstep_recipes.tasks.vision.pictures.picture import Picture, rows
 from tests.tasks.vision.pictures.pictures import colours, extent, rectangle
 
 BOX = (20, 15, 50, 40)  # of `rectangle`

@@ -9,10 +9,10 @@ import pytest
 import yaml
 from PIL import Image
 
+from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import DataError
-from lockstep.tasks.vision.detection.options import DetectionOptions
-from lockstep.tasks.vision.pictures.cache import CacheOptions
-from lockstep.tasks.vision.readers.boxed_images import evaluation_part, read_boxed_images
+from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
+from lockstep_recipes.tasks.vision.readers.boxed_images import evaluation_part, read_boxed_images
 
 SIZES = {"a": (20, 30), "b": (40, 24), "c": (16, 16)}  # height, width
 # left, top, right, bottom by picture and class; c has no boxes

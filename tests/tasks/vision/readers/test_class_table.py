@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from lockstep.core.errors import DataError
-from lockstep.tasks.vision.pictures.mask import MaskValues
-from lockstep.tasks.vision.readers.class_table import read_class_table, usual_color
-from lockstep.tasks.vision.readers.mask_lookup import MaskLookup
+from lockstep_recipes.tasks.vision.pictures.mask import MaskValues
+from lockstep_recipes.tasks.vision.readers.class_table import read_class_table, usual_color
+from lockstep_recipes.tasks.vision.readers.mask_lookup import MaskLookup
 
 SKY, ROAD = (128, 128, 128), (128, 64, 128)
 

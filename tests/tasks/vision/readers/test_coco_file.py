@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.errors import DataError
-from lockstep.tasks.vision.readers.coco_file import read_coco
+from lockstep_recipes.tasks.vision.readers.coco_file import read_coco
 
 POLYGON = [[1.0, 1.0, 9.5, 1.0, 9.5, 6.0]]
 RLE = {"counts": [3, 5, 40], "size": [6, 8]}

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from lockstep.core.errors import DataError
-from lockstep.tasks.vision.readers.coco_masks import _runs
-from lockstep.tasks.vision.readers.masked_images import read_masked_images
-from lockstep.tasks.vision.segmentation.options import SegmentationOptions
+from lockstep_recipes.tasks.vision.readers.coco_masks import _runs
+from lockstep_recipes.tasks.vision.readers.masked_images import read_masked_images
+from lockstep_recipes.tasks.vision.segmentation.options import SegmentationOptions
 
 mask_api = pytest.importorskip("pycocotools.mask")
 
@@ -162,7 +162,7 @@ def test_a_folder_with_annotations(write):
 
 
 def test_pixels_are_counted_and_cached(write):
-    from lockstep.tasks.vision.pictures.cache import CacheOptions
+    from lockstep.core.data.cache_options import CacheOptions
 
     path = write(annotation(1, [SQUARE]), annotation(2, [WIDE], 3), annotation(3, [[0, 0, 3, 0, 3, 3, 0, 3]], image=9))
     found = read(path).check()

@@ -14,13 +14,17 @@ import pytest
 from PIL import Image
 
 from lockstep.core.errors import DataError, UsageError
-from lockstep.tasks.readers.packed_text import PackedText
-from lockstep.tasks.vision.classification.options import ClassificationOptions, ColumnsOptions
-from lockstep.tasks.vision.pictures.decode import decode
-from lockstep.tasks.vision.readers.image_records import evaluation_source, read_image_records, unlabelled_pictures
-from lockstep.tasks.vision.readers.image_shards import ShardPictures, find_shards, read_shards
-from lockstep.tasks.vision.readers.image_table import read_data_set
-from lockstep.tasks.vision.readers.shard_index import load_index
+from lockstep_recipes.tasks.readers.packed_text import PackedText
+from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions, ColumnsOptions
+from lockstep_recipes.tasks.vision.pictures.decode import decode
+from lockstep_recipes.tasks.vision.readers.image_records import (
+    evaluation_source,
+    read_image_records,
+    unlabelled_pictures,
+)
+from lockstep_recipes.tasks.vision.readers.image_shards import ShardPictures, find_shards, read_shards
+from lockstep_recipes.tasks.vision.readers.image_table import read_data_set
+from lockstep_recipes.tasks.vision.readers.shard_index import load_index
 from tests.processes import HANG_S
 
 

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.data.fingerprint import fingerprint
 from lockstep.core.errors import DataError, UsageError
-from lockstep.tasks.vision.pictures.cache import CacheOptions
-from lockstep.tasks.vision.readers.mask_layouts import evaluation_source_with_masks
-from lockstep.tasks.vision.readers.masked_images import (
+from lockstep_recipes.tasks.vision.readers.mask_layouts import evaluation_source_with_masks
+from lockstep_recipes.tasks.vision.readers.masked_images import (
     ClassPixels,
     MaskedImage,
     masked_inputs,
     read_masked_images,
     unseen_classes,
 )
-from lockstep.tasks.vision.segmentation.options import SegmentationOptions
+from lockstep_recipes.tasks.vision.segmentation.options import SegmentationOptions
 
 NAMES = ["sky", "road", "tree"]
 SIZES = [(6, 8), (8, 6), (5, 5), (9, 4)]  # height, width

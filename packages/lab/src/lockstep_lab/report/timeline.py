@@ -1,0 +1,89 @@
+"""Starts, interruptions and restarts of a run, and what went wrong in it."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+from lockstep.parts.ending import duration
+from lockstep_lab.report import page
+from lockstep_lab.report.markup import Markup, element
+from lockstep_lab.report.page import code, folded, table
+from lockstep_lab.report.run import Run
+from lockstep_lab.report.train_log import Start
+
+_MOST = 200  # starts in the table
+_WIDTH, _HEIGHT = 1000.0, 46.0
+
+
+def parts(run: Run) -> list[Markup]:
+    """The section on what happened when."""
+    starts = run.log.starts
+    content: list[Markup] = []
+    if starts:
+        content += [_picture(starts, run.is_running), _table(starts, run.is_running)]
+    else:
+        jumps = [f"between steps {before:,} and {after:,}" for before, after in run.metrics.restarts()]
+        text = f"train.log says nothing. By metrics.jsonl, the run was restarted {', '.join(jumps)}." if jumps else ""
+        content.append(
+            element("p", text or "No start is logged, and no restart is seen in metrics.jsonl.", class_="soft")
+        )
+    content += [folded(f"hang report {name}", code(text)) for name, text in run.hangs]
+    if run.log.notes:
+        rows = [[page.time(note.at), note.text, str(note.count)] for note in run.log.notes]
+        content += [
+            element("h3", "Warnings"),
+            table(("first time", "message", "times"), rows, "paths", label="Warnings"),
+        ]
+    return content
+
+
+def endings(starts: Sequence[Start], is_running: bool | None = None) -> list[str]:
+    """The end of each start, in words.
+
+    Args:
+        is_running: whether a process trains now; None: not known.
+    """
+    said = []
+    for start, after in zip(starts, [*starts[1:], None], strict=True):
+        lost = start.reached - after.from_step if after is not None else 0
+        text = start.ending or (
+            "complete" if start.is_complete else "no last word in the log: it was killed, or failed"
+        )
+        if after is None and not start.ending and not start.is_complete:
+            text = {True: "goes on", False: "was killed, or failed", None: "goes on, or was killed"}[is_running]
+        again = f"; {lost:,} step{'s' * (lost != 1)} done again" if lost > 0 else ""
+        said.append(text + again)
+    return said
+
+
+def _table(starts: Sequence[Start], is_running: bool | None) -> Markup:
+    rows = []
+    for start, ending in list(zip(starts, endings(starts, is_running), strict=True))[-_MOST:]:
+        about = f"{start.world} x {start.device}, lockstep {start.lockstep}, torch {start.torch}"
+        rows.append(
+            [page.time(start.at), f"{start.from_step:,} to {start.reached:,}", duration(start.seconds), ending, about]
+        )
+    left_out = f" (the last {_MOST} of {len(starts)})" if len(starts) > _MOST else ""
+    return table(("started", "steps", "for", f"end{left_out}", "on"), rows, "starts", label="Starts")
+
+
+def _picture(starts: Sequence[Start], is_running: bool | None = None) -> Markup:
+    """A bar over the time for each start; empty where times are missing."""
+    try:
+        begins = [datetime.datetime.fromisoformat(start.at).timestamp() for start in starts]
+        ends = [datetime.datetime.fromisoformat(start.last_at).timestamp() for start in starts]
+    except ValueError:
+        return Markup()
+    first, total = min(begins), max(max(ends) - min(begins), 1.0)
+    bars = [element("rect", class_="base", x=0, y=20, width=_WIDTH, height=6)]
+    for start, begin, end, ending in zip(starts, begins, ends, endings(starts, is_running), strict=True):
+        left = (begin - first) / total * _WIDTH
+        width = max(3.0, (end - begin) / total * _WIDTH)
+        title = element("title", f"{start.at}: steps {start.from_step} to {start.reached}; {ending}")
+        shape = {"x": f"{left:.1f}", "y": 12, "width": f"{width:.1f}", "height": 22}
+        bars.append(element("rect", title, class_="ran" if start.is_complete else "lost", **shape))
+    label = f"{len(starts)} start{'s' * (len(starts) != 1)} within {duration(total)}"
+    size = {"viewBox": f"0 0 {_WIDTH:.0f} {_HEIGHT:.0f}", "preserveAspectRatio": "none"}
+    picture = element("svg", bars, class_="line", role="img", aria_label=label, **size)
+    return element("div", picture, element("p", f"{label}.", class_="soft"))

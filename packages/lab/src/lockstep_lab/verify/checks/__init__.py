@@ -1,0 +1,28 @@
+"""The checks by name, in the order in which they are made. Each is a function from the experiments to its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lockstep_lab.verify.checks import evaluation, gradients, learning, on_mesh, replicas, resume
+from lockstep_lab.verify.experiments import Experiments
+from lockstep_lab.verify.result import CheckResult
+
+CHECKS: dict[str, Callable[[Experiments], CheckResult]] = {
+    "loss": learning.loss,
+    "metric": learning.metric,
+    "overfit": learning.overfit,
+    "gradients": gradients.gradients,
+    "predictions": evaluation.predictions,
+    "probe": replicas.probe,
+    "replicas": replicas.replicas,
+    "ranks": replicas.ranks,
+    "accumulation": replicas.accumulation,
+    "strategies": on_mesh.strategies,
+    "resume": resume.resume,
+    "elastic": resume.elastic,
+    "samples": on_mesh.samples,
+    "evaluation": evaluation.evaluation,
+    "collectives": gradients.collectives,
+    "determinism": resume.determinism,
+}

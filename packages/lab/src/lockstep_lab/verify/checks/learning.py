@@ -1,0 +1,275 @@
+"""Does the training learn anything? The loss falls, metrics improve, and a few samples can be learned by heart."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep_lab.verify import worker_functions
+from lockstep_lab.verify.comparable_task import TaskChanges
+from lockstep_lab.verify.experiments import ExperimentFailed, Experiments
+from lockstep_lab.verify.free_outputs import least_loss
+from lockstep_lab.verify.recorder import Recording
+from lockstep_lab.verify.reference import schedule
+from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
+
+_SIGNIFICANT_T = -2.6  # of the slope of a loss; chance alone gives a smaller t once in 200 trainings
+_FEWEST_EPOCHS, _T_OF_EPOCHS = 6, -10.0  # of later epochs against the first; chance gives it once in 200 trainings
+_NO_LOSS = 1e-3  # of the untrained model's loss
+_LEAST_FALL = 0.01  # of the first epoch's mean: less may be rounding
+_LEFT_OF_LOSS = 0.05  # share of the first loss at which samples count as learned by heart
+_OPPONENTS = "its players lower losses of their own, and one loss may rise while the other falls"
+_FEW_SAMPLES = 8
+_LONGER = 4  # times as many steps, where samples are almost learned by heart
+_EVAL_SAMPLES = 2000
+_TOO_FEW_EVAL_SAMPLES = 20  # a model that learned well may be worse than a constant output on so few samples, by chance
+
+
+def loss(experiments: Experiments) -> CheckResult:
+    """The slope of the loss over steps is negative beyond chance, and the loss does not explode on the way."""
+    if experiments.probe().players:
+        return not_shown(_OPPONENTS)
+    for factor in (1, experiments.patience):
+        recording = experiments.learned(factor)[0]
+        curve = recording.losses
+        slope = t_of_slope(curve)
+        by_epoch = _means_of_epochs(curve, recording.steps_per_epoch)
+        falls = _falls(recording)
+        if falls:
+            break
+    count = max(3, len(curve) // 10)
+    first = sum(curve[:count]) / count
+    highest = max(curve[len(curve) // 4 :])
+    more: dict[str, Any] = {
+        "value": slope,
+        "bound": _SIGNIFICANT_T,
+        "what": "t of the loss's slope",
+        "curves": {"loss": curve},
+    }
+    wanted = experiments.config["schedule"]["warmup_steps"]
+    used = experiments.short_config(train__steps=len(curve))["schedule"]["warmup_steps"]
+    more["notes"] = [f"the warm-up is shortened from {wanted} to {used} updates here"] if used < wanted else []
+    path = f"{curve[0]:.4g} to {curve[-1]:.4g} in {len(curve)} steps"
+    if not all(map(math.isfinite, curve)):
+        return fault(f"the loss is not finite: {path}", **more)
+    if not falls:
+        baseline = experiments.baseline()
+        if not baseline.obstacle and max(curve) < 0.5 * baseline.values["loss"]:
+            return not_shown(
+                f"the loss does not fall, but is low already: {path}; "
+                f"the best constant output has {baseline.values['loss']:.4g}",
+                **more,
+            )
+        return fault(f"the loss does not fall: {path}; look at the gradients, the labels and optim.lr", **more)
+    if highest - first > abs(first) and not _are_calm(by_epoch, curve[0]):
+        return fault(
+            f"the loss oscillates wildly: {path}, up to {highest:.4g} on the way; "
+            "lower optim.lr or set optim.clip_norm",
+            **more,
+        )
+    if not slope < _SIGNIFICANT_T:
+        more |= {"value": t_of_epochs(by_epoch), "bound": _T_OF_EPOCHS, "what": "t of the later epochs' mean losses"}
+        path = f"{by_epoch[0]:.4g} to {by_epoch[-1]:.4g}, the means of {len(by_epoch)} epochs; steps differ more"
+    return passed(f"falls from {path}", **more)
+
+
+def _falls(recording: Recording) -> bool:
+    """True if the loss falls beyond chance, from step to step or from epoch to epoch."""
+    by_epoch = _means_of_epochs(recording.losses, recording.steps_per_epoch)
+    return t_of_slope(recording.losses) < _SIGNIFICANT_T or t_of_epochs(by_epoch) < _T_OF_EPOCHS
+
+
+def _means_of_epochs(curve: Sequence[float], steps_per_epoch: int) -> list[float]:
+    """The mean losses of whole epochs, which have the same samples. Samples differ from step to step."""
+    count = len(curve) // steps_per_epoch if steps_per_epoch else 0
+    epochs = [curve[epoch * steps_per_epoch : (epoch + 1) * steps_per_epoch] for epoch in range(count)]
+    return [sum(losses) / len(losses) for losses in epochs]
+
+
+def _are_calm(means: Sequence[float], first: float) -> bool:
+    """True if epochs' mean losses never double, and end below the loss of the first step.
+
+    Single steps may still be far apart: some have few samples, or units of a head that most steps lack.
+    """
+    enough = len(means) >= _FEWEST_EPOCHS and 0 < means[0] <= 5 * first
+    return enough and max(means) <= 2 * means[0] and means[-1] < first
+
+
+def t_of_epochs(means: Sequence[float]) -> float:
+    """The fall of the epochs' mean losses from the first half to the later, in standard deviations; 0 if none."""
+    later = means[len(means) // 2 :]
+    if len(means) < _FEWEST_EPOCHS or not all(map(math.isfinite, means)):
+        return 0.0
+    fall = means[0] - statistics.fmean(later)
+    if fall <= _LEAST_FALL * abs(means[0]):
+        return 0.0
+    deviation = statistics.stdev(later) * math.sqrt(1 + 1 / len(later))
+    return -fall / deviation if deviation else -math.inf
+
+
+def t_of_slope(curve: Sequence[float]) -> float:
+    """Slope of the least-squares line through a curve, divided by its standard error; 0 for a very short curve."""
+    count = len(curve)
+    if count < 4 or not all(map(math.isfinite, curve)):
+        return 0.0
+    mean_x, mean_y = (count - 1) / 2, sum(curve) / count
+    spread = sum((x - mean_x) ** 2 for x in range(count))
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in enumerate(curve)) / spread
+    residual = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in enumerate(curve)) / (count - 2)
+    error = math.sqrt(residual / spread)
+    return slope / error if error > 0 else math.copysign(math.inf, slope) if slope else 0.0
+
+
+def metric(experiments: Experiments) -> CheckResult:
+    """The trained model is better than any constant output that was tried, by more than chance explains."""
+    baseline = experiments.baseline()
+    if baseline.obstacle:
+        return not_shown(baseline.obstacle)
+    constant, names = baseline.values, baseline.comparable_metrics
+    config, changes = experiments.short_config(), TaskChanges(eval_samples=_EVAL_SAMPLES)
+    for factor in (1, experiments.patience):
+        fell = _falls(experiments.learned(factor)[0])
+        folder = str(experiments.folder / f"learned-{factor}")
+        trained = experiments.run(
+            f"evaluated-{factor}", experiments.nproc, worker_functions.evaluate, config, folder, changes
+        )[0]
+        better = [name for name in names if baseline.is_beaten(name, trained[name])]
+        too_few = trained.get("samples", math.inf) < _TOO_FEW_EVAL_SAMPLES
+        if (too_few and fell) or (trained["loss"] < constant["loss"] and (better or not names)):
+            break
+    what = names[0] if names else "loss"
+    rows = [
+        {
+            "metric": name,
+            "before": baseline.untrained.get(name),
+            "after": trained.get(name),
+            "best constant output": constant.get(name),
+        }
+        for name in constant
+    ]
+    chance = baseline.chance(what) if names else 0.0
+    more = {"value": trained[what], "bound": constant[what] + chance, "what": what, "rows": rows}
+    more["notes"] = experiments.data_remarks()
+    steps = experiments.learning_steps * factor
+    losses = f"loss {trained['loss']:.4g} against {constant['loss']:.4g} after {steps} steps"
+    if fell and all(math.isclose(trained[name], baseline.untrained[name], rel_tol=1e-5) for name in constant):
+        return fault(
+            "the evaluation after training gives what the untrained model gave, though the loss fell: "
+            f"{what} {trained[what]:.4g}",
+            **more,
+        )
+    if too_few and fell and math.isfinite(trained["loss"]) and not trained["loss"] < constant["loss"]:
+        text = f"{trained['samples']:g} evaluation samples are too few to tell whether it beats a constant output"
+        return not_shown(f"{text}: {losses}", **more)
+    if experiments.probe().without_labels and 0 <= constant["loss"] < _NO_LOSS * baseline.untrained["loss"]:
+        text = "the loss has no labels, and a constant output has almost no loss: the loss compares outputs of a sample"
+        return not_shown(f"{text}; {losses}", **more)
+    if not trained["loss"] < constant["loss"]:
+        return fault(f"no better than a constant output: {losses}", **more)
+    if names and not better:
+        within = [name for name in names if abs(trained[name] - constant[name]) <= baseline.chance(name)]
+        if within:
+            what, reached = within[0], constant[within[0]] + baseline.chance(within[0])
+            text = (
+                f"{what} {trained[what]:.4g} is within chance of the best constant output, {constant[what]:.4g}: on "
+                f"{baseline.units:g} evaluation labels, chance may give {reached:.4g}; {losses}"
+            )
+            return not_shown(text, **more)
+        same = all(math.isclose(trained[name], constant[name], rel_tol=1e-3, abs_tol=1e-6) for name in names)
+        text = (
+            f"better than a constant output in {losses}, but {what} is {trained[what]:.4g} against {constant[what]:.4g}"
+        )
+        return not_shown(text, **more) if same else fault(f"{text}: look at Task.predict and Task.metrics", **more)
+    return passed(
+        f"{what} {trained[what]:.4g}, best constant output {constant[what]:.4g}"
+        f"{f' (by chance up to {constant[what] + chance:.4g})' if chance else ''}, "
+        f"before training {baseline.untrained[what]:.4g}",
+        **more,
+    )
+
+
+def overfit(experiments: Experiments) -> CheckResult:
+    """A few training samples, the same in each epoch and without augmentation, can be learned by heart."""
+    if experiments.probe().players:
+        return not_shown(_OPPONENTS)
+    changes = TaskChanges(exact=True, train_samples=_FEW_SAMPLES, no_augmentation=True, same_in_each_epoch=True)
+    (least,) = experiments.run("least-loss", 1, least_loss, experiments.short_config(), changes)
+    curves: dict[float, list[float]] = {}
+    exploded: ExperimentFailed | None = None
+    steps = experiments.learning_steps * experiments.patience
+    for tried in (1.0, 10.0, 0.1):
+        try:
+            curves[tried] = _overfitted(experiments, changes, factor=tried, least=least, steps=steps)
+        except ExperimentFailed as failed:  # such as a loss that explodes, since there is no warm-up here
+            if failed.refused or (tried == 1.0 and not failed.known):
+                raise
+            exploded = exploded or failed
+            continue
+        if _left(curves[tried], least) <= _LEFT_OF_LOSS:
+            break
+    if exploded is not None and not curves:
+        raise exploded
+    factor = min(curves, key=lambda tried: _left(curves[tried], least))
+    if _left(curves[factor], least) > _LEFT_OF_LOSS and _still_falls(curves[factor], least):
+        # A right model may be slow, and --quick has fewer steps. So nobody is accused while the loss falls.
+        curves[factor] = _overfitted(experiments, changes, factor=factor, least=least, steps=_LONGER * steps)
+    curve = curves[factor]
+    left = _left(curve, least)
+    more = {
+        "value": left,
+        "bound": _LEFT_OF_LOSS,
+        "what": "loss left of that of the first step",
+        "curves": {f"loss, optim.lr x {factor:g}": curve},
+    }
+    if least > 0.01 * curve[0]:
+        more["notes"] = [
+            f"no output can have a loss below {least:.4g} on these samples; the loss is counted from there"
+        ]
+    if left <= _LEFT_OF_LOSS:
+        return passed(
+            f"{_FEW_SAMPLES} samples learned by heart in {len(curve)} steps, with optim.lr x {factor:g}", **more
+        )
+    return fault(
+        f"{_FEW_SAMPLES} samples cannot be learned by heart in {len(curve)} steps, with optim.lr x 1, x 10 or x 0.1: "
+        "look for labels that contradict each other, a part of the model that has no effect, or too small a model",
+        **more,
+    )
+
+
+def _left(curve: Sequence[float], least: float) -> float:
+    """What is left of the first loss, counted from the least that any output has."""
+    return (min(curve) - least) / (curve[0] - least) if curve[0] > least else 0.0
+
+
+def _still_falls(curve: Sequence[float], least: float) -> bool:
+    """True if half of the loss is gone, and the last quarter of the steps takes a tenth of the rest."""
+    before = curve[: -(len(curve) // 4)]
+    return bool(before) and _left(curve, least) < min(0.5, 0.9 * _left(before, least))
+
+
+def _overfitted(
+    experiments: Experiments, changes: TaskChanges, *, factor: float, least: float, steps: int
+) -> list[float]:
+    """The losses of a training on a few samples, with `factor` times the base learning rate of the training itself.
+
+    It ends when the samples are learned by heart. `least` is the smallest loss that any output has.
+    """
+    config = experiments.short_config(
+        train__steps=steps,
+        batch__global=_FEW_SAMPLES,
+        batch__micro=None,
+        train__unfreeze=[],
+    )
+    optim = config["optim"]
+    scale, decay = schedule.scaled_lr(optim, experiments.global_batch), optim["weight_decay"]
+    groups = [group | {"lr": group["lr"] and group["lr"] * scale} for group in optim["groups"]]
+    config["schedule"] = {"name": "constant"}
+    optim |= {"lr": optim["lr"] * scale * factor, "groups": groups, "lr_scaling": "none"}
+    optim["weight_decay"] = decay and 0.0
+    until = (_LEFT_OF_LOSS, least)
+    recordings = experiments.train(
+        f"overfit-{factor:g}-{steps}", experiments.nproc, config, changes=changes, until=until, keep=False
+    )
+    return recordings[0].losses

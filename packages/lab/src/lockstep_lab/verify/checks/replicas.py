@@ -1,0 +1,221 @@
+"""Do all ranks train the same model, and the model that one process trains?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.core.errors import listed
+from lockstep.parts.replicas import Difference, differing, other_losses
+from lockstep_lab.verify import compare
+from lockstep_lab.verify.experiments import ExperimentFailed, Experiments
+from lockstep_lab.verify.recorder import Recording
+from lockstep_lab.verify.result import CheckResult, fault, not_shown, passed
+
+_SHOWN = 8  # ranks, and tensors, in the rows of a check
+_64 = (1 << 64) - 1
+ONE_RANK = "one rank has no other rank to be compared with; give --nproc 2 or more"
+
+
+def probe(experiments: Experiments) -> CheckResult:
+    """The same batch has the same loss on every rank, bit for bit, after some of the steps."""
+    if experiments.nproc == 1:
+        return not_shown(ONE_RANK)
+    complaint, _ = _initial_difference(experiments.undisturbed())
+    if complaint:
+        return fault(complaint, value=math.inf, bound=0.0, what="difference of the losses of one batch")
+    probes = experiments.undisturbed()[0].probes
+    rows = [
+        {"step": step, "rank": rank} | {head: f"{float.fromhex(loss):.17g}" for head, loss in own.items()}
+        for step, losses in sorted(probes.items())
+        for rank, own in enumerate(losses[:_SHOWN])
+    ]
+    for step, losses in sorted(probes.items()):
+        found = other_losses(losses)
+        if found is not None:
+            head, who = found
+            values = [float.fromhex(own[head]) for own in losses]
+            other = next(value for value in values if value.hex() != values[0].hex())
+            return fault(
+                f"after step {step} {who} in the {head} of one batch: {values[0]:.17g} and {other:.17g}",
+                value=abs(values[0] - other),
+                bound=0.0,
+                what="difference of the losses of one batch",
+                rows=rows,
+            )
+    steps = ", ".join(map(str, sorted(probes)))
+    text = f"one batch has the same loss on {experiments.nproc} ranks after steps {steps}"
+    return passed(text, value=0.0, bound=0.0, rows=rows)
+
+
+def replicas(experiments: Experiments) -> CheckResult:
+    """Weights, buffers and optimizer state are the same on all ranks after every step; shards make one whole copy."""
+    if experiments.nproc == 1:
+        return not_shown(ONE_RANK)
+    recordings = experiments.undisturbed()
+    complaint, count = _initial_difference(recordings)
+    if complaint:
+        return fault(complaint, value=float(count), bound=0.0, what="tensors that differ")
+    for step in sorted(recordings[0].digests):
+        others = _differing(recordings, step)
+        if others:
+            first = others[0]
+            return fault(
+                f"since step {step} {first.who} in {first.name}, with {len(others) - 1} other tensors",
+                value=float(len(others)),
+                bound=0.0,
+                what="tensors that differ",
+                rows=_rows(recordings, step, [one.name for one in others]),
+            )
+        incomplete = _incomplete(recordings, step)
+        if incomplete:
+            return fault(
+                f"the ranks hold no whole copy of {incomplete} after step {step}",
+                value=1.0,
+                bound=0.0,
+                what="tensors that are not whole",
+            )
+    tensors, steps = len(recordings[0].shapes), len(recordings[0].digests.keys() - {0})
+    state = "one whole copy between the ranks" if recordings[0].sharded else "the same on all ranks"
+    last = max(recordings[0].digests, default=0)
+    return passed(
+        f"{tensors} tensors are {state} after each of {steps} steps",
+        value=0.0,
+        bound=0.0,
+        what="tensors that differ",
+        rows=_rows(recordings, last, list(recordings[0].digests.get(last, {}))),
+    )
+
+
+def _rows(recordings: list[Recording], step: int, names: list[str]) -> list[dict[str, Any]]:
+    """The digests of some tensors after a step, by rank, with the rows of the tensor that the rank holds."""
+    rows: list[dict[str, Any]] = []
+    for name in names[:_SHOWN]:
+        for rank, recording in enumerate(recordings[:_SHOWN]):
+            if name in recording.digests.get(step, {}):
+                start, count, digest = recording.digests[step][name]
+                number = "".join(f"{half & _64:016x}" for half in digest)
+                place = f"{start} to {start + count}"
+                rows.append({"step": step, "tensor": name, "rank": rank, "rows": place, "digest": number})
+    return rows
+
+
+def _initial_difference(recordings: list[Recording]) -> tuple[str, int]:
+    """A complaint about initial weights that differ between ranks, and their number; empty where none differs."""
+    others = _differing(recordings, 0)
+    if not others:
+        return "", 0
+    first, ranks = others[0], others[0].ranks
+    return (
+        f"the initial weights differ: {first.name.removeprefix('model.')} and {len(others) - 1} other tensors are "
+        f"not the same on ranks {ranks[0]} and {ranks[1]} before the first step"
+    ), len(others)
+
+
+def _differing(recordings: list[Recording], step: int) -> list[Difference]:
+    """Tensors of which two ranks hold the same rows with other values."""
+    return differing([recording.digests.get(step, {}) for recording in recordings])
+
+
+def _incomplete(recordings: list[Recording], step: int) -> str | None:
+    """A tensor of which no rank holds some rows, or which some rank does not have at all."""
+    shapes = {name: shape for recording in recordings for name, shape in recording.shapes.items()}
+    # State may appear in a later step, so only tensors of this step count.
+    for name in dict.fromkeys(name for recording in recordings for name in recording.digests.get(step, {})):
+        shape = shapes[name.partition("[")[0]]
+        parts = [recording.digests.get(step, {}).get(name) for recording in recordings]
+        if None in parts and "[" not in name:  # no rank holds all columns
+            return name
+        covered = 0
+        for start, rows, _ in sorted(part for part in parts if part is not None):
+            covered = max(covered, start + rows) if start <= covered else covered
+        if covered < (shape[0] if shape else 1):
+            return name
+    return None
+
+
+def ranks(experiments: Experiments) -> CheckResult:
+    """One process and all ranks train the same model: losses and weights are as close as rounding explains."""
+    if experiments.nproc == 1:
+        return not_shown(ONE_RANK)
+    if difference := experiments.dependence_on_hashes():
+        return fault(difference)
+    name = f"{experiments.nproc} ranks"
+    return compare_with_one_process(experiments, f"{experiments.nproc}-ranks", experiments.all_ranks, words=name)
+
+
+def accumulation(experiments: Experiments) -> CheckResult:
+    """The same where each rank cuts its samples into several uneven micro-batches."""
+    nproc, micro_batch = experiments.nproc, experiments.small_micro_batch
+    count = -(-experiments.global_batch // (micro_batch * experiments.groups))
+    words = f"{nproc} ranks, {count} micro-batches of up to {micro_batch}"
+    found = compare_with_one_process(experiments, "accumulated", experiments.accumulated, words=words)
+    moved = experiments.accumulated()[0].moves_in_passes if found.status == "fault" else []
+    if not moved:
+        return found
+    reason = f"each forward pass moves {listed(moved, 3)}, so another number of micro-batches trains another model"
+    return not_shown(
+        reason, value=found.value, bound=found.bound, what=found.what, notes=found.notes, curves=found.curves
+    )
+
+
+def compare_with_one_process(
+    experiments: Experiments, name: str, train: Callable[[], list[Recording]], *, words: str
+) -> CheckResult:
+    """Compare losses and weights of a training with those of `Experiments.one_process`.
+
+    Args:
+        name: of the training, whose folder has its checkpoint.
+        train: makes the training.
+        words: describe the training for people.
+    """
+    probe = experiments.probe()
+    obstacle = probe.obstacle()
+    if obstacle is not None:
+        return not_shown(obstacle)
+    bound = experiments.rounding_bound()
+    try:
+        recordings = train()
+    except ExperimentFailed as failed:
+        if failed.refused:
+            return not_shown(failed.error)
+        raise
+    difference = experiments.difference_from_one_process(name, recordings)
+    curve, other_curve = experiments.one_process()[0].losses, recordings[0].losses
+    more = {
+        "value": difference.largest,
+        "bound": bound,
+        "what": f"difference after {experiments.steps} steps",
+        "notes": probe.notes(),
+        "curves": {"one process": curve, words: other_curve},
+    }
+    is_different = not difference.largest <= bound
+    if (is_different or compare.is_too_large(bound)) and _differs_when_repeated(experiments):
+        return not_shown("the same training twice already differs; see determinism", **more)
+    if compare.is_too_large(bound) and (difference.largest <= bound or not math.isfinite(bound)):
+        return not_shown(
+            f"rounding alone moves the weights by {bound / 30:.2g} of what training moves, "
+            f"so that a fault could hide in it; try fewer --steps{probe.precision()}",
+            **more,
+        )
+    if difference.missing:
+        return fault(f"the models have other tensors: {', '.join(difference.missing[:5])}", **more)
+    if is_different:
+        step = compare.first_difference(curve, other_curve, bound)
+        since = f" since step {step + 1}" if step is not None else ""
+        text = (
+            f"{words} train another model than one process: weights {difference.weights:.2g} apart "
+            f"(most in {difference.worst}), losses {difference.losses:.2g}{since}"
+        )
+        return fault(f"{text}. {experiments.cut() or probe.diagnosis()}".rstrip(". "), **more)
+    return passed(f"{words} and one process train the same model{probe.precision()}", **more)
+
+
+def _differs_when_repeated(experiments: Experiments) -> bool:
+    """True if the same training has another result the second time."""
+    try:
+        runs = experiments.undisturbed(), experiments.undisturbed_again()
+    except ExperimentFailed:  # other checks say so
+        return False
+    return compare.first_difference_of_runs(*runs) is not None

@@ -1,0 +1,95 @@
+"""The line of a loss in which the samples of a batch influence each other, such as the division of a Dice loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lockstep_lab.verify.reference import data
+from lockstep_lab.verify.step_operations import place_of_caller
+
+_MOST = 2000  # results that are kept: a loss may have loops
+_SHIFTS = ("add", "sub", "radd", "rsub", "iadd", "isub")
+
+
+class _Result(NamedTuple):
+    name: str
+    place: str
+    tensors: list[Tensor]
+    shifts: bool
+    """True if a number was added to a tensor: a sum is still a sum, but for that number."""
+    learns: bool
+    """True if a gradient flows through it."""
+
+
+class Results(TorchFunctionMode):
+    """Inside, the results of a loss are recorded, those of a model as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_paused = False
+        self.found: list[_Result] = []
+
+    def add(self, name: str, tensors: Sequence[Tensor], place: str, *, shifts: bool = False) -> None:
+        floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+        if floating and len(self.found) < _MOST:
+            kept = [tensor.detach().clone() for tensor in floating]
+            self.found.append(_Result(name, place, kept, shifts, any(tensor.requires_grad for tensor in floating)))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **dict(kwargs or {}))
+        if not self.is_paused:
+            name = str(getattr(func, "__name__", "")).strip("_")
+            shifts = name in _SHIFTS and sum(isinstance(value, Tensor) for value in args) == 1
+            self.add(name, data.tensors(result), place_of_caller()[0], shifts=shifts)
+        return result
+
+
+def meeting_place(whole: Results, halves: Sequence[Results], sizes: Sequence[int]) -> str:
+    """The first result that neither is that of the halves, one after the other, nor their sum or mean.
+
+    Args:
+        whole, halves: of the same operations with a batch and with its two halves.
+        sizes: samples of the halves.
+
+    Returns:
+        the name of the operation, and its file and line; empty where the halves need other operations, or there is
+        none.
+    """
+    if any([one.name for one in half.found] != [one.name for one in whole.found] for half in halves):
+        return ""
+    meeting = [
+        one
+        for one, *of_halves in zip(whole.found, *(half.found for half in halves), strict=True)
+        if not one.shifts
+        and any(
+            not _adds_up(*tensors, sizes=sizes)
+            for tensors in zip(one.tensors, *(half.tensors for half in of_halves), strict=False)
+        )
+    ]
+    first = next((one for one in meeting if one.learns), next(iter(meeting), None))
+    return "" if first is None else f"`{first.name}` at {first.place}" if first.place else first.name
+
+
+def _adds_up(whole: Tensor, first: Tensor, second: Tensor, *, sizes: Sequence[int]) -> bool:
+    if not whole.ndim == first.ndim == second.ndim:
+        return False
+    if whole.shape == first.shape == second.shape:
+        mean = (sizes[0] * first + sizes[1] * second) / sum(sizes)
+        alike = _near(whole, first) and _near(whole, second)
+        return alike or _near(whole, first + second) or _near(whole, mean)
+    for dim, size in enumerate(whole.shape):
+        others = [[*one.shape[:dim], *one.shape[dim + 1 :]] for one in (whole, first, second)]
+        if size == first.shape[dim] + second.shape[dim] and others[0] == others[1] == others[2]:
+            return _near(whole, torch.cat([first, second], dim))
+    return False
+
+
+def _near(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one.double(), other.double(), rtol=1e-5, atol=1e-7, equal_nan=True)

@@ -1,0 +1,29 @@
+"""Recipes for Lockstep: tasks for text, images, CT volumes and language models, data in shards, and adapters.
+
+Shards: a data set of samples in shards, near or far: Parquet, Arrow, JSON lines, tar, MDS.
+adapters: tasks of a LightningModule, or of a model of transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+TYPE_CHECKING = False  # typing's own would take as long to import as Python to start
+__version__ = "0.1.0"
+__all__ = ["Shards"]
+
+if TYPE_CHECKING:
+    from lockstep_recipes import adapters as adapters
+    from lockstep_recipes.shards.data import Shards
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "adapters", "__version__", "__doc__"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "adapters":  # they and the data sets import torch, for which a reader of recipes must not wait
+        return importlib.import_module("lockstep_recipes.adapters")
+    if name != "Shards":
+        raise AttributeError(f"module 'lockstep_recipes' has no attribute {name!r}")
+    return importlib.import_module("lockstep_recipes.shards.data").Shards

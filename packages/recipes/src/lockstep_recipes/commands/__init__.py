@@ -1,0 +1,1 @@
+"""Commands of `lockstep` that this package declares as entry points."""

@@ -1,0 +1,158 @@
+"""Options of risks from CT volumes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from lockstep.configs.task_options import TaskOptions
+from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
+from lockstep_recipes.tasks.vision.pictures.options import AugmentOptions
+
+HuWindow = str | Annotated[list[float], Field(min_length=2, max_length=2)]
+
+
+class ScratchOptions(Section):
+    """A new backbone."""
+
+    architecture: str = "vit"
+    """A model type of transformers, such as `vit` or `dinov2`."""
+    sizes: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the architecture's config, such as `hidden_size`."""
+
+
+class AggregatorOptions(Section):
+    """The part of the model that makes one prediction of all slices of a volume."""
+
+    name: Literal["transformer", "attention", "mean"] = "transformer"
+    """`transformer`: an encoder with a class token and positions in millimetres. `attention`: gated attention pooling.
+    `mean`: the mean of the slices."""
+    width: PositiveInt = 256
+    """Length of the vector of a volume. `mean` has the width of the backbone."""
+    layers: PositiveInt = 2
+    """Layers of the transformer."""
+    heads: PositiveInt = 4
+    """Attention heads of the transformer."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout in the transformer."""
+
+
+class ColumnsOptions(Section):
+    """Columns of the table, by name or by place counted from 0. None: the column with a usual name."""
+
+    image: str | int | None = None
+    """The paths of the volumes: NIfTI and NumPy files, and folders of DICOM series."""
+    patient: str | int | None = None
+    """The patients. A patient is never in both parts of the data."""
+
+
+class VolumeRiskOptions(TaskOptions):
+    """Yes/no questions about the patient of a CT volume, many of whose answers may be unknown."""
+
+    task: ClassVar[str] = "lockstep_recipes.tasks.ct.task:VolumeRisk"
+    preload: ClassVar[tuple[str, ...]] = ("transformers",)
+
+    # ---- data
+
+    columns: ColumnsOptions = ColumnsOptions()
+    labels: Annotated[list[str], Field(min_length=1)] | None = None
+    """Label columns, by name or pattern such as `death_*`. None: the columns whose names end in a time, such as
+    `death_5y`."""
+    leaks: list[str] = Field(default_factory=list)
+    """Columns, or patterns, that tell the outcome. They are refused as inputs of the model."""
+    fold_seed: int = 0
+    """Seed of the folds of `data.fold`. It is not `seed`, so that several trainings have the same folds."""
+    slice_distance_mm: PositiveFloat | None = None
+    """Slices are resampled to this distance. None: they stay as they are."""
+    allow_gaps: bool = False
+    """Make missing slices of a DICOM series a remark in the log. Otherwise they are an error."""
+    keep_volumes: Annotated[bool, DOES_NOT_DETERMINE] = True
+    """Keep decoded volumes in Lockstep's cache folder. Then a sample reads its own slices alone."""
+    check_volumes: Annotated[bool, DOES_NOT_DETERMINE] = True
+    """Read all volumes before the first step, so that unusable volumes are named at once. This also fills
+    the cache. Otherwise an unusable volume is found when its turn comes."""
+
+    # ---- slices
+
+    windows: Annotated[list[HuWindow], Field(min_length=1)] = ["lung", "soft_tissue", "bone"]  # noqa: RUF012
+    """The channels of a slice: Hounsfield windows by name (`lung`, `soft_tissue`, `mediastinum`, `bone`, `brain`), or
+    `[center, width]`."""
+    image_size: PositiveInt = 448
+    """Height and width of slices in pixels."""
+    max_slices: PositiveInt = 28
+    """The most slices of a volume that pass through the model together."""
+    train_slices: Literal["window", "stratified", "even"] = "stratified"
+    """Slices of a training sample. `window`: consecutive slices from a random place on. `stratified`: a random slice
+    of each of `max_slices` equal parts. `even`: evenly spaced slices, as in evaluations."""
+    eval_slices: Literal["even", "all"] = "even"
+    """Slices of an evaluation sample. `even`: evenly spaced. `all`: all slices, in groups of at most `max_slices`; the
+    logits of the groups are averaged."""
+    keep_shape: bool = False
+    """Pad slices that are not square. Otherwise they are stretched to a square."""
+    mean: list[float] | None = None
+    """Mean of each channel, from 0 to 1, that is subtracted from pixels. None: ImageNet's for three channels, else
+    0.5."""
+    std: list[PositiveFloat] | None = None
+    """Standard deviation of each channel, by which pixels are divided. None: as for `mean`."""
+    augment: AugmentOptions | None = AugmentOptions(scale=(0.6, 1.0), flip=0.0)
+    """Random changes of training volumes. All slices of a sample are changed alike. None: no changes."""
+
+    # ---- the model
+
+    model: str | None = None
+    """A pretrained backbone: its name on the Hugging Face hub, or a local folder. None: a new backbone, which `scratch`
+    describes."""
+    scratch: ScratchOptions = ScratchOptions()
+    pooling: Literal["class_token", "mean"] | None = None
+    """The feature vector of a slice. None: the class token where the backbone has one, else the mean of the patches."""
+    aggregator: AggregatorOptions = AggregatorOptions()
+    head: Literal["question", "monotone", "hazard"] = "monotone"
+    """`monotone`: the risk of an event never falls from a horizon to the next. `hazard`: a probability of the event in
+    each interval between horizons. `question`: a logit for each question, so that a risk within five years may be
+    lower than that within one year."""
+    slices_per_chunk: PositiveInt | None = None
+    """The most slices that pass through a trainable backbone together. Their activations are computed again in the
+    backward pass. None: all slices pass together, and activations stay in memory."""
+    frozen_epochs: Annotated[int, Field(ge=0)] = 0
+    """Epochs, counted from 0, in which `train.unfreeze` leaves the whole backbone frozen. In these epochs slices are
+    not augmented, so that the features of a slice stay the same, and are computed once and kept."""
+    keep_features: Annotated[bool, DOES_NOT_DETERMINE] = True
+    """Keep features in `frozen_epochs`. The training is the same without."""
+
+    # ---- the loss and the metrics
+
+    loss: Literal["answers", "survival"] = "answers"
+    """`answers`: binary cross-entropy of known labels. `survival`: the likelihood of the time of the event in discrete
+    time, with censoring; for the heads `hazard` and `monotone`."""
+    reduction: Literal["question", "patient"] = "question"
+    """Unit of the loss. `question`: the known label (with `survival`: the event with a known label). `patient`: the
+    volume with a known label, whose terms are averaged."""
+    positive_weights: Literal["balanced"] | dict[str, PositiveFloat] | None = None
+    """Factor of the loss of positive labels. `balanced`: negatives / positives of the question in the training data.
+    Or a factor by question. None: 1. Only for the loss `answers`."""
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """The risk from which on sensitivity and specificity count a prediction as positive."""
+    resamples: Annotated[int, Field(ge=0)] = 1000
+    """Resamples of the bootstrap intervals. 0: no intervals."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of a slice."""
+        return len(self.windows)
+
+    @model_validator(mode="after")
+    def _one_number_for_each_channel(self) -> Self:
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.windows):
+                raise ValueError(f"{name} has {len(values)} numbers, but there are {len(self.windows)} windows")
+        return self
+
+    @model_validator(mode="after")
+    def _loss_suits_the_head(self) -> Self:
+        if self.loss == "survival" and self.head == "question":
+            raise ValueError("loss: survival needs risks that do not fall: use head: hazard or head: monotone")
+        if self.loss == "survival" and self.positive_weights is not None:
+            raise ValueError("positive_weights are for loss: answers; leave them out, or use loss: answers")
+        return self

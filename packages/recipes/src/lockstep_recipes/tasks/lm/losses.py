@@ -1,0 +1,192 @@
+"""Cross-entropy of the next token, of all tokens at once or in chunks that never hold all logits.
+
+On a mesh, the last layer may be cut over its words. Each rank then has the logits of its words, and ranks exchange two
+numbers for each token (Shoeybi et al. 2019, arXiv:1909.08053, section 3). No rank has the logits of all words.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lockstep.core.parallel.sharded_tensor import local
+from lockstep_recipes.tasks.lm.data import NOT_LEARNED
+
+_FEWEST = 512  # tokens of a chunk: with fewer, matrix products are slow
+_LOGITS = {"cpu": 2**21}  # of a chunk: 8 MB in float32, which caches hold
+_LOGITS_ELSEWHERE = 2**26
+
+
+def chunk_for(vocabulary: int, device: torch.device) -> int:
+    """The tokens of a chunk that suit a vocabulary and a device."""
+    return max(_FEWEST, _LOGITS.get(device.type, _LOGITS_ELSEWHERE) // vocabulary)
+
+
+def wide(logits: Tensor) -> Tensor:
+    """Logits in at least float32."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def total(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the loss over the learned tokens.
+
+    Args:
+        logits: (tokens, vocabulary).
+        targets: (tokens).
+    """
+    return functional.cross_entropy(wide(logits), targets, ignore_index=NOT_LEARNED, reduction="sum")
+
+
+def by_token(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each token, and whether its target is the most probable token: (tokens)."""
+    logits = wide(logits)
+    losses = functional.cross_entropy(logits, targets, ignore_index=NOT_LEARNED, reduction="none")
+    return losses, logits.argmax(dim=-1) == targets
+
+
+def total_in_chunks(head: nn.Linear, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """`total(head(hidden), targets)`, where only the logits of `chunk` tokens are there at a time.
+
+    The gradient of each chunk is computed with its loss, so logits are computed once. The sum is the same to rounding.
+    All chunks are one call of `head`, so that FSDP gathers its weights once, and all ranks equally often.
+
+    Args:
+        hidden: (tokens, width).
+    """
+    forward, called = head.forward, cast(Any, head)
+    apply: Any = _InChunks.apply
+    if (group := _group_of(head)) is not None:
+        return cast(Tensor, apply(None, chunk, targets, hidden, *_part_of(head), group))
+
+    def of_all(hidden: Tensor) -> Any:
+        return apply(forward, chunk, targets, hidden, head.weight, head.bias, None)
+
+    called.forward = of_all
+    try:
+        summed: Tensor = head(hidden)
+    finally:
+        called.forward = forward
+    return summed
+
+
+class _InChunks(torch.autograd.Function):
+    """The loss, with its gradients by the hidden tokens and by the weights and the bias of the last layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: Any,
+        chunk: int,
+        targets: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: Any,
+    ) -> Tensor:
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[3:6]
+        head = head or partial(functional.linear, weight=weight, bias=bias)
+        by_part: list[Tensor] = []
+        by_weight = wide(torch.zeros_like(weight)) if of_weight else None  # 16 bits are too few for the sum of chunks
+        by_bias = wide(torch.zeros_like(bias)) if bias is not None and of_bias else None
+        losses: list[Tensor] = []
+        for part, wanted in zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True):
+            logits = head(part)
+            loss, gradient = _with_gradient(wide(logits), wanted, group)
+            losses.append(loss)
+            gradient = gradient.to(logits.dtype)
+            by_part += [gradient @ weight] if of_hidden else []
+            if by_weight is not None and by_weight.dtype == gradient.dtype:
+                by_weight.addmm_(gradient.T, part.to(gradient.dtype))
+            elif by_weight is not None:
+                by_weight.add_(gradient.T @ part)
+            if by_bias is not None:
+                by_bias.add_(gradient.sum(dim=0))
+        ctx.dtypes = [tensor.dtype for tensor in (hidden, weight, weight if bias is None else bias)]
+        by_hidden = torch.cat(by_part) if of_hidden else None
+        if group is not None and by_hidden is not None:  # each rank has what its words add
+            group.add(by_hidden)
+        ctx.save_for_backward(by_hidden, by_weight, by_bias)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        found = (None if gradient is None else (wide(gradient) * factor).to(dtype) for gradient, dtype in pairs)
+        return None, None, None, *found, None
+
+
+def _with_gradient(logits: Tensor, targets: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """`total(logits, targets)`, and its gradient by the logits: of this rank's words, where a group has cut them."""
+    learned = (targets != NOT_LEARNED).to(logits.dtype)[:, None]
+    if group is not None:
+        sums, chosen, place, is_here, _ = _agreed(logits, targets, group)
+        loss = ((sums - chosen)[:, None] * learned).sum()
+        of_logits = (logits - sums[:, None]).exp_()
+        return loss, of_logits.scatter_add_(1, place, -is_here.to(logits.dtype)).mul_(learned)
+    wanted = targets.clamp(min=0)[:, None]
+    scores = logits.log_softmax(dim=-1)
+    loss = -(scores.gather(1, wanted) * learned).sum()
+    gradient = scores.exp_().scatter_add_(1, wanted, -torch.ones_like(learned)).mul_(learned)
+    return loss, gradient
+
+
+def by_token_in_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """`by_token(head(hidden), targets)`, where only the logits of `chunk` tokens are there at a time."""
+    pairs = zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
+    if (group := _group_of(head)) is not None:
+        weight, bias = _part_of(head)
+        found = (_by_token_of_group(functional.linear(part, weight, bias), wanted, group) for part, wanted in pairs)
+    else:
+        found = (by_token(head(part), wanted) for part, wanted in pairs)
+    losses, right = zip(*found, strict=True)
+    return torch.cat(losses), torch.cat(right)
+
+
+# ---- words that are cut over a tensor group
+
+
+def _group_of(head: nn.Module) -> Any:
+    """The `mesh.group.Group` that has cut a last layer over its words. None: it is whole."""
+    return getattr(head, "tensor_group", None)
+
+
+def _part_of(head: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of this rank's words."""
+    return local(head.weight), None if head.bias is None else local(head.bias)
+
+
+def _agreed(logits: Tensor, targets: Tensor, group: Any, *more: Tensor) -> tuple[Tensor, ...]:
+    """What a tensor group finds out together from the logits of each rank's words.
+
+    Args:
+        logits: (tokens, words of this rank). targets: (tokens).
+        more: numbers of this rank, (tokens), that all ranks shall know.
+
+    Returns:
+        the logarithm of the sum of exponentials over all words, and the logit of the target, 0 where that is not
+        learned: (tokens). The place of the target among this rank's words, and whether it is one of them: (tokens, 1).
+        `more` of each rank: (ranks, numbers, tokens).
+    """
+    width = logits.shape[-1]
+    place = (targets - group.rank * width)[:, None]
+    is_here = (place >= 0) & (place < width)
+    place = place.clamp(0, width - 1)
+    chosen = torch.where(is_here, logits.gather(1, place), 0)[:, 0]
+    known = group.gather(torch.stack([logits.logsumexp(dim=-1), chosen, *more]))
+    return known[:, 0].logsumexp(dim=0), known[:, 1].sum(dim=0), place, is_here, known[:, 2:]
+
+
+def _by_token_of_group(logits: Tensor, targets: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+    """`by_token`, from the logits of this rank's words."""
+    logits = wide(logits)
+    best, word = logits.max(dim=-1)
+    first = group.rank * logits.shape[-1]  # as a number of float32, a word is exact up to 2^24
+    sums, chosen, _, _, others = _agreed(logits, targets, group, best, (word + first).to(logits.dtype))
+    winner = others[:, 0].argmax(dim=0, keepdim=True)  # of equal ones the first, as in one process
+    right = others[:, 1].gather(0, winner)[0] == targets
+    return (sums - chosen).masked_fill(targets == NOT_LEARNED, 0), right

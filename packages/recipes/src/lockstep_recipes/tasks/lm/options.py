@@ -1,0 +1,165 @@
+"""Options of language models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from lockstep.configs.task_options import TableOptions
+from lockstep.core.config.config_section import Section
+from lockstep_recipes.tasks.lora.options import LoraOptions
+
+TRAINED_TOKENIZERS = ("bpe", "characters")
+"""Tokenizers that are trained on the training texts, by the value of `task.tokenizer`."""
+
+Name = str | Annotated[int, Field(ge=0)]
+
+
+class ColumnsOptions(Section):
+    """Columns of a table, by name or by place counted from 0. None: the column with a usual name."""
+
+    text: Name | None = None
+    """Plain texts."""
+    prompt: Name | list[Name] | None = None
+    """Prompts. Several columns are joined with a line break."""
+    answer: Name | None = None
+    """Answers to the prompts."""
+    messages: Name | None = None
+    """Chats: lists of `{role, content}`, or of `{from, value}`."""
+
+
+class SmallOptions(Section):
+    """Sizes of Lockstep's own small model, which is new. Its arithmetic is that of Llama."""
+
+    layers: PositiveInt = 4
+    width: PositiveInt = 128
+    """Numbers that stand for a token between layers."""
+    heads: PositiveInt = 4
+    kv_heads: PositiveInt | None = None
+    """Heads of keys and values, each of which several heads share. None: half of `heads`, where that can be."""
+    hidden: PositiveInt | None = None
+    """Width inside of the feed-forward layers. None: 8/3 of `width`, as a multiple of 32."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout of embeddings and of what each layer adds."""
+    tie: bool = True
+    """Let the embeddings of the tokens be the weights of the last layer, too."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.width % (2 * self.heads):
+            raise ValueError(f"width must be a multiple of 2 * heads, and {self.width} is none of {2 * self.heads}")
+        if self.heads % self.shared_heads:
+            raise ValueError(f"heads must be a multiple of kv_heads, and {self.heads} is none of {self.kv_heads}")
+        return self
+
+    @property
+    def shared_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.kv_heads or (self.heads if self.heads % 2 else self.heads // 2)
+
+    @property
+    def inner_width(self) -> int:
+        """Width inside of the feed-forward layers."""
+        return self.hidden or -(-8 * self.width // (3 * 32)) * 32
+
+
+class LmOptions(TableOptions):
+    """A causal language model: of transformers, pretrained or new, or Lockstep's own small one."""
+
+    task: ClassVar[str] = "lockstep_recipes.tasks.lm.task:LanguageModel"
+    preload: ClassVar[tuple[str, ...]] = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
+
+    model: str | None = None
+    """A pretrained model: a name on the Hugging Face hub, or a local folder."""
+    config: str | dict[str, Any] | None = None
+    """A new model of transformers: a name on the hub or a local folder whose config it has, or the keys of a config
+    with `model_type`, such as `{model_type: gpt2, n_layer: 4}`."""
+    small: SmallOptions = SmallOptions()
+    """Without `model` and `config`: the sizes of the own small model."""
+    lora: LoraOptions | None = None
+    """Low-rank adapters: `task.lora.rank=16` freezes the weights of `model`, and trains adapters. None: all trains."""
+    tokenizer: str | None = None
+    """`bpe` or `characters` are trained on the training texts; else a name on the hub or a local folder. None: that of
+    `model` or `config`, where it is a name, else `bpe`."""
+    vocab_size: Annotated[int, Field(ge=300)] = 4096
+    """The largest number of tokens of a `bpe` that is trained here."""
+    length: Annotated[int, Field(ge=8)] = 256
+    """Tokens of a row. Longer documents are split over rows."""
+    packing: bool = True
+    """Fill rows with several documents. Attention and positions do not cross documents. Otherwise a row is a document
+    or a piece of one, and rows are padded to the longest of their micro-batch."""
+    attention: Literal["sdpa", "flex", "flash"] = "sdpa"
+    """How attention keeps to documents in packed rows. `sdpa`: with a mask of tokens by tokens. `flex` and `flash` need
+    CUDA and hold no such mask: torch's flex attention, and flash attention, in 16 bits; for models of transformers with
+    the package `flash-attn`."""
+    columns: ColumnsOptions = ColumnsOptions()
+    chat: bool = False
+    """Write prompts and answers as the tokenizer's chat template does."""
+    after_prompt: str = "\n"
+    """Text between a prompt and its answer, where no chat template writes them."""
+    loss_chunk: PositiveInt | Literal["auto"] | None = "auto"
+    """Compute the loss of so many tokens at a time, with its gradient, so that the logits of all tokens are never held.
+    `auto`: as many as suit vocabulary and device, for the own model and usual ones of transformers; all where
+    `compute.compile=model` compiles it as a whole. None: all."""
+    cut_tokens: bool = False
+    """With `parallel.tensor`: each rank of a group holds what is between cut layers (norms, dropout, sums) for its part
+    of the tokens of a row, which takes less memory: docs/mesh.md."""
+    loss_on: Literal["answers", "all"] = "answers"
+    """The tokens of prompts and answers, and of chats, that are learned. Of plain text all are learned."""
+    separator: Annotated[str, Field(min_length=1)] | None = None
+    """Text between the documents of a text file. None: a file is a document."""
+    suffixes: Annotated[list[str], Field(min_length=1)] = Field(default=[".txt", ".md", ".rst"])
+    """Text files of a folder that are read, by their ends."""
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Without `data.eval`: the share of the documents that is held back for evaluation; of fewer than ten documents of
+    plain text, the end of each."""
+    split_seed: Annotated[int, Field(ge=0)] = 0
+    """Seed that draws the documents that are held back."""
+    subset: str | None = None
+    """Configuration of a data set on the hub."""
+    prompts: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Prompts that every evaluation continues. None: the beginnings of three evaluation documents. []: none."""
+    exact_match: Annotated[int, Field(ge=0)] = 0
+    """Number of evaluation questions that the model answers in each evaluation, with the most probable tokens. The
+    result `exact_match` is the share of answers with the right number: the one behind ####, else the last."""
+    new_tokens: PositiveInt = 64
+    """Most tokens of a text that the model writes, in evaluations and for `lockstep predict`."""
+    temperature: Annotated[float, Field(ge=0)] = 0.8
+    """Of the drawing of tokens. 0: the most probable token is taken."""
+    top_k: PositiveInt | None = 50
+    """Tokens are drawn from so many most probable ones. None: from all."""
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        if self.model is not None and self.config is not None:
+            raise ValueError("give either model (pretrained weights) or config (new weights), not both")
+        if self.model is not None and self.tokenizer in TRAINED_TOKENIZERS:
+            raise ValueError(f"tokenizer {self.tokenizer} is new, and the weights of model know other tokens")
+        if self.lora is not None and self.is_small:
+            raise ValueError("lora needs a pretrained model: set model; of a run: lockstep export RUN FOLDER")
+        return self
+
+    @property
+    def is_small(self) -> bool:
+        """True for Lockstep's own model."""
+        return self.model is None and self.config is None
+
+    @property
+    def given_tokenizer(self) -> str | None:
+        """The name or folder of a tokenizer. None: it is trained here."""
+        if self.tokenizer is not None:
+            return None if self.tokenizer in TRAINED_TOKENIZERS else self.tokenizer
+        return self.model or (self.config if isinstance(self.config, str) else None)
+
+    def suggestions(self) -> dict[str, dict[str, Any]]:
+        """Optimizer, length and schedule: docs/language_models.md."""
+        optim: dict[str, Any] = {"name": "AdamW", "clip_norm": 1.0, "args": {"betas": [0.9, 0.95]}}
+        optim["groups"] = [{"name": "no_decay", "match": ["*"], "ndim": 1, "weight_decay": 0.0}]
+        if self.model or self.lora:
+            optim |= {"lr": 2e-4 if self.lora else 2e-5, "weight_decay": 0.01}
+            train: dict[str, Any] = {"epochs": 3}
+        else:
+            optim |= {"lr": 2e-3, "weight_decay": 0.1}
+            train = {"epochs": 3, "min_steps": 1000}
+        return {"train": train, "optim": optim, "schedule": {"name": "cosine", "warmup_share": 0.05, "end_factor": 0.1}}

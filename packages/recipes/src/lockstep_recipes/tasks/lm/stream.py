@@ -1,0 +1,61 @@
+"""The text of a single prompt on a terminal, piece by piece while the model writes it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from lockstep_recipes.tasks.lm import writing
+from lockstep_recipes.tasks.readers.table import SUFFIXES
+
+if TYPE_CHECKING:
+    from lockstep_recipes.tasks.lm.task import LanguageModel
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal would obey them
+
+
+def is_prompt(argument: str) -> bool:
+    """True for an argument of `lockstep predict` that is a prompt, and names no file, folder or standard input."""
+    names_file = os.path.exists(argument) or (argument.endswith(SUFFIXES) and " " not in argument)
+    return argument != "-" and not names_file
+
+
+class Stream:
+    """Writes a text to stdout, each letter as soon as all of its bytes are there.
+
+    `DecodeStream` of tokenizers gives the pieces: together they are the text that `decode` gives for all tokens. (The
+    TextStreamer of transformers begins anew behind each line break, where tokenizers such as Llama's drop a space.)
+
+    Args:
+        task: has the tokenizer, at the latest when the model writes.
+    """
+
+    def __init__(self, task: LanguageModel) -> None:
+        self.task = task
+
+    def write(self, model: nn.Module, ids: Tensor, mask: Tensor, draws: Tensor, **options: Any) -> Tensor:
+        """As `writing.write`, for a single prompt."""
+        from tokenizers.decoders import DecodeStream
+
+        pieces, backend, shown = DecodeStream(skip_special_tokens=True), self.task.tokenizer.backend_tokenizer, ""
+
+        def put(token: Tensor) -> None:
+            nonlocal shown
+            if int(token) != writing.NOTHING:
+                piece = pieces.step(backend, int(token)) or ""
+                shown += piece
+                _show(piece)
+
+        written = writing.write(model, ids, mask, draws, **options, put=put)
+        whole = self.task.decoded(written[0])
+        _show((whole.removeprefix(shown) if whole.startswith(shown) else f"\n{whole}") + "\n")
+        return written
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text))
+    sys.stdout.flush()

@@ -1,0 +1,250 @@
+"""Samples that are there twice, and evaluation samples that are training samples, as lines for the head of the log.
+
+Every search has a limit, and a line says how much was looked at where that is not all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lockstep.core.errors import DataError
+from lockstep_recipes.tasks.arrays import Array
+from lockstep_recipes.tasks.vision.readers.coco_file import Annotations
+from lockstep_recipes.tasks.vision.readers.image_files import PictureFiles, Pictures
+from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, Part
+from lockstep_recipes.tasks.vision.readers.image_shards import ShardPictures
+from lockstep_recipes.tasks.vision.readers.image_table import DataSetPictures
+
+MOST_PICTURES = 20_000
+"""Pictures whose sizes are looked at, of training and evaluation together."""
+MOST_BYTES = 256 << 20
+"""Bytes of pictures of equal size that are read and compared."""
+MOST_TEXTS = 100_000
+"""Texts that are compared, of training and evaluation together."""
+_MOST_TEXT_BYTES = 64 << 20
+_SHOWN = 3
+
+
+class Samples(NamedTuple):
+    """The pictures of a part of the data."""
+
+    pictures: Pictures
+    labels: Array | None = None
+    """The label of each picture of the part. None: labels are not compared."""
+    rows: Array | None = None
+    """The pictures that belong to the part. None: all."""
+
+
+class _Item(NamedTuple):
+    part: int
+    """0: training, 1: evaluation."""
+    name: str
+    label: bytes | None
+
+
+class _Groups:
+    """Items that are equal, by what makes them equal."""
+
+    def __init__(self) -> None:
+        self.items: dict[Any, list[_Item]] = defaultdict(list)
+
+    def lines(self, *, kind: str, how: str, looked: str) -> list[str]:
+        """A line about copies in the training data, and a line about training samples in the evaluation data."""
+        copies, leaks, others = [], [], 0
+        evaluated = 0
+        for group in self.items.values():
+            training = [item for item in group if item.part == 0]
+            evaluation = [item for item in group if item.part == 1]
+            if len(training) > 1:
+                copies += [(item.name, training[0].name) for item in training[1:]]
+                others += sum(item.label != training[0].label for item in training[1:])
+            if training and evaluation:
+                evaluated += len(evaluation)
+                leaks += [(item.name, training[0].name) for item in evaluation]
+        lines = []
+        if copies:
+            labels = f", {others:,} of them with another label" if others else ""
+            what = f"{len(copies):,} {kind} are copies of others{labels} ({how}{looked})"
+            lines.append(f"training: {what}: {_pairs(copies)}")
+        if leaks:
+            what = f"{evaluated:,} {kind} are training {kind} too ({how}{looked})"
+            lines.append(f"WARNING: evaluation: {what}, so its results may be too good: {_pairs(leaks)}")
+        return lines
+
+
+def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
+    shown = ", ".join(f"{one} = {other}" for one, other in pairs[:_SHOWN])
+    return shown + (", ..." if len(pairs) > _SHOWN else "")
+
+
+# ---- pictures
+
+
+def samples_of(data: Any) -> Samples | None:
+    """The pictures of a data set of pictures. None: it has none."""
+    records = getattr(data, "records", data)
+    pictures = getattr(records, "pictures", None)
+    labels = records.labels if isinstance(records, ImageRecords) else None
+    if isinstance(pictures, Part):
+        return Samples(pictures.pictures, labels, pictures.rows)
+    return None if pictures is None else Samples(pictures, labels)
+
+
+def of_pictures(training: Samples | None, evaluation: Samples | None) -> list[str]:
+    """Lines about pictures that are equal byte by byte: in the training data, and between training and evaluation; and
+    about files that the training data name twice.
+
+    Files are compared by their sizes, then by their bytes. At most `MOST_PICTURES` pictures are looked at, spread over
+    the data, and at most `MOST_BYTES` are read. A picture that cannot be read is not compared.
+    """
+    if training is None:
+        return []
+    parts = [training] if evaluation is None else [training, evaluation]
+    counts = [len(part.pictures) if part.rows is None else len(part.rows) for part in parts]
+    by_size: dict[int, list[tuple[_Item, Any, Callable[[], bytes]]]] = defaultdict(list)
+    twice: list[tuple[str, str]] = []
+    seen = 0
+    for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
+        known: dict[Any, str] = {}
+        for place in _spread(count, _share(counts, MOST_PICTURES)[number]):
+            index = place if part.rows is None else int(part.rows[place])
+            found = _size_and_file(part.pictures, index)
+            if found is None:
+                continue
+            seen += 1
+            size, file = found
+            name = part.pictures.name(index)
+            label = None if part.labels is None else np.asarray(part.labels[place]).tobytes()
+            if number == 0 and file in known:
+                twice.append((name, known[file]))
+                continue
+            known[file] = name
+            by_size[size].append((_Item(number, name, label), file, partial(part.pictures.read, index)))
+    groups, left = _equal(by_size)
+    looked = "" if seen == sum(counts) and not left else f"; looked at {seen - left:,} of {sum(counts):,}"
+    lines = []
+    if twice:
+        what = f"{len(twice):,} files are there more than once, under several ids or names"
+        lines.append(f"training: {what}{looked}: {_pairs(twice)}")
+    return lines + groups.lines(kind="pictures", how="equal byte by byte", looked=looked)
+
+
+def _size_and_file(pictures: Pictures, index: int) -> tuple[int, Any] | None:
+    """The size of a picture in bytes, and what only the same file has. None: it is not known without reading."""
+    if isinstance(pictures, PictureFiles):
+        try:
+            about = os.stat(pictures.path(index))
+        except OSError:
+            return None
+        return about.st_size, (about.st_dev, about.st_ino)
+    if isinstance(pictures, ShardPictures):
+        return int(pictures.sizes[index]), (id(pictures), index)
+    if isinstance(pictures, DataSetPictures):
+        size = pictures.size(index)
+        return None if size is None else (size, (id(pictures), index))
+    return None
+
+
+def _equal(by_size: dict[int, list[tuple[_Item, Any, Callable[[], bytes]]]]) -> tuple[_Groups, int]:
+    """Items with equal bytes, and how many were not read because of the limit. Small files come first."""
+    groups, budget, left = _Groups(), MOST_BYTES, 0
+    for size in sorted(by_size):
+        group = by_size[size]
+        if len({file for _, file, _ in group}) == 1:  # a single picture, or the same file in training and evaluation
+            groups.items[size, group[0][1]] += [item for item, _, _ in group]
+            continue
+        if size * len(group) > budget:
+            left += len(group)
+            continue
+        budget -= size * len(group)
+        for item, _, read in group:
+            try:
+                key = hashlib.blake2b(read(), digest_size=16).digest()
+            except DataError:
+                continue
+            groups.items[size, key].append(item)
+    return groups, left
+
+
+# ---- texts
+
+
+class TextRows(NamedTuple):
+    """The texts of a part of the data."""
+
+    total: int
+    content: Callable[[int], bytes]
+    """The text of a sample, with all its parts."""
+    label: Callable[[int], bytes]
+    where: Callable[[int], str]
+
+
+def of_texts(training: TextRows, evaluation: TextRows | None) -> list[str]:
+    """Lines about texts that are equal: in the training data, and between training and evaluation. At most `MOST_TEXTS`
+    texts are looked at, spread over the data, and at most 64 MiB of them."""
+    parts = [training] if evaluation is None else [training, evaluation]
+    counts = [part.total for part in parts]
+    groups, seen = _Groups(), 0
+    for number, part in enumerate(parts):
+        budget = _MOST_TEXT_BYTES // len(parts)
+        for index in _spread(part.total, _share(counts, MOST_TEXTS)[number]):
+            content = part.content(index)
+            budget -= len(content)
+            if budget < 0:
+                break
+            seen += 1
+            key = hashlib.blake2b(content, digest_size=16).digest()
+            groups.items[key].append(_Item(number, part.where(index), part.label(index)))
+    looked = "" if seen == sum(counts) else f"; looked at {seen:,} of {sum(counts):,}"
+    return groups.lines(kind="texts", how="equal letter by letter", looked=looked)
+
+
+# ---- boxes and names
+
+
+def of_boxes(annotations: Annotations) -> list[str]:
+    """A line about boxes that are there twice: with the same picture, class and four numbers."""
+    rows = np.concatenate([annotations.images[:, None], annotations.labels[:, None], annotations.boxes], axis=1)
+    order = np.lexsort(rows.T)
+    again = order[1:][(rows[order[1:]] == rows[order[:-1]]).all(axis=1)]
+    if not len(again):
+        return []
+    first = annotations.where(int(again.min()))
+    return [f"{len(again):,} boxes are there twice (same picture, class and place), the first: {first}"]
+
+
+def of_names(names: Sequence[str]) -> list[str]:
+    """A line about class names that differ only in case or spaces."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        alike["".join(str(name).split()).casefold()].append(str(name))
+    found = [group for group in alike.values() if len(group) > 1]
+    if not found:
+        return []
+    shown = "; ".join(" and ".join(map(repr, group)) for group in found[:_SHOWN])
+    more = "; ..." if len(found) > _SHOWN else ""
+    return [f"WARNING: classes whose names differ only in case or spaces: {shown}{more}. Are they the same class?"]
+
+
+# ---- what is looked at
+
+
+def _share(counts: Sequence[int], most: int) -> list[int]:
+    """The number of samples of each part to look at: all, or of a larger part what the smaller parts leave."""
+    shares, left = [0] * len(counts), most
+    for done, place in enumerate(sorted(range(len(counts)), key=lambda place: counts[place])):
+        shares[place] = min(counts[place], left // (len(counts) - done))
+        left -= shares[place]
+    return shares
+
+
+def _spread(count: int, wanted: int) -> Sequence[int]:
+    """`wanted` indices below `count`, spread evenly."""
+    return range(count) if wanted >= count else [number * count // wanted for number in range(wanted)]

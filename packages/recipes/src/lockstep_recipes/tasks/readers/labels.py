@@ -1,0 +1,181 @@
+"""Labels of samples: class numbers from the values of a table, the same numbers for several sources, and splits by
+class."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from lockstep.core.data.order import permute
+from lockstep.core.errors import DataError
+from lockstep_recipes.tasks.arrays import Array
+from lockstep_recipes.tasks.vision.readers.class_table import listed
+
+
+class Labelled(Protocol):
+    """Samples with labels."""
+
+    names: list[str]
+    """The names of the labels."""
+    codes: Array
+    """The label of each sample as its place in `names`, or -1: (samples,). Several labels: 0 and 1, (samples,
+    names)."""
+
+    def __len__(self) -> int: ...
+
+    def where(self, row: int) -> str:
+        """The place of a sample, for messages."""
+        ...
+
+
+def single_labels(
+    values: Sequence[Any],
+    classes: Sequence[str] | None,
+    *,
+    column: str,
+    where: Callable[[int], str],
+    for_lists: str = "set task.multi_label=true if texts have several labels",
+) -> tuple[list[str], Array]:
+    """Names and codes of samples that have a single label each.
+
+    Args:
+        classes: the names of the classes if `values` are class numbers. None: `values` are the labels themselves.
+        column: the name of the column, for errors.
+        where: from the number of a value to its place, for errors.
+        for_lists: the remedy where a label is a list.
+
+    Raises:
+        DataError: a sample has no label, or a list of labels.
+    """
+    for number, value in enumerate(values):
+        if isinstance(value, list | Mapping):
+            raise DataError(f"the label is a {type(value).__name__}: {value!r}", where=where(number), remedy=for_lists)
+        blank = value is None or value != value or (isinstance(value, str) and not value.strip())
+        if blank or (classes is not None and not 0 <= int(value) < len(classes)):
+            remedy = "fill in the label, or remove the row"
+            raise DataError(f"no label in column {column!r}: {value!r}", where=where(number), remedy=remedy)
+    if classes is not None:
+        return list(classes), np.array(values, dtype=np.int64)
+    written = [_name(value) for value in values]
+    names = sorted_names(set(written))
+    place = {name: number for number, name in enumerate(names)}
+    return names, np.array([place[name] for name in written], dtype=np.int64)
+
+
+def multiple_labels(
+    values: Sequence[Any], classes: Sequence[str] | None, *, separator: str, where: Callable[[int], str]
+) -> tuple[list[str], Array]:
+    """Names and codes of samples that have any number of labels: lists, or text with `separator` between labels.
+
+    The other arguments are those of `single_labels`.
+
+    Raises:
+        DataError: a value is something else, or a label is missing.
+    """
+    lists = []
+    for number, value in enumerate(values):
+        items = [] if value is None else value
+        if isinstance(value, str):
+            items = [part.strip() for part in value.split(separator)]
+        if not isinstance(items, list):
+            remedy = f"use a list, or text with {separator!r} between labels"
+            raise DataError(f"the labels are {value!r}", where=where(number), remedy=remedy)
+        bad = [
+            item
+            for item in items
+            if item is None
+            or item != item
+            or (classes is not None and isinstance(item, int) and not 0 <= item < len(classes))
+        ]
+        if bad:
+            remedy = "leave it out of the list, or name the label"
+            raise DataError(f"{bad[0]!r} among the labels {items!r}", where=where(number), remedy=remedy)
+        numbered = classes if classes is not None else ()
+        written = [item for item in items if item != ""]
+        lists.append([numbered[item] if numbered and isinstance(item, int) else _name(item) for item in written])
+    names = list(classes) if classes is not None else sorted_names({item for items in lists for item in items})
+    place = {name: number for number, name in enumerate(names)}
+    codes = np.zeros((len(lists), len(names)), dtype=np.int8)
+    for number, items in enumerate(lists):
+        codes[number, [place[item] for item in items]] = 1
+    return names, codes
+
+
+def _name(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+
+
+def sorted_names(names: Iterable[str]) -> list[str]:
+    """Names sorted by value if all are numbers, else by letter: the same order in every process and on every
+    machine."""
+    names = sorted(names)
+    try:
+        values = {name: float(name) for name in names}
+    except ValueError:
+        return names
+    return sorted(names, key=values.__getitem__) if all(map(math.isfinite, values.values())) else names
+
+
+def match_labels(samples: Labelled, names: Sequence[str]) -> Array:
+    """The labels of `samples`, which have names of their own, as places in `names`.
+
+    Raises:
+        DataError: `names` lacks some of the labels. The error names a label, and the first text that has it.
+    """
+    unknown = [name for name in samples.names if name not in names]
+    used = np.unique(samples.codes) if samples.codes.ndim == 1 else np.flatnonzero(samples.codes.any(axis=0))
+    unknown = [name for name in unknown if samples.names.index(name) in used]
+    if unknown:
+        code = samples.names.index(unknown[0])
+        row = int(np.flatnonzero(samples.codes == code if samples.codes.ndim == 1 else samples.codes[:, code])[0])
+        more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
+        what = f"label {unknown[0]!r} does not occur in the training data{more}"
+        remedy = f"the {len(names)} labels are: {listed(names)}; remove these rows, or train with them"
+        raise DataError(what, where=samples.where(row), remedy=remedy)
+    if samples.codes.ndim == 1:
+        places = np.array([*(names.index(name) if name in names else -1 for name in samples.names), -1], dtype=np.int64)
+        return places[samples.codes]
+    codes = np.zeros((len(samples), len(names)), dtype=np.int8)
+    for number, name in enumerate(samples.names):
+        if name in names:
+            codes[:, names.index(name)] = samples.codes[:, number]
+    return codes
+
+
+def split(labels: Array, fraction: float, seed: int) -> tuple[Array, Array]:
+    """Sorted rows for training, and sorted rows for evaluation: `fraction` of every class, drawn by a permutation of
+    `seed`.
+
+    Each class gives its share, rounded up or down so that the sum is the share of all samples, as far as possible. A
+    class with a single sample stays in training. With several labels per text, a class is a combination of labels.
+    """
+    classes = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
+    sizes = np.bincount(classes)
+    shares = sizes * fraction
+    counts = np.floor(shares).astype(np.int64)
+    wanted = round(len(labels) * fraction) - int(counts.sum())
+    by_rest = np.argsort(-(shares - counts), kind="stable")
+    may_grow = [number for number in by_rest if counts[number] < shares[number] and counts[number] + 1 < sizes[number]]
+    for number in may_grow[: max(0, wanted)]:
+        counts[number] += 1
+    order = permute(np.arange(len(labels)), len(labels), seed)
+    held = np.zeros(len(labels), dtype=bool)
+    for number, count in enumerate(counts):
+        members = np.flatnonzero(classes == number)
+        held[members[np.argsort(order[members])[:count]]] = True
+    return np.flatnonzero(~held), np.flatnonzero(held)
+
+
+def count_labels(names: Sequence[str], labels: Array) -> dict[str, int]:
+    """The number of samples of each class."""
+    counts: Sequence[int]
+    if labels.ndim == 1:
+        counter = Counter(labels.tolist())
+        counts = [counter[number] for number in range(len(names))]
+    else:
+        counts = labels.sum(axis=0, dtype=np.int64).tolist()
+    return dict(zip(names, counts, strict=True))

@@ -1,0 +1,362 @@
+"""Tables (columns with rows) from CSV, TSV, JSON, JSON lines, Parquet, a saved `datasets` folder, or the Hugging Face
+hub."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lockstep.core.errors import DataError, did_you_mean
+from lockstep.core.foreign_errors import first_line, optional
+from lockstep_recipes.tasks.readers.encodings import decoded, read_text
+from lockstep_recipes.tasks.readers.hub import offline_without_network
+
+SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".txt")
+EMBEDDED = "docstrings"
+_DELIMITERS = (";", "\t", ",", "|")
+_LETTERS = "if quotes are letters of the texts, set task.quoting=none"
+
+
+@dataclass
+class Table:
+    """Columns of equal length."""
+
+    columns: dict[str, list[Any]]
+    """The values of each column, by the column's name."""
+    name: str
+    """The source of the table, for messages."""
+    lines: list[int] | None = None
+    """The line of each row in its file. None: the source has no lines, and rows are counted from 0."""
+    classes: dict[str, list[str]] = field(default_factory=dict)
+    """Columns that hold class numbers, with the names of the classes."""
+    notes: tuple[str, ...] = ()
+    """Remarks for people about the way in which the table was read."""
+
+    def where(self, row: int) -> str:
+        """The place of a row, for messages."""
+        return place(self.name, row if self.lines is None else self.lines[row], is_line=self.lines is not None)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), []))
+
+
+def place(name: str, number: int, is_line: bool) -> str:
+    """The name of a line of a file, or of a row of a table, for messages."""
+    return f"{name}:{number}" if is_line else f"{name}, row {number}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The place from which a table is read."""
+
+    name: str
+    """A file, a folder that `datasets` saved, `docstrings` (embedded in the package), or a name on the hub."""
+    split: str = "train"
+    """Split of a folder or of a data set on the hub."""
+    subset: str | None = None
+    """Configuration of a data set on the hub."""
+    header: bool = True
+    """CSV: whether the first line names the columns. Otherwise the columns are called 0, 1, ..."""
+    delimiter: str | None = None
+    """CSV: None means a tab for .tsv, else a comma; or the letter of `;`, tab, `,` and `|` that cuts the header into
+    columns, where the usual letter is not in the header. Then `Table.notes` says so."""
+    quoting: str | None = None
+    """CSV: `minimal` (a field may stand in double quotes) or `none` (quotes are letters). None: `none` for .tsv, else
+    `minimal`."""
+
+    @staticmethod
+    def parse(text: str, split: str = "train", **options: Any) -> Source:
+        """The source that `NAME` or `NAME:SPLIT` names. A file has no split.
+
+        Args:
+            split: the split if `text` names none.
+            options: further fields of the source.
+
+        Raises:
+            DataError: a split stands behind the name of a file.
+        """
+        name, colon, wanted = text.partition(":")
+        if colon and not Path(text).exists() and "/" not in wanted and not wanted.endswith(SUFFIXES):
+            found = Source(name, wanted, **options)
+            if found.is_file or name == EMBEDDED:
+                what = f"{'a file' if found.is_file else 'this table'} has no splits, so there is no {wanted!r}"
+                raise DataError(what, where=text, remedy=f"write {name}, and give a file for each split")
+            return found
+        return Source(text, split, **options)
+
+    @property
+    def is_file(self) -> bool:
+        """True if the source is a single file, judged by its suffix."""
+        return Path(self.name).is_file() or (self.name.endswith(SUFFIXES) and not Path(self.name).is_dir())
+
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the table. Their digest shows whether the table has changed.
+
+        Raises:
+            DataError: no such file or data set.
+        """
+        path = Path(self.name)
+        if self.name == EMBEDDED:
+            with resources.as_file(resources.files("lockstep_recipes.recipes").joinpath(f"{EMBEDDED}.csv")) as embedded:
+                return (embedded,)
+        if self.is_file:
+            if not path.is_file():
+                neighbours = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+                hint = did_you_mean(path.name, neighbours)
+                remedy = f"{hint}Give a file ({', '.join(SUFFIXES)}), a saved data set, or a name on the hub"
+                raise DataError("no such file", where=self.name, remedy=remedy)
+            return (path,)
+        files = tuple(sorted(Path(file["filename"]) for file in self.data_set().cache_files))
+        if not files:
+            what = "the data set has no files on disk, so that a change could not be seen"
+            raise DataError(what, where=self.name, remedy="write it with `Dataset.save_to_disk` first")
+        return files
+
+    def data_set(self) -> Any:
+        """The `datasets.Dataset` of a source that is no file: from a saved folder, or from the hub (offline: from the
+        hub's cache).
+
+        Raises:
+            DataError: there is no such data set or split, or `datasets` is not installed.
+        """
+        return _data_set(self)
+
+    def read(self) -> Table:
+        """The whole table.
+
+        Raises:
+            DataError: the source cannot be read, has rows of different lengths, is not UTF-8, or is of an unknown kind.
+                The error names file and line, or byte.
+        """
+        if self.name == EMBEDDED:
+            return replace(
+                _read_csv(self.files()[0], header=True, delimiter=",", usual=",", quoted=True), name=EMBEDDED
+            )
+        if not self.is_file:
+            return _from_data_set(self.data_set(), f"{self.name}:{self.split}")
+        (path,) = self.files()
+        suffix = path.suffix.lower()
+        if suffix == ".parquet":
+            return _read_parquet(path)
+        if suffix in (".jsonl", ".ndjson"):
+            return _read_json_lines(path)
+        if suffix == ".json":
+            return _read_json(path)
+        if suffix == ".txt":
+            lines = lines_of(read_text(path))
+            if not lines:
+                raise DataError("no rows", where=self.name, remedy="the file needs one text per line")
+            return Table({"text": lines}, self.name, list(range(1, len(lines) + 1)))
+        if suffix in (".csv", ".tsv"):
+            is_tsv = suffix == ".tsv"
+            quoting = self.quoting or ("none" if is_tsv else "minimal")
+            usual = "\t" if is_tsv else ","
+            return _read_csv(
+                path, header=self.header, delimiter=self.delimiter, usual=usual, quoted=quoting == "minimal"
+            )
+        raise DataError(f"unknown suffix {suffix!r}", where=self.name, remedy=f"known are {', '.join(SUFFIXES)}")
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text, as editors count them. (`str.splitlines` would also cut at form feeds and Unicode
+    separators.)"""
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return lines[:-1] if lines[-1] == "" else lines
+
+
+def _read_csv(path: Path, *, header: bool, delimiter: str | None, usual: str, quoted: bool) -> Table:
+    csv.field_size_limit(sys.maxsize)
+    quoting: Any = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+    text, encoding = decoded(path)
+    notes = [] if encoding is None else [f"{path.name} has no byte order mark and is read as {encoding.upper()}"]
+    if delimiter is None:
+        delimiter = _delimiter_of(text, usual, quoting) if header else usual
+        if delimiter != usual:
+            notes.append(f"the delimiter of {path.name} is {_shown(delimiter)}, by its header; task.delimiter sets it")
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True, quoting=quoting)
+    rows: list[list[str]] = []
+    lines: list[int] = []
+    names: list[str] | None = None
+    begins = 1
+    try:
+        for row in reader:
+            at, begins = begins, reader.line_num + 1
+            if not row:
+                continue  # an empty line
+            if names is None:
+                names = [name.strip() for name in row] if header else [str(number) for number in range(len(row))]
+                if header:
+                    _check_names(names, f"{path}:{at}", delimiter)
+                    continue
+            if len(row) != len(names):
+                first = "the header" if header else "the first line"
+                what = f"{len(row)} fields where {first} has {len(names)} ({', '.join(names)})"
+                raise DataError(what, where=f"{path}:{at}", remedy=_remedy_for_ragged(row, quoted))
+            rows.append(row)
+            lines.append(at)
+    except csv.Error as error:
+        remedy = f'a quoted field must end with " before a delimiter or a line break; {_LETTERS}'
+        raise DataError(f"not CSV: {error}", where=f"{path}:{begins}", remedy=remedy) from error
+    if not rows:
+        remedy = "the file needs one row per sample" + (" below its header" if header else "")
+        raise DataError("no rows", where=str(path), remedy=remedy)
+    columns = {name: list(values) for name, values in zip(names or [], zip(*rows, strict=True), strict=True)}
+    return Table(columns, str(path), lines, notes=(*notes, *(() if quoted else _notes_on_quotes(rows))))
+
+
+def _delimiter_of(text: str, usual: str, quoting: Any) -> str:
+    """The usual delimiter, unless it leaves a single column and another letter cuts the header into several."""
+
+    def columns(letter: str) -> int:
+        try:
+            reader = csv.reader(io.StringIO(text, newline=""), delimiter=letter, quoting=quoting)
+            return len(next((row for row in reader if row), []))
+        except csv.Error:
+            return 0
+
+    return usual if columns(usual) != 1 else max((usual, *_DELIMITERS), key=columns)
+
+
+def _shown(delimiter: str) -> str:
+    return "a tab" if delimiter == "\t" else repr(delimiter)
+
+
+def _remedy_for_ragged(row: Sequence[str], quoted: bool) -> str:
+    """The remedy for a row with another number of fields."""
+    if not quoted:
+        return 'no text may hold the delimiter or a line break; if texts stand in "quotes", set task.quoting=minimal'
+    remedy = 'put texts that hold the delimiter or line breaks into "quotes", and double the quotes in them'
+    has_quotes = any('"' in field or "\n" in field for field in row)
+    return f"{remedy}; {_LETTERS}" if has_quotes else remedy
+
+
+def _notes_on_quotes(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """A note if quotes were read as letters and seem to enclose fields: all fields with quotes look as a CSV writer
+    quotes."""
+    with_quotes = [field for row in rows for field in row if '"' in field]
+    quoted = [field for field in with_quotes if len(field) > 1 and field[0] == field[-1] == '"']
+    if not quoted or len(quoted) < len(with_quotes) or any('"' in field[1:-1].replace('""', "") for field in quoted):
+        return ()
+    what = f'{len(quoted):,} fields stand in "quotes", which are read as part of the fields'
+    return (f"{what}: if the quotes only enclose the fields, set task.quoting=minimal",)
+
+
+def _check_names(names: Sequence[str], where: str, delimiter: str) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        remedy = "rename columns, or set task.header=false"
+        raise DataError(f"the header has {', '.join(map(repr, twice))} more than once", where=where, remedy=remedy)
+    other = next((letter for letter in _DELIMITERS if letter != delimiter and letter in names[0]), None)
+    if len(names) == 1 and other:
+        hint = "'\\t'" if other == "\t" else repr(other)
+        remedy = f"the delimiter may be {hint}: set task.delimiter"
+        raise DataError(f"there is only one column, {names[0]!r}", where=where, remedy=remedy)
+
+
+def _read_json_lines(path: Path) -> Table:
+    rows, lines = [], []
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            remedy = "write one JSON object per line"
+            raise DataError(f"not JSON: {error}", where=f"{path}:{number}", remedy=remedy) from None
+        lines.append(number)
+    return _from_objects(rows, path, lines)
+
+
+def _read_json(path: Path) -> Table:
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        remedy = 'write [{"text": ..., "label": ...}, ...]'
+        raise DataError(f"not a list of objects: {error}", where=str(path), remedy=remedy) from None
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # JSON lines under another suffix
+            return _read_json_lines(path)
+        remedy = "write a list of objects, or one object per line in a .jsonl"
+        raise DataError(f"not JSON: {error}", where=f"{path}:{error.lineno}", remedy=remedy) from None
+    if not isinstance(value, list):
+        remedy = 'write [{"text": ..., "label": ...}, ...]'
+        raise DataError(f"a JSON {type(value).__name__}, not a list of objects", where=str(path), remedy=remedy)
+    return _from_objects(value, path, None)
+
+
+def _from_objects(rows: list[Any], path: Path, lines: list[int] | None) -> Table:
+    if not rows:
+        raise DataError("no rows", where=str(path), remedy="the file needs one object per sample")
+    names: dict[str, None] = {}
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            where = place(str(path), number if lines is None else lines[number], is_line=lines is not None)
+            remedy = 'write objects such as {"text": ..., "label": ...}'
+            raise DataError(f"a JSON {type(row).__name__}, not an object", where=where, remedy=remedy)
+        names.update(dict.fromkeys(row))
+    return Table({name: [row.get(name) for row in rows] for name in names}, str(path), lines)
+
+
+def _read_parquet(path: Path) -> Table:
+    remedy = "pip install 'torch-lockstep[text]'"
+    parquet = optional("pyarrow.parquet", "pyarrow is needed to read Parquet", where=str(path), remedy=remedy)
+    import pyarrow
+
+    try:
+        columns = parquet.read_table(path, page_checksum_verification=True).to_pydict()
+    except (OSError, pyarrow.ArrowException) as error:
+        remedy = "it is damaged, or of another format"
+        raise DataError(f"not readable as Parquet: {error}", where=str(path), remedy=remedy) from error
+    return Table(columns, str(path))
+
+
+def _data_set(source: Source) -> Any:
+    """A `datasets.Dataset`: from a saved folder, or from the hub (offline: from the hub's cache)."""
+    remedy = "pip install datasets (or 'torch-lockstep[text]'), or give a CSV, TSV or JSON file"
+    datasets = optional("datasets", "`datasets` is needed to read this data set", where=source.name, remedy=remedy)
+    datasets.disable_progress_bars()
+    if Path(source.name).is_dir():
+        try:
+            loaded = datasets.load_from_disk(source.name)
+        except Exception as error:
+            files = [file.name for file in sorted(Path(source.name).iterdir()) if file.suffix in SUFFIXES]
+            remedy = "make a data set with `Dataset.save_to_disk`, or give a file"
+            if files:
+                remedy = f"give one of its files: {', '.join(files)}"
+            what = f"not a folder that `datasets` saved: {first_line(error)}"
+            raise DataError(what, where=source.name, remedy=remedy) from error
+        if not isinstance(loaded, Mapping):
+            return loaded
+        if source.split not in loaded:
+            remedy = f"write {source.name}:SPLIT with one of: {', '.join(loaded)}"
+            raise DataError(f"there is no split {source.split!r}", where=source.name, remedy=remedy)
+        return loaded[source.split]
+    try:
+        with offline_without_network():
+            return datasets.load_dataset(source.name, source.subset, split=source.split)
+    except Exception as error:
+        here = Path(source.name).absolute()
+        what = f"neither a file nor a folder ({here}), nor a data set that the Hugging Face hub gives now"
+        what = f"{what}: {first_line(error)}"
+        hint = did_you_mean(here.name, os.listdir(here.parent)) if here.parent.is_dir() else ""
+        remedy = f"{hint}Check the path or the name; offline, give a file or a folder made by `Dataset.save_to_disk`"
+        remedy = f"{remedy} (the hub's cache is {datasets.config.HF_DATASETS_CACHE})"
+        raise DataError(what, where=f"{source.name}:{source.split}", remedy=remedy) from error
+
+
+def _from_data_set(data: Any, name: str) -> Table:
+    classes = {}
+    for column, kind in data.features.items():
+        inner = getattr(kind, "feature", None)  # of a list of class numbers
+        if names := getattr(inner, "names", None) or getattr(kind, "names", None):
+            classes[column] = list(names)
+    return Table(data.to_dict(), name, classes=classes)

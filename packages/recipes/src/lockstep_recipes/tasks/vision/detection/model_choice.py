@@ -1,0 +1,23 @@
+"""The models that the options of a detection ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep_recipes.tasks.vision.detection.models import DetectionModels
+from lockstep_recipes.tasks.vision.detection.options import CENTER, DetectionOptions
+
+
+def models_for(options: DetectionOptions, folder: Path | None) -> DetectionModels:
+    """The object that makes the models that `options` ask for.
+
+    Args:
+        folder: where an earlier start of the run has kept the model's config. None: there is none.
+    """
+    if options.model is None and options.scratch.architecture == CENTER:
+        from lockstep_recipes.tasks.vision.detection.center_models import CenterModels
+
+        return CenterModels(options)
+    from lockstep_recipes.tasks.vision.detection.transformers_models import TransformersModels
+
+    return TransformersModels(options, folder)

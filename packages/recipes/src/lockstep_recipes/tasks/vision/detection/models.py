@@ -1,0 +1,148 @@
+"""The questions of a detection task to a model: losses as sums, the units of these sums, and boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep_recipes.tasks.vision.image_models import Models
+
+
+def picture_of_each(counts: Tensor, total: int) -> Tensor:
+    """int64 (total): 0 as often as counts[0] says, 1 as often as counts[1], and so on, without waiting for the device.
+
+    Args:
+        total: the sum of `counts`, which the caller knows from the shape of a tensor.
+    """
+    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=total)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The true boxes of a batch of prepared pictures. The boxes of all pictures stand behind each other."""
+
+    boxes: Tensor
+    """float32 (boxes, 4): left, top, right and bottom in pixels of the prepared picture."""
+    labels: Tensor
+    """int64 (boxes): class numbers, from 0."""
+    counts: Tensor
+    """int64 (pictures): the number of boxes of each picture."""
+    ignored: Tensor
+    """float32 (regions, 4): regions with a crowd of objects. They are neither objects nor background."""
+    ignored_counts: Tensor
+    """int64 (pictures): the number of ignored regions of each picture."""
+    shapes: Tensor
+    """int64 (pictures, 2): height and width in pixels of the part of each prepared picture that is no padding. It
+    starts in the upper left corner. In training, an augmentation may leave empty places inside."""
+
+    @property
+    def pictures(self) -> Tensor:
+        """int64 (boxes): the picture of each box."""
+        return picture_of_each(self.counts, len(self.boxes))
+
+    @property
+    def ignored_pictures(self) -> Tensor:
+        """int64 (regions): the picture of each ignored region."""
+        return picture_of_each(self.ignored_counts, len(self.ignored))
+
+    def by_picture(self) -> list[tuple[Tensor, Tensor]]:
+        """Boxes (n, 4) and labels (n) of each picture."""
+        counts = self.counts.tolist()
+        return list(zip(torch.split(self.boxes, counts), torch.split(self.labels, counts), strict=True))
+
+    def part(self, begin: int, end: int) -> Targets:
+        """The targets of the pictures from `begin` to before `end`."""
+        if begin == 0 and end >= len(self.counts):
+            return self  # the sums below wait for the device
+
+        def rows(values: Tensor, counts: Tensor) -> Tensor:
+            return values[int(counts[:begin].sum()) : int(counts[:end].sum())]
+
+        return Targets(
+            boxes=rows(self.boxes, self.counts),
+            labels=rows(self.labels, self.counts),
+            counts=self.counts[begin:end],
+            ignored=rows(self.ignored, self.ignored_counts),
+            ignored_counts=self.ignored_counts[begin:end],
+            shapes=self.shapes[begin:end],
+        )
+
+    def units(self) -> Tensor:
+        """The sum over pictures of max(1, boxes of the picture): float32 scalar.
+
+        This is the unit of losses that background has a part in. In a picture with boxes, the unit is the box. A
+        picture without boxes counts as one, so that it teaches that nothing is there, also in a global batch that has
+        no box at all.
+        """
+        return self.counts.clamp(min=1).sum().float()
+
+
+class Detections(NamedTuple):
+    """The boxes that a model found in a batch, equally many places for each picture, the best first."""
+
+    boxes: Tensor
+    """float32 (pictures, places, 4): left, top, right and bottom in pixels of the prepared picture."""
+    scores: Tensor
+    """float32 (pictures, places), from 0 to 1, descending. 0 in places without a box."""
+    labels: Tensor
+    """int64 (pictures, places): class numbers. -1 in places without a box."""
+
+
+class DetectionModels(Models):
+    """Makes models of one kind, and knows their losses and their boxes."""
+
+    stretches: Any = False
+    """True if `forward` stretches each picture from its part that is no padding to its whole square."""
+    suppresses: ClassVar[bool] = False
+    """True if `detections` leaves out boxes that overlap a better box of their class."""
+
+    def coefficients(self) -> Mapping[str, float]:
+        """The factor of each head's mean in the total loss. Heads that are not named have the factor 1."""
+        raise NotImplementedError
+
+    def weights(self, targets: Targets) -> dict[str, Tensor]:
+        """The units of each head: scalars, from the labels alone.
+
+        The engine divides the sum of each head over the global batch by the sum of its units over the global batch.
+        For most heads the unit is the box (`targets.counts.sum()`) or `targets.units()`.
+        """
+        raise NotImplementedError
+
+    def forward(self, model: nn.Module, images: Tensor, shapes: Tensor, targets: Targets | None) -> Any:
+        """The outputs of the model, for `losses` and `detections`.
+
+        Args:
+            images: (pictures, 3, size, size), normalised.
+            shapes: int64 (pictures, 2): height and width of the part of each picture that is no padding.
+            targets: the true boxes while the model trains, for models that denoise them. Otherwise None.
+        """
+        raise NotImplementedError
+
+    def losses(self, model: nn.Module, outputs: Any, targets: Targets) -> dict[str, Tensor]:
+        """The SUM of each head's loss over the units that `weights` counts: scalars with the keys of `weights`.
+
+        Every head depends on the outputs, also where a batch has no box: its sum is then zero times an output.
+        """
+        raise NotImplementedError
+
+    def detections(self, model: nn.Module, outputs: Any, *, size: tuple[int, int], most: int) -> Detections:
+        """The best boxes of each picture.
+
+        Args:
+            size: height and width in pixels of the prepared pictures.
+            most: the greatest number of boxes of a picture.
+        """
+        raise NotImplementedError
+
+    def candidates(self, model: nn.Module, images: Tensor, shapes: Tensor, *, most: int) -> Detections:
+        """The best boxes of each picture, before non-maximum suppression, by operations that torch can trace.
+
+        Args:
+            images: (pictures, channels, size, size), normalised; with `stretches`, without padding.
+            shapes: as for `forward`. Boxes are in pixels of this part of the pictures, also with `stretches`.
+        """
+        raise NotImplementedError

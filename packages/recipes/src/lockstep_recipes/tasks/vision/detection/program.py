@@ -1,0 +1,50 @@
+"""The program of an exported detector: from squares to the boxes in them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from lockstep.core.program import PICTURES, Program
+from lockstep_recipes.tasks.vision.detection.models import Detections
+
+if TYPE_CHECKING:
+    from lockstep_recipes.tasks.vision.detection.task import Detection
+
+
+class _BoxesInSquares(nn.Module):
+    """Called as `module(images=..., shapes=...)`. See `program`."""
+
+    def __init__(self, task: Detection, model: nn.Module) -> None:
+        super().__init__()
+        self.task, self.model = task, model
+
+    def forward(self, images: Tensor, shapes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        task = self.task
+        normalised = task.normalised(self.model, images)
+        found: Detections = task.models.candidates(self.model, normalised, shapes, most=task.options.most_boxes)
+        return found.boxes, found.scores, found.labels
+
+
+def program(task: Detection, model: nn.Module) -> Program:
+    """The computation of a detector for squares.
+
+    The inputs are `images`, float32 (squares, channels, size, size) from 0 to 255, and `shapes`, int64 (squares, 2):
+    height and width of the part of each square that is no padding. Models that see no padding get squares without
+    padding, to which pictures are stretched. The outputs are boxes, scores and labels as in `Detections`, before
+    non-maximum suppression.
+    """
+    size = task.options.size_for_evaluation(task.about.size)
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (2, task.options.channels, size, size), generator=draw).float()
+    shapes = torch.tensor([[size, size], [size, max(1, size // 2)]])
+    return Program(
+        _BoxesInSquares(task, model),
+        {"images": images, "shapes": shapes},
+        {"images": {0: Dim.AUTO}, "shapes": {0: Dim.AUTO}},
+        {"images": images[1:], "shapes": shapes[1:]},
+        script=PICTURES,
+    )

@@ -1,0 +1,169 @@
+"""Options that every task on images has: the size of pictures as a function of the epoch, and how pixels are read."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+
+from lockstep.configs.task_options import TaskOptions
+from lockstep_recipes.tasks.vision.pictures.options import AugmentOptions
+
+
+def _from_epoch_0(sizes: dict[int | float, int]) -> dict[int | float, int]:
+    if 0 not in sizes or min(sizes) < 0:
+        raise ValueError("gives no size for epoch 0; write {0: 128, 20: 160}, with epochs that are counted from 0")
+    shares = [place for place in sizes if isinstance(place, float)]
+    if shares and (max(sizes) >= 1 or len(shares) < len(sizes) - 1):
+        what = "gives neither epochs nor shares; write {0: 128, 20: 160} or {0: 128, 0.5: 160}, shares below 1"
+        raise ValueError(what)
+    return dict(sorted(sizes.items()))
+
+
+_SizeByEpoch = Annotated[
+    dict[int | Annotated[float, Field(allow_inf_nan=False)], PositiveInt],
+    Field(min_length=1),
+    AfterValidator(_from_epoch_0),
+]
+ImageSize = PositiveInt | _SizeByEpoch | None
+BatchNormChoice = Literal["batch", "sync", "frozen", "group"]
+
+
+class ImageOptions(TaskOptions):
+    """Sizes of pictures, their channels, augmentation and normalisation.
+
+    The size is a pure function of the epoch, so a run that goes on from any step has the sizes of a run that was never
+    stopped. Small pictures in the first epochs save time: Howard, https://www.fast.ai/posts/2018-04-30-dawnbench-fastai.html.
+    """
+
+    image_size: ImageSize = None
+    """Height and width of training pictures in pixels. `{0: 128, 20: 160}`: 128 pixels from epoch 0 on, and 160 pixels
+    from epoch 20 on. `{0: 128, 0.4: 160}`: 160 pixels when 0.4 of the epochs are done, rounded to whole epochs; the run
+    keeps the epochs. None: the size that suits the model."""
+    image_size_between: Literal["step", "linear"] = "step"
+    """The change of the size between the epochs of `image_size`: at these epochs, or a little in each."""
+    image_size_multiple: PositiveInt = 32
+    """With `linear`, sizes between are rounded to multiples of this number of pixels."""
+    eval_size: PositiveInt | None = None
+    """Height and width of evaluation pictures in pixels. None: the last size of `image_size`."""
+    eval_resize: PositiveInt | None = None
+    """For evaluations, the shorter side of a picture is resized to this number of pixels, and the centre is cut out.
+    None: the whole picture is resized to `eval_size`, whatever its shape."""
+
+    channels: Literal[1, 3] = 3
+    """1 for grey images, 3 for RGB."""
+    mean: list[float] | None = None
+    """Mean of each channel, from 0 to 1, that is subtracted from pixels. None: as the pretrained model was trained; for
+    a new model ImageNet's, and 0.5 for grey images."""
+    std: list[PositiveFloat] | None = None
+    """Standard deviation of each channel, by which pixels are divided. None: as for `mean`."""
+    augment: AugmentOptions = AugmentOptions()
+    """Random changes of training pictures."""
+    batch_norm: BatchNormChoice = "batch"
+    """Statistics that BatchNorm layers use. `batch`: of the micro-batch of a rank. `sync`: of those of all ranks,
+    on CUDA. `frozen`: the running statistics of the pretrained model. `group`: GroupNorm takes their place."""
+
+    @model_validator(mode="after")
+    def _one_number_for_each_channel(self) -> Self:
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.channels:
+                raise ValueError(f"{name} has {len(values)} numbers, but channels is {self.channels}")
+        return self
+
+    @model_validator(mode="after")
+    def _crop_fits(self) -> Self:
+        size = self.size_for_evaluation(0)  # 0: the model says it
+        if self.eval_resize and self.eval_resize < size:
+            what = f"eval_resize ({self.eval_resize}) is below the size of evaluation pictures ({size})"
+            raise ValueError(f"{what}; use eval_resize >= {size}, or set eval_size")
+        return self
+
+    def for_epochs(self, epochs: int | None) -> Self:
+        """Shares of the training in `image_size` become epochs, so that the last size has an epoch at least.
+
+        Raises:
+            ValueError: the number of epochs is not known.
+        """
+        if not self._shares:
+            return self
+        if epochs is None:
+            what = (
+                f"image_size: {self._shares[-1]} is a share of the training, whose number of epochs is not known here"
+            )
+            raise ValueError(f"{what}; write epochs, or set train.epochs and train.min_steps=null")
+        assert isinstance(self.image_size, dict)
+        sizes = {min(math.floor(share * epochs + 0.5), epochs - 1): size for share, size in self.image_size.items()}
+        return self.model_copy(update={"image_size": sizes})
+
+    @property
+    def _shares(self) -> list[float]:
+        sizes = self.image_size if isinstance(self.image_size, dict) else {}
+        return [place for place in sizes if isinstance(place, float)]
+
+    @property
+    def _by_epoch(self) -> dict[int, int]:
+        """Sizes from an epoch on, where `image_size` has several."""
+        assert isinstance(self.image_size, dict)
+        if self._shares:
+            raise ValueError("task.image_size has shares of the training: call ImageOptions.for_epochs first")
+        return {int(epoch): size for epoch, size in self.image_size.items()}
+
+    def size_at(self, epoch: int, default: int) -> int:
+        """Height and width in pixels of training pictures in `epoch`, counted from 0.
+
+        Args:
+            default: the size if `image_size` is None.
+        """
+        if not isinstance(self.image_size, dict):
+            return self.image_size or default
+        between = self.image_size_between == "linear"
+        return size_at(self._by_epoch, epoch, multiple=self.image_size_multiple if between else None)
+
+    def all_sizes(self, default: int) -> list[int]:
+        """Every size that pictures have in training or evaluation, sorted."""
+        sizes = {self.size_at(epoch, default) for epoch in self._changes()}
+        return sorted(sizes | {self.size_for_evaluation(default)})
+
+    def size_for_evaluation(self, default: int) -> int:
+        """Height and width in pixels of evaluation pictures."""
+        if isinstance(self.image_size, dict):
+            return self.eval_size or list(self.image_size.values())[-1]
+        return self.eval_size or self.image_size or default
+
+    def never_reached(self, epochs: int) -> dict[str, str]:
+        last = self._changes()[-1]
+        if self.eval_size or last < epochs:
+            return {}
+        size = self.size_for_evaluation(0)
+        what = f"{size} pixels from epoch {last} on, but the training ends after {epochs} epochs, counted from 0"
+        remedy = f"evaluations would have {size} pixels all the same; set task.eval_size, or leave this size out"
+        return {"image_size": f"{what}; {remedy}"}
+
+    def _changes(self) -> list[int]:
+        """The epochs in which the size may change."""
+        if not isinstance(self.image_size, dict):
+            return [0]
+        if self.image_size_between == "linear":
+            return list(range(max(self._by_epoch) + 1))
+        return list(self._by_epoch)
+
+
+def size_at(sizes: dict[int, int], epoch: int, *, multiple: int | None) -> int:
+    """The size in pixels in `epoch`.
+
+    Args:
+        sizes: sizes by the epoch from which on they hold, sorted. The first epoch is 0.
+        multiple: between two epochs the size changes linearly, and is rounded to a multiple of this number of pixels,
+            half of it upwards. At the epochs of `sizes` it is not rounded. None: the size is a step function.
+    """
+    before = max(start for start in sizes if start <= epoch)
+    after = min((start for start in sizes if start > epoch), default=None)
+    if multiple is None or after is None or before == epoch:
+        return sizes[before]
+    length = after - before
+    exact = sizes[before] * (after - epoch) + sizes[after] * (epoch - before)  # times `length`: integers are exact
+    rounded = (2 * exact + length * multiple) // (2 * length * multiple) * multiple
+    low, high = sorted((sizes[before], sizes[after]))
+    return min(max(rounded, low), high)

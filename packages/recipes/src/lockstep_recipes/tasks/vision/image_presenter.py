@@ -1,0 +1,89 @@
+"""A base for the texts and files of the three tasks on pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lockstep.core.presenter import Presenter
+from lockstep_recipes.tasks.readers import doubles
+from lockstep_recipes.tasks.vision.image_task import ImageTask
+from lockstep_recipes.tasks.vision.readers.class_table import listed
+
+
+class ImagePresenter(Presenter):
+    """Shows what is common: the head of the log, and the JSON file of an export."""
+
+    task: ImageTask
+    square_evaluations = True
+    """True if evaluation pictures have the size of `size_for_evaluation`, which the log then says."""
+
+    def class_names(self) -> Sequence[str]:
+        return self.task.classes
+
+    def epoch_header(self, epoch: int) -> str:
+        """The size of training pictures in an epoch, counted from 0."""
+        return f"image size {self.task.options.size_at(epoch, self.task.about.size)}"
+
+    # ---- the head of the log
+
+    def log_header(self) -> list[str]:
+        """The data, the classes, the sizes of pictures, how evaluations see them, and the weights that are new."""
+        task, options = self.task, self.task.options
+        training, evaluation = task.train_data(), task.eval_data()
+        lines = self.of_data("training", training)
+        lines += [] if evaluation is None else self.of_data("evaluation", evaluation)
+        lines += doubles.of_pictures(self.samples(training), self.samples(evaluation))
+        lines += [*self.of_classes(), self._sizes(), *self.of_evaluation()]
+        if task.new_weights:
+            lines.append(f"not in {options.model}, so new: {listed(task.new_weights)}")
+        return lines
+
+    def of_data(self, name: str, data: Any) -> list[str]:
+        """Lines about the training data or the evaluation data."""
+        raise NotImplementedError
+
+    def samples(self, data: Any) -> doubles.Samples | None:
+        """The pictures that are looked at for copies."""
+        return doubles.samples_of(data)
+
+    def of_classes(self) -> list[str]:
+        """Lines about the classes."""
+        return doubles.of_names(self.task.classes)
+
+    def of_evaluation(self) -> list[str]:
+        """Lines about the way in which evaluations see pictures."""
+        return []
+
+    def _sizes(self) -> str:
+        options, about = self.task.options, self.task.about
+        first, last = options.size_at(0, about.size), options.size_at(10**9, about.size)
+        grows = f"{first}" if first == last else f"{first} in the first epoch, {last} in the last"
+        if self.square_evaluations:
+            grows += f", evaluation {options.size_for_evaluation(about.size)}"
+        mean, std = (", ".join(f"{value:.4g}" for value in part) for part in (about.mean, about.std))
+        return f"images: {grows} pixels; mean {mean}, standard deviation {std}"
+
+    # ---- an export
+
+    def preparation(self) -> dict[str, Any]:
+        """The classes, and how evaluations prepare pictures: the content of the JSON file of an export."""
+        about, options = self.task.about, self.task.options
+        return asdict(about) | {
+            "size": options.size_for_evaluation(about.size),
+            "interpolation": options.augment.interpolation,
+            "channels": options.channels,
+            "batch_norm": options.batch_norm,
+        }
+
+    def export(self, model: nn.Module, folder: Path) -> list[str]:
+        """Write a JSON file with `preparation`, and what `transformers.pipeline` needs if the model is of transformers:
+        its config and the config of an image processor."""
+        written = self.preparation()
+        (folder / self.task.kept).write_text(json.dumps(written, indent=1))
+        return self.task.models.export(model, written, folder)

@@ -1,0 +1,136 @@
+"""A base of the three tasks on pictures: what is learned from the data, the model, and the pixels for it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.core.data.cache_options import CacheOptions
+from lockstep.core.errors import DataError
+from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
+from lockstep_recipes.tasks.kept import KeptTask
+from lockstep_recipes.tasks.vision.batch_norm import exchange_batch_norm
+from lockstep_recipes.tasks.vision.image_models import Models, Pixels
+from lockstep_recipes.tasks.vision.pictures.normalise import normalise
+from lockstep_recipes.tasks.vision.size_check import check_image_sizes
+
+
+@dataclass(frozen=True)
+class About:
+    """The facts that a task learns from its data and its model, and keeps with the run."""
+
+    classes: list[str]
+    """Names of the classes, in the order of their numbers, which is that of the logits."""
+    counts: list[int]
+    """Number of training samples, boxes or pixels of each class."""
+    mean: list[float]
+    """Mean of each channel, from 0 to 1."""
+    std: list[float]
+    """Standard deviation of each channel, from 0 to 1."""
+    size: int
+    """Height and width in pixels that suit the model."""
+
+
+class ImageTask(KeptTask):
+    """A task on pictures. It adds `learn`, `read`, `models`, and the way from a sample to a loss.
+
+    Args:
+        options: an object of `ImageOptions` with `model`.
+        train, eval: sources of pictures.
+        cache: keep decoded pictures on disk, as `data.cache` says.
+    """
+
+    def __init__(self, options: Any, train: str, eval: str | None, cache: CacheOptions | None) -> None:
+        super().__init__(options, train, eval)
+        self.cache = cache
+
+    def save(self, folder: Path) -> None:
+        self.models.save(self.about.classes, size=self._largest, folder=folder)
+
+    @property
+    def names(self) -> list[str]:
+        names: list[str] = self.about.classes
+        return names
+
+    classes = names
+
+    def described(self, pixels: Pixels, **learned: Any) -> Any:
+        """`about`, from what a model expects of pictures and from what was learned from the data."""
+        mean, std = pixels.mean_and_std(self.options)
+        return self.about_type(**{"mean": mean, "std": std, "size": pixels.size, **learned})
+
+    @contextlib.contextmanager
+    def partner(self, index: int, purpose: str) -> Iterator[None]:
+        """A training sample that joins another: a DataError in the block names the sample and the purpose."""
+        try:
+            yield
+        except DataError as error:
+            where = getattr(self._train, "where", str)(index)
+            raise DataError(f"the partner for {purpose}: {error.what}", where=where, remedy=error.remedy) from error
+
+    # ---- the model
+
+    @property
+    def models(self) -> Models:
+        """The object that makes the model."""
+        raise NotImplementedError
+
+    @property
+    def _largest(self) -> int:
+        sizes: list[int] = self.options.all_sizes(self.about.size)
+        return sizes[-1]
+
+    def model(self) -> nn.Module:
+        options, about = self.options, self.about
+        model, self.new_weights = self.models.make(about.classes, size=self._largest, trained=self._trained)
+        model = exchange_batch_norm(model, options.batch_norm)
+        sizes = options.all_sizes(about.size)
+        check_image_sizes(model, sizes, channels=options.channels, forward=self.trial, where="task.image_size")
+        return model
+
+    def trial(self, model: nn.Module, images: Tensor) -> Any:
+        """The outputs of a new model for normalised images, with which sizes of pictures are tried."""
+        return logits_of(model, images)
+
+    def normalised(self, model: nn.Module, images: Tensor) -> Tensor:
+        """Images uint8 (batch, channels, height, width) as the model takes them, in its number format."""
+        return normalise(images, self.about.mean, self.about.std, dtype=next(model.parameters()).dtype)
+
+    def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
+        """The class scores of images, uint8 (batch, channels, height, width), in float32 or float64."""
+        logits = logits_of(model, self.normalised(model, images))
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    @cached_property
+    def _weights(self) -> OnDevice:
+        """The weights of the classes in the loss."""
+        wanted, about = self.options.class_weights, self.about
+        root = wanted == "balanced_sqrt"
+        counts = dict(zip(about.classes, about.counts, strict=True))
+        found = class_weights("balanced" if root else wanted, about.classes, lambda: counts)
+        return OnDevice(found.sqrt() if root and found is not None else found)
+
+
+def logits_of(model: nn.Module, images: Tensor) -> Tensor:
+    """The class scores of normalised images (batch, channels, height, width): (batch, classes), or for a segmentation
+    (batch, classes, h, w), of which many models give fewer rows and columns than the images have.
+
+    Position embeddings of transformers' models are interpolated to the size of the images.
+    """
+    options = {"interpolate_pos_encoding": True} if _interpolates(type(model).forward) else {}
+    output = model(images, **options)
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
+@cache
+def _interpolates(forward: Callable[..., Any]) -> bool:
+    return "interpolate_pos_encoding" in inspect.signature(forward).parameters

@@ -1,0 +1,132 @@
+"""From the bytes of a mask file to the numbers that it holds, exactly: nothing is resampled, scaled or converted."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from lockstep.core.errors import DataError
+from lockstep_recipes.tasks.arrays import Array
+from lockstep_recipes.tasks.vision.pictures.decode import opened, orientation_of, turned
+
+if TYPE_CHECKING:
+    from PIL import Image as PILImage
+
+MaskKind = Literal["palette", "grey", "color"]
+"""Kinds of mask files: ids with a palette, ids as grey values, or colours."""
+
+_LOSSY = ("JPEG", "MPO", "WEBP")
+_INTEGERS = ("L", "P", "1", "I", "I;16", "I;16B", "I;16L", "I;16N")
+_STEPS = {2: 85, 4: 17}
+"""PIL spreads grey values of 2 and 4 bits over 0 to 255: the distance between neighbours, by number of bits."""
+_TIFF_BITS = 258
+
+
+@dataclass(frozen=True)
+class MaskValues:
+    """The content of a mask file."""
+
+    values: Array
+    """Ids: integers (height, width). Of a file in colour: uint8 (height, width, 3), RGB."""
+    palette: Array | None = None
+    """The colour of each id in a palette file: uint8 (ids, 3), RGB. None: the file has no palette."""
+
+    @property
+    def in_color(self) -> bool:
+        """True if the pixels are colours, not ids."""
+        return self.values.ndim == 3
+
+
+def decode_mask(data: bytes, *, where: str = "") -> MaskValues:
+    """The numbers in a mask file.
+
+    | file | values |
+    |---|---|
+    | palette of up to 256 colours | the place of each pixel's colour in the palette |
+    | grey of 1, 2, 4, 8, 16 or 32 bits | the grey value as the file has it: 0 and 1 for a file of 1 bit |
+    | RGB | colours; an alpha channel is dropped, as for grey files |
+
+    The orientation in the file's EXIF data is applied, as it is for pictures.
+
+    Args:
+        data: the bytes of the file: PNG, TIFF, BMP or GIF.
+        where: name of the file, for messages.
+
+    Raises:
+        DataError: the data is empty, no picture, truncated or damaged; it is a JPEG or WebP file, which may have other
+            values than those that were saved; or its pixels are floating-point numbers, CMYK or the like.
+    """
+    with opened(data, where) as image:
+        if image.format in _LOSSY:
+            what = f"a {image.format} file does not keep the values of a mask exactly"
+            raise DataError(what, where=where or None, remedy="save the mask as PNG, from the original values")
+        image.load()
+        return MaskValues(turned(_values(image, data, where), orientation_of(image)), _palette(image))
+
+
+def encode_mask(
+    classes: Array, kind: MaskKind, *, ids: Sequence[int], colors: Sequence[Sequence[int]]
+) -> tuple[str, bytes]:
+    """A mask file of class numbers, in values that `decode_mask` gives back.
+
+    `palette` and `grey` write ids, `color` writes colours. Ids above 255 are grey with 16 bits, without a palette; ids
+    above 65535 are grey with 32 bits.
+
+    Args:
+        classes: class numbers, (height, width).
+        ids: the id of each class, from 0 on.
+        colors: (red, green, blue) of each class.
+
+    Returns:
+        the suffix of the file (`.png`; `.tiff` for 32 bits), and its content.
+    """
+    from PIL import Image
+
+    most = max(ids)
+    if kind == "color":
+        image = Image.fromarray(np.array(colors, dtype=np.uint8)[classes])
+    else:
+        dtype = np.uint8 if most < 1 << 8 else np.uint16 if most < 1 << 16 else np.int32
+        image = Image.fromarray(np.array(ids, dtype=dtype)[classes])
+        if kind == "palette" and most < 1 << 8:
+            palette = np.zeros((256, 3), dtype=np.uint8)
+            palette[list(ids)] = colors
+            image.putpalette(palette.reshape(-1).tolist())
+    suffix, form = (".tiff", "TIFF") if kind != "color" and most >= 1 << 16 else (".png", "PNG")
+    file = io.BytesIO()
+    image.save(file, form)
+    return suffix, file.getvalue()
+
+
+def _values(image: PILImage.Image, data: bytes, where: str) -> Array:
+    if image.mode in ("LA", "PA"):
+        return np.array(image.getchannel(0))
+    if image.mode in _INTEGERS:
+        values = np.array(image)
+        if image.mode == "1":
+            return values.astype(np.uint8)
+        return values // _STEPS.get(_bits(image, data), 1) if image.mode == "L" else values
+    if image.mode in ("RGB", "RGBA", "RGBX"):
+        return np.array(image)[..., :3].copy()
+    remedy = "save the mask as PNG: a palette, grey with 8 or 16 bits, or RGB"
+    raise DataError(f"a mask cannot have pixels of the kind {image.mode}", where=where or None, remedy=remedy)
+
+
+def _bits(image: PILImage.Image, data: bytes) -> int:
+    """Bits of each pixel in the file."""
+    if image.format == "PNG":
+        return data[24]  # in the chunk IHDR, which is the first of every file
+    if image.format == "TIFF":
+        return int(image.tag_v2.get(_TIFF_BITS, (8,))[0])  # type: ignore[attr-defined]
+    return 8
+
+
+def _palette(image: PILImage.Image) -> Array | None:
+    if image.mode not in ("P", "PA"):
+        return None
+    colors = image.getpalette("RGB")
+    return None if colors is None else np.array(colors, dtype=np.uint8).reshape(-1, 3)

@@ -1,0 +1,245 @@
+"""The arrangement of a folder of pictures with boxes: where its annotations are, and where its pictures are."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from lockstep.core.errors import DataError, did_you_mean
+from lockstep_recipes.tasks.readers.input_files import find_files
+from lockstep_recipes.tasks.vision.readers.image_files import is_picture, picture_suffixes
+from lockstep_recipes.tasks.vision.readers.image_records import EVAL, TRAIN, Split
+
+_YAML = (".yaml", ".yml")
+_OTHER_KINDS = ("captions_", "person_keypoints_", "panoptic_", "stuff_", "image_info_")
+EXPECTED = (
+    "give a COCO annotation file (.json), or a folder with annotations/*.json and images/ (COCO), with "
+    "Annotations/*.xml and JPEGImages/ (Pascal VOC), or with data.yaml or images/ and labels/ (YOLO)"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where annotations and pictures are."""
+
+    kind: Literal["coco", "voc", "yolo"]
+    annotations: Path
+    """COCO: the JSON file. VOC: the folder of the XML files. YOLO: the YAML file, or the folder."""
+    images: Path
+    """The folder that names of pictures are relative to. YOLO: not used."""
+    stems: tuple[str, ...] | None = None
+    """VOC: the stems of the split's pictures. None: all."""
+    pictures: tuple[Path, ...] = ()
+    """YOLO: the pictures."""
+    whole_folders: bool = True
+    """YOLO: whether the pictures are all those of some folders, not those of a list."""
+    names: tuple[str, ...] | None = None
+    """YOLO: the names of the classes."""
+
+
+def find_layout(source: str, *, key: str, split: Split, images: str | None = None) -> Layout:
+    """Where the annotations and the pictures of a source are.
+
+    Args:
+        source: a COCO file, a YAML file of YOLO, or a folder.
+        key: the config's key of the source, for errors.
+        split: which part to take where a folder has several.
+        images: the folder of the pictures. None: a usual place.
+
+    Raises:
+        DataError: there is no such source, or nothing that is known lies there.
+    """
+    path = Path(source)
+    layout = None
+    if path.is_dir():
+        layout = _of_folder(path, split, images)
+    elif path.is_file() and path.suffix.lower() == ".json":
+        layout = _coco(path, split, images)
+    elif path.is_file() and path.suffix.lower() in _YAML:
+        layout = _yolo(path, path.parent, split)
+    elif not path.exists():
+        neighbours = os.listdir(path.parent) if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, neighbours)
+        remedy = f"{hint}{EXPECTED[0].upper()}{EXPECTED[1:]}"
+        raise DataError(f"{key}: no such file or folder", where=source, remedy=remedy)
+    if layout is None:
+        part = "training" if split == "train" else "evaluation"
+        raise DataError(f"{key}: there are no {part} pictures with boxes", where=source, remedy=EXPECTED)
+    return layout
+
+
+def evaluation_part(train: str) -> str | None:
+    """The source of evaluation data that belongs to a source of training data, for a config without `data.eval`.
+
+    Returns:
+        the same source, if it has a part for training and another one for evaluation, or names a part that cannot be
+        read: who reads the source then gets the error. Otherwise None.
+    """
+    path = Path(train)
+    if not path.is_dir() and not (path.is_file() and path.suffix.lower() in _YAML):
+        return None
+    try:
+        layouts = [
+            _of_folder(path, split, None) if path.is_dir() else _yolo(path, path.parent, split)
+            for split in ("train", "eval")
+        ]
+    except DataError:
+        return train
+    return train if all(layouts) and layouts[0] != layouts[1] else None
+
+
+def _words(split: Split) -> tuple[str, ...]:
+    return TRAIN if split == "train" else EVAL
+
+
+def _of_folder(folder: Path, split: Split, images: str | None) -> Layout | None:
+    names = {name.lower(): folder / name for name in sorted(os.listdir(folder), reverse=True)}
+    inner = names.get("annotations", folder)
+    inner = inner if inner.is_dir() else folder
+    suffixes = {Path(name).suffix.lower() for name in os.listdir(inner) if not name.startswith(".")}
+    if ".xml" in suffixes:
+        place = Path(images) if images else names.get("jpegimages") or names.get("images") or folder
+        return _voc(folder, inner, place, split)
+    described = [path for name, path in sorted(names.items()) if path.suffix.lower() in _YAML and _is_yolo(path)]
+    if described:
+        return _yolo(described[0], folder, split)
+    if ".json" in suffixes:
+        file = _json_of(inner, split)
+        return None if file is None else _coco(file, split, images)
+    if (folder / "labels").is_dir() and (folder / "images").is_dir():
+        return _yolo(None, folder, split)
+    for word in _words(split):
+        if (folder / word).is_dir():
+            return _of_folder(folder / word, split, images)
+    return None
+
+
+# ---- COCO
+
+
+def _json_of(folder: Path, split: Split) -> Path | None:
+    """The annotation file of a split: the one that has the split's name in its own, or the only one."""
+    files = [name for name in sorted(os.listdir(folder)) if name.lower().endswith(".json") and name[0] != "."]
+    files = [name for name in files if not name.lower().startswith(_OTHER_KINDS)]
+    for word in _words(split):
+        found = [name for name in files if re.search(rf"(^|[^a-z]){word}([^a-z]|$)", name.lower())]
+        if found:
+            return folder / next((name for name in found if name.startswith("instances")), found[0])
+    others = EVAL if split == "train" else TRAIN
+    named = any(re.search(rf"(^|[^a-z]){word}([^a-z]|$)", name.lower()) for word in others for name in files)
+    return folder / files[0] if len(files) == 1 and not named else None
+
+
+def _coco(file: Path, split: Split, images: str | None) -> Layout:
+    if images is not None:
+        return Layout("coco", file, Path(images))
+    stem = re.sub(r"^instances_", "", file.stem)
+    above = file.parent.parent
+    places = [above / "images" / stem, above / stem]
+    places += [base / word for base in (above / "images", above) for word in _words(split)]
+    places += [file.parent / "images", above / "images"]
+    return Layout("coco", file, next((place for place in places if _holds_pictures(place)), file.parent))
+
+
+def _holds_pictures(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    with os.scandir(folder) as entries:
+        return any(is_picture(entry.name) for entry in entries)
+
+
+# ---- Pascal VOC
+
+
+def _voc(folder: Path, annotations: Path, images: Path, split: Split) -> Layout | None:
+    lists = folder / "ImageSets" / "Main"
+    if not lists.is_dir():
+        return Layout("voc", annotations, images)
+    for word in (*_words(split), *(("trainval",) if split == "train" else ())):
+        path = lists / f"{word}.txt"
+        if path.is_file():
+            stems = tuple(line.split()[0] for line in path.read_text().splitlines() if line.strip())
+            return Layout("voc", annotations, images, stems=stems)
+    return None
+
+
+# ---- YOLO
+
+
+def _is_yolo(path: Path) -> bool:
+    """True if a YAML file describes a data set. A file with the usual name that cannot be read does: reading it says
+    what is wrong."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return path.stem.lower() == "data"
+    return isinstance(content, dict) and ("names" in content or isinstance(content.get("train"), str | list))
+
+
+def _yolo(file: Path | None, folder: Path, split: Split) -> Layout | None:
+    content = {} if file is None else _yolo_file(file)
+    names = None if file is None else _yolo_names(content, file)
+    if names is None and (folder / "classes.txt").is_file():
+        names = tuple(line.strip() for line in (folder / "classes.txt").read_text().splitlines() if line.strip())
+    words = ("train",) if split == "train" else ("val", "valid", "test")
+    given = next((content[word] for word in words if content.get(word)), None)
+    places: Sequence[Path]
+    if given is not None:
+        root = folder / str(content.get("path") or "")
+        places = [_yolo_place(str(item), root, folder) for item in (given if isinstance(given, list) else [given])]
+    elif file is not None and any(content.get(word) for word in ("train", "val", "valid", "test")):
+        return None
+    else:
+        inner = [folder / "images" / word for word in _words(split)]
+        inner += [folder / word / "images" for word in _words(split)]
+        parts = [folder / "images" / word for word in (*TRAIN, *EVAL)]
+        places = [place for place in inner if place.is_dir()][:1]
+        if not places and not any(part.is_dir() for part in parts):
+            places = [folder / "images"]
+    if not places:
+        return None
+    where = file or folder
+    pictures = tuple(path for place in places for path in _yolo_pictures(place, where))
+    whole = all(place.is_dir() for place in places)
+    return Layout("yolo", where, folder, pictures=pictures, whole_folders=whole, names=names)
+
+
+def _yolo_file(file: Path) -> Mapping[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DataError(f"this is no YAML that can be read: {error}", where=str(file), remedy=EXPECTED) from error
+    if not isinstance(content, dict):
+        raise DataError("this is no YAML with `names`, `train` and `val`", where=str(file), remedy=EXPECTED)
+    return content
+
+
+def _yolo_names(content: Mapping[str, Any], file: Path) -> tuple[str, ...] | None:
+    names = content.get("names")
+    if isinstance(names, dict) and sorted(names) == list(range(len(names))):
+        names = [names[number] for number in range(len(names))]
+    if names is None or (isinstance(names, list) and names and len(set(map(str, names))) == len(names)):
+        return None if names is None else tuple(str(name) for name in names)
+    what = f"`names` is {names!r}"
+    raise DataError(what, where=str(file), remedy="give a list of different names, or names by number from 0 on")
+
+
+def _yolo_place(item: str, root: Path, folder: Path) -> Path:
+    """A folder or list of pictures. Files that Roboflow writes say `../train/images` and mean `train/images`."""
+    tried = [root / item, folder / item, folder / item.removeprefix("../")]
+    return next((path for path in tried if path.exists()), tried[0])
+
+
+def _yolo_pictures(place: Path, where: Path) -> list[Path]:
+    if place.is_dir():
+        return find_files([str(place)], picture_suffixes())
+    if not place.is_file():
+        raise DataError(f"there is no {place}, which the data set names", where=str(where), remedy="correct the path")
+    lines = [line.strip() for line in place.read_text().splitlines()]
+    return [place.parent / line for line in lines if line]

@@ -1,0 +1,136 @@
+"""Pictures to predict, with the numbers that a COCO file gives them: rows of predictions are then its results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.core.errors import DataError
+from lockstep_recipes.tasks.vision.readers.box_layouts import find_layout
+from lockstep_recipes.tasks.vision.readers.boxed_images import BoxedImage
+from lockstep_recipes.tasks.vision.readers.coco_file import read_coco_images
+from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedPictures
+from lockstep_recipes.tasks.vision.readers.image_files import PictureFiles, missing_files
+from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, Split, unlabelled_pictures
+
+_JSON = ".json"
+
+
+@dataclass(frozen=True)
+class CocoNumbers:
+    """The numbers of one COCO file. Numbers of two files are never mixed: they may mean different pictures."""
+
+    pictures: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """By the real path of a picture: its id, and its name in the file."""
+    category_ids: Mapping[str, int] | None = None
+    """The id of each category by its name. None: there is no such file."""
+
+
+@dataclass(frozen=True)
+class RunSource:
+    """Data of a run, in which pictures to predict may occur."""
+
+    source: str
+    split: Split
+    images: str | None
+    """The folder of its pictures. None: a usual place."""
+
+
+class UnlabelledImages(DecodedPictures):
+    """Pictures to predict, as samples without boxes. A sample has an `image_id` only where `numbers` has the picture.
+
+    Args:
+        numbers: ids and names of pictures.
+    """
+
+    def __init__(self, records: ImageRecords, numbers: CocoNumbers, *, channels: int) -> None:
+        super().__init__(records.pictures, channels=channels, notes=records.notes)
+        files, self.numbers = records.pictures, numbers
+        places = [files.name(index) for index in range(len(files))]
+        self._root = ""
+        if isinstance(files, PictureFiles) and places:
+            self._root = os.path.commonpath([os.path.dirname(os.path.abspath(place)) for place in places])
+
+    def __getitem__(self, index: int) -> BoxedImage:
+        pixels, name = self.pixels(index), self.pictures.name(index)
+        below = os.path.relpath(name, self._root) if self._root else name
+        image_id, name = self.numbers.pictures.get(os.path.realpath(name), (None, below))
+        nothing: dict[str, Any] = {"labels": np.zeros(0, np.int64), "crowd": np.zeros(0, bool)}
+        nothing |= {"boxes": np.zeros((0, 4), np.float32), "area": np.zeros(0, np.float32)}
+        size = (pixels.shape[0], pixels.shape[1])
+        return BoxedImage(pixels=pixels, **nothing, image_id=image_id, name=name, size=size)
+
+
+def coco_inputs(arguments: Sequence[str], *, sources: Sequence[RunSource], channels: int) -> UnlabelledImages:
+    """The pictures that arguments name: files, folders, patterns, shards, and the pictures of one COCO file.
+
+    The ids are those of the COCO file among the arguments. Without such a file, they are those of the first of
+    `sources` that is a COCO file with one of these pictures. Other pictures have no id.
+
+    Args:
+        sources: the data of the run. A source that is not there, or cannot be read, gives no ids.
+
+    Raises:
+        DataError: the file is no COCO file, or a picture of it is not there; there are two such files; shards stand
+            beside files.
+        UsageError: an argument names nothing.
+    """
+    files = [argument for argument in arguments if argument.lower().endswith(_JSON) and os.path.isfile(argument)]
+    if len(files) > 1:
+        what = f"two COCO files, {files[0]} and {files[1]}: an image_id may mean one picture in each of them"
+        raise DataError(what, where="INPUT", remedy="predict them one after another, into files of their own")
+    if not files:
+        records = unlabelled_pictures(arguments)
+        return UnlabelledImages(records, _numbers_of_run(records.pictures, sources), channels=channels)
+    paths, numbers = _of_file(Path(files[0]), [None, *(source.images for source in sources)])
+    named = [path for argument in arguments for path in (paths if argument == files[0] else [argument])]
+    return UnlabelledImages(unlabelled_pictures(named), numbers, channels=channels)
+
+
+def _of_file(file: Path, folders: Sequence[str | None]) -> tuple[list[str], CocoNumbers]:
+    """The paths of the pictures of a COCO file, and their numbers.
+
+    Args:
+        folders: where the pictures may be. None: a usual place. The first that holds the first picture is taken.
+    """
+    found = read_coco_images(file, key="INPUT")
+    places = [find_layout(str(file), key="INPUT", split="eval", images=folder).images for folder in folders]
+    folder = next((place for place in places if os.path.isfile(place / found.file_names[0])), places[0])
+    paths = [os.path.join(folder, name) for name in found.file_names]
+    missing = missing_files(paths)
+    if missing:
+        what = f"INPUT: there is no file {paths[missing[0]]} ({len(missing)} of {len(paths)} pictures are not there)"
+        remedy = "put the pictures beside the file, as in images/val/, or give their folder instead of the COCO file"
+        raise DataError(what, where=f"{file}: image {found.ids[missing[0]]}", remedy=remedy)
+    pairs = zip(found.ids, found.file_names, strict=True)
+    by_path = {os.path.realpath(path): pair for path, pair in zip(paths, pairs, strict=True)}
+    return paths, CocoNumbers(by_path, found.category_ids)
+
+
+def _numbers_of_run(pictures: object, sources: Sequence[RunSource]) -> CocoNumbers:
+    """The numbers of the first COCO file of the run that has one of the pictures. Only a file whose folder of pictures
+    holds one of them is read."""
+    if not isinstance(pictures, PictureFiles):
+        return CocoNumbers()
+    real = {os.path.realpath(pictures.path(index)) for index in range(len(pictures))}
+    for one in sources:
+        try:
+            layout = find_layout(one.source, key="data", split=one.split, images=one.images)
+            below = os.path.join(os.path.realpath(layout.images), "")
+            if layout.kind != "coco" or not any(path.startswith(below) for path in real):
+                continue
+            found = read_coco_images(layout.annotations, key="data")
+        except DataError:  # a prediction does not need the data of the training
+            continue
+        by_path = {
+            os.path.realpath(layout.images / name): (number, name)
+            for number, name in zip(found.ids, found.file_names, strict=True)
+        }
+        if real & by_path.keys():
+            return CocoNumbers(by_path, found.category_ids)
+    return CocoNumbers()

@@ -1,0 +1,111 @@
+"""A data set of decoded pictures: encoded pictures of any source, a decoder, and a cache if it is wanted."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from lockstep.cache_folder import cache_root
+from lockstep.core.data.cache_options import CacheOptions
+from lockstep_recipes.tasks.vision.pictures.cache import DecodedCache, folder_name
+from lockstep_recipes.tasks.vision.pictures.decode import decode
+from lockstep_recipes.tasks.vision.readers.image_files import Pictures
+from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords
+
+_DECODERS = ("pillow", "simplejpeg")
+
+
+class DecodedImage(NamedTuple):
+    """A raw sample."""
+
+    pixels: npt.NDArray[np.uint8]
+    """(height, width, channels) uint8, upright."""
+    label: int
+    """The class number, or -1 if it is unknown."""
+    name: str
+    """The name of the picture in its source."""
+
+
+class DecodedPictures(Dataset[Any]):
+    """Decoded pictures, from which data sets make samples with labels, masks or boxes. With a cache the samples are the
+    same.
+
+    Args:
+        pictures: the encoded pictures.
+        channels: 1 (grey) or 3 (RGB).
+        cache: None: each picture is decoded whenever it is read. Otherwise in the first epoch only.
+        notes: remarks for people about the way in which the source was read.
+    """
+
+    def __init__(
+        self, pictures: Pictures, *, channels: int = 3, cache: CacheOptions | None = None, notes: Sequence[str] = ()
+    ) -> None:
+        self.pictures, self.channels = pictures, channels
+        self.notes = tuple(notes)
+        """Remarks for people about the way in which the source was read."""
+        self.cache = None if cache is None else open_cache(pictures, channels=channels, options=cache)
+        """The cache, whose `summary` is a line for the log. None: there is no cache."""
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def decoded(self, index: int) -> npt.NDArray[np.uint8]:
+        """The pixels of a picture, from its file: (height, width, channels) uint8, upright.
+
+        Raises:
+            DataError: the file cannot be read, or is no whole picture. The error names the file.
+        """
+        return decode(self.pictures.read(index), channels=self.channels, where=self.where(index))
+
+    def pixels(self, index: int) -> npt.NDArray[np.uint8]:
+        """The same, from the cache if the picture is there."""
+        return self.decoded(index) if self.cache is None else self.cache.pixels(index, lambda: self.decoded(index))
+
+    def where(self, index: int) -> str:
+        """The place of a picture, for messages."""
+        return self.pictures.where(index)
+
+
+class DecodedImages(DecodedPictures):
+    """Decoded pictures with class numbers: samples are `DecodedImage`."""
+
+    def __init__(self, records: ImageRecords, *, channels: int = 3, cache: CacheOptions | None = None) -> None:
+        super().__init__(records.pictures, channels=channels, cache=cache, notes=records.notes)
+        self.records, self.labels = records, records.labels
+
+    def __getitem__(self, index: int) -> DecodedImage:
+        return DecodedImage(self.pixels(index), int(self.records.labels[index]), self.pictures.name(index))
+
+
+class Digested(Protocol):
+    """Pictures of which a digest changes where a picture changes."""
+
+    def __len__(self) -> int: ...
+
+    def digest(self) -> str: ...
+
+
+def open_cache(records: Digested, *, channels: int, options: CacheOptions) -> DecodedCache:
+    """The cache of the decoded pictures of a source, in Lockstep's cache folder.
+
+    Its name changes with the place of the source, where a file of the source changes, and with the versions of the
+    decoders, whose pixels may differ by a level.
+    """
+    versions = [_version(name) for name in _DECODERS]
+    versions += [found for found in [_version("pillow-heif")] if found]  # without it the cache is that of earlier days
+    digest = hashlib.sha256(repr((records.digest(), len(records), versions)).encode()).hexdigest()
+    folder = cache_root() / folder_name(digest, channels=channels, shorter_side=options.shorter_side)
+    return DecodedCache(folder, len(records), channels=channels, options=options)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

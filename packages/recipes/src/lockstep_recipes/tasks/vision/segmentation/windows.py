@@ -1,0 +1,98 @@
+"""Windows that overlap, and their cores that do not: together the cores cover a picture, each pixel once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from lockstep_recipes.tasks.vision.pictures.geometry import Region
+from lockstep_recipes.tasks.vision.use_pictures import windows_along
+
+
+class Tile(NamedTuple):
+    """A window of a picture."""
+
+    window: Region
+    """(top, left, height, width) in pixels of the picture: what the model sees."""
+    core: Region
+    """(top, left, height, width) in pixels of the picture: the part of the window whose result counts."""
+
+
+class Window(NamedTuple):
+    """A raw evaluation sample: a window of a picture."""
+
+    pixels: npt.NDArray[np.uint8]
+    """(height, width, channels) of the window."""
+    mask: npt.NDArray[np.int16] | None
+    """(height, width) of the window; None if the classes are not known."""
+    name: str
+    """The name of the picture."""
+    tile: Tile
+    size: tuple[int, int]
+    """(height, width) of the whole picture in pixels."""
+
+
+def tiles(size: tuple[int, int], *, side: int, overlap: float) -> list[Tile]:
+    """The windows of a picture, row by row. The core of a window ends in the middle of its overlap with the next.
+
+    Source: the overlap-tile strategy of Ronneberger et al., arXiv:1505.04597, figure 2; at the border of the picture
+    windows move inwards, where the paper mirrors the picture.
+
+    Args:
+        size: (height, width) of the picture in pixels.
+        side: height and width of a window. A side of the picture that is shorter is taken whole.
+        overlap: the least overlap of neighbours, as a share of `side`.
+    """
+    rows, columns = (windows_along(length, side, overlap) for length in size)
+    return [
+        Tile((row[0], column[0], row[1], column[1]), (row[2], column[2], row[3], column[3]))
+        for row in rows
+        for column in columns
+    ]
+
+
+class Windows(Dataset[Window]):
+    """The windows of all pictures of a data set, picture by picture.
+
+    Args:
+        pictures: samples with `pixels` and `mask`.
+        sizes: (height, width) of each picture in pixels.
+        side, overlap: as for `tiles`.
+    """
+
+    def __init__(self, pictures: Any, sizes: Sequence[tuple[int, int]], *, side: int, overlap: float) -> None:
+        self.pictures, self.sizes = pictures, sizes
+        self.tiles = [tiles(size, side=side, overlap=overlap) for size in sizes]
+        self.first = np.cumsum([0, *(len(of_picture) for of_picture in self.tiles)])
+        self._last: tuple[int, Any] | None = None
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def __getitem__(self, index: int) -> Window:
+        number, place = self._place(index)
+        if self._last is None or self._last[0] != number:  # neighbours are read one after the other
+            self._last = (number, self.pictures[number])
+        sample = self._last[1]
+        tile = self.tiles[number][place]
+        top, left, height, width = tile.window
+        inside = (slice(top, top + height), slice(left, left + width))
+        mask = None if sample.mask is None else sample.mask[inside]
+        return Window(sample.pixels[inside], mask, sample.name, tile, sample.pixels.shape[:2])
+
+    def where(self, index: int) -> str:
+        """The file of a window's picture, and the window's place in it."""
+        number, place = self._place(index)
+        top, left, height, width = self.tiles[number][place].window
+        where = getattr(self.pictures, "where", str)(number)
+        return f"{where}, window of {height} x {width} pixels at row {top}, column {left}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = int(np.searchsorted(self.first, index, side="right")) - 1
+        return number, index - int(self.first[number])

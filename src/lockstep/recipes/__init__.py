@@ -1,1 +1,0 @@
-"""Recipes: YAML files for tasks, and the embedded digits."""
