@@ -72,7 +72,7 @@ def test_the_other_distribution_of_the_same_module_is_named(monkeypatch):
 
 
 def test_every_kind_of_task_and_every_recipe_has_its_extras():
-    assert set(env._EXTRAS) == set(registry._SHIPPED_TASKS)
+    assert set(env._EXTRAS) == set(registry.kinds())
     needs = {name: env.needs(name, file.read_text()) for name, file in registry.recipes().items()}
     assert needs["digits"] == needs["toy"] == ()
     assert needs["text"] == needs["lm"] == ("text",)

@@ -286,7 +286,8 @@ def _check_task(task: dict[str, Any], origin: Origin, *, epochs: int | None) -> 
     options_class = registry.options_class(kind) if isinstance(kind, str) else None
     if options_class is None:
         known = registry.kinds()
-        listed = f"{did_you_mean(kind, known)}there are {', '.join(known)} and FILE.py:Class"
+        there_are = f"there are {', '.join(known)} and" if known else registry.NO_RECIPES
+        listed = f"{did_you_mean(kind, known)}{there_are} FILE.py:Class"
         return None, [f"{origin('task.kind')}: task.kind: {kind!r} is not a kind; {listed}"]
     options = {key: value for key, value in task.items() if key != "kind"}
     try:

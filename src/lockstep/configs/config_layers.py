@@ -123,11 +123,11 @@ def _content(target: str, where: str) -> tuple[str, bytes | str]:
     if recipe is None:
         known = registry.recipes()
         if target not in known:
-            hint = did_you_mean(target, known)
+            there_are = f"There are: {', '.join(known)}; or give" if known else registry.NO_RECIPES
             raise UsageError(
                 f"there is no recipe {target!r}",
                 where=f"{where}: extends" if where else None,
-                remedy=f"{hint}There are: {', '.join(known)}; or give FILE.yaml or FILE.py:Task",
+                remedy=f"{did_you_mean(target, known)}{there_are} FILE.yaml or FILE.py:Task",
             )
         recipe = known[target]
     return str(recipe), recipe.read_text(encoding="utf-8")

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from lockstep.core.task import Task
 
 
+NO_RECIPES = "no recipes are installed: pip install 'torch-lockstep[recipes]'; or give"
+"""Begins the remedy of an error, if a recipe or a kind of task is asked for."""
+
+
 def kinds() -> list[str]:
     """Names that `task.kind` may have, besides `FILE.py:Class`."""
     return list(entry_points("lockstep.tasks"))

@@ -56,14 +56,15 @@ def entry_points(group: str) -> dict[str, EntryPoint]:
     """The entry points of a group by name: those of Lockstep's distributions first, each part sorted by name.
 
     Raises:
-        UsageError: two distributions declare the same name differently.
+        UsageError: two distributions, none of them Lockstep's, declare the same name differently.
     """
     found: dict[str, EntryPoint] = {}
-    for entry in _all(tuple((path, _changed(path)) for path in dict.fromkeys(sys.path))):
+    entries = _all(tuple((path, _changed(path)) for path in dict.fromkeys(sys.path)))
+    for entry in sorted(entries, key=lambda entry: not entry.is_own):
         if entry.group != group:
             continue
         other = found.setdefault(entry.name, entry)
-        if other.value != entry.value:
+        if other.value != entry.value and not other.is_own:  # nobody replaces what Lockstep declares
             what = f"{entry.name!r} is declared twice, as {other.value} and as {entry.value}"
             raise UsageError(what, where=f"{other.origin}, {entry.origin}", remedy="uninstall one of them")
     return dict(sorted(found.items(), key=lambda item: (not item[1].is_own, item[0])))

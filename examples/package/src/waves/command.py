@@ -1,0 +1,6 @@
+"""A command: a function as Typer takes it."""
+
+
+def wave_length(cycles: int = 2) -> None:
+    """Print the length of a wave."""
+    print(f"{2 / cycles:.3f}")
