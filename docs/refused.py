@@ -17,7 +17,6 @@ TOPICS = {
         "core/data",
         "core/run_data.py",
         "sampling",
-        "shards",
         "parts/checks/untouched_data.py",
         "core/data/same_samples.py",
     ],
