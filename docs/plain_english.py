@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 HABITS = {
-    r"\b(go|goes|went|going|gone) on\b(?! (to|a|an|the|one|each|every|rank|gpu|cpu|device)\b)": "resume a run, continue otherwise",
+    r"\b(go|goes|went|going|gone) on\b(?! (to|an?|the|one|each|every|rank|device)\b)": "resume a run; otherwise continue",
     r"\bof (its|their|your|our|one's|his|her|my|whose) own\b|\bown's\b": "its own X, your own X",
     r"\b(of|for|from|by|with) whose\b|\b(of|for|without) which\b": "two sentences, or `whose`",
     r"(?<!\bthere )(?<!\bthere )\b(is|are|was|were) no\b(?! (longer|more|doubt|wonder))": "is not a X, has no X",
@@ -32,7 +32,7 @@ HABITS = {
     r"\bnot any more\b": "no longer",
     r"\bmay not be\b.*\bnor\b": "state the rule first",
     r"\b(as|what) it stands\b|\bstands (in|for|at|behind|beside)\b": "is in, means",
-    r"\blies (in|on|at|below|between|beside|behind|outside|there|next)\b|\blie (in|on|below|beside|outside)\b": "is in, is on",
+    r"\b(lies|lie) (in|on|at|below|between|beside|behind|outside|there|next)\b": "is in, is on",
     r"\bat (its|their) (beginning|end)\b": "when it starts, when it ends",
 }
 _PATTERNS = [(re.compile(pattern, re.IGNORECASE), advice) for pattern, advice in HABITS.items()]
