@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.core.code_files import lockstep_folders
 from lockstep.core.errors import TrainingError
 
 _NAMES = ("allgather", "allreduce", "alltoall", "barrier", "broadcast", "gather", "reduce", "scatter", "send", "recv")
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_LIBRARIES = (str(Path(torch.__file__).parent), *lockstep_folders())
 
 
 @contextlib.contextmanager
