@@ -82,7 +82,7 @@ def test_every_kind_of_task_and_every_recipe_has_its_extras():
 
 def test_every_extra_for_users_is_shown():
     shown = {*env._BEYOND_RECIPES, *(extra for extras in env._EXTRAS.values() for extra in extras)}
-    of_sets, of_developers = {"lm", "all", "audit"}, {"dev", "docs", "cluster-test"}
+    of_sets, of_developers = {"lm", "all", "recipes", "lab", "audit"}, {"dev", "docs", "cluster-test"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert shown | of_sets | of_developers == set(project["optional-dependencies"])
 
