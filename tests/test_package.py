@@ -219,8 +219,7 @@ def test_addresses_of_the_project_stand_in_one_file():
         path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and pattern.search(path.read_text())
     }
     of_others = {f"packages/{name}/pyproject.toml" for name in ("recipes", "lab", "audit")}
-    pages = {f"packages/{name}/README.md" for name in ("recipes", "lab")}
-    assert naming == {"pyproject.toml"} | of_others | pages
+    assert naming == {"pyproject.toml"} | of_others
     assert set(PROJECT["urls"]) >= {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
 
 

@@ -14,6 +14,7 @@ class ParallelConfig(Section):
     """The distribution of the model over the ranks. docs/parallel.md explains the choices."""
 
     strategy: Literal["single", "ddp", "fsdp"] = "ddp"
+    """`ddp` keeps a copy of the model on each rank, `fsdp` shards it over ranks, `single` is for one rank."""
     timeout_s: PositiveFloat = 600.0
     """Seconds without progress of any rank after which the run ends with a report."""
     find_unused_parameters: bool = False

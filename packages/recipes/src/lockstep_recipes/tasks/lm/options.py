@@ -33,9 +33,11 @@ class SmallOptions(Section):
     """Sizes of Lockstep's own small model, which is new. Its arithmetic is that of Llama."""
 
     layers: PositiveInt = 4
+    """Number of blocks."""
     width: PositiveInt = 128
     """Numbers that stand for a token between layers."""
     heads: PositiveInt = 4
+    """Attention heads of a block."""
     kv_heads: PositiveInt | None = None
     """Heads of keys and values, each of which several heads share. None: half of `heads`, where that can be."""
     hidden: PositiveInt | None = None
