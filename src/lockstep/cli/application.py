@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 from lockstep.cli.audit import audit
-from lockstep.cli.check_device import check_device
 from lockstep.cli.checkpoints import checkpoints
+from lockstep.cli.commands import Command, Group
 from lockstep.cli.config import config
-from lockstep.cli.env import env
-from lockstep.cli.evaluate import evaluate
+from lockstep.cli.doctor import doctor
+from lockstep.cli.evaluate import EVALUATION_KEYS, evaluate
 from lockstep.cli.export import export
-from lockstep.cli.first_hour import first_hour
 from lockstep.cli.init import init
 from lockstep.cli.launch import launch
 from lockstep.cli.plan import plan
 from lockstep.cli.predict import predict
-from lockstep.cli.preflight import preflight
-from lockstep.cli.recipes import presets, recipes
-from lockstep.cli.replay import replay
+from lockstep.cli.recipes import recipes
+from lockstep.cli.replay import REPLAY_KEYS, replay
 from lockstep.cli.report import compare, report
 from lockstep.cli.run import run
 from lockstep.cli.shards import shards
@@ -30,48 +28,66 @@ from lockstep.cli.train import train
 from lockstep.cli.tune import tune
 from lockstep.cli.verify import verify
 
-_COMMANDS: dict[Callable[..., None], str] = {
-    recipes: "lockstep recipes",
-    presets: "lockstep presets",
+_EXAMPLES: dict[Callable[..., None], str] = {
+    init: "lockstep init my_task.py, or: lockstep init --from lightning | less",
     train: "lockstep train digits --nproc 2 optim.lr=1e-3",
     run: "lockstep run --nproc 2 train.py --lr 1e-3",
     evaluate: "lockstep evaluate runs/digits --nproc 2 --checkpoint best",
     predict: "lockstep predict runs/mine 'photos/**/*.jpg' --out predictions.csv",
-    checkpoints: "lockstep checkpoints runs/digits --check",
     export: "lockstep export runs/digits weights",
     verify: "lockstep verify my_task.py:MyTask --nproc 2 --quick",
-    config: "lockstep config digits optim.lr=1e-3 > mine.yaml",
-    report: "lockstep report runs/digits",
-    replay: "lockstep replay runs/digits --step 120 --samples",
-    compare: "lockstep compare runs/digits runs/digits-2",
-    shards: "lockstep shards photos/ shards/ --shuffle 0",
-    sweep: "lockstep sweep digits grid.yaml --trials 20 --parallel 2",
-    init: "lockstep init my_task.py, or: lockstep init --from lightning | less",
-    plan: "lockstep plan imagenet --gpus 8 --gpu 'A100 80GB'",
-    preflight: "lockstep preflight digits --nproc 2",
-    check_device: "lockstep check-device --nproc auto --seconds 600",
-    first_hour: "lockstep first-hour --nproc auto",
-    env: "lockstep env > environment.txt",
     audit: "lockstep audit --nproc 2 train.py --lr 1e-3",
+    replay: "lockstep replay runs/digits --step 120 --samples",
+    report: "lockstep report runs/digits",
+    compare: "lockstep compare runs/digits runs/digits-2",
+    checkpoints: "lockstep checkpoints runs/digits --check",
+    recipes: "lockstep recipes",
+    config: "lockstep config digits optim.lr=1e-3 > mine.yaml",
+    plan: "lockstep plan imagenet --gpus 8 --gpu 'A100 80GB'",
+    sweep: "lockstep sweep digits grid.yaml --trials 20 --parallel 2",
+    shards: "lockstep shards photos/ shards/ --shuffle 0",
 }
-"""The commands in the order of `lockstep --help`, each with the example that its own help ends with."""
+"""The commands, each with the example that its own help ends with."""
 
-_FOREIGN = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+_SCRIPTS = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 """Of a command that passes on arguments of a script."""
+_SETTINGS: dict[Callable[..., None], dict[str, Any]] = {
+    audit: _SCRIPTS,
+    run: _SCRIPTS,
+    evaluate: {"obj": EVALUATION_KEYS},
+    replay: {"obj": REPLAY_KEYS},
+}
+"""Settings of the context. `obj`: the keys that the command takes, for `commands.Command`."""
+
+
+class _Groups(Group):
+    headings: ClassVar[dict[str, tuple[str, ...]]] = {
+        "Train": ("init", "train", "run", "evaluate", "predict", "export"),
+        "Check": ("verify", "audit", "replay"),
+        "Look": ("report", "compare", "checkpoints"),
+        "Choose": ("recipes", "config", "plan", "tune", "sweep"),
+        "Data and machines": ("shards", "launch", "doctor"),
+    }
+
 
 app = typer.Typer(
+    cls=_Groups,
     add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Distributed PyTorch training whose result does not depend on how it was run.",
 )
-for _command, _example in _COMMANDS.items():
-    _settings = _FOREIGN if _command in (audit, run) else None
-    _helps_itself = _command is audit
-    app.command(epilog=f"Example: {_example}", context_settings=_settings, add_help_option=not _helps_itself)(_command)
-app.add_typer(launch, name="launch")
+for _command, _example in _EXAMPLES.items():
+    app.command(
+        cls=Command,
+        epilog=f"Example: {_example}",
+        context_settings=_SETTINGS.get(_command),
+        add_help_option=_command is not audit,  # it helps itself
+    )(_command)
 app.add_typer(tune, name="tune")
+app.add_typer(launch, name="launch")
+app.add_typer(doctor, name="doctor")
 
 
 def _show_version(wanted: bool) -> None:

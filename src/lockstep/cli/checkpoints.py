@@ -22,7 +22,7 @@ def checkpoints(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """List a run's checkpoints. With --check, the exit code is 3 if a checkpoint is damaged."""
+    """List the checkpoints of a run. With --check, the exit code is 3 if a checkpoint is damaged."""
     with reporting(debug):
         from lockstep.recipes import config_file
 

@@ -1,4 +1,4 @@
-"""`lockstep first-hour`: runs the commands of `first_hour.yaml` one after another, and writes a page of what they show.
+"""`lockstep doctor first-hour`: runs the commands of `first_hour.yaml`, and writes a page of what they show.
 
 The YAML file is the only list of these commands. The table in docs/gpu.md comes from it, too.
 """
@@ -61,7 +61,7 @@ def first_hour(
     ),
     debug: Debug = False,
 ) -> None:
-    """Try out a new machine: run ten commands, and write what each prints into one page. Exit code 3: one failed.
+    """Try out a new machine with ten commands, and write a page. Exit code 3: one failed.
 
     Steps that need a GPU are skipped where there is none.
     """

@@ -40,7 +40,7 @@ _LinkBandwidth = Annotated[
     typer.Option(
         "--link-bandwidth",
         metavar="RATE",
-        help="Between GPUs of a machine, one GPU in one direction: 50GB/s or 400Gbit/s. Default: the table's.",
+        help="Rate between GPUs of a machine, one GPU in one direction: 50GB/s or 400Gbit/s. Default: the table's.",
     ),
 ]
 _NetworkBandwidth = Annotated[
@@ -48,24 +48,35 @@ _NetworkBandwidth = Annotated[
     typer.Option(
         "--network-bandwidth",
         metavar="RATE",
-        help="Between machines, one GPU in one direction. Default: --link-bandwidth, where it is given.",
+        help="Rate between machines, one GPU in one direction. Default: --link-bandwidth, if it is given.",
     ),
 ]
 _Utilisation = Annotated[
     float, typer.Option("--utilisation", help="Share of the GPU's peak that the training reaches.")
 ]
 _Reserve = Annotated[float, typer.Option("--reserve", help="Share of the memory that stays free.", min=0, max=0.9)]
-_Precision = Annotated[list[str] | None, typer.Option("--precision", help="fp32, bf16 or fp16; may be repeated.")]
+_Precision = Annotated[
+    list[str] | None, typer.Option("--precision", help="Precision to consider: fp32, bf16 or fp16; may be repeated.")
+]
 _Samples = Annotated[
     int | None,
-    typer.Option("--samples", help="Of the training data, where they are not here. It says epochs.", min=1),
+    typer.Option(
+        "--samples",
+        help="Size of the training set, if the data is not on this machine. The plan then names epochs.",
+        min=1,
+    ),
 ]
 _Classes = Annotated[
     int | None,
-    typer.Option("--classes", help="Of the training data, where they are not here. Default: 10.", min=1),
+    typer.Option("--classes", help="Number of classes, if the data is not on this machine. Default: 10.", min=1),
 ]
-_FailuresPerGpuYear = Annotated[float | None, typer.Option("--failures-per-gpu-year", help="To say how often to save.")]
-_SaveSeconds = Annotated[float | None, typer.Option("--save-seconds", help="For which saving stops the training.")]
+_FailuresPerGpuYear = Annotated[
+    float | None,
+    typer.Option("--failures-per-gpu-year", help="Failures of a GPU in a year: the plan then says how often to save."),
+]
+_SaveSeconds = Annotated[
+    float | None, typer.Option("--save-seconds", help="Seconds that training pauses for each checkpoint.")
+]
 _JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE|-", help="Write the plan as JSON; -: to the terminal.")
 ]
@@ -74,17 +85,18 @@ _Chart = Annotated[
     typer.Option("--chart", metavar="FILE.svg", help="Draw the memory of each option against the limit."),
 ]
 _Watts = Annotated[
-    float | None, typer.Option("--watts", help="Of a GPU with its share of the machine: says the energy.")
+    float | None,
+    typer.Option("--watts", help="Power of a GPU with its share of the machine: the plan then names the energy."),
 ]
 _Price = Annotated[
-    float | None, typer.Option("--price-per-gpu-hour", help="In any currency: says what the training costs.")
+    float | None, typer.Option("--price-per-gpu-hour", help="Price in any currency: the plan then names the cost.")
 ]
 _Measure = Annotated[
     bool,
     typer.Option("--measure", help="Train a few real steps here, and say how far the estimate is off."),
 ]
 _Nproc = Annotated[
-    str | None, typer.Option("--nproc", help="With --measure: ranks on this machine, or auto. Default: 1.")
+    str | None, typer.Option("--nproc", help="Ranks on this machine, or auto, with --measure. Default: 1.")
 ]
 _Advise = Annotated[
     Path | None,
@@ -122,9 +134,9 @@ def plan(
     advise: _Advise = None,
     debug: Debug = False,
 ) -> None:
-    """Say what a training needs of GPUs, before one is paid for: what fits, how fast it may be, what to set.
+    """Estimate what fits on GPUs, how fast it is, and what to set. No GPU is needed.
 
-    The task's model is made without memory, and its step runs on tensors without values. It needs no GPU.
+    The task's model is made without memory, and its step runs on tensors without values.
 
     Example: lockstep plan --advise runs/digits
 

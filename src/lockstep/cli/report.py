@@ -22,11 +22,11 @@ Folders = Annotated[list[Path], typer.Argument(metavar="RUN_DIR", help="Director
 
 def report(
     run_dir: Folder,
-    out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/report.html.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write. Default: RUN_DIR/report.html.")] = None,
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Write one HTML file that shows a run: results, curves, pictures, checkpoints, restarts.
+    """Write one HTML page of a run: results, curves, images, restarts.
 
     Example: lockstep report runs/digits
     """
@@ -45,7 +45,7 @@ def compare(
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Compare runs with the first of them: what differs in their configs, and their last results.
+    """Compare runs: what differs in configs and results. The first run is what others are compared with.
 
     Example: lockstep compare runs/a runs/b --out compare.html
     """

@@ -19,7 +19,7 @@ _Trials = Annotated[
     int | None, typer.Option("--trials", min=1, help="Trainings in all. Default: the whole grid, else 20.")
 ]
 _Parallel = Annotated[int, typer.Option("--parallel", min=1, help="Trainings at once on this machine.")]
-_RunDir = Annotated[Path | None, typer.Option(help="Default: runs/NAME-sweep.")]
+_RunDir = Annotated[Path | None, typer.Option(help="Directory of the sweep. Default: runs/NAME-sweep.")]
 _TRIALS = 20
 
 

@@ -32,14 +32,14 @@ def verify(
         typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU. Default: the preset's, or 2."),
     ] = None,
     preset: Preset = None,
-    checks: Annotated[str, typer.Option(metavar="A,B,C", help="Which checks; default: all.")] = "",
+    checks: Annotated[str, typer.Option(metavar="A,B,C", help="Checks to make. Default: all.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Shorter trials.")] = False,
     steps: Annotated[
         int | None,
         typer.Option(help="Steps of each comparison. Default: 12, with --quick 8; of a script: 20, with --quick 8."),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Where verify.json and verify.html go. Default: runs/NAME.")
+        Path | None, typer.Option(help="Folder for verify.json and verify.html. Default: runs/NAME.")
     ] = None,
     force: Force = False,
     cold: Cold = False,

@@ -16,6 +16,8 @@ from lockstep_audit.run import run
 from lockstep_audit.settings import FORMATS, Settings
 
 _INTERRUPTED = 130
+_RANKS = ("nproc_per_node", "num_processes", "gpus", "devices", "num_gpus", "world_size")
+"""Options of torchrun, Accelerate and Lightning that mean --nproc."""
 _ABOUT = "Run SCRIPT ARGS, or -m MODULE ARGS, on several ranks, and name what is silently wrong. Options come first."
 _END = """\
 exit codes: 0 clean, 1 the script failed, 2 usage, 3 a fault was found, 4 a hang, 5 no optimizer step
@@ -38,14 +40,24 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "lockstep-audit"
     """
     parser = _parser(name)
     own, target = words.split(parser, list(sys.argv[1:] if arguments is None else arguments))
-    options = parser.parse_args(own)
+    options, unknown = parser.parse_known_args(own)
     try:
+        if unknown:
+            raise _no_such_option(unknown[0], target, name)
         return _run(options, target)
     except UsageError as error:
         print(traceback.format_exc() if options.debug else f"error: {error}", file=sys.stderr, flush=True)
         return USAGE
     except KeyboardInterrupt:
         return _INTERRUPTED
+
+
+def _no_such_option(word: str, target: Sequence[str], name: str) -> UsageError:
+    option, _, value = word.partition("=")
+    given = value or next(iter(target), "")
+    is_nproc = option.strip("-").replace("-", "_") in _RANKS
+    remedy = f"write --nproc {given}" if is_nproc else f"give it after the script: {name} train.py {option} {given}"
+    return UsageError(f"{name} has no such option", where=option, remedy=remedy.rstrip())
 
 
 def _run(options: argparse.Namespace, target: list[str]) -> int:

@@ -58,7 +58,7 @@ def run(
     if target[0].endswith(".ipynb"):
         raise UsageError("is a notebook", where=target[0], remedy=NOTEBOOK)
     if target[0].startswith("-") and target[0] != "-m":
-        remedy = "lockstep-audit --help lists its options; those of the script come behind the script"
+        remedy = "lockstep-audit --help lists its options; those of the script come after the script"
         raise UsageError("lockstep-audit has no such option", where=target[0], remedy=remedy)
     if target[0] != "-m" and not Path(target[0]).is_file():
         raise UsageError("is no file", where=target[0], remedy="give the script, or -m MODULE, then its own options")
