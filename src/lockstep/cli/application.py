@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
+from lockstep.cli import pages
 from lockstep.cli.audit import audit
 from lockstep.cli.checkpoints import checkpoints
 from lockstep.cli.commands import Command, Group
@@ -21,6 +22,7 @@ from lockstep.cli.predict import predict
 from lockstep.cli.recipes import recipes
 from lockstep.cli.replay import REPLAY_KEYS, replay
 from lockstep.cli.report import compare, report
+from lockstep.cli.reporting import reporting
 from lockstep.cli.run import run
 from lockstep.cli.shards import shards
 from lockstep.cli.sweep import sweep
@@ -98,11 +100,22 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _explain(name: str | None) -> None:
+    if name is not None:
+        with reporting(debug=False):
+            print(pages.read(name), end="")
+        raise typer.Exit
+
+
 @app.callback()
 def _application(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
+    explain: Annotated[
+        str | None,
+        typer.Option("--explain", metavar="PAGE", callback=_explain, is_eager=True, help="Print a page, such as loop."),
+    ] = None,
 ) -> None:
     pass
 

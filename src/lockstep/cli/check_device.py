@@ -13,7 +13,7 @@ import typer
 from lockstep.cli import options, ranks
 from lockstep.cli.options import Debug, Force, Nproc, as_arguments
 from lockstep.cli.preflight import table
-from lockstep.cli.reporting import is_first, reporting, write_file
+from lockstep.cli.reporting import FAULT, is_first, reporting, write_file
 from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 from lockstep.core.user_files import check_replaceable
@@ -69,5 +69,5 @@ def check_device(
         faults = [finding for finding in found if finding.level == "fault"]
         if faults:
             error = UsageError(f"{len(faults)} known answers were wrong, see the table above")
-            error.exit_code = 3
+            error.exit_code = FAULT
             raise error

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.options import Debug, RunDir
-from lockstep.cli.reporting import reporting
+from lockstep.cli.reporting import FAULT, reporting
 
 
 def checkpoints(
@@ -30,4 +30,4 @@ def checkpoints(
         from lockstep.cli import inventory
 
         if not inventory.show(run_dir / "checkpoints", settings.checkpoint, check, prune):
-            raise typer.Exit(3)
+            raise typer.Exit(FAULT)

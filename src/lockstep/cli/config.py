@@ -11,7 +11,7 @@ from lockstep.cli.reporting import reporting
 
 
 def config(
-    target: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="What would be trained.")],
+    target: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="Recipe or task to show.")],
     overrides: Overrides = None,
     preset: Annotated[
         str | None,

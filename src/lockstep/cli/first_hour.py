@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.options import Debug
-from lockstep.cli.reporting import reporting
+from lockstep.cli.reporting import FAULT, reporting
 from lockstep.core.errors import UsageError
 
 _SHOWN = 40  # last lines of a command's output on the page
@@ -82,7 +82,7 @@ def first_hour(
             file.write_text(page(results), encoding="utf-8")  # an end by Ctrl-C leaves the page so far
         print(f"written: {file}")
         if any(result.state == "FAILED" for result in results):
-            raise typer.Exit(3)
+            raise typer.Exit(FAULT)
 
 
 def steps(nproc: int, out: Path) -> list[Step]:

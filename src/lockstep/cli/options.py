@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-Target = Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="What to train.")]
+Target = Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="Recipe or task to train.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config, by dotted path.")
 ]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _Target = Annotated[
     str | None,
-    typer.Argument(metavar="[RECIPE|FILE.yaml|FILE.py:Task]", help="What would be trained. Not with --advise."),
+    typer.Argument(metavar="[RECIPE|FILE.yaml|FILE.py:Task]", help="Recipe or task to plan for. Not with --advise."),
 ]
 _Gpus = Annotated[int, typer.Option("--gpus", help="GPUs of the training.", min=1)]
 _GpusPerNode = Annotated[

@@ -9,7 +9,7 @@ import typer
 
 from lockstep.cli import options, ranks
 from lockstep.cli.options import Debug, Nproc, Overrides, Preset, Target, as_arguments
-from lockstep.cli.reporting import is_first, reporting
+from lockstep.cli.reporting import FAULT, is_first, reporting
 from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 
@@ -65,7 +65,7 @@ def preflight(
 
 def _fault(count: int) -> UsageError:
     error = UsageError(f"preflight found {count} fault{'s' * (count > 1)}, see the table above")
-    error.exit_code = 3
+    error.exit_code = FAULT
     return error
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.options import Debug, Force
-from lockstep.cli.reporting import reporting
+from lockstep.cli.reporting import FAILED, reporting
 from lockstep.core.errors import UsageError
 from lockstep.core.user_files import check_replaceable
 
@@ -76,7 +76,7 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended: no file is at fault
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the output, at the exit
-        raise typer.Exit(1) from None
+        raise typer.Exit(FAILED) from None
     except OSError as error:
         where = str(error.filename or path)
         what = f"cannot be read or written: {error.strerror}"

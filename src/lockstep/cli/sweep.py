@@ -10,7 +10,7 @@ import typer
 
 from lockstep.cli import ranks
 from lockstep.cli.options import Debug, Nproc, Overrides, Preset, Target
-from lockstep.cli.reporting import reporting
+from lockstep.cli.reporting import FAILED, reporting
 from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 
@@ -77,5 +77,5 @@ def sweep(
                     files = sweep_page.write(results)
                     tell(f"\n{sweep_page.table(results)}\n\nwritten: {', '.join(map(str, files))}")
             if results.best is None:
-                raise typer.Exit(1)
+                raise typer.Exit(FAILED)
             tell(f"train the best: {sweep_page.command(results)}")

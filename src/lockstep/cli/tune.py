@@ -11,7 +11,7 @@ import typer
 from lockstep.cli import ranks
 from lockstep.cli.commands import Command, Group
 from lockstep.cli.options import Debug, Force, Nproc, Overrides, Preset, Target, as_arguments
-from lockstep.cli.reporting import is_first, reporting
+from lockstep.cli.reporting import FAILED, is_first, reporting
 from lockstep.core.errors import UsageError
 from lockstep.core.user_files import check_replaceable
 
@@ -124,4 +124,4 @@ def batch(
         by_rank = config.batch.per_rank is not None
         print(batch_size.text(tried, largest, given=given, ranks=count, memory=limit, by_rank=by_rank))
         if not any(one.fits for one in tried):
-            raise typer.Exit(3)
+            raise typer.Exit(FAILED)

@@ -14,7 +14,7 @@ import typer
 
 from lockstep.cli import ranks
 from lockstep.cli.options import Cold, Debug, Force, Overrides, Preset, Target
-from lockstep.cli.reporting import reporting
+from lockstep.cli.reporting import FAILED, FAULT, reporting
 from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 from lockstep.core.user_files import check_replaceable
@@ -147,6 +147,6 @@ def _end(result: VerifyResult, folder: Path) -> None:
     print(report.summary(result))
     print(f"written: {folder}/verify.json, {folder}/verify.html")
     if result.faults:
-        raise typer.Exit(3)
+        raise typer.Exit(FAULT)
     if result.shows_nothing:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)

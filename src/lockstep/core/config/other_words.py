@@ -125,7 +125,7 @@ def meant(
     """
     plain = word.strip("-").lower().replace("-", "_")
     own = f"--{plain.replace('_', '-')}"
-    if own in options and own != word:
+    if own in options:
         return f"{own} {value}" if value and value != "True" else own
     last = plain.rpartition(".")[2]
     paths = [path for path, _ in all_keys()]
