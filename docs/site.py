@@ -1,4 +1,4 @@
-"""What MkDocs does to each page (`hooks` of mkdocs.yml): source files are links to the repository, not pages of the site.
+"""What MkDocs does to each page (`hooks` of mkdocs.yml): links to source files lead to the repository.
 
 As long as the address of the repository is a placeholder in pyproject.toml, such links become plain text.
 """

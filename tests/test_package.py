@@ -228,7 +228,7 @@ def test_files_about_the_version_name_this_version():
     changes = (ROOT / "CHANGELOG.md").read_text()
     assert "\n## [Unreleased]\n" in changes or f"\n## [{lockstep.__version__}]" in changes
     bug = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
-    assert any("lockstep env" in field["attributes"]["label"] for field in bug["body"])
+    assert any("lockstep doctor env" in field["attributes"]["label"] for field in bug["body"])
 
 
 def test_the_workflow_of_releases_gives_every_link_of_the_readme_a_whole_address():

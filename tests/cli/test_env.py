@@ -1,4 +1,4 @@
-"""`lockstep env`: what a bug report should say."""
+"""`lockstep doctor env`: what a bug report should say."""
 
 import json
 import os

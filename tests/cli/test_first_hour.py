@@ -61,9 +61,9 @@ def test_the_page_has_what_each_command_printed_and_whether_it_is_what_it_must(c
     page = (tmp_path / "hour" / "first_hour.md").read_text()
     states = re.findall(r"^\| (\d) \| `(.*?)` \|.*\| ([^|]*) \| [\d.]+ \|$", page, re.MULTILINE)
     assert states == [
-        ("1", "lockstep presets", "passed"),
-        ("2", "lockstep presets", "skipped: no GPU"),
-        ("3", "lockstep presets", "FAILED"),
+        ("1", "lockstep doctor presets", "passed"),
+        ("2", "lockstep doctor presets", "skipped: no GPU"),
+        ("3", "lockstep doctor presets", "FAILED"),
         ("4", "SOME=3 lockstep checkpoints hour/none", "FAILED"),
     ]
     assert "    h100x8 " in page.partition("## 1. passed")[2].partition("## 2.")[0]

@@ -158,37 +158,38 @@ def right():
 
 
 @pytest.mark.parametrize(
-    ("made", "settings", "code"),
+    ("made", "settings", "verdict", "code"),
     [
-        (right().exit(), {}, judge.CLEAN),
-        (Script().optimizer().epoch(whole(), dataset_size=16).exit(), {}, judge.FINDINGS),
-        (Script(how="data_parallel").optimizer().step().exit(), {}, judge.CLEAN),
-        (Script(how="data_parallel").optimizer().step().exit(), {"strict": True}, judge.FINDINGS),
-        (right().exit(code=1, error={"type": "ValueError", "message": "no file"}), {}, judge.FAILED),
-        (Script().optimizer().add("stuck", at=["t.py", 3, "f"], stacks={}), {}, judge.HANG),
-        (Script().exit(), {}, judge.INCONCLUSIVE),
+        (right().exit(), {}, "clean", 0),
+        (Script().optimizer().epoch(whole(), dataset_size=16).exit(), {}, "findings", 3),
+        (Script(how="data_parallel").optimizer().step().exit(), {}, "clean", 0),
+        (Script(how="data_parallel").optimizer().step().exit(), {"strict": True}, "findings", 3),
+        (right().exit(code=1, error={"type": "ValueError", "message": "no file"}), {}, "failed", 1),
+        (Script().optimizer().add("stuck", at=["t.py", 3, "f"], stacks={}), {}, "hang", 3),
+        (Script().exit(), {}, "inconclusive", 1),
     ],
     ids=["clean", "error", "warning", "strict", "failed", "hang", "inconclusive"],
 )
-def test_exit_codes(made, settings, code, tmp_path, capsys):
-    assert judge.judge(written(made, tmp_path / "events"), Settings(**settings)) == code
+def test_exit_codes(made, settings, verdict, code, tmp_path, capsys):
+    found = judge.judge(written(made, tmp_path / "events"), Settings(**settings))
+    assert (found.value, found.exit_code) == (verdict, code)
     assert "lockstep-audit: " in capsys.readouterr().out
 
 
 def test_the_report_goes_to_a_file_and_a_baseline_is_written(script, tmp_path, capsys):
     folder = written(script(), tmp_path / "events")
     settings = Settings("json", tmp_path / "report.json", write_baseline=tmp_path / "known.json")
-    assert judge.judge(folder, settings) == judge.FINDINGS
+    assert judge.judge(folder, settings) is judge.Verdict.FINDINGS
     assert capsys.readouterr().out == ""
     assert json.loads((tmp_path / "report.json").read_text())["exit_code"] == judge.FINDINGS
-    assert judge.judge(folder, Settings(baseline=tmp_path / "known.json")) == judge.CLEAN
+    assert judge.judge(folder, Settings(baseline=tmp_path / "known.json")) is judge.Verdict.CLEAN
     with pytest.raises(UsageError, match="has no events"):
         judge.judge(tmp_path / "none", Settings())
 
 
 def test_rank_0_waits_for_the_last_events_of_others(tmp_path):
     folder = written(right().exit(1), tmp_path / "events")
-    assert judge.judge_here(folder, Settings()) == judge.CLEAN
+    assert judge.judge_here(folder, Settings()) is judge.Verdict.CLEAN
 
 
 def test_the_github_action_calls_the_command_with_its_own_options():

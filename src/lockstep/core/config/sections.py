@@ -126,7 +126,7 @@ class TrainConfig(Section):
 
 
 class WatchConfig(Section):
-    """Proof while a training runs that all ranks compute the same; see docs/watch.md."""
+    """Proof while a training runs that all ranks compute the same; see lockstep --explain watch."""
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between two checks. Replicas are also compared before each save. 0: nothing is checked."""

@@ -77,7 +77,7 @@ class TextOptions(TableOptions):
     def suggestions(self) -> dict[str, dict[str, Any]]:
         """Learning rate, length and schedule.
 
-        They were measured on four data sets of 160 to 4,000 texts: docs/text.md.
+        They were measured on four data sets of 160 to 4,000 texts: lockstep --explain text.
         """
         optim: dict[str, Any] = {"name": "AdamW", "weight_decay": 0.01, "clip_norm": 1.0}
         if self.lora:
