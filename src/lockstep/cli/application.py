@@ -41,7 +41,7 @@ _EXAMPLES: dict[Callable[..., None], str] = {
     audit: "lockstep audit --nproc 2 train.py --lr 1e-3",
     replay: "lockstep replay runs/digits --step 120 --samples",
     report: "lockstep report runs/digits",
-    compare: "lockstep compare runs/digits runs/digits-2",
+    compare: "lockstep compare runs/digits runs/digits-2 --out compare.html",
     checkpoints: "lockstep checkpoints runs/digits --check",
     recipes: "lockstep recipes",
     config: "lockstep config digits optim.lr=1e-3 > mine.yaml",

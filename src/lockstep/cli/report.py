@@ -26,10 +26,7 @@ def report(
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Write one HTML page of a run: results, curves, images, restarts.
-
-    Example: lockstep report runs/digits
-    """
+    """Write one HTML page of a run: results, curves, images, restarts."""
     with reporting(debug), _writing(_file(out) or run_dir):
         from lockstep.report import page, run_page
 
@@ -45,10 +42,7 @@ def compare(
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Compare runs: what differs in configs and results. The first run is what others are compared with.
-
-    Example: lockstep compare runs/a runs/b --out compare.html
-    """
+    """Compare runs: what differs in configs and results. The first run is what others are compared with."""
     with reporting(debug), _writing(_file(out) or Path()):
         from lockstep.report import comparison, page
 
