@@ -142,7 +142,8 @@ def test_the_audit_has_the_same_version_and_needs_torch_alone():
     assert audit["project"]["urls"].items() <= (PROJECT["urls"] | {"Documentation": page}).items()
     assert (AUDIT / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     source = AUDIT / "src" / "lockstep_audit"
-    declared = {source / name for name in audit["tool"]["setuptools"]["package-data"]["lockstep_audit"]}
+    patterns = audit["tool"]["setuptools"]["package-data"]["lockstep_audit"]
+    declared = {path for pattern in patterns for path in source.glob(pattern)}
     inside = [path for path in source.rglob("*") if path.is_file() and not NO_PART & set(path.parts)]
     assert {path for path in inside if path.suffix != ".py"} == declared
     assert all((path.parent / "__init__.py").is_file() for path in inside)
