@@ -3,6 +3,8 @@
 import ast
 import itertools
 import re
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -62,7 +64,7 @@ def test_each_help_begins_with_a_verb_or_a_noun_and_is_a_sentence():
         assert first, f"{name}: {text}"
         assert not NO_BEGINNING.fullmatch(first[0]), f"{name}: {text}"
         assert first[0][0].isupper(), f"{name}: {text}"
-        assert re.search(r"[.:)]$", text.strip()), f"{name}: {text}"
+        assert re.search(r"[.:)]$", text.split("\n\n")[0].strip()), f"{name}: {text}"
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
@@ -125,6 +127,14 @@ def test_no_message_names_a_path_of_the_repository_and_every_page_is_there():
     assert told == []
     assert len(named) > 10
     assert named <= set(pages.names())
+
+
+def test_the_help_loads_neither_torch_nor_pydantic():
+    code = (
+        "import sys, lockstep.cli.application; print([name for name in ('torch', 'pydantic') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_pages_are_printed():

@@ -22,7 +22,7 @@ from tests.processes import ROOT
 
 
 def collected(**variables):
-    done = CliRunner(env=variables).invoke(app, ["env", "--json"])
+    done = CliRunner(env=variables).invoke(app, ["doctor", "env", "--json"])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -48,7 +48,7 @@ def test_the_text_can_be_pasted(monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: Path("/home/ada"))
     found = {"versions": {"lockstep": "0.1.0, /home/ada/lib", "os": "x"}, "variables": {}}
     assert env.text(found) == "versions:\n  lockstep  0.1.0, ~/lib\n  os        x"
-    said = CliRunner().invoke(app, ["env"]).stdout
+    said = CliRunner().invoke(app, ["doctor", "env"]).stdout
     assert [line for line in said.splitlines() if not line.startswith(" ")][:4] == [
         "versions:",
         "devices:",

@@ -56,6 +56,9 @@ def judge(folder: Path, settings: Settings, *, failed: bool = False) -> Verdict:
     previous = _read(settings.previous) if settings.previous else None
     history = History(_read(folder).events, previous)
     found = outcome(history, settings.baseline)
+    if len(history.ranks) < 2 and not any((event.get("world_size") or 1) > 1 for event in history.of("start")):
+        many = len(found.not_exercised)
+        found.notes.append(f"one rank ran: {many} rules were not exercised; those that compare ranks need --nproc 2")
     if settings.write_baseline:
         write_baseline(settings.write_baseline, found.findings)
     verdict = verdict_on(history, found, settings, failed)

@@ -1,14 +1,12 @@
 """The words of Lightning, Accelerate, transformers, torchrun and Keras for our keys and options.
 
-It imports no torch.
+It imports no torch, and pydantic only to answer: `lockstep --help` needs neither.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
-
-from lockstep.core.config.sections import all_keys
 
 TABLE = """
 train.epochs: epoch epochs max_epoch max_epochs n_epochs nb_epochs num_epoch num_epochs num_train_epochs
@@ -123,6 +121,8 @@ def meant(
         options: those that the command has.
         keys: those that the command takes, or sections. None: all.
     """
+    from lockstep.core.config.sections import all_keys
+
     plain = word.strip("-").lower().replace("-", "_")
     own = f"--{plain.replace('_', '-')}"
     if own in options:

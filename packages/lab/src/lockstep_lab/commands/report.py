@@ -27,10 +27,7 @@ def report(
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Write one HTML page of a run: results, curves, images, restarts.
-
-    Example: lockstep report runs/digits
-    """
+    """Write one HTML page of a run: results, curves, images, restarts."""
     with reporting(debug), _writing(_file(out) or run_dir):
         from lockstep_lab.report import page, run_page
 
@@ -46,10 +43,7 @@ def compare(
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Compare runs: what differs in configs and results. The first run is what others are compared with.
-
-    Example: lockstep compare runs/a runs/b --out compare.html
-    """
+    """Compare runs: what differs in configs and results. The first run is what others are compared with."""
     with reporting(debug), _writing(_file(out) or Path()):
         from lockstep_lab.report import comparison, page
 
@@ -85,4 +79,4 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 REPORT = JoinedCommand(report, "lockstep report runs/digits")
-COMPARE = JoinedCommand(compare, "lockstep compare runs/digits runs/digits-2")
+COMPARE = JoinedCommand(compare, "lockstep compare runs/digits runs/digits-2 --out compare.html")

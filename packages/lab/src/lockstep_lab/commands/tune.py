@@ -25,7 +25,7 @@ _Out = Annotated[
 ]
 _Memory = Annotated[
     str | None,
-    typer.Option("--memory", metavar="SIZE", help="What a rank may use, such as 4GB. On a CPU it must be given."),
+    typer.Option("--memory", metavar="SIZE", help="Memory that a rank may use, such as 4GB. Required on a CPU."),
 ]
 _Most = Annotated[
     int | None,
