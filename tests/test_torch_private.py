@@ -15,8 +15,10 @@ import pytest
 
 import lockstep
 import lockstep_audit
+import lockstep_lab
+import lockstep_recipes
 
-PACKAGES = [Path(package.__file__).parent for package in (lockstep, lockstep_audit)]
+PACKAGES = [Path(package.__file__).parent for package in (lockstep, lockstep_recipes, lockstep_lab, lockstep_audit)]
 
 PRIVATE = {
     "torch._C._cuda_attach_out_of_memory_observer": "snapshots of the memory of a GPU; CUDA builds alone have it",

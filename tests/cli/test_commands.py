@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from lockstep.cli import pages
 from lockstep.cli.application import app
 from tests.processes import ROOT
-from tests.test_house import AUDIT, PACKAGE
+from tests.test_house import SOURCES
 
 WIDE = {"COLUMNS": "80", "TERMINAL_WIDTH": "80", "NO_COLOR": "1"}
 MOST = 20
@@ -83,7 +83,7 @@ def exits(path):
 
 
 def test_exit_codes_follow_one_rule():
-    found = {(path.name, code) for root in (PACKAGE, AUDIT) for path in root.rglob("*.py") for code in exits(path)}
+    found = {(path.name, code) for root in SOURCES.values() for path in root.rglob("*.py") for code in exits(path)}
     assert ("errors.py", 75) in found
     assert {code for _, code in found} <= CODES
     table = (ROOT / "docs" / "commands.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
@@ -118,7 +118,7 @@ WRITTEN = ("README.md", "first_hour.md")
 
 def test_no_message_names_a_path_of_the_repository_and_every_page_is_there():
     named, told = set(), []
-    for root in (PACKAGE, AUDIT):
+    for root in SOURCES.values():
         for path in root.rglob("*.py"):
             for text in said(path):
                 told += [(path.name, one) for one in re.findall(r"\b(?:docs|benchmarks|tests|examples)/[\w./]+", text)]
@@ -143,4 +143,4 @@ def test_pages_are_printed():
     wrong = call("--explain", "samplin")
     assert wrong.exit_code == 2
     assert "did you mean sampling?" in wrong.stderr
-    assert set(pages.names()) == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README"}
+    assert set(pages.names()) == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README", "keys", "style"}
