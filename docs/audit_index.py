@@ -157,8 +157,8 @@ net = nn.Sequential(nn.Linear(10, 8), nn.ReLU(), nn.Linear(8, 2))
 ## Limits
 
 - **Coverage.** A fault is found only if the run shows the fault: an uneven end of an epoch needs an epoch that ends.
-- **Steps.** The first steps are examined closely, and then each `--every` steps. Parameters are not compared between
-these. In steps of 30 ms, observers cost 1 to 4 %, and 10 % with `--every 1`
+- **Steps.** The audit examines the first steps closely, and then one step in every `--every`. It does not compare
+parameters in between. In steps of 30 ms, observers cost 1 to 4 %, and 10 % with `--every 1`
 ([what they cost](../benchmarks/RESULTS.md#what-the-audits-observers-cost)).
 - **Several nodes.** The folder of `--folder` must be on a disk that all nodes share. Or collect the files
 `rank-*.jsonl` in one folder, and judge them with `lockstep-audit --read FOLDER`.
@@ -187,8 +187,8 @@ text of the script: the `if` or `break` that decides, or the set whose order is 
 the one at which the fault was noticed.
 - **Accelerate.** `accelerate launch --num_processes 2 -m lockstep_audit train.py` starts one process if it finds no
 GPU; add `--multi_gpu`, and `ACCELERATE_USE_CPU=true`.
-- **Not tried**: FSDP of version 1, `torch.compile`, several nodes. All of this was tried on CPUs with gloo, and nothing
-on GPUs and with NCCL.
+- **Not tried**: FSDP of version 1, `torch.compile`, several nodes. All of this was tried on CPUs with gloo. Nothing was
+tried on GPUs or with NCCL.
 """
 
 
