@@ -58,7 +58,7 @@ rule that the script did not exercise counts as not exercised, never as passed.
 | `--nproc N` | ranks on this machine; 2 |
 | `--every K` | examine each K-th step closely, in addition to the first 4; 50 |
 | `--patience S` | seconds without progress after which a hang is explained and ended; 60 |
-| `--no-probe` | do not read samples of data sets at the end (by default, 9 to 65 of each are read twice, and compared between ranks) |
+| `--no-probe` | skip the last check, which reads 9 to 65 samples of each data set twice and compares ranks |
 | `--format text`, `json`, `sarif`, `github` | the format of the report |
 | `--output FILE` | a file for the report; default: standard output |
 | `--folder DIR` | keep the events in this new or empty folder; default: a temporary folder, which is deleted |
@@ -80,9 +80,9 @@ However a rank ends, the audit judges its events until then.
 
 | what ends the script | |
 |---|---|
-| `sys.exit(N)`, an error | a report, then code 3 for a finding, otherwise 1; under your own launcher the first rank keeps N |
+| `sys.exit(N)`, an error | a report, then code 3 for a finding, else 1; under your launcher the first rank keeps N |
 | `os._exit(N)` | the same: the first rank reports before it leaves |
-| SIGKILL, or a launcher that kills all ranks | a report; under your own launcher no process can write it: use `lockstep-audit --read DIR` |
+| SIGKILL, or a launcher that kills all ranks | a report; under your own launcher: `lockstep-audit --read DIR` |
 | Ctrl-C | `lockstep-audit` ends the ranks, and reports what was seen; under your own launcher: `--read FOLDER` |
 | a hang | after `--patience` seconds `lockstep-audit` ends the ranks, and exits with code 4 |
 | a collective that times out or breaks | the report shows where each rank was (also after SIGABRT), then code 3 |
