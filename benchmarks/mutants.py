@@ -39,9 +39,12 @@ CRASH = ("the experiment failed", "the run failed")
 def write_copy(mutant: Mutant, folder: Path) -> None:
     """Write the package into `folder`, with the edits of `mutant` in its source."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "src/lockstep", folder / "lockstep", ignore=shutil.ignore_patterns("__pycache__"))
+    sources = [ROOT / "src", *(ROOT / "packages" / name / "src" for name in ("recipes", "lab"))]
+    for source in sources:
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(source, folder, ignore=ignored, dirs_exist_ok=True)
     for path, source, edited in mutants.edited_sources(mutant):
-        file = folder / path.relative_to(ROOT / "src")
+        file = folder / next(path.relative_to(one) for one in sources if path.is_relative_to(one))
         text = file.read_text()
         assert text.count(source) == 1, f"{path} holds the function {text.count(source)} times"
         file.write_text(text.replace(source, edited))

@@ -2,7 +2,7 @@
 
     python benchmarks/same_results.py BEFORE AFTER [--cases PATTERN] [--jobs N] [--messages] [--keep DIR]
 
-BEFORE and AFTER are folders with `src/lockstep`, such as worktrees of two commits. Each case of
+BEFORE and AFTER are folders with `src/lockstep` and `packages`, such as worktrees of two commits. Each case of
 `same_results_cases.py` is trained by both, with the same Python. Compared are:
 
 - all checkpoints that are left: their files byte for byte, and where these differ, the tensors bit for bit; manifests
@@ -14,7 +14,7 @@ BEFORE and AFTER are folders with `src/lockstep`, such as worktrees of two commi
 - with --messages, also train.log without its numbers
 
 Where BEFORE's run is `crossed`, AFTER goes on from its checkpoint. Cases are trained by ranks that stay, through names
-of the package `lockstep` itself, `lockstep_lab.verify.workers`, and commands. The exit code is 1 if a case differs.
+of the package `lockstep` itself, the workers of `verify`, and commands. The exit code is 1 if a case differs.
 """
 
 from __future__ import annotations

@@ -55,7 +55,11 @@ def serve() -> None:
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import lockstep
-    from lockstep_lab.verify.workers import Workers
+
+    try:
+        from lockstep_lab.verify.workers import Workers
+    except ModuleNotFoundError:  # a tree in which all code is in one package
+        from lockstep.verify.workers import Workers
 
     workers = Workers(Path(sys.argv[1]))
     print(json.dumps(lockstep.__file__), file=channel, flush=True)
@@ -73,7 +77,8 @@ class Side:
 
     def __init__(self, tree: Path, log: Path) -> None:
         clean = {name: value for name, value in os.environ.items() if name not in _RANKS}
-        self.environment = clean | {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
+        sources = [str(folder.resolve()) for folder in (tree / "src", *sorted(tree.glob("packages/*/src")))]
+        self.environment = clean | {"PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, str(log)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log.open("a"), "text": True}
         self._server = subprocess.Popen(command, env=self.environment, **pipes)

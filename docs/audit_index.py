@@ -39,7 +39,7 @@ train.py:10: error[LS101]: several ranks train on the same samples
   seen: in epoch 0 of this loader, the first 64 indices are equal (52, 50, 31, 53, 16 and 59 more) ...
   cause: no DistributedSampler: the RandomSampler draws the same order on every rank, where seeds are equal
   remedy: DataLoader(..., sampler=DistributedSampler(dataset), shuffle=False), and sampler.set_epoch(epoch)
-  see docs/audit/same-data.md
+  see lockstep-audit --explain LS101
 
 lockstep-audit: 1 error, 0 warnings; 19 rules checked, 55 not exercised (-v tells why), 0 findings switched off
 ```
@@ -67,6 +67,7 @@ rule that the script did not exercise counts as not exercised, never as passed.
 | `--baseline FILE`, `--write-baseline FILE` | leave out known findings; write that file |
 | `--force` | replace the files of `--output` and `--write-baseline`, if they exist |
 | `--strict` | use exit code 3 for warnings, too |
+| `--explain RULE` | print the page of a rule, such as LS101, without running a script |
 | `-v` | print for each rule why the script did not exercise it |
 | `--debug` | show tracebacks of all errors |
 | `--version` | print the version, which is the same as that of torch-lockstep |
@@ -84,20 +85,20 @@ However a rank ends, the audit judges its events until then.
 | `os._exit(N)` | the same: the first rank reports before it leaves |
 | SIGKILL, or a launcher that kills all ranks | a report; under your own launcher: `lockstep-audit --read DIR` |
 | Ctrl-C | `lockstep-audit` ends the ranks, and reports what was seen; under your own launcher: `--read FOLDER` |
-| a hang | after `--patience` seconds `lockstep-audit` ends the ranks, and exits with code 4 |
+| a hang | after `--patience` seconds `lockstep-audit` ends the ranks, and exits with code 3 |
 | a collective that times out or breaks | the report shows where each rank was (also after SIGABRT), then code 3 |
 | a missing script, a notebook, a wrong option | exit code 2 |
 
 ## Exit codes
 
+The [rule of all commands](commands.md#exit-codes):
+
 | code | |
 |---:|---|
 | 0 | no error; warnings may have been found |
-| 1 | the script failed, and no rule found an error |
+| 1 | the script failed, and no rule found an error; or no rank made a step of a torch optimizer: nothing is shown |
 | 2 | a wrong option, file or folder |
-| 3 | an error was found, or with `--strict` a warning |
-| 4 | the script hung, and the report shows where each rank was |
-| 5 | nothing can be judged: no rank made a step of a torch optimizer |
+| 3 | an error was found, or with `--strict` a warning; a hang is an error, and the report shows where each rank was |
 
 ## Switch a finding off
 
@@ -130,7 +131,7 @@ def test_the_training_is_right(lockstep_audit):
 ```
 
 `--format sarif --output audit.sarif` is for other systems. A script that hangs ends after `--patience` seconds with
-exit code 4.
+exit code 3.
 
 ## The lines on the pages
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 HABITS = {
-    r"\b(go|goes|went|going|gone) on\b(?! (to|an?|the|one|each|every|rank|device)\b)": "resume a run; otherwise continue",
+    r"\b(go|goes|went|going|gone) on\b(?! (to|an?|the|one|each|every|rank|device)\b)": "resume, or continue",
     r"\bof (its|their|your|our|one's|his|her|my|whose) own\b|\bown's\b": "its own X, your own X",
     r"\b(of|for|from|by|with) whose\b|\b(of|for|without) which\b": "two sentences, or `whose`",
     r"(?<!\bthere )(?<!\bthere )\b(is|are|was|were) no\b(?! (longer|more|doubt|wonder))": "is not a X, has no X",

@@ -24,11 +24,20 @@ import torch
 from torch.utils import _pytree as pytree
 
 import lockstep
+import lockstep_lab
+import lockstep_recipes
 from lockstep.core import devices
 from lockstep.core.devices import Accelerator
 
 NAME = "pygpu"
-PACKAGE = f"{os.path.dirname(lockstep.__file__)}{os.sep}"
+PACKAGES = tuple(f"{os.path.dirname(one.__file__)}{os.sep}" for one in (lockstep, lockstep_recipes, lockstep_lab))
+
+
+def below(file):
+    """The path of a file below its package."""
+    return file.removeprefix(next(folder for folder in PACKAGES if file.startswith(folder)))
+
+
 READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero", "aten::masked_select"}
 """Operations whose result the host must wait for."""
 
@@ -120,11 +129,11 @@ class PythonDevice:
         frames = [
             frame
             for frame in traceback.extract_stack()
-            if frame.filename.startswith(PACKAGE) and "/devices/" not in frame.filename.removeprefix(PACKAGE)
+            if frame.filename.startswith(PACKAGES) and "/devices/" not in below(frame.filename)
         ]
         if self.listener is not None and name.startswith("read "):
             self.listener()
-        where = f"{frames[-1].filename.removeprefix(PACKAGE)}:{frames[-1].lineno}" if frames else ""
+        where = f"{below(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
         self.log.append(Operation(name, self.stream_now.number if self.stream_now else 0, where))
 
     def keep(self, tensor, host):

@@ -78,8 +78,8 @@ def test_keys_with_points_are_to_be_nested():
 
 
 @pytest.mark.parametrize(
-    ("key", "option"), [("run-dir=foo", "--run-dir DIR"), ("run_dir=foo", "--run-dir DIR"), ("nproc=2", "--nproc N")]
+    ("key", "option"), [("run-dir=foo", "--run-dir foo"), ("run_dir=foo", "--run-dir foo"), ("nproc=2", "--nproc 2")]
 )
 def test_a_key_that_is_an_option_is_said_so(key, option):
-    with pytest.raises(UsageError, match=f"it is no key, but an option of the command: {option}"):
+    with pytest.raises(UsageError, match=f"it is an option: {option}"):
         config_file.load("toy", [key])

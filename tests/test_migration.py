@@ -1,5 +1,6 @@
 """`lockstep init`: the first task and the examples of the migration pages train, with the keys that the pages give."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -69,6 +70,18 @@ def test_wrong_usage_is_told(call, arguments, expected):
     done = call("init", *arguments)
     assert done.exit_code == 2
     assert expected in done.stderr
+
+
+def test_the_first_task_learns_with_the_command_that_is_printed(call, tmp_path):
+    said = call("init", "my_task.py").stdout
+    target, *keys = shlex.split(re.search(r"lockstep train (.*)", said)[1])
+    results = train(target, *(key for key in keys if "=" in key))
+    losses = [
+        json.loads(line).get("train/loss") for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    losses = [loss for loss in losses if loss is not None]
+    assert losses[-1] < 0.4 * losses[0], losses
+    assert results["eval/accuracy"] > 0.9
 
 
 @pytest.mark.parametrize("library", TASKS)

@@ -219,8 +219,7 @@ def test_addresses_of_the_project_stand_in_one_file():
         path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and pattern.search(path.read_text())
     }
     of_others = {f"packages/{name}/pyproject.toml" for name in ("recipes", "lab", "audit")}
-    pages = {f"packages/{name}/README.md" for name in ("recipes", "lab")}
-    assert naming == {"pyproject.toml"} | of_others | pages
+    assert naming == {"pyproject.toml"} | of_others
     assert set(PROJECT["urls"]) >= {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
 
 
@@ -229,7 +228,7 @@ def test_files_about_the_version_name_this_version():
     changes = (ROOT / "CHANGELOG.md").read_text()
     assert "\n## [Unreleased]\n" in changes or f"\n## [{lockstep.__version__}]" in changes
     bug = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
-    assert any("lockstep env" in field["attributes"]["label"] for field in bug["body"])
+    assert any("lockstep doctor env" in field["attributes"]["label"] for field in bug["body"])
 
 
 def test_the_workflow_of_releases_gives_every_link_of_the_readme_a_whole_address():

@@ -10,7 +10,10 @@ from lockstep.core.user_files import check_replaceable
 
 WRITTEN = {"out", "output", "json_file", "chart", "profile", "write_baseline"}
 """Options and arguments of commands that name what is written."""
-NEVER_OVERWRITE = {"shards": "it goes on behind its last whole shard", "first-hour": "it takes an empty folder only"}
+NEVER_OVERWRITE = {
+    "shards": "it goes on behind its last whole shard",
+    "doctor first-hour": "it takes an empty folder only",
+}
 
 
 def call(*arguments):
@@ -94,7 +97,7 @@ def test_what_takes_long_is_refused_before_it_begins(trained, tmp_path, monkeypa
     for arguments in (
         ("audit", "--output", kept, "script.py"),
         ("audit", "--write-baseline", kept, "script.py"),
-        ("check-device", "--json", kept, "--seconds", 0),
+        ("doctor", "check-device", "--json", kept, "--seconds", 0),
         ("tune", "lr", "toy", "--out", "kept.svg"),
     ):
         (tmp_path / "kept.svg").write_text("by hand")

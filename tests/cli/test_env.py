@@ -1,4 +1,4 @@
-"""`lockstep env`: what a bug report should say."""
+"""`lockstep doctor env`: what a bug report should say."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.processes import ROOT
 
 
 def collected(**variables):
-    done = CliRunner(env=variables).invoke(app, ["env", "--json"])
+    done = CliRunner(env=variables).invoke(app, ["doctor", "env", "--json"])
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
@@ -48,7 +48,7 @@ def test_the_text_can_be_pasted(monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: Path("/home/ada"))
     found = {"versions": {"lockstep": "0.1.0, /home/ada/lib", "os": "x"}, "variables": {}}
     assert env.text(found) == "versions:\n  lockstep  0.1.0, ~/lib\n  os        x"
-    said = CliRunner().invoke(app, ["env"]).stdout
+    said = CliRunner().invoke(app, ["doctor", "env"]).stdout
     assert [line for line in said.splitlines() if not line.startswith(" ")][:4] == [
         "versions:",
         "devices:",
@@ -82,7 +82,7 @@ def test_every_kind_of_task_and_every_recipe_has_its_extras():
 
 def test_every_extra_for_users_is_shown():
     shown = {*env._BEYOND_RECIPES, *(extra for extras in env._EXTRAS.values() for extra in extras)}
-    of_sets, of_developers = {"lm", "all", "audit"}, {"dev", "docs", "cluster-test"}
+    of_sets, of_developers = {"lm", "all", "recipes", "lab", "audit"}, {"dev", "docs", "cluster-test"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert shown | of_sets | of_developers == set(project["optional-dependencies"])
 

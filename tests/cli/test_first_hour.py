@@ -32,7 +32,8 @@ def test_each_command_is_written_as_the_command_line_takes_it():
     known = typer.main.get_command(app).commands
     for step in first_hour.steps(2, Path("out")):
         name, *words = shlex.split(step.command)
-        options = {option for parameter in known[name].params for option in parameter.opts}
+        command = known[name].commands[words[0]] if name == "doctor" else known[name]
+        options = {option for parameter in command.params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= options, step
         assert "{" not in str(step)
 
@@ -41,7 +42,7 @@ def test_each_command_is_written_as_the_command_line_takes_it():
 def call(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lockstep.core.devices.gpus", lambda: 0)
-    return lambda *arguments: CliRunner().invoke(app, ["first-hour", *arguments])
+    return lambda *arguments: CliRunner().invoke(app, ["doctor", "first-hour", *arguments])
 
 
 def steps_of(monkeypatch, *steps):
@@ -51,9 +52,9 @@ def steps_of(monkeypatch, *steps):
 def test_the_page_has_what_each_command_printed_and_whether_it_is_what_it_must(call, tmp_path, monkeypatch):
     steps_of(
         monkeypatch,
-        Step("the presets", "presets", "h100x8"),
-        Step("a GPU", "presets", "h100x8", needs_gpu=True),
-        Step("a wrong word", "presets", "h300x8"),
+        Step("the presets", "doctor presets", "h100x8"),
+        Step("a GPU", "doctor presets", "h100x8", needs_gpu=True),
+        Step("a wrong word", "doctor presets", "h300x8"),
         Step("an error", "checkpoints hour/none", "", {"SOME": "3"}),
     )
     done = call("--nproc", "3", "--run-dir", "hour")
@@ -61,9 +62,9 @@ def test_the_page_has_what_each_command_printed_and_whether_it_is_what_it_must(c
     page = (tmp_path / "hour" / "first_hour.md").read_text()
     states = re.findall(r"^\| (\d) \| `(.*?)` \|.*\| ([^|]*) \| [\d.]+ \|$", page, re.MULTILINE)
     assert states == [
-        ("1", "lockstep presets", "passed"),
-        ("2", "lockstep presets", "skipped: no GPU"),
-        ("3", "lockstep presets", "FAILED"),
+        ("1", "lockstep doctor presets", "passed"),
+        ("2", "lockstep doctor presets", "skipped: no GPU"),
+        ("3", "lockstep doctor presets", "FAILED"),
         ("4", "SOME=3 lockstep checkpoints hour/none", "FAILED"),
     ]
     assert "    h100x8 " in page.partition("## 1. passed")[2].partition("## 2.")[0]
@@ -73,7 +74,7 @@ def test_the_page_has_what_each_command_printed_and_whether_it_is_what_it_must(c
 
 
 def test_where_all_went_well_the_exit_code_is_0(call, monkeypatch):
-    steps_of(monkeypatch, Step("nothing", "presets", "", needs_gpu=True))
+    steps_of(monkeypatch, Step("nothing", "doctor presets", "", needs_gpu=True))
     done = call()
     assert done.exit_code == 0
     assert "written: first_hour/first_hour.md" in done.stdout

@@ -194,7 +194,7 @@ def test_an_ending_travels_as_json(lost):
 
 
 def found(rank, node, guilty=(1,)):
-    return told(rank, "the device of rank 1", code=4, node=node, retryable=False, guilty=list(guilty))
+    return told(rank, "the device of rank 1", code=3, node=node, retryable=False, guilty=list(guilty))
 
 
 def test_the_node_of_a_guilty_rank_is_left_out_where_enough_are_left():
@@ -210,7 +210,7 @@ def test_the_node_of_a_guilty_rank_is_left_out_where_enough_are_left():
     ):
         decision = decide(ending, NEW, 3)
         assert decision.action is Action.FAIL
-        assert decision.error.exit_code == 4
+        assert decision.error.exit_code == 3
     assert decide(Ending(failures, nodes=("a", "b", "c"), asked=True), NEW, 3).action is Action.FAIL
 
 

@@ -37,7 +37,7 @@ def shown(terminal):
 
 def test_elsewhere_than_on_a_terminal_there_are_plain_lines():
     text = shown(terminal=False)
-    header = "one: 2 x cpu, global batch 24, steps 0 to 100, runs/one"
+    header = "one: 2 x cpu, global batch 24, steps 1 to 100, runs/one"
     assert text.splitlines() == [header, entry_line(ENTRY, 100), "a [warning] about samples"]
     assert "\x1b" not in text
 
@@ -161,3 +161,10 @@ def test_results_of_many_questions_are_in_the_file_and_not_in_the_line():
 def test_speeds_stand_together_before_counters():
     speeds = {"train/samples_per_s": 8.0, "train/wait_share": 0.25, "data/bad": 3, "train/tflops_per_s": 0.5}
     assert "samples/s 8  wait 25%  TFLOP/s 0.5  " in entry_line(ENTRY | speeds, 100)
+    for tflops, text in (
+        (0.0123, "GFLOP/s 12.3"),
+        (5e-6, "MFLOP/s 5"),
+        (2.079e-8, "kFLOP/s 20.79"),
+        (300, "TFLOP/s 300"),
+    ):
+        assert f"  {text}  " in entry_line(ENTRY | {"train/tflops_per_s": tflops, "x": 1}, 100)

@@ -12,7 +12,7 @@ RESULTS = [(10, 0.5, 0.8), (20, 0.3, 0.9), (30, 0.4, 0.95)]
 """Step, loss and accuracy of three evaluations."""
 
 
-def text(folder, compared=None, kept=(20, 30), latest=None, since=0, rule=None):
+def text(folder, compared=None, kept=(20, 30), latest=None, since=0, rule=None, per_epoch=10):
     """The lines of a run of 30 steps in 3 epochs of 1,000 samples, which took 3700 s, 2 s of them in this start."""
     checkpoint = SimpleNamespace(keep_best=compared)
     run = SimpleNamespace(
@@ -24,7 +24,7 @@ def text(folder, compared=None, kept=(20, 30), latest=None, since=0, rule=None):
         ),
         folder=folder,
         state=SimpleNamespace(step=30),
-        plan=SimpleNamespace(steps_per_epoch=10, length=1000),
+        plan=SimpleNamespace(steps_per_epoch=per_epoch, length=1000),
         first_step=since,
         stopping=SimpleNamespace(earlier_s=3698.0),
     )
@@ -40,6 +40,10 @@ def run(tmp_path):
     lines = [json.dumps({"step": 5, "train/loss": 1.0}), *map(json.dumps, entries), '{"step": 40, "eval/lo']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     return tmp_path
+
+
+def test_one_epoch_is_an_epoch(run):
+    assert text(run, per_epoch=30).startswith("done: 30 steps, 1 epoch, in ")
 
 
 def test_the_end_names_last_and_best_results_with_their_steps(run):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import lockstep
+import lockstep_recipes
 from lockstep.core import step as engine
 from lockstep.core.parallel import signals
 from lockstep.core.parallel.ddp import DDP
@@ -99,7 +100,11 @@ def reading(path):
 
 @pytest.mark.parametrize(
     ("path", "ours"),
-    [("core/step.py", True), ("trainer.py", True), ("tasks/vision/classification/task.py", False)],
+    [
+        ("core/step.py", True),
+        ("trainer.py", True),
+        (Path(lockstep_recipes.__file__).parent / "tasks/toy/task.py", False),
+    ],
 )
 def test_a_value_that_the_package_reads_is_its_own_wait_but_for_its_tasks(monkeypatch, tmp_path, path, ours):
     factors, read = engine._factors, reading(PACKAGE / path)

@@ -33,10 +33,10 @@ def test_the_node_of_a_guilty_rank_is_left_out(tmp_path):
     done = [(process.communicate(timeout=HANG_S)[0], process.returncode) for process in begun]
     verdict = cases.verdict_of(run)
     assert (verdict["kind"], verdict["guilty"], verdict["step"]) == ("memory", [1], 8)
-    assert sorted(code for _, code in done) == [0, 4], "\n".join(text for text, _ in done)
+    assert sorted(code for _, code in done) == [0, 3], "\n".join(text for text, _ in done)
     for text, code in done:
         assert "will take no part any more: the others go on" in text
-        if code == 4:
+        if code == 3:
             assert "this node takes no part any more" in text
     assert cases.saved(run)[0][-1] == 12
     assert json.loads((run / "environment.json").read_text())["world"] == 1

@@ -16,7 +16,7 @@ from lockstep_audit import __main__ as module
 from lockstep_audit import events, pytest_plugin, run
 from lockstep_audit.errors import UsageError
 from lockstep_audit.events import History
-from lockstep_audit.judge import FAILED, FINDINGS, INCONCLUSIVE, USAGE, judge
+from lockstep_audit.judge import FAILED, FINDINGS, USAGE, Verdict, judge
 from lockstep_audit.observe import communication, digests, torch_private, training
 from lockstep_audit.observe.recorder import LAUNCHER, Counts, recorder
 from lockstep_audit.settings import Settings
@@ -69,16 +69,16 @@ def test_whatever_ends_a_script_what_was_seen_is_judged(ended, capsys):
     assert codes(ended["error"]) == [1, 1]
     assert codes(ended["killed"]) == []  # the events until then are there
     for folder in ended.values():
-        assert judge(folder, Settings(), failed=True) == FINDINGS
+        assert judge(folder, Settings(), failed=True) is Verdict.FINDINGS
         assert "LS101" in capsys.readouterr().out
 
 
 def test_a_script_that_fails_without_a_finding_says_so(tmp_path, capsys):
     writer = events.EventWriter(tmp_path, 0)
     writer.write("start", world_size=1)
-    assert judge(tmp_path, Settings()) == INCONCLUSIVE
+    assert judge(tmp_path, Settings()) is Verdict.INCONCLUSIVE
     writer.write("exit", code=3)
-    assert judge(tmp_path, Settings()) == FAILED
+    assert judge(tmp_path, Settings()) is Verdict.FAILED
 
 
 def test_a_notebook_is_told_what_to_do(tmp_path, capsys, monkeypatch):

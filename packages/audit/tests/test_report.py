@@ -1,6 +1,7 @@
 """The report: text, JSON, SARIF, annotations, comments and baselines that switch findings off, exit codes."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -58,7 +59,7 @@ def test_the_text_has_place_source_evidence_cause_remedy_and_page(script):
     assert seen.startswith("  seen: in epoch 0 of this loader")
     assert cause.startswith("  cause: no DistributedSampler")
     assert remedy.startswith("  remedy: DataLoader(")
-    assert page == "  see docs/audit/same-data.md"
+    assert page == "  see lockstep-audit --explain LS101"
     assert last.startswith("lockstep-audit: 1 error, 0 warnings; ")
     assert "not exercised: LS801 shared-gpu: no rank used a GPU" in formats.text(
         outcome(script().history), verbose=True
@@ -158,37 +159,57 @@ def right():
 
 
 @pytest.mark.parametrize(
-    ("made", "settings", "code"),
+    ("made", "settings", "verdict", "code"),
     [
-        (right().exit(), {}, judge.CLEAN),
-        (Script().optimizer().epoch(whole(), dataset_size=16).exit(), {}, judge.FINDINGS),
-        (Script(how="data_parallel").optimizer().step().exit(), {}, judge.CLEAN),
-        (Script(how="data_parallel").optimizer().step().exit(), {"strict": True}, judge.FINDINGS),
-        (right().exit(code=1, error={"type": "ValueError", "message": "no file"}), {}, judge.FAILED),
-        (Script().optimizer().add("stuck", at=["t.py", 3, "f"], stacks={}), {}, judge.HANG),
-        (Script().exit(), {}, judge.INCONCLUSIVE),
+        (right().exit(), {}, "clean", 0),
+        (Script().optimizer().epoch(whole(), dataset_size=16).exit(), {}, "findings", 3),
+        (Script(how="data_parallel").optimizer().step().exit(), {}, "clean", 0),
+        (Script(how="data_parallel").optimizer().step().exit(), {"strict": True}, "findings", 3),
+        (right().exit(code=1, error={"type": "ValueError", "message": "no file"}), {}, "failed", 1),
+        (Script().optimizer().add("stuck", at=["t.py", 3, "f"], stacks={}), {}, "hang", 3),
+        (Script().exit(), {}, "inconclusive", 1),
     ],
     ids=["clean", "error", "warning", "strict", "failed", "hang", "inconclusive"],
 )
-def test_exit_codes(made, settings, code, tmp_path, capsys):
-    assert judge.judge(written(made, tmp_path / "events"), Settings(**settings)) == code
+def test_exit_codes(made, settings, verdict, code, tmp_path, capsys):
+    found = judge.judge(written(made, tmp_path / "events"), Settings(**settings))
+    assert (found.value, found.exit_code) == (verdict, code)
     assert "lockstep-audit: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_rank_says_how_many_rules_were_not_exercised(world, tmp_path, capsys):
+    writer = EventWriter(tmp_path, 0)
+    writer.write("start", world_size=world)
+    writer.write("step", optimizer=0, index=0)
+    assert judge.judge(tmp_path, Settings()) is judge.Verdict.CLEAN
+    out = capsys.readouterr().out
+    many = re.search(r"checked, (\d+) not exercised", out)[1]
+    note = f"note: one rank ran: {many} rules were not exercised; those that compare ranks need --nproc 2\n"
+    assert (note in out) == (world == 1)
+
+
+def test_the_page_of_a_rule_is_printed(capsys):
+    assert command_line.main(["--explain", "ls506"]) == 0
+    assert capsys.readouterr().out == (ROOT / "docs" / "audit" / "no-group.md").read_text()
+    assert command_line.main(["--explain", "LS999"]) == 2
+    assert "there is no rule LS999" in capsys.readouterr().err
 
 
 def test_the_report_goes_to_a_file_and_a_baseline_is_written(script, tmp_path, capsys):
     folder = written(script(), tmp_path / "events")
     settings = Settings("json", tmp_path / "report.json", write_baseline=tmp_path / "known.json")
-    assert judge.judge(folder, settings) == judge.FINDINGS
+    assert judge.judge(folder, settings) is judge.Verdict.FINDINGS
     assert capsys.readouterr().out == ""
     assert json.loads((tmp_path / "report.json").read_text())["exit_code"] == judge.FINDINGS
-    assert judge.judge(folder, Settings(baseline=tmp_path / "known.json")) == judge.CLEAN
+    assert judge.judge(folder, Settings(baseline=tmp_path / "known.json")) is judge.Verdict.CLEAN
     with pytest.raises(UsageError, match="has no events"):
         judge.judge(tmp_path / "none", Settings())
 
 
 def test_rank_0_waits_for_the_last_events_of_others(tmp_path):
     folder = written(right().exit(1), tmp_path / "events")
-    assert judge.judge_here(folder, Settings()) == judge.CLEAN
+    assert judge.judge_here(folder, Settings()) is judge.Verdict.CLEAN
 
 
 def test_the_github_action_calls_the_command_with_its_own_options():

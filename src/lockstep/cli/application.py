@@ -3,62 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
+from lockstep.cli import pages
 from lockstep.cli.audit import audit
-from lockstep.cli.check_device import check_device
 from lockstep.cli.checkpoints import checkpoints
-from lockstep.cli.command import Command, Commands, declared
+from lockstep.cli.commands import Command, Group
 from lockstep.cli.config import config
-from lockstep.cli.env import env
-from lockstep.cli.evaluate import evaluate
+from lockstep.cli.doctor import doctor
+from lockstep.cli.evaluate import EVALUATION_KEYS, evaluate
 from lockstep.cli.export import export
-from lockstep.cli.first_hour import first_hour
 from lockstep.cli.init import init
+from lockstep.cli.joined import declared, of_missing_package
 from lockstep.cli.launch import launch
 from lockstep.cli.predict import predict
-from lockstep.cli.preflight import preflight
-from lockstep.cli.recipes import presets, recipes
-from lockstep.cli.replay import replay
+from lockstep.cli.recipes import recipes
+from lockstep.cli.replay import REPLAY_KEYS, replay
+from lockstep.cli.reporting import reporting
 from lockstep.cli.run import run
 from lockstep.cli.train import train
 
-_COMMANDS: dict[Callable[..., None], str] = {
-    recipes: "lockstep recipes",
-    presets: "lockstep presets",
+_EXAMPLES: dict[Callable[..., None], str] = {
+    init: "lockstep init my_task.py, or: lockstep init --from lightning | less",
     train: "lockstep train digits --nproc 2 optim.lr=1e-3",
     run: "lockstep run --nproc 2 train.py --lr 1e-3",
     evaluate: "lockstep evaluate runs/digits --nproc 2 --checkpoint best",
     predict: "lockstep predict runs/mine 'photos/**/*.jpg' --out predictions.csv",
-    checkpoints: "lockstep checkpoints runs/digits --check",
     export: "lockstep export runs/digits weights",
-    config: "lockstep config digits optim.lr=1e-3 > mine.yaml",
-    replay: "lockstep replay runs/digits --step 120 --samples",
-    init: "lockstep init my_task.py, or: lockstep init --from lightning | less",
-    preflight: "lockstep preflight digits --nproc 2",
-    check_device: "lockstep check-device --nproc auto --seconds 600",
-    first_hour: "lockstep first-hour --nproc auto",
-    env: "lockstep env > environment.txt",
     audit: "lockstep audit --nproc 2 train.py --lr 1e-3",
+    replay: "lockstep replay runs/digits --step 120 --samples",
+    checkpoints: "lockstep checkpoints runs/digits --check",
+    recipes: "lockstep recipes",
+    config: "lockstep config digits optim.lr=1e-3 > mine.yaml",
 }
-"""The commands in the order of `lockstep --help`, each with the example that its own help ends with."""
+"""The engine's commands, each with the example that its own help ends with."""
+
+_SCRIPTS = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+"""Of a command that passes on arguments of a script."""
+_SETTINGS: dict[Callable[..., None], dict[str, Any]] = {
+    audit: _SCRIPTS,
+    run: _SCRIPTS,
+    evaluate: {"obj": EVALUATION_KEYS},
+    replay: {"obj": REPLAY_KEYS},
+}
+"""Settings of the context. `obj`: the keys that the command takes, for `commands.Command`."""
+
+
+class _Groups(Group):
+    headings: ClassVar[dict[str, tuple[str, ...]]] = {
+        "Train": ("init", "train", "run", "evaluate", "predict", "export"),
+        "Check": ("verify", "audit", "replay"),
+        "Look": ("report", "compare", "checkpoints"),
+        "Choose": ("recipes", "config", "plan", "tune", "sweep"),
+        "Data and machines": ("shards", "launch", "doctor"),
+    }
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is None and (error := of_missing_package(cmd_name)) is not None:
+            with reporting(debug=False):
+                raise error
+        return found
+
 
 app = typer.Typer(
-    cls=Commands,
+    cls=_Groups,
     add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Distributed PyTorch training whose result does not depend on how it was run.",
 )
-for _call, _example in _COMMANDS.items():
-    _name = _call.__name__.replace("_", "-")
-    Command(_call, _example, passes_arguments=_call in (audit, run), helps_itself=_call is audit).join(app, _name)
+for _command, _example in _EXAMPLES.items():
+    app.command(
+        cls=Command,
+        epilog=f"Example: {_example}",
+        context_settings=_SETTINGS.get(_command),
+        add_help_option=_command is not audit,  # it helps itself
+    )(_command)
 app.add_typer(launch, name="launch")
-for _name, _command in declared().items():
-    _command.join(app, _name)
+app.add_typer(doctor, name="doctor")
+for _name, _joined in declared().items():
+    _joined.join(app, _name)
 
 
 def _show_version(wanted: bool) -> None:
@@ -69,11 +97,22 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _explain(name: str | None) -> None:
+    if name is not None:
+        with reporting(debug=False):
+            print(pages.read(name), end="")
+        raise typer.Exit
+
+
 @app.callback()
 def _application(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
+    explain: Annotated[
+        str | None,
+        typer.Option("--explain", metavar="PAGE", callback=_explain, is_eager=True, help="Print a page, such as loop."),
+    ] = None,
 ) -> None:
     pass
 

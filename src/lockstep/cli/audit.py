@@ -12,7 +12,7 @@ _REMEDY = f"pip install torch-lockstep-audit=={lockstep.__version__}; in a clone
 
 
 def audit(context: typer.Context) -> None:
-    """Name what is silently wrong in a distributed training script of any framework."""
+    """Name what is silently wrong in a distributed training script."""
     with reporting(debug=False):
         try:
             import lockstep_audit.command

@@ -1,4 +1,4 @@
-"""`lockstep check-device`."""
+"""`lockstep doctor check-device`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from lockstep.cli import options, ranks
 from lockstep.cli.options import Debug, Force, Nproc, as_arguments
 from lockstep.cli.preflight import table
-from lockstep.cli.reporting import is_first, reporting, write_file
+from lockstep.cli.reporting import FAULT, is_first, reporting, write_file
 from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 from lockstep.core.user_files import check_replaceable
@@ -27,9 +27,9 @@ def check_device(
     memory: Annotated[
         float, typer.Option(min=0.0, max=0.95, help="Share of a GPU's free memory that gets patterns.")
     ] = 0.5,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device to check: auto, cpu, cuda or mps.")] = "auto",
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the reports of all ranks into this file.")
+        Path | None, typer.Option("--json", help="Write the reports of all ranks into this file, too.")
     ] = None,
     force: Force = False,
     nnodes: options.Nnodes = None,
@@ -38,7 +38,7 @@ def check_device(
     wait_for_nodes: options.WaitForNodes = 60,
     debug: Debug = False,
 ) -> None:
-    """Compare what devices compute, keep in memory and exchange with known answers. Exit code 3: a device differs."""
+    """Compare what devices compute and keep with known answers. Exit code 3: a device differs."""
     with reporting(debug):
         from lockstep.configs import config_file
         from lockstep.launch import node_address
@@ -51,7 +51,7 @@ def check_device(
         several = node_address.several(nnodes, rendezvous) if not this_process.is_rank() else None
         if several is not None or ranks.is_launcher(count):
             given = {"--seconds": str(seconds), "--memory": str(memory), "--device": device, "--json": json_file}
-            arguments = ["check-device", *as_arguments(given | {"--force": force, "--debug": debug})]
+            arguments = ["doctor", "check-device", *as_arguments(given | {"--force": force, "--debug": debug})]
             run_id = rendezvous_id or "check-device"
             ranks.launch(arguments, count, settings, several=several, run_id=run_id, wait_s=wait_for_nodes)
             return
@@ -69,5 +69,5 @@ def check_device(
         faults = [finding for finding in found if finding.level == "fault"]
         if faults:
             error = UsageError(f"{len(faults)} known answers were wrong, see the table above")
-            error.exit_code = 3
+            error.exit_code = FAULT
             raise error

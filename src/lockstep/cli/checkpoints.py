@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.options import Debug, RunDir
-from lockstep.cli.reporting import reporting
+from lockstep.cli.reporting import FAULT, reporting
 
 
 def checkpoints(
@@ -22,7 +22,7 @@ def checkpoints(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """List a run's checkpoints. With --check, the exit code is 3 if a checkpoint is damaged."""
+    """List the checkpoints of a run. With --check, the exit code is 3 if a checkpoint is damaged."""
     with reporting(debug):
         from lockstep.configs import config_file
 
@@ -30,4 +30,4 @@ def checkpoints(
         from lockstep.cli import inventory
 
         if not inventory.show(run_dir / "checkpoints", settings.checkpoint, check, prune):
-            raise typer.Exit(3)
+            raise typer.Exit(FAULT)

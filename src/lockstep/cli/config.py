@@ -11,16 +11,16 @@ from lockstep.cli.reporting import reporting
 
 
 def config(
-    target: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="What would be trained.")],
+    target: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="Recipe or task to show.")],
     overrides: Overrides = None,
     preset: Annotated[
         str | None,
-        typer.Option("--preset", metavar="NAME|FILE.yaml", help="With the values of a machine's preset."),
+        typer.Option("--preset", metavar="NAME|FILE.yaml", help="Show the values with this preset of a machine."),
     ] = None,
-    short: Annotated[bool, typer.Option("--short", help="Without the meaning of each key.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="Leave out the meaning of each key.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Print the whole config of a training: every key, its meaning, its value, and where the value comes from."""
+    """Print all keys of a training. Each comes with its meaning, its value, and where the value comes from."""
     with reporting(debug):
         from lockstep.cli import config_text
 

@@ -129,7 +129,7 @@ def read(target: str) -> Preset:
     if target.endswith((".yaml", ".yml")):
         path = Path(target)
         if not path.is_file():
-            raise UsageError("no such file", where=target, remedy="`lockstep presets` lists the presets by name")
+            raise UsageError("no such file", where=target, remedy="`lockstep doctor presets` lists the presets by name")
         return _checked(target, config_layers.read_yaml(path), target)
     known = _shipped()
     if target not in known:

@@ -64,10 +64,12 @@ def resolved(target: str, overrides: Sequence[str] = (), *, preset: str | None =
         section = field.annotation
         is_section = isinstance(section, type) and issubclass(section, Section)
         if not is_section and name != "task":
-            lines += _key(name, values[name], _meanings(RunConfig).get(name, ""), source(name, values[name]), explained)
+            lines += _key(
+                name, values[name], meanings_of(RunConfig).get(name, ""), source(name, values[name]), explained
+            )
             continue
         lines += ["", f"{name}:"] if values[name] else ["", f"{name}: {{}}"]
-        meanings = _meanings(section if is_section else registry.options_class(values["task"].get("kind", "")))  # type: ignore[arg-type]
+        meanings = meanings_of(section if is_section else registry.options_class(values["task"].get("kind", "")))  # type: ignore[arg-type]
         for key, value in values[name].items():
             path = f"{name}.{key}"
             lines += [
@@ -104,7 +106,7 @@ def _dump(value: Any, *, default_flow_style: bool | None) -> str:
 
 
 @functools.cache
-def _meanings(section: type[BaseModel] | None) -> dict[str, str]:
+def meanings_of(section: type[BaseModel] | None) -> dict[str, str]:
     """The text below each key in the source of a section, by key. It ends at an empty line."""
     found: dict[str, str] = {}
     for part in reversed(section.__mro__ if section is not None else ()):

@@ -1,4 +1,4 @@
-"""`lockstep env`: what a bug report should say about a machine and what is installed on it."""
+"""`lockstep doctor env`: what a bug report should say about a machine and what is installed on it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def env(
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object instead of text.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Show versions, devices, network, limits, disks and packages of this machine, to be pasted into a bug report."""
+    """Show versions, devices, network, limits, disks, packages. The output belongs into a bug report."""
     with reporting(debug):
         found = collect()
         print(json.dumps(found, indent=1) if as_json else text(found), flush=True)

@@ -10,7 +10,7 @@ from lockstep.cli import ranks
 from lockstep.cli.options import Checkpoint, Cold, Debug, Nproc, Preset, RunDir, as_arguments
 from lockstep.cli.reporting import is_first, reporting, tell_first
 
-_OF_EVALUATION = (
+EVALUATION_KEYS = (
     "data.eval",
     "data.eval_limit",
     "data.workers",
@@ -39,11 +39,11 @@ def evaluate(
     cold: Cold = False,
     debug: Debug = False,
 ) -> None:
-    """Evaluate a checkpoint of a run; prints one JSON object, and adds it to evaluations.jsonl of the run."""
+    """Evaluate a checkpoint of a run. Prints one JSON object, and adds it to evaluations.jsonl of the run."""
     with reporting(debug):
         from lockstep.configs import config_file
 
-        settings = config_file.read_run(run_dir, overrides or (), _OF_EVALUATION)
+        settings = config_file.read_run(run_dir, overrides or (), EVALUATION_KEYS)
         settings = config_file.with_kept_task(settings, run_dir, tell_first)
         settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or ())
         if ranks.is_launcher(nproc):

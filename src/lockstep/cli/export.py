@@ -35,7 +35,7 @@ def export(
     checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
-    """Write a trained model for use without Lockstep, or with --optimizer the state of its training.
+    """Write a trained model for use without Lockstep. With --optimizer: the state of its training.
 
     OUT gets model.safetensors (the weights); model.pt2 (the model as a program for torch.export.load) and model.json
     (its inputs); for pictures and CT volumes use_model.py, which predicts files; for models of transformers config.json

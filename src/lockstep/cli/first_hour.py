@@ -1,4 +1,4 @@
-"""`lockstep first-hour`: runs the commands of `first_hour.yaml` one after another, and writes a page of what they show.
+"""`lockstep doctor first-hour`: runs the commands of `first_hour.yaml`, and writes a page of what they show.
 
 The YAML file is the only list of these commands. The table in docs/gpu.md comes from it, too.
 """
@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from lockstep.cli.options import Debug
-from lockstep.cli.reporting import reporting
+from lockstep.cli.reporting import FAULT, reporting
 from lockstep.core.errors import UsageError
 
 _SHOWN = 40  # last lines of a command's output on the page
@@ -61,7 +61,7 @@ def first_hour(
     ),
     debug: Debug = False,
 ) -> None:
-    """Try out a new machine: run ten commands, and write what each prints into one page. Exit code 3: one failed.
+    """Try out a new machine with ten commands, and write a page. Exit code 3: one failed.
 
     Steps that need a GPU are skipped where there is none.
     """
@@ -82,7 +82,7 @@ def first_hour(
             file.write_text(page(results), encoding="utf-8")  # an end by Ctrl-C leaves the page so far
         print(f"written: {file}")
         if any(result.state == "FAILED" for result in results):
-            raise typer.Exit(3)
+            raise typer.Exit(FAULT)
 
 
 def steps(nproc: int, out: Path) -> list[Step]:

@@ -51,7 +51,7 @@ def init(
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Write a first task that trains at once, or show how to come from another library."""
+    """Write a first task, or show how to come from another library."""
     with reporting(debug):
         if file is None and library is None:
             raise UsageError("nothing to write", where="lockstep init", remedy="give FILE.py, or --from lightning")

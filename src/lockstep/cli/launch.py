@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.cli.commands import Command, Group
 from lockstep.cli.options import Debug, Force, Overrides, Target, as_arguments
 from lockstep.cli.reporting import reporting, tell
 from lockstep.core.errors import Preempted, UsageError
@@ -27,17 +28,18 @@ Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes.")]
 Gpus = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of each node; 0: the ranks use CPUs.")]
 Nproc = Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks on each node. Default: a rank for each GPU.")]
 Preset = Annotated[
-    str | None, typer.Option("--preset", metavar="NAME|FILE.yaml", help="How the nodes run it: lockstep presets.")
+    str | None,
+    typer.Option("--preset", metavar="NAME|FILE.yaml", help="Preset of the nodes, see lockstep doctor presets."),
 ]
 MaxRestarts = Annotated[
     int | None,
-    typer.Option("--max-restarts", min=0, help="As in lockstep train: restarts of killed ranks. Default: 3."),
+    typer.Option("--max-restarts", min=0, help="Restarts of killed or crashed ranks. Default: 3."),
 ]
 Env = Annotated[
     list[str] | None,
     typer.Option("--env", metavar="NAME=VALUE", help="An environment variable. NAME alone takes its value from here."),
 ]
-JobName = Annotated[str | None, typer.Option("--job-name", help="Default: the config's name.")]
+JobName = Annotated[str | None, typer.Option("--job-name", help="Name of the job. Default: the config's name.")]
 Output = Annotated[Path | None, typer.Option("--output", metavar="FILE", help="The file that is written.")]
 
 
@@ -49,6 +51,7 @@ class Kind(enum.StrEnum):
 
 
 launch = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Train on several machines.",
@@ -57,6 +60,7 @@ launch = typer.Typer(
 
 
 @launch.command(
+    cls=Command,
     name="slurm",
     epilog="Example: lockstep launch slurm imagenet --nodes 4 --gpus-per-node 8 --time 04:00:00 --submit",
 )
@@ -66,11 +70,11 @@ def for_slurm(
     *,
     nodes: Nodes,
     gpus: Gpus,
-    time: Annotated[str, typer.Option(metavar="HH:MM:SS", help="Time limit. Longer runs go on by themselves.")],
+    time: Annotated[str, typer.Option(metavar="HH:MM:SS", help="Time limit. Longer runs resume by themselves.")],
     nproc: Nproc = None,
-    account: Annotated[str | None, typer.Option(help="Who is charged: sbatch --account.")] = None,
-    partition: Annotated[str | None, typer.Option(help="As sbatch names it.")] = None,
-    qos: Annotated[str | None, typer.Option(help="Quality of service: sbatch --qos.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account that is charged, as sbatch names it.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition, as sbatch names it.")] = None,
+    qos: Annotated[str | None, typer.Option(help="Quality of service, as sbatch names it.")] = None,
     cpus_per_task: Annotated[
         int | None, typer.Option(min=1, help="CPUs of each node. Default: one for each rank and loader worker.")
     ] = None,
@@ -79,7 +83,9 @@ def for_slurm(
         str | None, typer.Option(metavar="IMAGE", help="FILE.sif for apptainer, or an image for pyxis.")
     ] = None,
     job_name: JobName = None,
-    run_dir: Annotated[Path | None, typer.Option(help="On a file system of all nodes. Default: runs/NAME.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the run, on a file system of all nodes. Default: runs/NAME.")
+    ] = None,
     directory: Annotated[Path | None, typer.Option(help="Working directory. Default: this one.")] = None,
     python: Annotated[
         str | None, typer.Option(help="Interpreter with Lockstep. Default: this one; in a container python.")
@@ -101,10 +107,10 @@ def for_slurm(
     max_restarts: MaxRestarts = None,
     output: Output = None,
     force: Force = False,
-    submit: Annotated[bool, typer.Option("--submit", help="Also give the script to sbatch.")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="Give the script to sbatch, too.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write a job script for SLURM, show it, and submit it with --submit."""
+    """Write a job script for SLURM and show it. --submit also submits it."""
     with reporting(debug):
         settings = _load(target, overrides or (), preset)
         name = job_name or settings.name
@@ -142,6 +148,7 @@ def for_slurm(
 
 
 @launch.command(
+    cls=Command,
     name="kubernetes",
     epilog="Example: lockstep launch kubernetes imagenet --nodes 4 --gpus-per-node 8 --image train:1 --volume runs",
 )
@@ -156,20 +163,26 @@ def for_kubernetes(
         str, typer.Option(metavar="CLAIM[:/PATH]", help="PersistentVolumeClaim for runs, mounted at /runs.")
     ],
     nproc: Nproc = None,
-    namespace: Annotated[str, typer.Option(help="Where the job runs.")] = "default",
-    kind: Annotated[Kind, typer.Option(help="For Kubeflow Trainer, or the older training operator.")] = Kind.TRAIN_JOB,
+    namespace: Annotated[str, typer.Option(help="Namespace of the job.")] = "default",
+    kind: Annotated[
+        Kind, typer.Option(help="Kind of the manifest: for Kubeflow Trainer, or for the older training operator.")
+    ] = Kind.TRAIN_JOB,
     cpu: Annotated[str | None, typer.Option(help="CPUs of each node.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of each node, such as 64Gi.")] = None,
     shm: Annotated[str, typer.Option(help="Size of /dev/shm.")] = kubernetes.Pod.shm,
     grace: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="From the request to stop to the end of a pod.")
+        int, typer.Option(min=1, metavar="SECONDS", help="Time from the request to stop to the end of a pod.")
     ] = kubernetes.Pod.grace_s,
-    gpu_resource: Annotated[str, typer.Option(help="How the cluster calls GPUs.")] = kubernetes.Pod.gpu_resource,
+    gpu_resource: Annotated[
+        str, typer.Option(help="Name that the cluster gives to GPUs.")
+    ] = kubernetes.Pod.gpu_resource,
     secret: Annotated[
         str | None, typer.Option(metavar="NAME", help="A Secret whose keys become environment variables.")
     ] = None,
     job_name: JobName = None,
-    run_dir: Annotated[Path | None, typer.Option(help="On the volume. Default: /runs/NAME.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the run, on the volume. Default: /runs/NAME.")
+    ] = None,
     directory: Annotated[str | None, typer.Option(help="Working directory. Default: the image's.")] = None,
     python: Annotated[str, typer.Option(help="Interpreter with Lockstep in the image.")] = kubernetes.Pod.python,
     env: Env = None,
@@ -177,10 +190,10 @@ def for_kubernetes(
     max_restarts: MaxRestarts = None,
     output: Output = None,
     force: Force = False,
-    apply: Annotated[bool, typer.Option("--apply", help="Also give the manifest to kubectl.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Give the manifest to kubectl, too.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write a manifest for Kubernetes, show it, and apply it with --apply."""
+    """Write a manifest for Kubernetes and show it. --apply also applies it."""
     with reporting(debug):
         settings = _load(target, overrides or (), preset)
         claim, mount = kubernetes.read_volume(volume)
@@ -214,7 +227,9 @@ def for_kubernetes(
         _hand_over([tool, "apply", "-f", str(path)], apply, f"kubectl apply -f {shlex.quote(str(path))}")
 
 
-@launch.command(name="ssh", epilog="Example: lockstep launch ssh imagenet --hosts node1,node2 --nproc auto")
+@launch.command(
+    cls=Command, name="ssh", epilog="Example: lockstep launch ssh imagenet --hosts node1,node2 --nproc auto"
+)
 def through_ssh(
     target: Target,
     overrides: Overrides = None,
@@ -226,12 +241,16 @@ def through_ssh(
         str | None, typer.Option(help="Interpreter with Lockstep on the hosts. Default: this one.")
     ] = None,
     command: Annotated[
-        str, typer.Option("--ssh", metavar="COMMAND", help='With options: --ssh "ssh -p 2222 -i KEY".')
+        str,
+        typer.Option("--ssh", metavar="COMMAND", help='Command of ssh, with its options: --ssh "ssh -p 2222 -i KEY".'),
     ] = "ssh",
     rendezvous: Annotated[
-        str | None, typer.Option(metavar="HOST[:PORT]", help="Where the hosts meet. Default: the first host:29400.")
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="Meeting point of the hosts. Default: the first host:29400."),
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="On a file system of all hosts. Default: runs/NAME.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Directory of the run, on a file system of all hosts. Default: runs/NAME.")
+    ] = None,
     env: Env = None,
     preset: Preset = None,
     max_restarts: MaxRestarts = None,

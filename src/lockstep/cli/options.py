@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-Target = Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="What to train.")]
+Target = Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="Recipe or task to train.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config, by dotted path.")
 ]
@@ -16,17 +16,9 @@ Nproc = Annotated[
     str | None, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU. Default: the preset's, or 1.")
 ]
 Preset = Annotated[
-    str | None, typer.Option("--preset", metavar="NAME|FILE.yaml", help="How this machine runs it: lockstep presets.")
+    str | None,
+    typer.Option("--preset", metavar="NAME|FILE.yaml", help="Preset of this machine, see lockstep doctor presets."),
 ]
-
-
-def _refuse_gpus(count: str | None) -> None:
-    if count is not None:
-        raise typer.BadParameter(f"a rank has a GPU: give --nproc {count}")
-
-
-Gpus = Annotated[str | None, typer.Option("--gpus", hidden=True, callback=_refuse_gpus, help="See --nproc.")]
-"""The option that users of other programs give in place of `--nproc`: an error that names it."""
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.")]
 Cold = Annotated[
     bool,
@@ -37,7 +29,7 @@ Checkpoint = Annotated[
     typer.Option(
         "--checkpoint",
         metavar="newest|best|STEP",
-        help="Default: the best where the run keeps its best checkpoint, else the newest.",
+        help="Checkpoint to use. Default: the best if the run keeps its best checkpoint, else the newest.",
     ),
 ]
 Nnodes = Annotated[
@@ -55,7 +47,7 @@ Rendezvous = Annotated[
         "--rendezvous",
         metavar="HOST[:PORT]",
         envvar="LOCKSTEP_RENDEZVOUS",
-        help="Where the nodes meet: the name or address of one of them. Port: 29400.",
+        help="Meeting point of the nodes: the name or address of one of them. Port: 29400.",
     ),
 ]
 RendezvousId = Annotated[
@@ -64,7 +56,7 @@ RendezvousId = Annotated[
         "--rendezvous-id",
         metavar="NAME",
         envvar="LOCKSTEP_RENDEZVOUS_ID",
-        help="Default: the run directory's name.",
+        help="Name by which the nodes find each other. Default: the run directory's name.",
     ),
 ]
 WaitForNodes = Annotated[
@@ -75,7 +67,7 @@ WaitForNodes = Annotated[
         envvar="LOCKSTEP_WAIT_FOR_NODES",
         min=1,
         max=31_536_000,
-        help="Then the run ends.",
+        help="Time to wait for other nodes before giving up.",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]

@@ -37,12 +37,12 @@ def predict(
         list[str] | None,
         typer.Argument(
             metavar="[INPUT]...",
-            help="For images: files, folders and patterns such as 'photos/**/*.jpg'; for a detection also a COCO file "
+            help="Images: files, folders and patterns such as 'photos/**/*.jpg'; for a detection also a COCO file "
             "that names pictures. For text: files, texts or prompts, and - "
             "for standard input. Without INPUT: samples of the evaluation data.",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(help="How many evaluation samples, without INPUT.", min=1)] = 8,
+    samples: Annotated[int, typer.Option(help="Number of evaluation samples, without INPUT.", min=1)] = 8,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -62,7 +62,7 @@ def predict(
     cold: Cold = False,
     debug: Debug = False,
 ) -> None:
-    """Predict with a checkpoint of a run; prints one JSON object per sample, in the order of the inputs."""
+    """Predict with a checkpoint of a run. Prints one JSON object per sample, in the order of the inputs."""
     with reporting(debug):
         from lockstep.configs import config_file
         from lockstep.trainer import predictions

@@ -1,4 +1,4 @@
-"""`lockstep preflight`."""
+"""`lockstep doctor preflight`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from lockstep.cli import options, ranks
 from lockstep.cli.options import Debug, Nproc, Overrides, Preset, Target, as_arguments
-from lockstep.cli.reporting import is_first, reporting
+from lockstep.cli.reporting import FAULT, is_first, reporting
 from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 
@@ -22,16 +22,16 @@ def preflight(
     overrides: Overrides = None,
     nproc: Nproc = None,
     preset: Preset = None,
-    run_dir: Annotated[Path | None, typer.Option(help="As for train.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Directory of the run, as for train.")] = None,
     nnodes: options.Nnodes = None,
     rendezvous: options.Rendezvous = None,
     rendezvous_id: options.RendezvousId = None,
     wait_for_nodes: options.WaitForNodes = 60,
     env: Annotated[
-        bool, typer.Option("--env", help="Also show the environment variables of the ranks, by rank where they differ.")
+        bool, typer.Option("--env", help="Show the environment variables of the ranks, too, by rank where they differ.")
     ] = False,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Also compute known answers on all devices: lockstep check-device.")
+        bool, typer.Option("--deep", help="Compute known answers on all devices, too: lockstep doctor check-device.")
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -44,7 +44,7 @@ def preflight(
         settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [])
         several = node_address.several(nnodes, rendezvous) if not this_process.is_rank() else None
         given = as_arguments({"--run-dir": run_dir, "--preset": preset, "--env": env, "--deep": deep, "--debug": debug})
-        arguments = ["preflight", target, *(overrides or []), *given]
+        arguments = ["doctor", "preflight", target, *(overrides or []), *given]
         if several is not None or ranks.is_launcher(nproc):
             run_id = f"{rendezvous_id or (run_dir or Path('runs', settings.name)).resolve().name}-preflight"
             ranks.launch(arguments, nproc, settings, several=several, run_id=run_id, wait_s=wait_for_nodes)
@@ -65,7 +65,7 @@ def preflight(
 
 def _fault(count: int) -> UsageError:
     error = UsageError(f"preflight found {count} fault{'s' * (count > 1)}, see the table above")
-    error.exit_code = 3
+    error.exit_code = FAULT
     return error
 
 

@@ -1,17 +1,17 @@
-"""`lockstep recipes` and `lockstep presets`."""
+"""`lockstep recipes` and `lockstep doctor presets`."""
 
 from __future__ import annotations
 
 
 def recipes() -> None:
-    """List the recipes: the shipped ones, and those of installed packages."""
+    """List the recipes: shipped ones and those of installed packages."""
     from lockstep.configs import config_file
 
     _list(config_file.recipes())
 
 
 def presets() -> None:
-    """List the presets: how kinds of machines run a training, for --preset."""
+    """List the presets for --preset: how machines run a training."""
     from lockstep.cli import config_preset
 
     _list(config_preset.presets())

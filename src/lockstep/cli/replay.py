@@ -12,7 +12,7 @@ from lockstep.cli.options import Cold, Debug, Force, Nproc, Overrides, RunDir, a
 from lockstep.cli.reporting import is_first, reporting, tell_first, write_file
 from lockstep.core.user_files import check_replaceable
 
-_OF_REPLAY = ("data.workers", "data.prefetch", "batch.micro", "device", "parallel", "compute")
+REPLAY_KEYS = ("data.workers", "data.prefetch", "batch.micro", "device", "parallel", "compute")
 """Keys of a run's config that may be changed: none of them determines the training."""
 
 
@@ -21,13 +21,14 @@ def replay(
     step: Annotated[int, typer.Option(min=1, help="The step to make again, as the log counts steps: the first is 1.")],
     overrides: Overrides = None,
     rank: Annotated[
-        int | None, typer.Option(min=0, help="Also compute the micro-batches of this rank by themselves.")
+        int | None, typer.Option(min=0, help="Compute the micro-batches of this rank by themselves, too.")
     ] = None,
     ranks_then: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="With --rank: the ranks that trained. Default: as many as now.")
+        int | None,
+        typer.Option("--ranks", min=1, help="Number of ranks that trained, with --rank. Default: as many as now."),
     ] = None,
     samples: Annotated[
-        bool, typer.Option("--samples", help="Also show the samples of the step, by their loss and gradient norm.")
+        bool, typer.Option("--samples", help="Show the samples of the step, by their loss and gradient norm.")
     ] = False,
     debugger: Annotated[
         bool, typer.Option("--debugger", help="Stop in Python's debugger before the step, on one rank.")
@@ -35,13 +36,13 @@ def replay(
     profile: Annotated[
         Path | None, typer.Option(help="Write a trace of the step into this new file, NAME.json.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write all numbers into this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all numbers into this file, too.")] = None,
     force: Force = False,
     nproc: Nproc = None,
     cold: Cold = False,
     debug: Debug = False,
 ) -> None:
-    """Make a step of a run again, from the nearest checkpoint before it, and compare it with the log."""
+    """Make a step of a run again and compare it with the log. It begins at the checkpoint before the step."""
     with reporting(debug):
         from lockstep.configs import config_file
         from lockstep.core.errors import UsageError
@@ -57,7 +58,7 @@ def replay(
         if debugger and nproc not in (None, "1"):
             raise UsageError("a debugger needs one rank", where="--debugger", remedy="leave --nproc out")
         settings = config_file.read_run(
-            run_dir, overrides or (), _OF_REPLAY, file=earlier_configs.path_at(run_dir, step)
+            run_dir, overrides or (), REPLAY_KEYS, file=earlier_configs.path_at(run_dir, step)
         )
         settings = config_file.with_kept_task(settings, run_dir, tell_first)
         settings, count = ranks.on_machine(settings, None, nproc, overrides or ())

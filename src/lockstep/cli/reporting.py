@@ -15,6 +15,10 @@ from lockstep.core import caller, debugging, shortages, this_process
 from lockstep.core.errors import LockstepError, Preempted, UsageError, described, exits_are_failures
 from lockstep.core.parallel.launched import LAUNCHED, report_failure
 
+FAILED, USAGE, FAULT = 1, 2, 3
+"""Exit codes of all commands besides 0: it failed or shows nothing, it was called wrongly, a check found a fault.
+`Preempted` adds 75 and Ctrl-C 130; docs/commands.md has the table."""
+
 
 def is_first() -> bool:
     """True if this process is rank 0, or no rank."""
@@ -74,4 +78,4 @@ def reporting(debug: bool) -> Iterator[None]:
         if LAUNCHED not in os.environ or not this_process.is_rank():
             rank = f"[{this_process.named()}] " if this_process.is_rank() else ""
             tell(f"{rank}error: {text}")
-        raise typer.Exit(error.exit_code if isinstance(error, LockstepError) else 1) from None
+        raise typer.Exit(error.exit_code if isinstance(error, LockstepError) else FAILED) from None

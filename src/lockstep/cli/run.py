@@ -12,6 +12,8 @@ import typer
 from lockstep.cli.options import Cold, Debug
 from lockstep.cli.reporting import reporting
 from lockstep.core import this_process
+from lockstep.core.config import other_words
+from lockstep.core.errors import UsageError
 
 _MODULES = ("lockstep.trainer.user_loop", "lockstep.trainer.local_ranks")
 
@@ -26,10 +28,11 @@ def run(
 ) -> None:
     """Run a script with a lockstep.Loop on several ranks. The same command resumes it."""
     with reporting(debug):
-        from lockstep.core.errors import UsageError
         from lockstep.core.parallel import signals
         from lockstep.trainer import local_ranks
 
+        if script.startswith("-"):
+            raise _no_such_option(script, context.args)
         if not Path(script).is_file():
             remedy = "give the path of your script, after the options: lockstep run --nproc 2 train.py --lr 0.1"
             raise UsageError("there is no such file", where=script, remedy=remedy)
@@ -44,6 +47,15 @@ def run(
             ranks = local_ranks.ranks_of(nproc)
             launcher.prepare(ranks, cold=cold, modules=_MODULES)
             launcher.launch([*(["--debug"] if debug else []), *arguments], ranks, max_restarts, main=run_rank)
+
+
+def _no_such_option(word: str, after: Sequence[str]) -> UsageError:
+    """The error on a word before the script: an option of other programs, or of the script."""
+    name, _, value = word.partition("=")
+    given = value or (after[0] if after else "")
+    meant = other_words.meant(name, given, options=("--nproc", "--max-restarts"), keys=())
+    remedy = f"give it after the script: lockstep run train.py {name} {given}".rstrip()
+    return UsageError("lockstep run has no such option", where=name, remedy=other_words.to_write(meant) or remedy)
 
 
 def run_rank(arguments: Sequence[str]) -> None:

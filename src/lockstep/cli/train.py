@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import options, ranks
-from lockstep.cli.options import Cold, Debug, Gpus, Nproc, Overrides, Preset, Target, as_arguments
+from lockstep.cli.options import Cold, Debug, Nproc, Overrides, Preset, Target, as_arguments
 from lockstep.cli.reporting import is_first, reporting
 from lockstep.core import this_process
 from lockstep.core.errors import MemoryShortage, UsageError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _RunDir = Annotated[
     Path | None,
-    typer.Option(help="Default: runs/NAME. auto: a new folder each time, runs/NAME-DATE-NUMBER."),
+    typer.Option(help="Directory of the run. Default: runs/NAME. auto: a new one each time, runs/NAME-DATE-NUMBER."),
 ]
 _Fresh = Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left in the run directory.")]
 _AllowChange = Annotated[
@@ -39,7 +39,7 @@ _MaxRestarts = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="How often killed or crashed ranks are started again. Default: 3; for a single rank: 0.",
+        help="Restarts of killed or crashed ranks. Default: 3; for a single rank: 0.",
     ),
 ]
 _Profile = Annotated[
@@ -49,7 +49,7 @@ _Profile = Annotated[
 _DebugRank = Annotated[
     int | None,
     typer.Option(
-        "--debug-rank", metavar="RANK", min=0, help="breakpoint() works in this rank; the others wait for it."
+        "--debug-rank", metavar="RANK", min=0, help="Rank in which breakpoint() works; the others wait for it."
     ),
 ]
 
@@ -58,7 +58,6 @@ def train(
     target: Target,
     overrides: Overrides = None,
     nproc: Nproc = None,
-    gpus: Gpus = None,
     preset: Preset = None,
     run_dir: _RunDir = None,
     fresh: _Fresh = False,

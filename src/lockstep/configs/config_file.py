@@ -6,6 +6,7 @@ It imports no torch, so that a wrong key is reported before anything slow is loa
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from lockstep.configs.config_layers import (
     read_target,
     read_yaml,
 )
+from lockstep.core.config import other_words
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.config.sections import training_keys as training_keys
 from lockstep.core.errors import UsageError, did_you_mean
@@ -193,10 +195,15 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], problems: list[str]
         the keys that were set.
     """
     given: set[str] = set()
-    for override in overrides:
+    meant = ""
+    for override, after in itertools.zip_longest(overrides, overrides[1:]):
         key, equals, text = override.partition("=")
+        if not equals and meant:  # it is the value of the word before
+            meant = ""
+            continue
+        meant = "" if equals else other_words.meant(override, after if after and "=" not in after else None)
         if not equals or not all(key.split(".")):
-            problems.append(f"command line: {override!r} is not key=value")
+            problems.append(f"command line: {override!r} is not key=value; {other_words.to_write(meant)}".rstrip("; "))
             continue
         try:
             value = yaml.load(text, YamlLoader)
@@ -303,16 +310,12 @@ def _check_task(task: dict[str, Any], origin: Origin, *, epochs: int | None) -> 
         return None, _describe(error, model=options_class, raw=options, prefix="task.", origin=origin)
 
 
-_OPTIONS = {
-    "run-dir": "--run-dir DIR, in Python Trainer(run_dir=...)",
-    "nproc": "--nproc N, in Python Trainer.fit(nproc=N)",
-    "gpus": "--nproc N, in Python Trainer.fit(nproc=N): a rank has a GPU",
-    "fresh": "--fresh, in Python Trainer(fresh=True)",
-    "allow-change": "--allow-change KEY, in Python Trainer(allow_change=[KEY])",
-    "preset": "--preset NAME",
-    "max-restarts": "--max-restarts N, in Python Trainer.fit(max_restarts=N)",
-}
-"""Names that users write as keys, and the options that they mean."""
+def _hint(word: str, value: Any) -> str:
+    """What to write for a key that is unknown here, but is a word of others or an option. Empty: it is not known."""
+    if isinstance(value, Mapping):  # `trainer.max_epochs=3`: the word is the inner key
+        return ", ".join(filter(None, (_hint(str(inner), value[inner]) for inner in value)))
+    found = other_words.meant(word, None if value is None or isinstance(value, list) else str(value))
+    return f"it is an option: {found}" if found.startswith("--") else other_words.to_write(found)
 
 
 def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: str, origin: Origin) -> list[str]:
@@ -336,8 +339,9 @@ def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: 
             elif "." in keys[-1]:  # of a mapping: on the command line, a point begins a section
                 first, _, rest = keys[-1].partition(".")
                 hint = f"write sections as mappings: {{{first!r}: {{{rest!r}: ...}}}}; "
-            elif not parent and (option := _OPTIONS.get(keys[-1].replace("_", "-"))):
-                hint = f"it is no key, but an option of the command: {option}; "
+            elif words := _hint(keys[-1], fault["input"]):
+                lines[path] = f"{where}: unknown key; {words}"
+                continue
             lines[path] = f"{where}: unknown key; {hint}known here: {', '.join(known)}"
         elif path in lines:
             lines[path] += f", or {message.removeprefix('Input should be ')}"

@@ -9,7 +9,8 @@ import sys
 import sysconfig
 
 LOCKSTEP, PYTHON = "lockstep", "python"
-_PACKAGES = ("lockstep", "lockstep_recipes", "lockstep_lab")
+PACKAGES = ("lockstep", "lockstep_recipes", "lockstep_lab")
+"""The modules of Lockstep's distributions that take part in a training."""
 _PYTHON = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
 
 
@@ -28,7 +29,7 @@ def library_of(file: str) -> str | None:
         name, folder = "", path
         while folder != os.path.dirname(folder):
             folder, name = os.path.split(folder)
-            if name in _PACKAGES and os.path.join(folder, name) in _folders():
+            if name in PACKAGES and os.path.join(folder, name) in _real_folders():
                 return LOCKSTEP
             if _has_packages(folder):
                 return name.removesuffix(".py")
@@ -38,10 +39,15 @@ def library_of(file: str) -> str | None:
 
 
 @functools.cache
-def _folders() -> set[str]:
-    """The real folders of Lockstep's packages. The recipes and the lab are found without importing them."""
-    specs = (importlib.util.find_spec(name) for name in _PACKAGES)
-    return {os.path.dirname(os.path.realpath(spec.origin)) for spec in specs if spec is not None and spec.origin}
+def lockstep_folders() -> tuple[str, ...]:
+    """The folders of Lockstep's packages, as Python finds them. Nothing is imported."""
+    specs = (importlib.util.find_spec(name) for name in PACKAGES)
+    return tuple(os.path.dirname(os.path.abspath(spec.origin)) for spec in specs if spec is not None and spec.origin)
+
+
+@functools.cache
+def _real_folders() -> frozenset[str]:
+    return frozenset(map(os.path.realpath, lockstep_folders()))
 
 
 def is_own_code(file: str) -> bool:

@@ -70,9 +70,9 @@ class TrainingError(LockstepError):
 
 
 class WatchError(LockstepError):
-    """The watch found that ranks do not compute the same, and says who is at fault. Exit code 4."""
+    """The watch found that ranks do not compute the same, and says who is at fault. Exit code 3."""
 
-    exit_code = 4
+    exit_code = 3
     guilty: tuple[int, ...] = ()
     """Ranks whose device, memory or link is at fault. Empty: it is not theirs, or not known."""
 

@@ -18,7 +18,7 @@ from lockstep.core.task_checks import line_of as line_of
 
 Keys = dict[str, Any]
 """Values of the config by dotted path, such as `batch.global`."""
-DOCS = "docs/adapters.md"
+DOCS = "lockstep --explain adapters"
 _LIBRARIES = (LOCKSTEP, PYTHON, "pytorch_lightning", "lightning", "torch", "torchmetrics", "transformers")
 
 

@@ -57,6 +57,7 @@ class OptimConfig(Section):
     name: str = "AdamW"
     """A class of torch.optim, `package.module:Class` or `FILE.py:Class`."""
     lr: PositiveFloat = 1e-3
+    """Peak learning rate, before `lr_scaling`."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """None: the default of the optimizer."""
     clip_norm: PositiveFloat | None = None
@@ -70,6 +71,7 @@ class OptimConfig(Section):
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     """Learning rate of each of the model's repeated blocks, relative to the block above it."""
     groups: list[Group] = Field(default_factory=list)
+    """Parameters with their own learning rate or weight decay, by patterns of names. The first match counts."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the optimizer (momentum, betas, ...)."""
 

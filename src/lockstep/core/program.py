@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
-from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from lockstep.core.foreign_errors import first_line
@@ -23,8 +22,6 @@ from lockstep.core.foreign_errors import first_line
 FILE = "model.pt2"
 SCRIPT = "use_model.py"
 _SIGNATURE = "model.json"
-PICTURES = Path(__file__).parent / "vision" / "use_pictures.py"
-"""The script of models of pictures."""
 _MOST_DIMENSIONS = 8
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-5  # differences between a model and its program that rounding explains
 
@@ -56,33 +53,6 @@ class Computed(nn.Module):
 
     def forward(self, batch: Any) -> Any:
         return self.compute(self.model, batch)
-
-
-class ComputedOfImages(Computed):
-    """`compute(model, images)` as a module, which is called as `module(images=...)`."""
-
-    def forward(self, images: Tensor) -> Any:
-        return self.compute(self.model, images)
-
-
-def program_of_images(
-    compute: Callable[[nn.Module, Tensor], Tensor], model: nn.Module, size: tuple[int, int, int], *, varies: bool
-) -> Program:
-    """A program with the input `images`, uint8 (pictures, channels, height, width), for any number of pictures.
-
-    Args:
-        compute: called with the model and the images.
-        size: channels, height and width of the example.
-        varies: whether pictures have other heights and widths, too.
-    """
-    channels, height, width = size
-    draw = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (2, channels, height, width), dtype=torch.uint8, generator=draw)
-    dynamic: dict[int, Any] = {0: Dim.AUTO} | ({2: Dim.AUTO, 3: Dim.AUTO} if varies else {})
-    other = functional.pad(images[:1], (3, 4, 2, 3), value=128) if varies else images[:1]
-    return Program(
-        ComputedOfImages(compute, model), {"images": images}, {"images": dynamic}, {"images": other}, script=PICTURES
-    )
 
 
 def write_program(program: Program, folder: Path) -> list[str]:

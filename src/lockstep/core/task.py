@@ -128,7 +128,7 @@ class Task(abc.ABC):
 
         The data set may have a method `where(index)`, which names the file of a sample in error messages, and an
         attribute `lengths`, an array of sample lengths. An attribute `order` or `sample_weights` says which samples an
-        epoch draws: docs/sampling.md. With an attribute `check_first` that is true, its method
+        epoch draws: lockstep --explain sampling. With an attribute `check_first` that is true, its method
         `check(index)` is called for all samples before a new run trains, on all ranks at the same time, each for its
         share. It returns a remark for people or None, and raises DataError for a sample that cannot be used. Where it
         has an attribute `content_digests`, a dict of texts by what they are of (`training tokens`), they are saved with
@@ -170,7 +170,8 @@ class Task(abc.ABC):
 
     def tensor_plan(self) -> Mapping[str, str] | None:
         """How `parallel.tensor` cuts the layers of the model over ranks: by pattern over names of modules, `colwise` or
-        `rowwise`, such as `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`; docs/mesh.md has all styles.
+        `rowwise`, such as `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`.
+        lockstep --explain mesh has all styles.
         A wrong plan trains another model without an error: run `lockstep verify` first.
 
         None, the default: the plan that a model of transformers brings along.

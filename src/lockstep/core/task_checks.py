@@ -164,16 +164,19 @@ def data(found: Any, where: str) -> Dataset[Any]:
     """
     if isinstance(found, DataLoader):
         remedy = "return the data set, not a loader (it is loader.dataset): Lockstep makes the batches; "
-        remedy += "docs/sampling.md says what a sampler becomes"
+        remedy += "lockstep --explain sampling says what a sampler becomes"
         raise UsageError(_describe(found), where=where, remedy=remedy)
     if isinstance(found, IterableDataset):
         remedy = (
-            "return lockstep.Stream(data), which every rank reads whole (docs/streams.md); or write it into shards, "
-            "once, with `lockstep shards FILE.py:FUNCTION OUT`: lockstep_recipes.Shards('OUT') reads by index"
+            "return lockstep.Stream(data), which every rank reads whole (lockstep --explain streams); or write it into "
+            "shards, once, with `lockstep shards FILE.py:FUNCTION OUT`: lockstep_recipes.Shards('OUT') reads by index "
+            "(lockstep --explain shards)"
         )
         raise UsageError(f"{_describe(found)}, which is an IterableDataset", where=where, remedy=remedy)
     if getattr(found, "reads_forward", None) is True and where != "Task.train_data":
-        remedy = "return a list of its samples: list(itertools.islice(samples, 1000)); or shards: docs/shards.md"
+        remedy = (
+            "return a list of its samples: list(itertools.islice(samples, 1000)); or shards: lockstep --explain shards"
+        )
         raise UsageError(f"{_describe(found)}, which has no samples by index", where=where, remedy=remedy)
     if isinstance(found, Mapping):
         names = ", ".join(repr(name) for name in list(found)[:5])

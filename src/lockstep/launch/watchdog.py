@@ -23,7 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lockstep.core.code_files import LOCKSTEP, library_of
+from lockstep.core.code_files import LOCKSTEP, library_of, lockstep_folders
 from lockstep.core.debugging import is_in_debugger
 from lockstep.core.errors import RankError
 from lockstep.core.parallel.heartbeat import Phase, is_orphan
@@ -34,7 +34,7 @@ from lockstep.launch import flight_recorder, left_behind
 
 _PROGRESS, _HANG, _STACK, _REPORT, _READ = "progress", "hang", "stack/", "hang-report", "hang-read"
 _COLLECTIVES = "collectives/"
-_CLI = f"{Path(__file__).parents[1] / 'cli'}{os.sep}"
+_COMMANDS = tuple(os.path.join(folder, name, "") for folder in lockstep_folders() for name in ("cli", "commands"))
 _STDERR = 2
 _ANSWER_S = 10.0  # a report waits so long for the stacks of all ranks
 _RECORDER_S = 5.0  # a rank waits so long for its flight recorder
@@ -165,7 +165,7 @@ class Watchdog:
     def _stack(self) -> str:
         """The phase and step of this rank, and the stack of its main thread."""
         frames = list(traceback.extract_stack(sys._current_frames()[self.main]))
-        places = [number for number, frame in enumerate(frames) if frame.filename.startswith(_CLI)]
+        places = [number for number, frame in enumerate(frames) if frame.filename.startswith(_COMMANDS)]
         command = max(places, default=-1)
         frames = frames[command + 1 :][-15:]
         inner = next(

@@ -139,7 +139,7 @@ def note(model: nn.Module) -> list[str]:
         return []
     share = counts[False] / sum(counts.values())
     text = f"note: {share:.0%} of the parameters are frozen, and every checkpoint holds them; "
-    return [f"{text}`return lockstep.trained_only(model)` in Task.model leaves them out: docs/lora.md"]
+    return [f"{text}`return lockstep.trained_only(model)` in Task.model leaves them out: lockstep --explain lora"]
 
 
 def _is_meta(tensors: Mapping[str, Tensor]) -> bool:

@@ -155,7 +155,7 @@ def _colwise(layer: Any, name: str, tokens: Tokens, given: Tensor) -> Any:
             f"{name} gets {given.shape[-2]} tokens in a block of {tokens.count}, of which each rank has "
             f"{tokens.of_part}",
             where="Task.tensor_plan",
-            remedy=f"leave sequence_parallel out for {tokens.name}; see docs/mesh.md",
+            remedy=f"leave sequence_parallel out for {tokens.name}; see lockstep --explain mesh",
         )
     return _columns(given, local(layer.weight), None if layer.bias is None else local(layer.bias), tokens)
 

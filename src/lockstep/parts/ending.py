@@ -39,7 +39,8 @@ def lines(run: Run, latest: Mapping[str, float], elapsed_s: float) -> str:
     elapsed_s = max(elapsed_s, 1e-9)
     speed = f", {samples / elapsed_s:,.0f} samples/s{whence} with evaluations and saves" if samples else ""
     trained = duration(run.stopping.earlier_s + elapsed_s)
-    epochs = f", {step / per_epoch:.4g} epochs" if step / per_epoch > 1e-6 else ""  # a stream may have none
+    count = f"{step / per_epoch:.4g}"
+    epochs = f", {count} epoch{'s' * (count != '1')}" if step / per_epoch > 1e-6 else ""  # a stream may have none
     found = [f"done: {step:,} steps{epochs}, in {trained}{speed}"]
     evaluations = _evaluations(run_dir / "metrics.jsonl")
     last = {name: value for name, value in latest.items() if name.startswith("eval/")}

@@ -31,9 +31,20 @@ def entry_line(entry: Mapping[str, float], last_step: int) -> str:
     for name in _shown(names, entry):
         if name == "train/wait_share":
             parts.append(f"wait {entry[name]:.0%}")
+        elif name == "train/tflops_per_s":
+            parts.append(_speed(entry[name]))
         else:
             parts.append(f"{_SHORT.get(name, name.removeprefix('train/'))} {_number(entry[name])}")
     return "  ".join(parts)
+
+
+def _speed(tflops: float) -> str:
+    """A speed with the unit that makes it a number from 0.1."""
+    for unit in ("TFLOP/s", "GFLOP/s", "MFLOP/s"):
+        if abs(tflops) >= 0.1:
+            return f"{unit} {_number(tflops)}"
+        tflops *= 1000
+    return f"kFLOP/s {_number(tflops)}"
 
 
 def results_text(results: Mapping[str, float]) -> str:

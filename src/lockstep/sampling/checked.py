@@ -37,13 +37,15 @@ class CheckedOrder:
             what = f"it is of the type {type(order).__name__}"
             what += f", and its `length` is {length!r}" if callable(order) else ", which cannot be called"
             remedy = "an order has `length`, the draws of an epoch, and __call__(positions, *, seed, epoch), which "
-            remedy += "returns the index of the sample at each position: docs/sampling.md. Or give the attribute "
+            remedy += (
+                "returns the index of the sample at each position: lockstep --explain sampling. Or give the attribute "
+            )
             raise UsageError(what, where=_WHERE, remedy=f"{remedy}another name")
         self.order, self.samples, self.name, self.length = order, samples, name, int(length)
         try:
             found = [self(self._looked_at, seed=0, epoch=epoch).astype("<i8").tobytes() for epoch in (0, 1)]
         except TypeError as error:
-            remedy = "it is called as order(positions, seed=..., epoch=...): docs/sampling.md"
+            remedy = "it is called as order(positions, seed=..., epoch=...): lockstep --explain sampling"
             raise UsageError(f"it cannot be called: {error}", where=_WHERE, remedy=remedy) from error
         own = getattr(order, "digest", "")
         about = f"{self.length} {self.samples} {own if isinstance(own, str) else ''}".encode()

@@ -104,7 +104,8 @@ def _refuse_samplers(order: Any) -> None:
     if isinstance(order, Sampler):
         remedy = (
             "for WeightedRandomSampler(weights, num_samples), write lockstep.WeightedSampler(weights, num_samples); "
-            "for a sampler of your own, a class with `length` and __call__(positions, *, seed, epoch): docs/sampling.md"
+            "for your own sampler, a class with `length` and __call__(positions, *, seed, epoch): "
+            "lockstep --explain sampling"
         )
         what = (
             f"it is a {type(order).__name__}, a sampler of torch, which gives its samples one after the other: ranks "

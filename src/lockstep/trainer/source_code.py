@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core import atomic
-from lockstep.core.code_files import is_own_code
+from lockstep.core.code_files import PACKAGES, is_own_code
 from lockstep.core.plugins import package_of
 
 Parts = dict[str, str]  # from the name of a part to its text
@@ -210,7 +210,7 @@ def _imports(text: str, file: Path, folders: list[Path]) -> Iterator[tuple[Path,
             called = getattr(node.func, "attr", getattr(node.func, "id", ""))
             name = getattr(node.args[0], "value", None) if called in ("import_module", "__import__") else None
             names = [name] if isinstance(name, str) else []
-        yield from ((folder, name) for folder in places for name in names if name.partition(".")[0] != "lockstep")
+        yield from ((folder, name) for folder in places for name in names if name.partition(".")[0] not in PACKAGES)
 
 
 def _files(folder: Path, module: str) -> list[Path]:
@@ -232,7 +232,7 @@ def _is_users(definition: Any) -> bool:
     """True if a class or function belongs neither to Lockstep nor to a library."""
     module = sys.modules.get(definition.__module__)
     file = getattr(module, "__file__", None)
-    if module is None or definition.__module__.partition(".")[0] == "lockstep":
+    if module is None or definition.__module__.partition(".")[0] in PACKAGES:
         return False
     return is_own_code(file) if file else definition.__module__ == "__main__"
 

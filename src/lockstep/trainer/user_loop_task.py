@@ -197,7 +197,9 @@ def from_loader(given: Any, *, ordered: bool = True) -> FromLoader:
         remedy = (
             "give batch_size, or the data set itself with global_batch=; an attribute `order` of the data set chooses "
         )
-        raise UsageError(f"{kind} makes its batches", where=where, remedy=f"{remedy}the samples: docs/sampling.md")
+        raise UsageError(
+            f"{kind} makes its batches", where=where, remedy=f"{remedy}the samples: lockstep --explain sampling"
+        )
     if given.worker_init_fn is not None:
         remedy = "leave it out: Lockstep seeds torch, NumPy and random before each sample"
         raise UsageError("it has a worker_init_fn", where=where, remedy=remedy)
@@ -209,14 +211,14 @@ def from_loader(given: Any, *, ordered: bool = True) -> FromLoader:
     elif type(given.sampler) is not RandomSampler or given.sampler.replacement:
         kind = type(given.sampler).__name__
         remedy = "use shuffle=True: Lockstep shuffles by (seed, epoch). An attribute `order` of the data set chooses "
-        remedy += "another order: docs/sampling.md"
+        remedy += "another order: lockstep --explain sampling"
         raise UsageError(f"its order of samples is that of a {kind}", where=where, remedy=remedy)
     return FromLoader(data, given.collate_fn, given.batch_size, given.num_workers, given.drop_last)
 
 
 def _check_data(data: Any) -> None:
     if isinstance(data, IterableDataset):
-        remedy = "wrap it: lockstep.Stream(dataset, ...) gives positions to its samples: docs/streams.md"
+        remedy = "wrap it: lockstep.Stream(dataset, ...) gives positions to its samples: lockstep --explain streams"
         raise UsageError("it is an IterableDataset", where="the training data of Loop", remedy=remedy)
 
 

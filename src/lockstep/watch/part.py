@@ -430,7 +430,7 @@ class Watch(BuiltInPart):
             "link": "look at the counters of errors of this link, and take the machine out if it happens again",
             "code": "let Task, model and Parts do the same on all ranks; lockstep verify looks for more",
             "not deterministic": "compute.deterministic=true names the kernels; lockstep verify looks for more",
-            "unclear": "start three ranks, or exchange one of the machines; lockstep check-device looks at each",
+            "unclear": "start three ranks, or exchange one of the machines; lockstep doctor check-device looks at each",
             "data": "let all ranks read the same bytes, and draw only from generators that Lockstep seeds",
         }
         error = WatchError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_audit import words
-from lockstep_audit.judge import CLEAN, FAILED, USAGE, judge_here
+from lockstep_audit.judge import USAGE, Verdict, judge_here
 from lockstep_audit.observe import boot, places
 from lockstep_audit.observe.recorder import recorder
 from lockstep_audit.settings import JUDGED_OUTSIDE, NOTEBOOK, Settings
@@ -65,8 +65,8 @@ def main(arguments: list[str] | None = None, settings: Settings | None = None) -
         if os.environ.get("RANK", "0") != "0" or JUDGED_OUTSIDE in os.environ:
             return status
         recorder.end()
-        code = judge_here(folder, settings or Settings())
-        return status if code in (CLEAN, FAILED) else code
+        verdict = judge_here(folder, settings or Settings())
+        return status if verdict in (Verdict.CLEAN, Verdict.FAILED) else verdict.exit_code
 
     boot.on_leave.append(report)
     try:

@@ -11,14 +11,19 @@ from pathlib import Path
 
 from lockstep_audit import __version__, words
 from lockstep_audit.errors import UsageError
-from lockstep_audit.judge import USAGE, judge
+from lockstep_audit.findings import Rule
+from lockstep_audit.judge import CLEAN, USAGE, judge
+from lockstep_audit.report.formats import page
+from lockstep_audit.rules.catalogue import BY_ID
 from lockstep_audit.run import run
 from lockstep_audit.settings import FORMATS, Settings
 
 _INTERRUPTED = 130
+_RANKS = ("nproc_per_node", "num_processes", "gpus", "devices", "num_gpus", "world_size")
+"""Options of torchrun, Accelerate and Lightning that mean --nproc."""
 _ABOUT = "Run SCRIPT ARGS, or -m MODULE ARGS, on several ranks, and name what is silently wrong. Options come first."
 _END = """\
-exit codes: 0 clean, 1 the script failed, 2 usage, 3 a fault was found, 4 a hang, 5 no optimizer step
+exit codes: 0 clean, 1 the script failed or made no optimizer step, 2 usage, 3 a fault was found, also a hang
 
 Example: {name} --nproc 2 train.py --lr 1e-3"""
 
@@ -38,14 +43,33 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "lockstep-audit"
     """
     parser = _parser(name)
     own, target = words.split(parser, list(sys.argv[1:] if arguments is None else arguments))
-    options = parser.parse_args(own)
+    options, unknown = parser.parse_known_args(own)
     try:
+        if options.explain is not None:
+            print(page(_rule(options.explain)), end="")
+            return CLEAN
+        if unknown:
+            raise _no_such_option(unknown[0], target, name)
         return _run(options, target)
     except UsageError as error:
         print(traceback.format_exc() if options.debug else f"error: {error}", file=sys.stderr, flush=True)
         return USAGE
     except KeyboardInterrupt:
         return _INTERRUPTED
+
+
+def _rule(id: str) -> Rule:
+    if id.upper() not in BY_ID:
+        raise UsageError(f"there is no rule {id}", where="--explain", remedy=f"there are: {', '.join(BY_ID)}")
+    return BY_ID[id.upper()]
+
+
+def _no_such_option(word: str, target: Sequence[str], name: str) -> UsageError:
+    option, _, value = word.partition("=")
+    given = value or next(iter(target), "")
+    is_nproc = option.strip("-").replace("-", "_") in _RANKS
+    remedy = f"write --nproc {given}" if is_nproc else f"give it after the script: {name} train.py {option} {given}"
+    return UsageError(f"{name} has no such option", where=option, remedy=remedy.rstrip())
 
 
 def _run(options: argparse.Namespace, target: list[str]) -> int:
@@ -60,7 +84,7 @@ def _run(options: argparse.Namespace, target: list[str]) -> int:
     )
     _check(settings, force=options.force)
     if options.read is not None:
-        return judge(options.read, settings)
+        return judge(options.read, settings).exit_code
     how = {"folder": options.folder, "every": options.every, "patience": options.patience, "probe": options.probe}
     if "RANK" in os.environ:  # under a launcher of the user's
         from lockstep_audit.__main__ import main as run_here
@@ -127,6 +151,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     add("--write-baseline", type=Path, metavar="PATH", help="write such a file")
     add("--force", action="store_true", help="replace the files of --output and --write-baseline")
     add("--strict", action="store_true", help="exit code 3 for warnings, too")
+    add("--explain", metavar="RULE", help="print the page of a rule, such as LS101; run no script")
     add("-v", "--verbose", action="store_true", help="why rules were not exercised")
     add("--debug", action="store_true", help="show tracebacks of all errors")
     add("--version", action="version", version=f"lockstep-audit {__version__}")

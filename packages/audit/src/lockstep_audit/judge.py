@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 import time
 from pathlib import Path
@@ -14,20 +15,40 @@ from lockstep_audit.report.outcome import HANGS, Outcome, outcome, write_baselin
 from lockstep_audit.rules.waiting import stuck
 from lockstep_audit.settings import Settings
 
-CLEAN, FAILED, USAGE, FINDINGS, HANG, INCONCLUSIVE = range(6)
-"""Exit codes."""
+CLEAN, FAILED, USAGE, FINDINGS = range(4)
+"""Exit codes: the same rule as for all commands of Lockstep."""
+
+
+class Verdict(enum.Enum):
+    """What an audit ends with, and its exit code."""
+
+    CLEAN = "clean"
+    FAILED = "failed"
+    """The script failed, and no rule found an error."""
+    FINDINGS = "findings"
+    HANG = "hang"
+    INCONCLUSIVE = "inconclusive"
+    """No rank made a step of an optimizer, so nothing can be said."""
+
+    @property
+    def exit_code(self) -> int:
+        """A fault that was found is 3, and what shows nothing is a failure."""
+        codes = {Verdict.CLEAN: CLEAN, Verdict.FINDINGS: FINDINGS, Verdict.HANG: FINDINGS}
+        return codes.get(self, FAILED)
+
+
 _WAIT_S = 10.0
 _LOOK_S = 0.1
 
 
-def judge(folder: Path, settings: Settings, *, failed: bool = False) -> int:
+def judge(folder: Path, settings: Settings, *, failed: bool = False) -> Verdict:
     """Judge the events of a folder, and write the report.
 
     Args:
         failed: the launcher of the script says that a rank failed.
 
     Returns:
-        the exit code of the command.
+        what was found, with the exit code of the command.
 
     Raises:
         UsageError: there are no events, or no baseline.
@@ -35,20 +56,24 @@ def judge(folder: Path, settings: Settings, *, failed: bool = False) -> int:
     previous = _read(settings.previous) if settings.previous else None
     history = History(_read(folder).events, previous)
     found = outcome(history, settings.baseline)
+    if len(history.ranks) < 2 and not any((event.get("world_size") or 1) > 1 for event in history.of("start")):
+        many = len(found.not_exercised)
+        found.notes.append(f"one rank ran: {many} rules were not exercised; those that compare ranks need --nproc 2")
     if settings.write_baseline:
         write_baseline(settings.write_baseline, found.findings)
-    code = exit_code(history, found, settings, failed)
-    if code == INCONCLUSIVE:
+    verdict = verdict_on(history, found, settings, failed)
+    if verdict is Verdict.INCONCLUSIVE:
         found.notes.append("inconclusive: no rank made a step of a torch optimizer")
     others = {"sarif": formats.sarif, "github": formats.github}
-    written = formats.text(found, settings.verbose) if settings.format == "text" else formats.as_json(found, code)
+    code, is_text = verdict.exit_code, settings.format == "text"
+    written = formats.text(found, settings.verbose) if is_text else formats.as_json(found, code)
     written = others[settings.format](found) if settings.format in others else written
     if settings.output:
         settings.output.write_text(written, encoding="utf-8")
     else:
         sys.stdout.write(written)
         sys.stdout.flush()
-    return code
+    return verdict
 
 
 def _read(folder: Path) -> History:
@@ -62,18 +87,18 @@ def _read(folder: Path) -> History:
     return found
 
 
-def exit_code(history: History, found: Outcome, settings: Settings, failed: bool = False) -> int:
-    """The exit code: see docs/audit.md."""
+def verdict_on(history: History, found: Outcome, settings: Settings, failed: bool = False) -> Verdict:
+    """The verdict: a hang and findings come before the failure of the script, which they explain."""
     if stuck(history) and any(finding.rule in HANGS for finding in found.findings):
-        return HANG
+        return Verdict.HANG
     if found.of("error") or (settings.strict and found.findings):
-        return FINDINGS
+        return Verdict.FINDINGS
     if failed or any(event.get("code") or event.get("error") for event in history.of("exit")):
-        return FAILED
-    return CLEAN if any(history.of("step")) else INCONCLUSIVE
+        return Verdict.FAILED
+    return Verdict.CLEAN if any(history.of("step")) else Verdict.INCONCLUSIVE
 
 
-def judge_here(folder: Path, settings: Settings) -> int:
+def judge_here(folder: Path, settings: Settings) -> Verdict:
     """`judge` in the first rank of a launcher that is none of ours, once the other ranks have ended.
 
     No collective is made: files are read. Ranks that have not ended after 10 s are judged by what they wrote.

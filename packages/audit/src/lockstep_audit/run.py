@@ -17,7 +17,7 @@ from typing import Any
 from lockstep_audit import events, sessions
 from lockstep_audit.errors import UsageError
 from lockstep_audit.events import History
-from lockstep_audit.judge import FAILED, HANG, judge
+from lockstep_audit.judge import FAILED, Verdict, judge
 from lockstep_audit.rules.waiting import stuck
 from lockstep_audit.settings import JUDGED_OUTSIDE, NOTEBOOK, Settings
 
@@ -48,7 +48,7 @@ def run(
         probe: whether samples of data sets are read on all ranks at the end and compared.
 
     Returns:
-        the exit code: see docs/audit.md.
+        the exit code: see `judge.Verdict`.
 
     Raises:
         UsageError: the script or the folder is not usable.
@@ -58,7 +58,7 @@ def run(
     if target[0].endswith(".ipynb"):
         raise UsageError("is a notebook", where=target[0], remedy=NOTEBOOK)
     if target[0].startswith("-") and target[0] != "-m":
-        remedy = "lockstep-audit --help lists its options; those of the script come behind the script"
+        remedy = "lockstep-audit --help lists its options; those of the script come after the script"
         raise UsageError("lockstep-audit has no such option", where=target[0], remedy=remedy)
     if target[0] != "-m" and not Path(target[0]).is_file():
         raise UsageError("is no file", where=target[0], remedy="give the script, or -m MODULE, then its own options")
@@ -78,9 +78,9 @@ def run(
         if not any(place.glob("rank-*.jsonl")):
             print("lockstep-audit: no rank imported torch, or none began", file=sys.stderr, flush=True)
             return FAILED
-        code = judge(place, settings, failed=failed)
-        _tell_stacks(place, code)
-        return code
+        verdict = judge(place, settings, failed=failed)
+        _tell_stacks(place, verdict)
+        return verdict.exit_code
 
 
 @contextlib.contextmanager
@@ -171,9 +171,9 @@ def _children(parent: int) -> list[int]:
     return found
 
 
-def _tell_stacks(folder: Path, code: int) -> None:
+def _tell_stacks(folder: Path, verdict: Verdict) -> None:
     """After a hang, where each rank was."""
-    if code == HANG:
+    if verdict is Verdict.HANG:
         for rank, event in sorted(stuck(History(events.read(folder))).items()):
             frames: list[Any] = next(iter((event.get("stacks") or {}).values()), [])
             words = " < ".join(f"{os.path.basename(file)}:{row} {function}" for file, row, function in frames[:4])

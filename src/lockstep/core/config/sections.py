@@ -111,6 +111,7 @@ class TrainConfig(Section):
     init_skip: list[str] = Field(default_factory=list)
     """Patterns of names of tensors that `init_from` may lack."""
     unfreeze: list[Stage] = Field(default_factory=list)
+    """When frozen parameters begin to train: each stage has an epoch or a step, and patterns of names."""
 
     @model_validator(mode="after")
     def _checkpoint_of_a_run(self) -> Self:
@@ -125,7 +126,7 @@ class TrainConfig(Section):
 
 
 class WatchConfig(Section):
-    """Proof while a training runs that all ranks compute the same; see docs/watch.md."""
+    """Proof while a training runs that all ranks compute the same; see lockstep --explain watch."""
 
     every: Annotated[int, Field(ge=0)] = 0
     """Steps between two checks. Replicas are also compared before each save. 0: nothing is checked."""
@@ -143,6 +144,7 @@ class ComputeConfig(Section):
     compile: Literal["blocks", "model"] | None = None
     """Apply `torch.compile` to each repeated block, or to the model."""
     compile_backend: str = "inductor"
+    """Backend of `torch.compile`."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """The effort with which inductor searches for fast code. `reduce-overhead` and `max-autotune` use CUDA graphs."""
     compile_dynamic: bool | None = None
@@ -241,6 +243,7 @@ class RunConfig(Section):
     name: Annotated[str, AfterValidator(_folder_name), DOES_NOT_DETERMINE] = "run"
     """Name of the run directory in `runs/`."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of initial weights, of the order of samples, and of all random numbers of samples and forward passes."""
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], DOES_NOT_DETERMINE] = "auto"
     """auto: a GPU of CUDA for each rank where there is one, otherwise the CPU. mps: the GPU of a Mac, for one rank."""
     task: dict[str, Any] = Field(default_factory=dict)
@@ -251,6 +254,7 @@ class RunConfig(Section):
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Number format of forward and backward passes. Weights stay in fp32. fp16 scales the loss."""
     parallel: Annotated[ParallelConfig, DOES_NOT_DETERMINE] = ParallelConfig()
     compute: Annotated[ComputeConfig, DOES_NOT_DETERMINE] = ComputeConfig()
     checkpoint: Annotated[CheckpointConfig, DOES_NOT_DETERMINE] = CheckpointConfig()

@@ -57,7 +57,7 @@ class DataConfig(Section):
     `lengths`. None: lengths do not choose the samples of a batch."""
     balance: Literal["label"] | None = None
     """`label`: draw samples with replacement, each label equally often on average. For data whose labels are known; see
-    docs/sampling.md. None: by the weights of the data set, or without weights each sample once."""
+    lockstep --explain sampling. None: by the weights of the data set, or without weights each sample once."""
     samples_per_epoch: PositiveInt | None = None
     """Samples that an epoch draws, where weights draw them. None: as many as the data set has."""
     cache: Annotated[Literal["decoded"] | None, DOES_NOT_DETERMINE] = None

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.core.code_files import lockstep_folders
 from lockstep.core.errors import TrainingError
 
 _NAMES = ("allgather", "allreduce", "alltoall", "barrier", "broadcast", "gather", "reduce", "scatter", "send", "recv")
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_LIBRARIES = (str(Path(torch.__file__).parent), *lockstep_folders())
 
 
 @contextlib.contextmanager
@@ -48,7 +49,7 @@ def _refusing(name: str) -> Callable[..., Any]:
             f"it makes a collective ({name.strip('_')}), at {frame.f_code.co_filename}:{frame.f_lineno}",
             where="Task.model",
             remedy="make the whole model on every rank, without torch.distributed and without DTensor; "
-            "parallel.strategy=fsdp shards the model. parallel.tensor cuts its layers: docs/mesh.md",
+            "parallel.strategy=fsdp shards the model. parallel.tensor cuts its layers: lockstep --explain mesh",
         )
 
     return refuse

@@ -11,9 +11,10 @@ from lockstep.core.errors import UsageError
 
 
 class ParallelConfig(Section):
-    """The distribution of the model over the ranks. docs/parallel.md explains the choices."""
+    """The distribution of the model over the ranks. lockstep --explain parallel explains the choices."""
 
     strategy: Literal["single", "ddp", "fsdp"] = "ddp"
+    """`ddp` keeps a copy of the model on each rank, `fsdp` shards it over ranks, `single` is for one rank."""
     timeout_s: PositiveFloat = 600.0
     """Seconds without progress of any rank after which the run ends with a report."""
     find_unused_parameters: bool = False
@@ -30,7 +31,8 @@ class ParallelConfig(Section):
     """FSDP: shard over groups of this many neighbouring ranks, and replicate across groups. None: shard over all
     ranks."""
     tensor: PositiveInt = 1
-    """The layers of a model are cut over so many neighbouring ranks, which get the same samples; see docs/mesh.md."""
+    """The layers of a model are cut over so many neighbouring ranks, which get the same samples. See
+    lockstep --explain mesh."""
     reshard_after_forward: bool = True
     """FSDP: free the gathered parameters of a block after its forward pass."""
     forward_prefetch: Annotated[int, Field(ge=0)] = 0

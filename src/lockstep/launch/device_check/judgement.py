@@ -9,8 +9,8 @@ from lockstep.launch.device_check.run import Report, Tally
 from lockstep.launch.preflight.judgement import Finding, Level
 
 _REMEDY = (
-    "take this device out of the training, and run lockstep check-device --seconds 600 on it alone; where its results "
-    "are wrong again, it is defective: its vendor's diagnosis (NVIDIA: dcgmi diag -r 4) and a replacement"
+    "take this device out of the training, and run lockstep doctor check-device --seconds 600 on it alone; where its "
+    "results are wrong again, it is defective: its vendor's diagnosis (NVIDIA: dcgmi diag -r 4) and a replacement"
 )
 _REMEDY_EXCHANGE = (
     "look at the cables, the switch and the memory of both ends; where messages between all other ranks are right, "

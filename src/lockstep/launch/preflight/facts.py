@@ -18,6 +18,7 @@ import torch
 
 import lockstep
 from lockstep.core import devices, this_process
+from lockstep.core.code_files import lockstep_folders
 from lockstep.core.parallel import nodes
 from lockstep.core.parallel.world import World
 
@@ -137,10 +138,10 @@ def memory_of(device: devices.Device) -> tuple[tuple[int, int] | None, list[str]
 @functools.cache
 def _digest_of_package() -> str:
     """Digest of the code of Lockstep: copies of a checkout have the same version, and may have different code."""
-    package = Path(lockstep.__file__).parent
     found = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        found.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    for package in map(Path, lockstep_folders()):
+        for path in sorted(package.rglob("*.py")):
+            found.update(str(path.relative_to(package)).encode() + path.read_bytes())
     return found.hexdigest()
 
 

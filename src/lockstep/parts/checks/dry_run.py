@@ -41,7 +41,7 @@ _SUM = (
     "return the SUM over the units (reduction='sum'). For a mean by class weights, return the sum of weighted losses, "
     "and the sum of the weights from Task.weight. A ratio over the batch, such as Dice, IoU or F-beta, is no such sum, "
     "whatever its factor: return lockstep.losses.dice, or let Task.embed give `loss` the global batch; "
-    "docs/global_loss.md"
+    "lockstep --explain global_loss"
 )
 _MEETING = f"{_SUM}. If samples meet in the model, mask what pads them. `lockstep verify` names the line"
 _NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # a share of the losses that rounding explains, by precision

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.code_files import PACKAGES
 from lockstep.core.data.randomness import OWN_GENERATORS
 
 # Modules and tasks of these packages were read: what they keep in attributes are settings and caches.
-_KNOWN = ("torch", "transformers", "peft", "lockstep")
+_KNOWN = ("torch", "transformers", "peft", *PACKAGES)
 _OF_TORCH = frozenset(vars(nn.Module()))
 _SHOWN = 5
 _ELEMENTS = 4096

@@ -68,7 +68,7 @@ class ConsoleWriter(Writer):
         """Those of the last evaluation that has ended."""
         self.message(
             f"{run.name}: {run.world_size} x {run.device}, global batch {run.config['batch']['global']}, "
-            f"steps {run.first_step} to {run.last_step}, {run.folder}"
+            f"steps {min(run.first_step + 1, run.last_step)} to {run.last_step}, {run.folder}"
         )
         if self.console.is_terminal and debugging.RANK not in os.environ:  # a bar would draw over the debugger
             columns = (

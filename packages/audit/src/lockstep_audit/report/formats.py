@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,14 @@ UNKNOWN = "unknown"
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
+def explain(rule: Rule) -> str:
+    """The command that prints the page of a rule."""
+    return f"lockstep-audit --explain {rule.id}"
+
+
 def page(rule: Rule) -> str:
-    """The page of a rule."""
-    return f"docs/audit/{rule.name}.md"
+    """The page of a rule, as Markdown."""
+    return resources.files("lockstep_audit.pages").joinpath(f"{rule.name}.md").read_text(encoding="utf-8")
 
 
 def _where(finding: Finding) -> str:
@@ -33,7 +39,7 @@ def text(outcome: Outcome, verbose: bool = False) -> str:
         lines += [f"    {line}"] if line else []
         step = f" (step {finding.step})" if finding.step is not None else ""
         lines += [f"  seen: {finding.evidence}{step}", f"  cause: {finding.cause or UNKNOWN}"]
-        lines += [f"  remedy: {finding.remedy}", f"  see {page(rule)}"]
+        lines += [f"  remedy: {finding.remedy}", f"  see {explain(rule)}"]
         blocks.append("\n".join(lines))
     return "\n\n".join([*blocks, "\n".join(_summary(outcome, verbose))]) + "\n"
 
@@ -61,7 +67,7 @@ def _row(finding: Finding) -> dict[str, Any]:
     event |= {"line": finding.where.line if finding.where else None}
     event |= {"function": finding.where.function if finding.where else None, "ranks": list(finding.ranks)}
     event |= {"step": finding.step, "evidence": finding.evidence, "cause": finding.cause, "remedy": finding.remedy}
-    event |= {"page": page(rule)}
+    event |= {"explain": explain(rule)}
     return event
 
 
@@ -86,7 +92,7 @@ def sarif(outcome: Outcome) -> str:
 
 
 def _described(rule: Rule) -> dict[str, Any]:
-    level, where = {"level": rule.severity}, {"text": f"See {page(rule)}"}
+    level, where = {"level": rule.severity}, {"text": f"See {explain(rule)}", "markdown": page(rule)}
     words = {"shortDescription": {"text": rule.title}, "defaultConfiguration": level, "help": where}
     return {"id": rule.id, "name": rule.name, **words}
 

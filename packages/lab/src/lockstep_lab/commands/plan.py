@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from lockstep.cli import ranks
-from lockstep.cli.command import Command
+from lockstep.cli.joined import JoinedCommand
 from lockstep.cli.options import Debug, Force, Overrides, as_arguments
 from lockstep.cli.reporting import reporting, write_file
 from lockstep.core.errors import UsageError, did_you_mean
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _Target = Annotated[
     str | None,
-    typer.Argument(metavar="[RECIPE|FILE.yaml|FILE.py:Task]", help="What would be trained. Not with --advise."),
+    typer.Argument(metavar="[RECIPE|FILE.yaml|FILE.py:Task]", help="Recipe or task to plan for. Not with --advise."),
 ]
 _Gpus = Annotated[int, typer.Option("--gpus", help="GPUs of the training.", min=1)]
 _GpusPerNode = Annotated[
@@ -41,7 +41,7 @@ _LinkBandwidth = Annotated[
     typer.Option(
         "--link-bandwidth",
         metavar="RATE",
-        help="Between GPUs of a machine, one GPU in one direction: 50GB/s or 400Gbit/s. Default: the table's.",
+        help="Rate between GPUs of a machine, one GPU in one direction: 50GB/s or 400Gbit/s. Default: the table's.",
     ),
 ]
 _NetworkBandwidth = Annotated[
@@ -49,24 +49,35 @@ _NetworkBandwidth = Annotated[
     typer.Option(
         "--network-bandwidth",
         metavar="RATE",
-        help="Between machines, one GPU in one direction. Default: --link-bandwidth, where it is given.",
+        help="Rate between machines, one GPU in one direction. Default: --link-bandwidth, if it is given.",
     ),
 ]
 _Utilisation = Annotated[
     float, typer.Option("--utilisation", help="Share of the GPU's peak that the training reaches.")
 ]
 _Reserve = Annotated[float, typer.Option("--reserve", help="Share of the memory that stays free.", min=0, max=0.9)]
-_Precision = Annotated[list[str] | None, typer.Option("--precision", help="fp32, bf16 or fp16; may be repeated.")]
+_Precision = Annotated[
+    list[str] | None, typer.Option("--precision", help="Precision to consider: fp32, bf16 or fp16; may be repeated.")
+]
 _Samples = Annotated[
     int | None,
-    typer.Option("--samples", help="Of the training data, where they are not here. It says epochs.", min=1),
+    typer.Option(
+        "--samples",
+        help="Size of the training set, if the data is not on this machine. The plan then names epochs.",
+        min=1,
+    ),
 ]
 _Classes = Annotated[
     int | None,
-    typer.Option("--classes", help="Of the training data, where they are not here. Default: 10.", min=1),
+    typer.Option("--classes", help="Number of classes, if the data is not on this machine. Default: 10.", min=1),
 ]
-_FailuresPerGpuYear = Annotated[float | None, typer.Option("--failures-per-gpu-year", help="To say how often to save.")]
-_SaveSeconds = Annotated[float | None, typer.Option("--save-seconds", help="For which saving stops the training.")]
+_FailuresPerGpuYear = Annotated[
+    float | None,
+    typer.Option("--failures-per-gpu-year", help="Failures of a GPU in a year: the plan then says how often to save."),
+]
+_SaveSeconds = Annotated[
+    float | None, typer.Option("--save-seconds", help="Seconds that training pauses for each checkpoint.")
+]
 _JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE|-", help="Write the plan as JSON; -: to the terminal.")
 ]
@@ -75,17 +86,18 @@ _Chart = Annotated[
     typer.Option("--chart", metavar="FILE.svg", help="Draw the memory of each option against the limit."),
 ]
 _Watts = Annotated[
-    float | None, typer.Option("--watts", help="Of a GPU with its share of the machine: says the energy.")
+    float | None,
+    typer.Option("--watts", help="Power of a GPU with its share of the machine: the plan then names the energy."),
 ]
 _Price = Annotated[
-    float | None, typer.Option("--price-per-gpu-hour", help="In any currency: says what the training costs.")
+    float | None, typer.Option("--price-per-gpu-hour", help="Price in any currency: the plan then names the cost.")
 ]
 _Measure = Annotated[
     bool,
     typer.Option("--measure", help="Train a few real steps here, and say how far the estimate is off."),
 ]
 _Nproc = Annotated[
-    str | None, typer.Option("--nproc", help="With --measure: ranks on this machine, or auto. Default: 1.")
+    str | None, typer.Option("--nproc", help="Ranks on this machine, or auto, with --measure. Default: 1.")
 ]
 _Advise = Annotated[
     Path | None,
@@ -123,9 +135,9 @@ def plan(
     advise: _Advise = None,
     debug: Debug = False,
 ) -> None:
-    """Say what a training needs of GPUs, before one is paid for: what fits, how fast it may be, what to set.
+    """Estimate what fits on GPUs, how fast it is, and what to set. No GPU is needed.
 
-    The task's model is made without memory, and its step runs on tensors without values. It needs no GPU.
+    The task's model is made without memory, and its step runs on tensors without values.
 
     Example: lockstep plan --advise runs/digits
 
@@ -315,4 +327,4 @@ def _json_path(json_file: str | None) -> Path | None:
     return Path(json_file) if json_file not in (None, "-") else None
 
 
-COMMAND = Command(plan, "lockstep plan imagenet --gpus 8 --gpu 'A100 80GB'")
+COMMAND = JoinedCommand(plan, "lockstep plan imagenet --gpus 8 --gpu 'A100 80GB'")

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from lockstep.cli.command import Command
+from lockstep.cli.joined import JoinedCommand
 from lockstep.cli.options import Debug, Force
-from lockstep.cli.reporting import reporting
+from lockstep.cli.reporting import FAILED, reporting
 from lockstep.core.errors import UsageError
 from lockstep.core.user_files import check_replaceable
 
@@ -23,14 +23,11 @@ Folders = Annotated[list[Path], typer.Argument(metavar="RUN_DIR", help="Director
 
 def report(
     run_dir: Folder,
-    out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/report.html.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write. Default: RUN_DIR/report.html.")] = None,
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Write one HTML file that shows a run: results, curves, pictures, checkpoints, restarts.
-
-    Example: lockstep report runs/digits
-    """
+    """Write one HTML page of a run: results, curves, images, restarts."""
     with reporting(debug), _writing(_file(out) or run_dir):
         from lockstep_lab.report import page, run_page
 
@@ -46,10 +43,7 @@ def compare(
     force: Force = False,
     debug: Debug = False,
 ) -> None:
-    """Compare runs with the first of them: what differs in their configs, and their last results.
-
-    Example: lockstep compare runs/a runs/b --out compare.html
-    """
+    """Compare runs: what differs in configs and results. The first run is what others are compared with."""
     with reporting(debug), _writing(_file(out) or Path()):
         from lockstep_lab.report import comparison, page
 
@@ -77,12 +71,12 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended: no file is at fault
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the output, at the exit
-        raise typer.Exit(1) from None
+        raise typer.Exit(FAILED) from None
     except OSError as error:
         where = str(error.filename or path)
         what = f"cannot be read or written: {error.strerror}"
         raise UsageError(what, where=where, remedy="choose another place with --out") from error
 
 
-REPORT = Command(report, "lockstep report runs/digits")
-COMPARE = Command(compare, "lockstep compare runs/digits runs/digits-2")
+REPORT = JoinedCommand(report, "lockstep report runs/digits")
+COMPARE = JoinedCommand(compare, "lockstep compare runs/digits runs/digits-2 --out compare.html")

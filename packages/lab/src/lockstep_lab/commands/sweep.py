@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import ranks
-from lockstep.cli.command import Command
+from lockstep.cli.joined import JoinedCommand
 from lockstep.cli.options import Debug, Nproc, Overrides, Preset, Target
-from lockstep.cli.reporting import reporting
+from lockstep.cli.reporting import FAILED, reporting
 from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 
@@ -20,7 +20,7 @@ _Trials = Annotated[
     int | None, typer.Option("--trials", min=1, help="Trainings in all. Default: the whole grid, else 20.")
 ]
 _Parallel = Annotated[int, typer.Option("--parallel", min=1, help="Trainings at once on this machine.")]
-_RunDir = Annotated[Path | None, typer.Option(help="Default: runs/NAME-sweep.")]
+_RunDir = Annotated[Path | None, typer.Option(help="Directory of the sweep. Default: runs/NAME-sweep.")]
 _TRIALS = 20
 
 
@@ -78,8 +78,8 @@ def sweep(
                     files = sweep_page.write(results)
                     tell(f"\n{sweep_page.table(results)}\n\nwritten: {', '.join(map(str, files))}")
             if results.best is None:
-                raise typer.Exit(1)
+                raise typer.Exit(FAILED)
             tell(f"train the best: {sweep_page.command(results)}")
 
 
-COMMAND = Command(sweep, "lockstep sweep digits grid.yaml --trials 20 --parallel 2")
+COMMAND = JoinedCommand(sweep, "lockstep sweep digits grid.yaml --trials 20 --parallel 2")

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from lockstep.cli import ranks
-from lockstep.cli.command import Command
+from lockstep.cli.commands import Command, Group
+from lockstep.cli.joined import JoinedCommand
 from lockstep.cli.options import Debug, Force, Nproc, Overrides, Preset, Target, as_arguments
-from lockstep.cli.reporting import is_first, reporting
+from lockstep.cli.reporting import FAILED, is_first, reporting
 from lockstep.core.errors import UsageError
 from lockstep.core.user_files import check_replaceable
 
@@ -19,11 +20,12 @@ _Low = Annotated[float, typer.Option("--from", help="The rate of the first step:
 _High = Annotated[float, typer.Option("--to", help="The rate of the last step.")]
 _Steps = Annotated[int, typer.Option("--steps", help="Steps of the test.")]
 _Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE.svg|FILE.png", help="Default: NAME-lr.svg in this folder.")
+    Path | None,
+    typer.Option("--out", metavar="FILE.svg|FILE.png", help="Chart to write. Default: NAME-lr.svg in this folder."),
 ]
 _Memory = Annotated[
     str | None,
-    typer.Option("--memory", metavar="SIZE", help="What a rank may use, such as 4GB. On a CPU it must be given."),
+    typer.Option("--memory", metavar="SIZE", help="Memory that a rank may use, such as 4GB. Required on a CPU."),
 ]
 _Most = Annotated[
     int | None,
@@ -33,6 +35,7 @@ _Most = Annotated[
 ]
 
 tune = typer.Typer(
+    cls=Group,
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Find a learning rate, or the largest micro-batch.",
@@ -40,7 +43,7 @@ tune = typer.Typer(
 )
 
 
-@tune.command(name="lr", epilog="Example: lockstep tune lr digits --nproc 2 --out digits-lr.png")
+@tune.command(cls=Command, name="lr", epilog="Example: lockstep tune lr digits --nproc 2 --out digits-lr.png")
 def learning_rate(
     target: Target,
     overrides: Overrides = None,
@@ -81,7 +84,7 @@ def learning_rate(
             print(f"written: {path}")
 
 
-@tune.command(name="batch", epilog="Example: lockstep tune batch imagenet --memory 16GB --nproc 2")
+@tune.command(cls=Command, name="batch", epilog="Example: lockstep tune batch imagenet --memory 16GB --nproc 2")
 def batch(
     target: Target,
     overrides: Overrides = None,
@@ -91,7 +94,9 @@ def batch(
     most: _Most = None,
     debug: Debug = False,
 ) -> None:
-    """Find the largest micro-batch that fits into memory, and say how fast each size is. Trains a few steps of each."""
+    """Find the largest micro-batch that fits into memory. It trains a few steps of each size, and prints how
+    fast they are.
+    """
     with reporting(debug):
         from lockstep import sizes
         from lockstep.cli import config_preset
@@ -120,7 +125,7 @@ def batch(
         by_rank = config.batch.per_rank is not None
         print(batch_size.text(tried, largest, given=given, ranks=count, memory=limit, by_rank=by_rank))
         if not any(one.fits for one in tried):
-            raise typer.Exit(3)
+            raise typer.Exit(FAILED)
 
 
-COMMAND = Command(tune)
+COMMAND = JoinedCommand(tune)

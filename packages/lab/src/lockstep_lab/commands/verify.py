@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.cli import ranks
-from lockstep.cli.command import Command
+from lockstep.cli.joined import JoinedCommand
 from lockstep.cli.options import Cold, Debug, Force, Overrides, Preset, Target
-from lockstep.cli.reporting import reporting
+from lockstep.cli.reporting import FAILED, FAULT, reporting
 from lockstep.core import this_process
 from lockstep.core.errors import UsageError
 from lockstep.core.user_files import check_replaceable
@@ -33,14 +33,14 @@ def verify(
         typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU. Default: the preset's, or 2."),
     ] = None,
     preset: Preset = None,
-    checks: Annotated[str, typer.Option(metavar="A,B,C", help="Which checks; default: all.")] = "",
+    checks: Annotated[str, typer.Option(metavar="A,B,C", help="Checks to make. Default: all.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Shorter trials.")] = False,
     steps: Annotated[
         int | None,
         typer.Option(help="Steps of each comparison. Default: 12, with --quick 8; of a script: 20, with --quick 8."),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Where verify.json and verify.html go. Default: runs/NAME.")
+        Path | None, typer.Option(help="Folder for verify.json and verify.html. Default: runs/NAME.")
     ] = None,
     force: Force = False,
     cold: Cold = False,
@@ -148,9 +148,9 @@ def _end(result: VerifyResult, folder: Path) -> None:
     print(report.summary(result))
     print(f"written: {folder}/verify.json, {folder}/verify.html")
     if result.faults:
-        raise typer.Exit(3)
+        raise typer.Exit(FAULT)
     if result.shows_nothing:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
-COMMAND = Command(verify, "lockstep verify my_task.py:MyTask --nproc 2 --quick")
+COMMAND = JoinedCommand(verify, "lockstep verify my_task.py:MyTask --nproc 2 --quick")

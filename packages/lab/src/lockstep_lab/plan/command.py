@@ -112,7 +112,7 @@ def _or_cut(found: Plan, config: RunConfig, planned: Callable[[RunConfig], Plan]
             return found
         if cut.recommended is not None and cut.recommended.fits:
             options = [*found.options, *(option for option in cut.options if option.estimate is not None)]
-            reason = f"{cut.reason}; with parallel.tensor=1 nothing fits on the GPUs (docs/mesh.md)"
+            reason = f"{cut.reason}; with parallel.tensor=1 nothing fits on the GPUs (lockstep --explain mesh)"
             return replace(cut, facts=found.facts, options=options, reason=reason)
         found.facts.notes.append(f"parallel.tensor={tensor} does not make it fit")
     return found

@@ -202,7 +202,7 @@ class _Sizes:
 
 
 def memory_of(facts: ModelFacts, setting: Setting) -> Memory:
-    """Bytes of one GPU. For the life of each tensor, see docs/plan.md."""
+    """Bytes of one GPU. For the life of each tensor, see lockstep --explain plan."""
     shards = setting.shards
     trainable = [p for p in facts.parameters if p.trainable]
     local = {p.name: p.elements_per_rank(shards) for p in facts.parameters}

@@ -97,7 +97,9 @@ def first_difference(config: Mapping[str, Any], changes: TaskChanges, epsilon: f
             except Exception as error:
                 what = f"{entered[-1] if entered else 'Task.loss'} fails where the model is cut: {error}"
                 where = f"parallel.tensor={world.tensor}"
-                raise UsageError(what.splitlines()[0], where=where, remedy="see docs/mesh.md, The plan") from error
+                raise UsageError(
+                    what.splitlines()[0], where=where, remedy="see lockstep --explain mesh, The plan"
+                ) from error
         grads = {name: gather(p.grad) for name, p in cut.named_parameters() if p.grad is not None}
         return _in_outputs(expected, found, world, epsilon) or _in_gradients(whole, grads, epsilon)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lockstep
 from lockstep.core import devices
 from lockstep.core.parallel.pretended import pretended_world
 from lockstep.core.parallel.sharded_tensor import is_sharded
@@ -25,7 +26,7 @@ from lockstep.parts.digest import digest
 
 _TORCH = str(Path(torch.__file__).parent)
 _VERIFY = str(Path(__file__).parent)
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(lockstep.__file__).parent)
 _DISTRIBUTED = f"{_PACKAGE}/core/parallel"  # its own reductions count units and compute norms
 _AGREEMENT = f"{_DISTRIBUTED}/signals.py"
 _HOST_WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
@@ -314,8 +315,8 @@ def _caller() -> FrameType:
 
 
 def place_of_caller() -> tuple[str, bool]:
-    """File and line of the caller, and whether the file belongs to the package without its tasks."""
+    """File and line of the caller, and whether the file belongs to the engine."""
     frame = _caller()
     name = frame.f_code.co_filename
-    own = name.startswith(f"{_PACKAGE}/") and not name.startswith(f"{_PACKAGE}/tasks/")
+    own = name.startswith(f"{_PACKAGE}/")
     return f"{Path(name).name}:{frame.f_lineno}", own

@@ -188,7 +188,7 @@ class TaskProbe(Coupling):
                 f"the loss of a micro-batch is not the sum over its samples ({off}): samples influence each other"
                 f"{self.meets_at and f', first in {self.meets_at}'}, or Task.weight counts wrongly. A ratio over the "
                 "batch (Dice, IoU, F-beta) gets the global batch by Task.embed, and of a mean by class weights, "
-                "Task.weight returns the sum of the weights: docs/global_loss.md"
+                "Task.weight returns the sum of the weights: lockstep --explain global_loss"
             )
         return ""
 

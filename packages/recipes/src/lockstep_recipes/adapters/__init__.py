@@ -5,7 +5,7 @@
 
     Trainer({"train": {"epochs": 3}}).fit(adapters.lightning(MyModule(), MyDataModule()), nproc=2)
 
-`lockstep train my_lightning.py:MyModule` makes such a task by itself. See docs/adapters.md.
+`lockstep train my_lightning.py:MyModule` makes such a task by itself. See lockstep --explain adapters.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.core.foreign_task import Keys
 
-_PART = "write a lockstep.Part, docs/adapters.md#a-callback-becomes-a-part"
+_PART = "write a lockstep.Part, lockstep --explain adapters"
 KEPT: dict[str, frozenset[str]] = {
     "EarlyStopping": frozenset({"monitor", "min_delta", "patience", "mode", "stopping_threshold"}),
     "ModelCheckpoint": frozenset({"monitor", "mode"}),

@@ -10,7 +10,7 @@ from torch import nn
 from lockstep.core.errors import UsageError
 from lockstep.core.foreign_task import DOCS, line_of, line_with, refused
 
-_PART = "write a lockstep.Part with {}: docs/adapters.md#a-callback-becomes-a-part"
+_PART = "write a lockstep.Part with {}: lockstep --explain adapters"
 _REMEDIES = {
     "on_fit_start": _PART.format("`start`"),
     "on_train_start": _PART.format("`start`"),
@@ -30,7 +30,7 @@ _REMEDIES = {
     "configure_gradient_clipping": "optim.clip_norm=1.0 clips the gradient of the global batch",
     "optimizer_step": "write a class of optimizer that steps so, and return it from configure_optimizers",
     "lr_scheduler_step": "return a scheduler of torch, or a LambdaLR",
-    "configure_callbacks": "docs/adapters.md#a-callback-becomes-a-part",
+    "configure_callbacks": "lockstep --explain adapters",
     "transfer_batch_to_device": "let the batch have a method `to`; batches are moved ahead",
     "on_after_batch_transfer": "change the batch at the beginning of training_step",
     "on_before_batch_transfer": "change the batch in collate_fn",
@@ -83,7 +83,7 @@ def check(values: Sequence[tuple[Any, type]], ignore: Sequence[str]) -> list[str
                 left_out.append(name)
                 continue
             line = line_of(getattr(value, name))
-            remedy = _REMEDIES.get(name, "write a lockstep.Part (docs/parts.md)")
+            remedy = _REMEDIES.get(name, "write a lockstep.Part (lockstep --explain parts)")
             faults.append(f"{line}: {type(value).__name__}.{name} would not be called: {remedy}")
     if faults:
         names = sorted({fault.split(" would")[0].rpartition(".")[2] for fault in faults})
@@ -102,7 +102,7 @@ def check_automatic(module: Any) -> None:
     raise UsageError(
         f"{type(module).__name__} makes its updates itself: automatic_optimization is False",
         where=line_with(type(module).__init__, "automatic_optimization"),
-        remedy="return the loss from training_step; several optimizers in turn are players: docs/players.md",
+        remedy="return the loss from training_step; several optimizers in turn are players: lockstep --explain players",
     )
 
 

@@ -95,7 +95,7 @@ def single(found: Any, where: str) -> DataLoader[Any]:
         raise refused(f"it returns {kind}", where, remedy)
     if isinstance(found.dataset, torch.utils.data.IterableDataset):
         what = f"the loader reads a {type(found.dataset).__name__}, which is an IterableDataset"
-        remedy = "write a Task that returns lockstep.Stream(data), docs/streams.md; or shards, docs/shards.md"
+        remedy = "write a Task that returns lockstep.Stream(data) (lockstep --explain streams), or shards"
         raise refused(what, where, remedy)
     return found
 
@@ -127,7 +127,7 @@ def read(loader: DataLoader[Any], where: str) -> Loaded:
         loaded.keys["data.samples_per_epoch"] = sampler.num_samples
     else:
         what = f"the loader draws its samples by a {kind.__name__}"
-        remedy = "ranks and restarts ask for any position of an epoch: make it an `order`, docs/sampling.md"
+        remedy = "ranks and restarts ask for any position of an epoch: make it an `order`, lockstep --explain sampling"
         raise refused(what, where, remedy)
     loaded.keys["batch.global"] = loader.batch_size
     if loader.drop_last:

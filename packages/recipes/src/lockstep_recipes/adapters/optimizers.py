@@ -43,7 +43,7 @@ def parse(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, A
     schedulers = [one for one in (schedulers if isinstance(schedulers, tuple | list) else [schedulers]) if one]
     if len(optimizers) != 1 or not isinstance(optimizers[0], torch.optim.Optimizer):
         what = f"it returns {len(optimizers)} optimizers" if len(optimizers) > 1 else f"it returns {optimizers[0]!r}"
-        raise refused(what, where, "return one optimizer; several in turn are players: docs/players.md")
+        raise refused(what, where, "return one optimizer; several in turn are players: lockstep --explain players")
     if len(schedulers) > 1:
         remedy = "chain them: torch.optim.lr_scheduler.SequentialLR"
         raise refused(f"it returns {len(schedulers)} schedulers", where, remedy)

@@ -19,11 +19,11 @@ _REMEDIES = {
     "world_size": "the result would depend on the number of ranks: use the global batch, batch.global",
     **dict.fromkeys(("global_rank", "local_rank", "node_rank"), _OWN_RANK),
     "strategy": "no code of the task communicates: what needs all samples of the global batch is Task.embed, "
-    "docs/global_loss.md",
+    "lockstep --explain global_loss",
     "logger": "log numbers with self.log; a lockstep.Writer takes the entries of the log, and a Presenter draws",
     "optimizers": "only training_step and validation_step of a training have one",
     "lr_scheduler_configs": "the learning rate is self.optimizers().param_groups[0]['lr']",
-    "callback_metrics": "read results in a Part: training.results, docs/parts.md",
+    "callback_metrics": "read results in a Part: training.results, lockstep --explain parts",
 }
 
 
@@ -106,7 +106,7 @@ class ReadOptimizer:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        remedy = "return the loss, and the update is made; several optimizers are players: docs/players.md"
+        remedy = "return the loss, and the update is made; several optimizers are players: lockstep --explain players"
         raise refused(f"self.optimizers().{name} is used: only param_groups can be read", users_line(), remedy)
 
 

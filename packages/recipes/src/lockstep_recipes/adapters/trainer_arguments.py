@@ -85,7 +85,7 @@ def keys_of(trainer: Mapping[str, Any], batch: int, *, validates: bool) -> tuple
     if "train.steps" in keys and "train.epochs" in keys:
         faults.append("max_epochs and max_steps: give one of them")
     if faults:
-        remedy = f"leave them out, and give keys of the config: docs/config.md, {DOCS}"
+        remedy = f"leave them out, and give keys of the config: lockstep --explain config, {DOCS}"
         text = "\n  ".join(["arguments of Lightning's Trainer that cannot be kept:", *faults])
         raise UsageError(text, remedy=remedy)
     return keys, [f"ignored arguments of Lightning's Trainer: {', '.join(ignored)}"] if ignored else []

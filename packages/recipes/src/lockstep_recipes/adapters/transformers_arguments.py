@@ -81,8 +81,8 @@ REFUSED = {
     "liger_kernel_config": "change the model before you give it",
     "neftune_noise_alpha": "add the noise in the model, or write a Task",
     "optim_args": "optim.name=CLASS optim.args={...}, and optim left out",
-    "optim_target_modules": "optim.groups: docs/optimizers.md",
-    "parallelism_config": "parallel.strategy=fsdp, or parallel.tensor: docs/mesh.md",
+    "optim_target_modules": "optim.groups: lockstep --explain optimizers",
+    "parallelism_config": "parallel.strategy=fsdp, or parallel.tensor: lockstep --explain mesh",
     "torch_compile": "compute.compile=blocks",
     "torch_compile_backend": "compute.compile=blocks",
     "torch_compile_mode": "compute.compile=blocks",
@@ -92,10 +92,10 @@ REFUSED = {
 """Arguments that must keep their defaults, with what to give instead."""
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, 0.0, "", [], {}, "random")  # defaults of what is refused
 OF_TRAINER = {
-    "callbacks": "a lockstep.Part: docs/adapters.md#a-callback-becomes-a-part",
-    "compute_loss_func": "write a Task, whose loss is the sum of the losses: docs/tasks.md",
+    "callbacks": "a lockstep.Part: lockstep --explain adapters",
+    "compute_loss_func": "write a Task, whose loss is the sum of the losses: lockstep --explain tasks",
     "optimizer_cls_and_kwargs": "optim.name=CLASS optim.args={...}, and the argument left out",
-    "optimizers": "the arguments optim and lr_scheduler_type; or a Task with an optimizer: docs/optimizers.md",
+    "optimizers": "optim and lr_scheduler_type; or a Task with an optimizer: lockstep --explain optimizers",
     "tokenizer": "processing_class, as in transformers 5",
 }
 """Arguments of transformers' Trainer that the adapter does not take, with what to do instead."""
@@ -143,7 +143,9 @@ def understood(args: Any) -> tuple[SimpleNamespace, list[str]]:
             f"optim={found.optim!r}: there are {', '.join(OPTIMIZERS)}; or give optim.name of Lockstep's config"
         )
     if found.lr_scheduler_type in _STATEFUL:
-        faults.append(f"lr_scheduler_type={found.lr_scheduler_type!r}: schedule.name=plateau: docs/optimizers.md")
+        faults.append(
+            f"lr_scheduler_type={found.lr_scheduler_type!r}: schedule.name=plateau: lockstep --explain optimizers"
+        )
     if faults:
         text = "\n  ".join(["TrainingArguments that cannot be kept:", *faults])
         raise UsageError(text, where=where, remedy=f"leave them out, and give keys of the config ({DOCS})")

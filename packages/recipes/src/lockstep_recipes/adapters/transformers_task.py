@@ -65,7 +65,7 @@ class TransformersTask(Foreign):
             remedy = "give model=, or model_init=, a function that makes it"
             raise UsageError("give one of the two", where="adapters.transformers(model, model_init)", remedy=remedy)
         if model is not None and not hasattr(model, "config"):
-            remedy = "give a model of transformers, an object with a `config`; for others, write a Task: docs/tasks.md"
+            remedy = "give a model of transformers, with a `config`; for others, write a Task: lockstep --explain tasks"
             raise UsageError(f"the model is a {type(model).__name__}", where="adapters.transformers", remedy=remedy)
         _check_sets(train_dataset, eval_dataset)
         self.made_model, self.model_init, self.processing_class = model, model_init, processing_class
@@ -290,7 +290,7 @@ def _check_sets(train: Any, evaluated: Any) -> None:
             raise refused(f"it is a {type(data).__name__} of data sets: {', '.join(map(str, data))}", where, remedy)
         is_missing = data is None and name == "train_dataset"
         if is_missing or isinstance(data, IterableDataset) or (data is not None and not hasattr(data, "__len__")):
-            remedy = "give a data set with len() and [index]; for a stream, write a Task: docs/streams.md"
+            remedy = "give a data set with len() and [index]; for a stream, write a Task: lockstep --explain streams"
             raise refused("it is missing" if is_missing else f"it is a {type(data).__name__}", where, remedy)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.cli.command import Command
+from lockstep.cli.joined import JoinedCommand
 from lockstep.cli.options import Debug
 from lockstep.cli.reporting import reporting
 from lockstep.core.errors import UsageError
@@ -37,9 +37,12 @@ def shards(
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder, or an address such as s3://BUCKET/FOLDER.")],
     format: Annotated[
-        Format | None, typer.Option(help="Default: tar for pictures and arrays, jsonl for chats, otherwise parquet.")
+        Format | None,
+        typer.Option(
+            help="Format of the shards. Default: tar for images and arrays, jsonl for chats, otherwise parquet."
+        ),
     ] = None,
-    shard_size: Annotated[str, typer.Option(help="About the size of a shard, before Parquet compresses it.")] = "64MB",
+    shard_size: Annotated[str, typer.Option(help="Size of a shard, about, before Parquet compresses it.")] = "64MB",
     shuffle: Annotated[
         int | None, typer.Option(metavar="SEED", help="Shuffle all samples. They need a length and an index.")
     ] = None,
@@ -160,4 +163,4 @@ class _Pictures:
         return {"__key__": f"{row:09d}", suffix: self.pictures.read(row), **label}
 
 
-COMMAND = Command(shards, "lockstep shards photos/ shards/ --shuffle 0")
+COMMAND = JoinedCommand(shards, "lockstep shards photos/ shards/ --shuffle 0")

@@ -215,7 +215,8 @@ def save_for_image_pipeline(model: Any, processor: Mapping[str, Any], folder: Pa
     return [
         *warnings,
         f"transformers cannot load this model: its {type(model).__name__} has {missing[0]}, which this model lacks. So "
-        f"the config is called {OTHER_LAYERS}; docs/images.md shows how to load it. Models that are trained with "
+        f"the config is called {OTHER_LAYERS}; lockstep --explain images shows how to load it. Models that are "
+        "trained with "
         "task.batch_norm=batch, sync or frozen can be loaded as usual; model.pt2 and use_model.py need no transformers",
     ]
 

@@ -33,9 +33,11 @@ class SmallOptions(Section):
     """Sizes of Lockstep's own small model, which is new. Its arithmetic is that of Llama."""
 
     layers: PositiveInt = 4
+    """Number of blocks."""
     width: PositiveInt = 128
     """Numbers that stand for a token between layers."""
     heads: PositiveInt = 4
+    """Attention heads of a block."""
     kv_heads: PositiveInt | None = None
     """Heads of keys and values, each of which several heads share. None: half of `heads`, where that can be."""
     hidden: PositiveInt | None = None
@@ -104,7 +106,7 @@ class LmOptions(TableOptions):
     `compute.compile=model` compiles it as a whole. None: all."""
     cut_tokens: bool = False
     """With `parallel.tensor`: each rank of a group holds what is between cut layers (norms, dropout, sums) for its part
-    of the tokens of a row, which takes less memory: docs/mesh.md."""
+    of the tokens of a row, which takes less memory: lockstep --explain mesh."""
     loss_on: Literal["answers", "all"] = "answers"
     """The tokens of prompts and answers, and of chats, that are learned. Of plain text all are learned."""
     separator: Annotated[str, Field(min_length=1)] | None = None
@@ -153,7 +155,7 @@ class LmOptions(TableOptions):
         return self.model or (self.config if isinstance(self.config, str) else None)
 
     def suggestions(self) -> dict[str, dict[str, Any]]:
-        """Optimizer, length and schedule: docs/language_models.md."""
+        """Optimizer, length and schedule: lockstep --explain language_models."""
         optim: dict[str, Any] = {"name": "AdamW", "clip_norm": 1.0, "args": {"betas": [0.9, 0.95]}}
         optim["groups"] = [{"name": "no_decay", "match": ["*"], "ndim": 1, "weight_decay": 0.0}]
         if self.model or self.lora:

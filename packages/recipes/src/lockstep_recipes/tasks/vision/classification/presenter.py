@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.program import Program, program_of_images
+from lockstep.core.program import Program
 from lockstep_recipes.tasks import confusion
 from lockstep_recipes.tasks.readers.labels import count_labels
 from lockstep_recipes.tasks.vision.classification.options import SMALL
 from lockstep_recipes.tasks.vision.image_presenter import ImagePresenter
+from lockstep_recipes.tasks.vision.image_program import program_of_images
 from lockstep_recipes.tasks.vision.readers.class_table import listed
 from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, unlabelled_pictures
 

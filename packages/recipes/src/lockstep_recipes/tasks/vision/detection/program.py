@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from lockstep.core.program import PICTURES, Program
+from lockstep.core.program import Program
 from lockstep_recipes.tasks.vision.detection.models import Detections
+from lockstep_recipes.tasks.vision.image_program import PICTURES
 
 if TYPE_CHECKING:
     from lockstep_recipes.tasks.vision.detection.task import Detection

@@ -45,7 +45,7 @@ class SegmentationOptions(ImageOptions):
 
     classes: list[str] | dict[str | int, Any] | str | None = None
     """Names of the classes in the order of their ids, a mapping of names to ids or colours `[r, g, b]`, or the path of
-    a file of classes. None: as the data says. docs/segmentation.md lists the forms."""
+    a file of classes. None: as the data says. lockstep --explain segmentation lists the forms."""
     ignore: list[int | str | list[int]] = Field(default_factory=list)
     """Ids, names or colours in the masks that neither the loss nor the metrics count."""
     images: str | None = None

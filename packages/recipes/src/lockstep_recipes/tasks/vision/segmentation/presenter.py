@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lockstep.core.program import Program, program_of_images
+from lockstep.core.program import Program
 from lockstep.drawing import drawing
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.readers.doubles import Samples
 from lockstep_recipes.tasks.vision.image_presenter import ImagePresenter
+from lockstep_recipes.tasks.vision.image_program import program_of_images
 from lockstep_recipes.tasks.vision.pictures.mask import encode_mask
 from lockstep_recipes.tasks.vision.readers.masked_images import masked_inputs
 from lockstep_recipes.tasks.vision.segmentation.losses import IGNORED

@@ -1,0 +1,76 @@
+"""Commands that other distributions declare as entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from lockstep.cli.commands import Command
+from lockstep.core import plugins
+from lockstep.core.entry_points import entry_points
+from lockstep.core.errors import UsageError
+
+GROUP = "lockstep.commands"  # of entry points
+
+PACKAGES = {
+    "torch-lockstep-lab": ("compare", "plan", "report", "sweep", "tune", "verify"),
+    "torch-lockstep-recipes": ("shards",),
+}
+"""Commands that other distributions of Lockstep bring, for the error if they are not installed."""
+
+
+@dataclass(frozen=True)
+class JoinedCommand:
+    """A command of `lockstep` that a distribution declares."""
+
+    call: Callable[..., None] | typer.Typer
+    """A function as Typer takes it, or an application with commands."""
+    example: str = ""
+
+    def join(self, app: typer.Typer, name: str) -> None:
+        """Add the command to the command line."""
+        if isinstance(self.call, typer.Typer):
+            app.add_typer(self.call, name=name)
+        else:
+            epilog = f"Example: {self.example}" if self.example else None
+            app.command(name, cls=Command, epilog=epilog)(self.call)
+
+
+def declared() -> dict[str, JoinedCommand]:
+    """The commands of other distributions by name. One that cannot be imported is a command that says so."""
+    return {name: _loaded(name) for name in entry_points(GROUP)}
+
+
+def _loaded(name: str) -> JoinedCommand:
+    entry = entry_points(GROUP)[name]
+    try:
+        found: Any = plugins.load(entry)
+        if not isinstance(found, JoinedCommand) and not callable(found):
+            raise plugins.unusable(entry, "is neither a function nor a lockstep.cli.joined.JoinedCommand")
+    except UsageError as error:
+        return JoinedCommand(_failing(error))
+    return found if isinstance(found, JoinedCommand) else JoinedCommand(found)
+
+
+def _failing(error: UsageError) -> Callable[..., None]:
+    from lockstep.cli.reporting import reporting
+
+    def command(context: typer.Context) -> None:
+        with reporting(debug=False):
+            raise error
+
+    command.__doc__ = f"(cannot be loaded: {error.where})"
+    return command
+
+
+def of_missing_package(name: str) -> UsageError | None:
+    """The error for a command of a distribution of Lockstep that is not installed. None: no distribution has it."""
+    package = next((package for package, names in PACKAGES.items() if name in names), None)
+    if package is None:
+        return None
+    what = f"`lockstep {name}` is a command of the package {package}, which is not installed"
+    extra = package.removeprefix("torch-lockstep-")
+    return UsageError(what, remedy=f"pip install 'torch-lockstep[{extra}]'; in a clone: make .venv/.ready")
