@@ -31,7 +31,7 @@ def test_the_shipped_presets_are_listed_with_what_they_are_for():
     known = config_preset.presets()
     assert sorted(known) == SHIPPED
     assert "V100" in known["p3"]
-    listed = CliRunner().invoke(cli.app, ["presets"]).stdout.splitlines()
+    listed = CliRunner().invoke(cli.app, ["doctor", "presets"]).stdout.splitlines()
     assert [line.split()[0] for line in listed] == SHIPPED
 
 
