@@ -3,7 +3,7 @@
     python benchmarks/mesh.py bf16     # trainings in bf16 and fp32, beside the same training in float64
     python benchmarks/mesh.py kept     # bytes that the forward pass of a Llama keeps, on each rank of a tensor group
     python benchmarks/mesh.py llama    # activations of one text, as `lockstep plan` counts them, at tensor=1 and 8
-    lockstep plan benchmarks/mesh.py:Chunks --gpus 8 --gpu H100 --precision bf16 batch.global=1 parallel.tensor=8
+    lockstep plan benchmarks/mesh.py:Chunks --gpus 8 --gpu H100 precision=bf16 batch.global=1 parallel.tensor=8
 
 The last reads this file as a task: a Llama of 8 billion parameters on texts of 8,192 tokens.
 """

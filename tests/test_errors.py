@@ -81,8 +81,8 @@ def test_class_and_fields_survive_copying(kind, copied):
     assert fields(back) == ("what", "where", "remedy")
 
 
-def test_wrong_usage_exits_with_2_a_watch_that_fires_with_4_and_every_other_failure_with_1():
-    others = {UsageError: 2, WatchError: 4}
+def test_wrong_usage_exits_with_2_a_watch_that_fires_with_3_and_every_other_failure_with_1():
+    others = {UsageError: 2, WatchError: 3}
     assert {kind: kind("what").exit_code for kind in KINDS} == {kind: others.get(kind, 1) for kind in KINDS}
 
 

@@ -153,7 +153,7 @@ def test_the_wheel_trains_in_an_environment_that_has_nothing_else(made, tmp_path
     assert "Check this training: lockstep verify digits" in call("train", "digits", "train.steps=3", "--nproc", "2")
     call("report", "runs/digits")
     assert "uPlot" in (tmp_path / "runs" / "digits" / "report.html").read_text()
-    assert "local" in call("presets")
+    assert "local" in call("doctor", "presets")
     assert "docstrings" in call("recipes")
     assert "Lightning" in call("init", "--from", "lightning")
     call("config", "mine.py:MyTask")

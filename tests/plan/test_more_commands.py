@@ -44,7 +44,7 @@ def test_advice(call, tmp_path):
         (["digits", "--gpu", "H100", "--watts", "0"], "is not above 0"),
         (["digits", "--measure", "--nproc", "none"], "--nproc"),
         (["digits", "--measure", "--gpu", "H100"], "measures on this machine"),
-        (["digits", "--measure", "--precision", "bf16"], "--measure with --precision"),
+        (["digits", "--measure", "--precision", "bf16"], "write precision=bf16"),
         (["digits", "--measure", "--gpus", "2"], "--measure with --gpus"),
         (["digits", "--gpu", "H100", "--chart", "none/plan.svg"], "there is no such folder"),
         (["digits", "--gpu", "H100", "--json", "none/plan.json"], "there is no such folder"),

@@ -158,7 +158,7 @@ def test_messages_go_to_ranks_at_distances_of_powers_of_two():
 
 def test_the_command_prints_a_table_and_writes_the_reports(tmp_path, monkeypatch, capsys):
     file = tmp_path / "reports.json"
-    monkeypatch.setattr("sys.argv", ["lockstep", "check-device", "--seconds", "0", "--json", str(file)])
+    monkeypatch.setattr("sys.argv", ["lockstep", "doctor", "check-device", "--seconds", "0", "--json", str(file)])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code in (0, None)
@@ -169,7 +169,7 @@ def test_the_command_prints_a_table_and_writes_the_reports(tmp_path, monkeypatch
 
 @pytest.mark.exhaustive
 def test_the_command_ends_with_3_where_a_device_lies(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["lockstep", "check-device", "--seconds", "0"])
+    monkeypatch.setattr("sys.argv", ["lockstep", "doctor", "check-device", "--seconds", "0"])
     with faulty.Flips("aten.sort"), pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 3

@@ -149,7 +149,7 @@ def test_a_disk_that_is_too_small_for_two_checkpoints(tmp_path, monkeypatch):
 
 def test_command_prints_a_table(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["lockstep", "preflight", "toy"])
+    monkeypatch.setattr(sys, "argv", ["lockstep", "doctor", "preflight", "toy"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0
@@ -159,7 +159,7 @@ def test_command_prints_a_table(tmp_path, monkeypatch, capsys):
 
 def test_command_ends_with_3_after_a_fault(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(shared_folder, "_write", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
-    monkeypatch.setattr(sys, "argv", ["lockstep", "preflight", "toy", "--run-dir", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["lockstep", "doctor", "preflight", "toy", "--run-dir", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from lockstep.cli import ranks
 from lockstep.cli.joined import JoinedCommand
 from lockstep.cli.options import Debug, Force, Overrides, as_arguments
 from lockstep.cli.reporting import reporting, write_file
-from lockstep.core.errors import UsageError, did_you_mean
+from lockstep.core.errors import UsageError
 from lockstep.core.user_files import check_replaceable
 
 if TYPE_CHECKING:
@@ -56,9 +56,6 @@ _Utilisation = Annotated[
     float, typer.Option("--utilisation", help="Share of the GPU's peak that the training reaches.")
 ]
 _Reserve = Annotated[float, typer.Option("--reserve", help="Share of the memory that stays free.", min=0, max=0.9)]
-_Precision = Annotated[
-    list[str] | None, typer.Option("--precision", help="Precision to consider: fp32, bf16 or fp16; may be repeated.")
-]
 _Samples = Annotated[
     int | None,
     typer.Option(
@@ -120,7 +117,6 @@ def plan(
     network_bandwidth: _NetworkBandwidth = None,
     utilisation: _Utilisation = 0.4,
     reserve: _Reserve = 0.1,
-    precision: _Precision = None,
     samples: _Samples = None,
     classes: _Classes = None,
     failures_per_gpu_year: _FailuresPerGpuYear = None,
@@ -151,7 +147,6 @@ def plan(
             "--watts": watts,
             "--price-per-gpu-hour": price,
             "--gpus": gpus if gpus > 1 else None,
-            "--precision": precision or None,
             "--gpus-per-node": gpus_per_node,
             "--failures-per-gpu-year": failures_per_gpu_year,
             "--save-seconds": save_seconds,
@@ -188,13 +183,12 @@ def plan(
             utilisation=utilisation,
             fp32_as_tf32=config.compute.matmul_precision in ("high", "medium"),
         )
-        precisions = _checked_precisions(precision)
         from lockstep_lab.plan import command
 
         found = command.plan_of(
             config,
             world,
-            precisions=precisions,
+            precisions=_named_precision(config, overrides or ()),
             reserve=reserve,
             failures_per_gpu_year=failures_per_gpu_year,
             save_seconds=save_seconds,
@@ -249,16 +243,9 @@ def _made_up(overrides: Sequence[str], classes: int | None, samples: int | None)
     return None
 
 
-def _checked_precisions(names: Sequence[str] | None) -> list[PrecisionName] | None:
-    """The precisions of `--precision`, if they exist."""
-    from lockstep_lab.plan import inputs
-
-    known: tuple[PrecisionName, ...] = get_args(inputs.PrecisionName)
-    for name in names or ():
-        if name not in known:
-            remedy = f"{did_you_mean(name, known)}There are: {', '.join(known)}"
-            raise UsageError(f"there is no precision {name!r}", where="--precision", remedy=remedy)
-    return [precision for name in names for precision in known if precision == name] if names else None
+def _named_precision(config: RunConfig, overrides: Sequence[str]) -> list[PrecisionName] | None:
+    """The precision that the command line gives as a key. None: the plan tries several."""
+    return [config.precision] if any(each.startswith("precision=") for each in overrides) else None
 
 
 def _advise(folder: Path, target: str | None, json_file: str | None, *, others: Mapping[str, object]) -> None:
