@@ -15,6 +15,7 @@ from lockstep.recipes import config_file
 from lockstep.tasks.lm.options import LmOptions
 from lockstep.trainer import user_exit
 from tests import examples_of_loops
+from tests.selection import mainly
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ["device=cpu", "log.writers=[json_lines]", "log.pictures=0", "log.model_summary=false"]
@@ -71,7 +72,7 @@ def test_wrong_usage_is_told(call, arguments, expected):
     assert expected in done.stderr
 
 
-@pytest.mark.parametrize("library", TASKS)
+@pytest.mark.parametrize("library", mainly(["ddp", "lightning"], TASKS))
 def test_the_example_of_a_page_trains_with_the_command_of_the_page(call, tmp_path, library):
     done = call("init", "--from", library.value, "--out", "page.md")
     assert done.exit_code == 0, done.output
