@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -66,6 +67,7 @@ def main() -> int:
     if folder is None:
         return run()
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the memory is given back all the same
     try:
         return run()
     finally:
