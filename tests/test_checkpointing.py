@@ -46,7 +46,15 @@ TRAININGS = [
     ("Dropout", {"optim": {"name": "SGD", "args": {"momentum": 0.9}}, "train": {"ema_decay": 0.9}}),
     ("Single", {"precision": "fp16", "optim": {"name": "Adagrad"}}),
 ]
-OTHERS_COVER = (("Masked", 2), ("Dropout", 2), ("Single", 3))
+OTHERS_COVER = (
+    ("Masked", 1),
+    ("Masked", 2),
+    ("Masked", 3),
+    ("Dropout", 1),
+    ("Dropout", 2),
+    ("Single", 2),
+    ("Single", 3),
+)
 
 
 def trainings():

@@ -27,6 +27,7 @@ def test_both_examples_learn(tmp_path, monkeypatch, capsys):
         assert set(torch.load("model.pt")) == {"1.weight", "1.bias", "4.weight", "4.bias"}
 
 
+@pytest.mark.exhaustive  # longer examples of the loops of the test above
 def test_the_pairs_of_examples_train_the_same_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "letters.txt").write_text((ROOT / "README.md").read_text())

@@ -8,6 +8,7 @@ import torch
 
 from tests import runs
 from tests.ranks import run_ranks
+from tests.selection import mainly
 
 ADAM = {"args": {"betas": [0.5, 0.999]}, "lr": 1e-3}
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -18,6 +19,7 @@ def fit(file, name, settings):
         return runs.fit(runpy.run_path(str(EXAMPLES / file))[name](), settings, folder / "run")
 
 
+@pytest.mark.exhaustive  # test_global_loss.py trains such towers
 def test_the_towers_learn_which_caption_belongs_to_a_picture():
     settings = runs.config(batch={"global": 128}, train={"epochs": 6, "steps": None, "eval_every_epochs": 6})
     settings["optim"] = {}
@@ -26,7 +28,7 @@ def test_the_towers_learn_which_caption_belongs_to_a_picture():
         assert "eval/loss" not in results
 
 
-@pytest.mark.parametrize("name", ["Dcgan", "WassersteinGan"])
+@pytest.mark.parametrize("name", mainly(["Dcgan"], ["Dcgan", "WassersteinGan"]))
 def test_adversaries_train_the_same_weights_on_two_ranks(name):
     settings = runs.config(batch={"global": 64}, train={"steps": 6}, optim=ADAM)
     (one, _), *_ = run_ranks(1, fit, "gan_task.py", name, settings)

@@ -12,6 +12,7 @@ from torch import nn
 from lockstep import LockstepError, Trainer
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
+from tests.selection import mainly
 
 
 class Net(nn.Module):
@@ -239,7 +240,7 @@ def test_frozen_weights_may_stay_out_of_checkpoints_only_where_the_task_makes_th
 # ---- buffers and extra states take the form that they have in the checkpoint
 
 
-@pytest.mark.parametrize("kind", ["Bank", "LateBank", "History", "Nested"])
+@pytest.mark.parametrize("kind", mainly(["LateBank", "Nested"], ["Bank", "LateBank", "History", "Nested"]))
 def test_a_buffer_that_grows_is_resumed_bit_for_bit_evaluated_and_exported(tmp_path, kind, capsys):
     def told(folder):
         return (folder / "train.log").read_text()

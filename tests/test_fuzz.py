@@ -46,7 +46,7 @@ def maker_of(seed, part):
 
 @parts(6)
 @seeds
-@examples(2, LONG)
+@examples(1, LONG)
 def test_a_case_on_one_rank_is_plain_torch(part, seed):
     fuzz_runs.check("plain", [maker_of(seed, part).case()])
 
@@ -77,6 +77,7 @@ def test_random_numbers_in_batches_survive_a_stop_of_ranks(world, part, seed):
     fuzz_runs.check("resumed", [maker.noisy(world) for _ in range(ON_RANKS if LONG else ON_RANKS // 2)])
 
 
+@pytest.mark.exhaustive  # as test_randomness.py, which draws in each way that there is
 @parts(6)
 @seeds
 @examples(1, LONG // 5)

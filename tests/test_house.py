@@ -2,11 +2,9 @@
 
 import ast
 import functools
-import io
 import re
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -104,14 +102,16 @@ def imports(path):
 
 @functools.cache
 def _imports(path, text):
-    tree, found = ast.parse(text), []
+    kinds, found = (ast.If, ast.Import, ast.ImportFrom), []
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
     checking = {
         id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for node in nodes
+        if isinstance(node, ast.If)
+        and any(getattr(n, "id", getattr(n, "attr", "")) == "TYPE_CHECKING" for n in ast.walk(node.test))
         for inner in ast.walk(node)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in checking:
             continue
         names = []
@@ -172,7 +172,12 @@ def test_every_permission_is_used():
 
 def packages_of(path):
     """The packages that a file imports, also late and for type checkers alone: the first part of each name."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    return _packages_of(path.read_text())
+
+
+@functools.cache
+def _packages_of(text):
+    nodes = list(ast.walk(ast.parse(text)))
     found = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
     found |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
     return {name.partition(".")[0] for name in found}
@@ -242,24 +247,21 @@ change with a release only."""
 
 @functools.cache
 def code_lines(text):
-    docstrings = {
-        line
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for line in range(node.lineno, node.end_lineno + 1)
-    }
-    no_code = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    found = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in no_code:
-            found.update(range(token.start[0], token.end[0] + 1))
-    return len(found - docstrings)
+    docstrings, texts = set(), set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.update(range(node.lineno, node.end_lineno + 1))
+        elif isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno > node.lineno:
+            texts.update(range(node.lineno, node.end_lineno + 1))  # a blank line of a text is code
+    stripped = enumerate(map(str.strip, text.splitlines()), 1)
+    code = {number for number, line in stripped if line and not line.startswith("#")}
+    return len((code | texts) - docstrings)
 
 
 def test_code_lines_are_counted_without_blank_lines_comments_and_docstrings():
     text = '"""A module."""\n\nimport os  # that\n\n\ndef f(a,\n      b):\n'
-    text += '    """Nothing."""\n    # more\n    return (a +\n        b)\n'
-    assert code_lines(text) == 5
+    text += '    """Nothing."""\n    # more\n    return (a +\n        b)\n\n\nTEXT = """\n\n# b\n"""\n'
+    assert code_lines(text) == 9
 
 
 def test_packages_keep_their_ceilings():

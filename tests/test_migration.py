@@ -16,6 +16,7 @@ from lockstep.configs import config_file
 from lockstep.trainer import user_exit
 from lockstep_recipes.tasks.lm.options import LmOptions
 from tests import examples_of_loops
+from tests.selection import mainly
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = ["device=cpu", "log.writers=[json_lines]", "log.pictures=0", "log.model_summary=false"]
@@ -84,7 +85,7 @@ def test_the_first_task_learns_with_the_command_that_is_printed(call, tmp_path):
     assert results["eval/accuracy"] > 0.9
 
 
-@pytest.mark.parametrize("library", TASKS)
+@pytest.mark.parametrize("library", mainly(["ddp", "lightning"], TASKS))
 def test_the_example_of_a_page_trains_with_the_command_of_the_page(call, tmp_path, library):
     done = call("init", "--from", library.value, "--out", "page.md")
     assert done.exit_code == 0, done.output

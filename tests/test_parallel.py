@@ -69,6 +69,7 @@ OTHERS_COVER = (
     "reduce each micro-batch",
     "static graph 3",
     "recompute ddp",
+    "recompute fsdp",
     "recompute compile fsdp",
     "compile blocks",
     "compile model ddp",
@@ -97,7 +98,7 @@ def test_switch_gives_the_training_of_plain_torch(switch, by_hand, tmp_path):
 # ---- precision
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", mainly(["fp16"], ["bf16", "fp16"]))
 def test_lower_precision_is_the_same_with_every_strategy(precision):
     """Two micro-batches of 12, whoever computes them."""
     settings = runs.config(

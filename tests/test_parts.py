@@ -163,7 +163,11 @@ def test_a_state_that_cannot_be_saved_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "event"), [(1, "log_entry"), (2, "log_entry"), (2, "after_evaluation"), (2, "after_step")]
+    ("ranks", "event"),
+    mainly(
+        [(1, "log_entry"), (2, "after_evaluation")],
+        [(1, "log_entry"), (2, "log_entry"), (2, "after_evaluation"), (2, "after_step")],
+    ),
 )
 def test_one_rank_ends_the_training_on_all_ranks_after_the_same_step(tmp_path, ranks, event):
     part = part_cases.Asking(rank=ranks - 1, event=event)

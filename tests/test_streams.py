@@ -50,7 +50,7 @@ def test_an_epoch_is_a_pass_where_its_length_is_known(world, tmp_path):
         assert runs.difference(weights, expected) < 1e-10
 
 
-@pytest.mark.parametrize("kind", [Stateful, Numbers, Forgetful])
+@pytest.mark.parametrize("kind", mainly([Stateful, Numbers], [Stateful, Numbers, Forgetful]))
 def test_a_run_goes_on_within_a_pass_on_another_number_of_ranks(kind, plain, tmp_path):
     run_ranks(2, trained, {"kind": kind}, settings(6), tmp_path)
     for weights, read in run_ranks(3, trained, {"kind": kind}, settings(STEPS), tmp_path):

@@ -105,7 +105,7 @@ def used():
     """For each private name of torch, the files that use it."""
     found = {}
     for file, text in texts().items():
-        for name in names_of_torch(text):
+        for name in names_of_torch(text) if "torch" in text else ():
             if private_part(name):
                 found.setdefault(name, set()).add(file)
     return found

@@ -107,7 +107,7 @@ def test_learning_rate_of_each_group_is_logged_scaled_and_scheduled(tmp_path):
 STOPS = [(kind, step) for kind in ("Masked", "Dropout") for step in (7, 10, 13)]  # mid-epoch, at its end, after it
 
 
-@pytest.mark.parametrize(("kind", "stopped_at"), mainly([("Masked", 10), ("Dropout", 7)], STOPS))
+@pytest.mark.parametrize(("kind", "stopped_at"), mainly([("Dropout", 7)], STOPS))
 def test_resumed_run_is_bitwise_the_undisturbed_one(tmp_path, kind, stopped_at):
     task = getattr(own_tasks, kind)
     settings = runs.config(schedule={"name": "cosine"}, checkpoint={"every_steps": stopped_at})
@@ -327,9 +327,7 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch):
         pick_device("cuda", 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("world", "strategy"), mainly([(1, "single"), (2, "ddp")], [(1, "single"), (2, "ddp"), (2, "fsdp")])
-)
+@pytest.mark.parametrize(("world", "strategy"), mainly([(2, "ddp")], [(1, "single"), (2, "ddp"), (2, "fsdp")]))
 def test_training_in_memory_is_that_of_the_trainer_bit_for_bit(tmp_path, world, strategy):
     """Most tests of the step train in memory, so that they need no run directory."""
     settings = runs.config(

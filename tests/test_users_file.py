@@ -70,9 +70,7 @@ def test_fault_in_a_users_code_shows_where_without_library_frames(call):
 EXITS = [(where, code) for where in ("model", "train_data", "prepare", "loss") for code in (0, 3, "bye", None)]
 
 
-@pytest.mark.parametrize(
-    ("where", "code"), mainly([("model", 3), ("train_data", None), ("prepare", "bye"), ("loss", 0)], EXITS)
-)
+@pytest.mark.parametrize(("where", "code"), mainly([("train_data", None), ("prepare", "bye")], EXITS))
 def test_exit_in_a_users_code_is_a_failure_that_says_where(call, tmp_path, where, code):
     done = call(
         "train",
@@ -240,7 +238,7 @@ def test_copied_run_is_used_with_the_kept_source_where_the_tasks_file_is_not_the
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("steps", [4, 8])
+@pytest.mark.parametrize("steps", mainly([8], [4, 8]))
 def test_edited_task_is_refused_with_the_difference_also_where_the_run_is_complete(call, tmp_path, edited, steps):
     edited("square()", "abs()")
     done = call("train", "mine.py:Mine", *SHORT, f"train.steps={steps}")

@@ -10,6 +10,7 @@ from lockstep.core.block_state import BlockState
 from lockstep.core.blocks import compile_modules, recompute_activations
 from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.errors import TrainingError
+from tests.selection import mainly
 
 CPU = torch.device("cpu")
 
@@ -181,7 +182,7 @@ def trained(kind, **compute):
 RESTORED = (Buffers, Attributes, Norms, Spectral, Teacher, ThroughData, OtherMemory, Trained, LateBuffer)
 
 
-@pytest.mark.parametrize("mode", [True, "selective"])
+@pytest.mark.parametrize("mode", mainly(["selective"], [True, "selective"]))
 def test_blocks_that_change_themselves_train_the_same_bits_with_recomputation(mode):
     for kind in RESTORED:
         plain, attributes = trained(kind)
@@ -199,12 +200,12 @@ def test_what_cannot_be_brought_back_is_refused_with_the_names():
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns of itself
-def test_compiled_blocks_train_the_same_or_are_refused():
+@pytest.mark.parametrize("what", mainly(["blocks"], ["blocks", "model"]))
+def test_compiled_blocks_train_the_same_or_are_refused(what):
     compiled = {"activation_checkpointing": True, "compile": "blocks", "compile_backend": "aot_eager"}
     assert trained(Spectral, **compiled) == trained(Spectral)
-    for what in ("blocks", "model"):
-        with pytest.raises(TrainingError, match=r"compiled blocks write into .*teacher\.bias"):
-            trained(Teacher, **compiled | {"compile": what})
+    with pytest.raises(TrainingError, match=r"compiled blocks write into .*teacher\.bias"):
+        trained(Teacher, **compiled | {"compile": what})
     torch._dynamo.reset()
 
 

@@ -26,7 +26,7 @@ def trained(world, kind, options, settings):
 
 
 @pytest.mark.parametrize(
-    ("world", "accumulate", "kind"), mainly([*KINDS[:5], (2, 3, "TwoHeads"), (1, 4, "Plain"), (2, 2, "Plain")], KINDS)
+    ("world", "accumulate", "kind"), mainly([*KINDS[1:4], (2, 3, "TwoHeads"), (1, 4, "Plain")], KINDS)
 )
 def test_weights_after_20_steps_are_those_of_plain_torch(world, accumulate, kind):
     expected, _ = runs.by_hand(getattr(own_tasks, kind)(), STEPS)
@@ -36,7 +36,7 @@ def test_weights_after_20_steps_are_those_of_plain_torch(world, accumulate, kind
 
 
 # Last batches of 1 sample (a filler on every rank but one) and of 13.
-@pytest.mark.parametrize(("world", "accumulate", "length"), mainly([*LENGTHS[:5], (2, 3, 61)], LENGTHS))
+@pytest.mark.parametrize(("world", "accumulate", "length"), mainly([*LENGTHS[1:3], (2, 3, 61)], LENGTHS))
 def test_partial_last_batch_is_trained_exactly(world, accumulate, length):
     expected, _ = runs.by_hand(own_tasks.Masked(length), STEPS)
     settings = runs.config(batch=micro(world, accumulate), train={"steps": STEPS})

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from torch.optim import lr_scheduler
 
 from lockstep.core.schedule import Schedule, scaled_lr
+from tests.selection import mainly
 
 LR = 0.3
 SHAPES = ["constant", "linear", "cosine", "step", "polynomial"]
@@ -165,7 +166,10 @@ def test_the_end_factor_is_reached_after_all_updates_and_kept(name, warmup, end_
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (1, 1), (1, 5), (2, 0), (3, 0), (5, 5), (5, 6), (5, 500)])
+@pytest.mark.parametrize(
+    ("total", "warmup"),
+    mainly([(1, 5), (5, 5), (5, 500)], [(1, 0), (1, 1), (1, 5), (2, 0), (3, 0), (5, 5), (5, 6), (5, 500)]),
+)
 def test_factors_of_short_trainings_are_between_zero_and_one(name, total, warmup):
     schedule = Schedule(name=name, total=total, warmup_steps=warmup)
     factors = ours(schedule, total + 3)
@@ -219,7 +223,7 @@ def test_what_has_no_length_is_the_same_with_any(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("warmup", [{}, {"warmup_steps": 7}, {"warmup_share": 0.25}], ids=["none", "steps", "share"])
-@pytest.mark.parametrize("end_factor", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("end_factor", mainly([0.3], [0.0, 0.3, 1.0]))
 @pytest.mark.parametrize("new", [30, 12], ids=["longer", "shorter"])
 def test_two_lengths_are_the_same_until_their_rates_differ(name, warmup, end_factor, new):
     begun, changed = (

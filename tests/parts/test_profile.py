@@ -12,6 +12,7 @@ from lockstep.parts import profile
 from tests import own_tasks, runs
 from tests.clock import only_sleep_takes_time
 from tests.ranks import run_ranks
+from tests.selection import mainly
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,10 @@ def trained(folder, text, **changes):
 
 @pytest.mark.parametrize(
     ("text", "steps"),
-    [("5-10", range(5, 11)), ("1-2", range(1, 3)), ("4", range(6, 10)), ("11-20", range(11, 13)), ("12-12", [12])],
+    mainly(
+        [("5-10", range(5, 11)), ("12-12", [12])],
+        [("5-10", range(5, 11)), ("1-2", range(1, 3)), ("4", range(6, 10)), ("11-20", range(11, 13)), ("12-12", [12])],
+    ),
 )
 def test_trace_has_the_steps_that_were_asked_for(tmp_path, text, steps):
     trained(tmp_path, text)

@@ -14,6 +14,7 @@ from lockstep_lab.report import charts, evaluations, run, run_page
 from tests import own_tasks, runs
 from tests.report import cases
 from tests.report.cases import NASTY, Page, write_checkpoint, write_run
+from tests.selection import mainly
 
 
 def page(folder):
@@ -154,16 +155,19 @@ def test_a_run_of_which_one_file_is_left(tmp_path, kept):
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"",
-        b"\xff\xfe\x00",
-        b"[1]",
-        b"{",
-        b"null",
-        b"[" * 1200,
-        b'{"a": {"b": [1, {}]}}',
-        b'{"step": 1, "m": [[NaN, 1e999]]}',
-    ],
+    mainly(
+        [b"", b"\xff\xfe\x00", b'{"a": {"b": [1, {}]}}'],
+        [
+            b"",
+            b"\xff\xfe\x00",
+            b"[1]",
+            b"{",
+            b"null",
+            b"[" * 1200,
+            b'{"a": {"b": [1, {}]}}',
+            b'{"step": 1, "m": [[NaN, 1e999]]}',
+        ],
+    ),
 )
 @pytest.mark.parametrize("name", [*FILES, "verify.json", "metric_arrays.jsonl", "model.txt"])
 def test_a_damaged_file_is_left_out(tmp_path, name, content):
@@ -172,7 +176,7 @@ def test_a_damaged_file_is_left_out(tmp_path, name, content):
     assert "Time line" in page(folder).text
 
 
-@pytest.mark.parametrize("value", [None, 3, "text", [1], {"a": 1}])
+@pytest.mark.parametrize("value", mainly([None, {"a": 1}], [None, 3, "text", [1], {"a": 1}]))
 @pytest.mark.parametrize(
     "key", ["task", "data", "optim", "checkpoint", "batch", "name", "counts", "checks", "git", "world"]
 )

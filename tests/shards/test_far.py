@@ -14,6 +14,7 @@ from lockstep.core.errors import DataError, UsageError
 from lockstep_recipes.shards import files
 from lockstep_recipes.shards.formats import blocks
 from tests import shard_cases
+from tests.selection import mainly
 from tests.shard_cases import SAMPLES
 
 ALL = (*shard_cases.WRITERS, "mds")
@@ -23,7 +24,7 @@ def read(shards):
     return [shard_cases.plain(shards[index]) for index in range(len(shards))]
 
 
-@pytest.mark.parametrize("suffix", ALL)
+@pytest.mark.parametrize("suffix", mainly(["parquet", "tar", "jsonl"], ALL))
 def test_http_is_read_by_ranges(tmp_path, monkeypatch, suffix):
     folder = shard_cases.write(tmp_path / "data", suffix)
     with shard_cases.Server(folder) as server:

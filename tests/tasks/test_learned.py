@@ -5,10 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests import lm_cases
 from tests.learned_cases import BACKWARDS
 from tests.processes import HANG_S, ROOT, environment
+from tests.selection import mainly
 from tests.verify import recipe_cases
+
+QUICK = ["new bag", "packed", "pictures", "shards"]
+"""No models of transformers: a process needs seconds to import these."""
+ALL = [*QUICK, "new bert", "byte pairs", "characters", "boxes", "masks", "volumes"]
 
 
 def cases(root):
@@ -38,9 +45,10 @@ def cases(root):
     }
 
 
-def test_all_that_is_learned_from_data_is_the_same_in_two_processes_with_empty_caches(tmp_path):
+@pytest.mark.parametrize("names", mainly([QUICK], [QUICK, ALL]), ids=len)
+def test_all_that_is_learned_from_data_is_the_same_in_two_processes_with_empty_caches(tmp_path, names):
     file = tmp_path / "cases.json"
-    file.write_text(json.dumps(cases(tmp_path)))
+    file.write_text(json.dumps({name: case for name, case in cases(tmp_path).items() if name in names}))
     processes = []
     for number in (1, 2):
         more = {"PYTHONHASHSEED": str(number), "LOCKSTEP_CACHE": str(tmp_path / f"cache{number}")}

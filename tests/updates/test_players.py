@@ -23,7 +23,7 @@ def settings(micro=5, **sections):
 
 
 CASES = [(kind, *cut) for kind in KINDS for cut in ((1, 24), (1, 5), (2, 12), (2, 5), (3, 3))]
-CHOSEN = [("Adversaries", 2, 5), ("Critics", 3, 3), ("Critics", 1, 5), ("Taught", 2, 5), ("Taught", 1, 24)]
+CHOSEN = [("Adversaries", 2, 5), ("Critics", 3, 3), ("Taught", 1, 24)]
 
 
 @pytest.mark.parametrize(("kind", "ranks", "micro"), mainly(CHOSEN, CASES))
@@ -34,7 +34,7 @@ def test_weights_are_those_of_a_plain_loop(kind, ranks, micro):
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks"), mainly([("Critics", 1), ("Taught", 3)], [(kind, ranks) for kind in KINDS for ranks in (1, 3)])
+    ("kind", "ranks"), mainly([("Taught", 3)], [(kind, ranks) for kind in KINDS for ranks in (1, 3)])
 )
 def test_a_resumed_training_is_bit_identical(kind, ranks):
     whole, cut = zip(*run_ranks(ranks, fit_whole_and_cut, kind), strict=True)

@@ -78,7 +78,13 @@ def test_a_right_script_passes_all_checks_and_its_own_files_are_not_touched(tmp_
     ("parts", "found", "step", "line"),
     [
         # The loss of one rank is another one.
-        ({"loss": " * (1 + (step.number == 3) * int(os.environ.get('RANK', 0)))"}, ["ranks"], 3, "environ"),
+        pytest.param(
+            {"loss": " * (1 + (step.number == 3) * int(os.environ.get('RANK', 0)))"},
+            ["ranks"],
+            3,
+            "environ",
+            marks=pytest.mark.exhaustive,
+        ),
         # Random numbers that are seeded by the rank.
         (
             {
@@ -90,11 +96,12 @@ def test_a_right_script_passes_all_checks_and_its_own_files_are_not_touched(tmp_
             "environ",
         ),
         # A counter that sets the learning rate, and is not saved.
-        (
+        pytest.param(
             {"before": "seen = 0", "after": "seen += 1; optimizer.param_groups[0]['lr'] = 0.1 / seen"},
             ["resume"],
             6,
             "seen += 1",
+            marks=pytest.mark.exhaustive,
         ),
         # A mean of means over labels that are not as many in each micro-batch.
         ({"loss": " / (y > 0).sum().clamp(min=1)"}, ["ranks", "accumulation"], 1, None),
@@ -118,6 +125,7 @@ def test_a_planted_fault_is_found_by_its_check_at_its_step(tmp_path, monkeypatch
         assert "units=" in reason
 
 
+@pytest.mark.exhaustive  # as random-by-rank above
 def test_what_is_drawn_by_a_seed_of_each_rank_is_not_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result, checks = verified(tmp_path, checks=["ranks", "strategies"], loss=" * (1 + torch.rand(()))")

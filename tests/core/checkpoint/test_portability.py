@@ -52,9 +52,7 @@ def pairs(always):
     ]
 
 
-@pytest.mark.parametrize(
-    ("saved", "name"), pairs(lambda one, other: (one, other) in ((0, 2), (2, 1))), indirect=["saved"]
-)
+@pytest.mark.parametrize(("saved", "name"), pairs(lambda one, other: (one, other) == (2, 1)), indirect=["saved"])
 def test_checkpoint_goes_on_anywhere_as_if_undisturbed(saved, undisturbed, name, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "run")
     for weights, results in run_ranks(STRATEGIES[name][0], runs.fit_kind, "Deep", OPTIONS, settings(name, 12), folder):

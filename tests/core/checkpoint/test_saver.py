@@ -20,6 +20,7 @@ from tests.core.checkpoint import cases
 from tests.core.checkpoint.cases import ALONE, about, read, steps
 from tests.processes import HANG_S
 from tests.ranks import run_ranks
+from tests.selection import mainly
 
 
 def state(value=0.0):
@@ -350,7 +351,7 @@ def test_what_is_kept_is_said_when_it_is_on_the_disk(saver, gate):
 PLACES = ["before-share", "in-share", "before-fsync", "after-share", "before-manifest", "in-manifest", "before-rename"]
 
 
-@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("in_background", mainly([True], [True, False]))
 @pytest.mark.parametrize("place", PLACES)
 def test_full_disk_at_any_stage_is_told_once_and_leaves_what_was_there(
     make, tmp_path, told, monkeypatch, place, in_background

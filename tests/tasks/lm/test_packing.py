@@ -104,7 +104,7 @@ def plain(corpus):
 
 
 CASES = [(kind, world, micro) for kind in lm_cases.MODELS for world in (1, 2, 3) for micro in (2, 8)]
-CHOSEN = [("small", 3, 2), ("llama", 2, 2)]
+CHOSEN = [("llama", 2, 2)]
 
 
 @pytest.mark.parametrize(("kind", "world", "micro"), mainly(CHOSEN, CASES))

@@ -448,7 +448,7 @@ def test_a_bag_without_ngrams_as_runs_from_before_have_it_still_loads(few, tmp_p
 
 
 @pytest.mark.parametrize("multi_label", [False, True])
-@pytest.mark.parametrize("width", [2, 50])
+@pytest.mark.parametrize("width", mainly([50], [2, 50]))
 def test_a_new_bag_begins_as_naive_bayes(tmp_path, monkeypatch, multi_label, width):
     monkeypatch.setattr("lockstep_recipes.tasks.text.bag_start._BLOCK", 4)  # as data of more than a block
     rows = [

@@ -72,7 +72,7 @@ def mean_loss(models, model, images, targets):
 
 
 @pytest.mark.parametrize("counts", [EQUAL, UNEVEN], ids=["equal", "uneven"])
-@pytest.mark.parametrize("architecture", SIZES)
+@pytest.mark.parametrize("architecture", mainly(["detr", "rt_detr"], SIZES))
 def test_loss_of_one_batch_is_that_of_transformers(architecture, counts):
     models, model = made(architecture)
     targets = targets_of(counts)
@@ -90,7 +90,7 @@ def test_loss_of_one_batch_is_that_of_transformers(architecture, counts):
         assert (one - other).norm() <= 1e-10 * max(float(other.norm()), 1e-6), name
 
 
-@pytest.mark.parametrize("architecture", SIZES)
+@pytest.mark.parametrize("architecture", mainly(["detr", "rt_detr"], SIZES))
 def test_loss_in_evaluation_is_that_of_transformers(architecture):
     models, model = made(architecture)
     model.eval()
@@ -103,7 +103,7 @@ def test_loss_in_evaluation_is_that_of_transformers(architecture):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
 
 
-@pytest.mark.parametrize("architecture", ["rt_detr", "rt_detr_v2", "d_fine"])
+@pytest.mark.parametrize("architecture", mainly(["rt_detr"], ["rt_detr", "rt_detr_v2", "d_fine"]))
 def test_loss_with_denoised_boxes_is_that_of_transformers(architecture):
     models, model = made(architecture, num_denoising=8)
     targets = targets_of(EQUAL)
@@ -116,7 +116,7 @@ def test_loss_with_denoised_boxes_is_that_of_transformers(architecture):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
 
 
-@pytest.mark.parametrize("architecture", SIZES)
+@pytest.mark.parametrize("architecture", mainly(["detr", "rt_detr"], SIZES))
 def test_batch_without_boxes_has_a_gradient_of_every_parameter(architecture):
     sizes = {"num_denoising": 8} if "num_denoising" in SIZES[architecture] else {}
     models, model = made(architecture, **sizes)
@@ -188,6 +188,7 @@ def test_ranks_without_boxes_train_with_denoising(strategy):
     assert apart(one, two) == 0
 
 
+@pytest.mark.exhaustive  # as test_evaluate.py with a model of transformers
 def test_evaluated_losses_are_the_same_on_every_number_of_ranks(tmp_path):
     settings = runs.config(batch={"global": 8, "micro": 4}, train={"steps": 2, "eval_every_steps": 2}, optim=OPTIM)
     (_, one) = detector_cases.trained("rt_detr", settings)
@@ -198,7 +199,7 @@ def test_evaluated_losses_are_the_same_on_every_number_of_ranks(tmp_path):
                 assert results.get(name, one[name]) == pytest.approx(one[name], rel=1e-10)
 
 
-@pytest.mark.parametrize("architecture", SIZES)
+@pytest.mark.parametrize("architecture", mainly(["detr", "rt_detr"], SIZES))
 def test_boxes_are_those_of_the_image_processor(architecture):
     models, model = made(architecture)
     model.eval()
@@ -243,7 +244,7 @@ def test_content_of_the_padding_does_not_matter(architecture):
     assert torch.equal(one.boxes, two.boxes)
 
 
-@pytest.mark.parametrize("architecture", mainly(["detr", "rt_detr", "yolos"], SIZES))
+@pytest.mark.parametrize("architecture", mainly(["detr"], SIZES))
 def test_exported_folder_gives_the_same_boxes_in_a_pipeline(tmp_path, architecture):
     models, model = made(architecture)
     model = model.float().eval()

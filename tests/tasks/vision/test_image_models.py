@@ -48,7 +48,7 @@ def options_for(architecture, image_size=None):
     return {"scratch": scratch, "image_size": image_size or several}
 
 
-@pytest.mark.parametrize("architecture", mainly(["vit", "resnet"], SCRATCH))
+@pytest.mark.parametrize("architecture", mainly(["vit"], SCRATCH))
 def test_new_models_of_transformers_take_every_size_and_train(folder, tmp_path, architecture):
     settings = runs.config(
         task={"kind": "classification", **options_for(architecture)},
@@ -163,7 +163,7 @@ def test_a_model_with_another_number_of_classes_needs_a_new_head(pretrained, tmp
     assert any("classifier" in name for name in task.new_weights)
 
 
-@pytest.mark.parametrize("resize", [None, 24])
+@pytest.mark.parametrize("resize", mainly([24], [None, 24]))
 def test_an_exported_model_predicts_the_same_in_a_pipeline_of_transformers(folder, tmp_path, resize):
     from transformers import pipeline
 
@@ -229,6 +229,7 @@ def test_an_export_says_how_evaluations_prepare_pictures(folder, tmp_path, scrat
     }
 
 
+@pytest.mark.exhaustive  # as the next, with one channel
 def test_an_exported_model_of_grey_pictures_predicts_the_same_in_transformers(folder, tmp_path, capfd):
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 

@@ -223,7 +223,9 @@ def test_a_class_without_training_pixels_has_the_weight_one(folder):
 # ---- evaluation
 
 
-@pytest.mark.parametrize("options", [{}, {"eval_size": 20}, {"eval_window": 24}, {"flip_at_evaluation": True}])
+@pytest.mark.parametrize(
+    "options", mainly([{"eval_window": 24}], [{}, {"eval_size": 20}, {"eval_window": 24}, {"flip_at_evaluation": True}])
+)
 def test_a_result_does_not_depend_on_the_other_pictures_of_a_batch(folder, options):
     task = make_task(options, folder)
     model = trained_model(task)

@@ -122,7 +122,7 @@ def test_a_pretrained_folder_is_fine_tuned_with_its_own_order_of_classes(folder,
 
 
 @pytest.mark.parametrize("norm", ["group", "batch"])
-@pytest.mark.parametrize("stride", [1, 2, 4])
+@pytest.mark.parametrize("stride", mainly([2], [1, 2, 4]))
 def test_the_unet_takes_pictures_of_any_size(norm, stride):
     torch.manual_seed(0)
     model = UNet(1, 5, width=8, depth=3, blocks=2, stride=stride, norm=norm).train()
@@ -133,7 +133,7 @@ def test_the_unet_takes_pictures_of_any_size(norm, stride):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("width", [8, 16])
+@pytest.mark.parametrize("width", mainly([8], [8, 16]))
 def test_a_narrow_unet_trains_on_pictures_in_channels_last(width):
     """Convolutions of size 1 with a stride of 2 write outside of their memory there (torch 2.13, CPU)."""
     torch.manual_seed(0)

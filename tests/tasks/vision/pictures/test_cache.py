@@ -32,6 +32,7 @@ from lockstep_recipes.tasks.vision.pictures.decode import decode
 from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedImages
 from lockstep_recipes.tasks.vision.readers.image_records import read_image_records
 from tests.processes import HANG_S
+from tests.selection import mainly
 
 fork = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
@@ -271,7 +272,7 @@ def test_after_a_restart_no_published_pixels_are_written_over(folder, monkeypatc
 # ---- limits
 
 
-@pytest.mark.parametrize("limit", [4096, 40_000, 100_000])
+@pytest.mark.parametrize("limit", mainly([40_000], [4096, 40_000, 100_000]))
 def test_the_limit_of_bytes_is_kept(folder, limit, monkeypatch):
     monkeypatch.setattr(cache_slabs, "_SMALLEST", 8192)
     count = 2000  # about 430 KB
