@@ -38,9 +38,6 @@ class BuiltInPart(Part):
     sees_writes: ClassVar[bool] = False
     """True if it reads `Inside.writes`, which takes time with each event of a user's Part."""
 
-    def before_step(self, inside: Inside) -> None:
-        """A step is about to begin, of `inside.micro_batches`. `inside.step` does not count it."""
-
     def apart(self, what: str) -> AbstractContextManager[None]:
         """A context around work that is no training, on all ranks.
 

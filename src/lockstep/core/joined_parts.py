@@ -156,10 +156,9 @@ class JoinedParts:
 
     def before_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """A step begins, of these micro-batches on this rank."""
-        for part, inside in zip(self.built_in, self._inside, strict=True):
-            inside.micro_batches, inside.step = micro_batches, self.state.step
-            if type(part).before_step is not BuiltInPart.before_step:
-                part.before_step(inside)
+        for inside in self._inside:
+            inside.micro_batches = micro_batches
+        self.call("before_step")
 
     @contextlib.contextmanager
     def apart(self, what: str) -> Generator[None, None, None]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import os
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +21,6 @@ from lockstep.core.build import Run
 from lockstep.core.checkpoint import store
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig, all_values
-from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import UsageError, exits_are_failures
 from lockstep.core.evaluation_run import Viewer
 from lockstep.core.held_folder import HeldFolder
@@ -93,9 +92,7 @@ class Assembled:
     setup: Setup
     """With the config as the run directory has it."""
     run: Run
-    batches: Iterator[list[MicroBatch]]
     parts: joined_parts.JoinedParts
-    checks: RunChecks
     viewers: list[Viewer]
     consensus: StopConsensus
     """Its clock is that of the training."""
@@ -106,17 +103,12 @@ class Assembled:
         Returns:
             the last logged value of each name. Empty where the run was complete already.
         """
-        return driven(self.steps(), loop.made_by(self.run.state, self.run.step))
+        return driven(self.steps(), lambda asked: asked.made_by(self.run.update, self.run.state))
 
     def steps(self) -> Generator[loop.NextStep, StepResult, dict[str, float]]:
         """The steps of the training; see `core.loop.steps`."""
         results = yield from training_run.steps(
-            self.run,
-            self.batches,
-            parts=self.parts,
-            checks=self.checks,
-            viewers=self.viewers,
-            consensus=self.consensus,
+            self.run, parts=self.parts, viewers=self.viewers, consensus=self.consensus
         )
         ending.tell(self.run, results, self.consensus.elapsed_s)
         return results
@@ -178,24 +170,25 @@ def assemble(
             logs.opened(run, git, quiet=setup.quiet),
             memory_shortage.noted(setup.run_dir, config, world, run.plan),
         ):
-            batches: Iterator[list[MicroBatch]] = run.batches
-            if recorder is not None:
-                run.writers.append(recorder)
-                batches = recorder.record_steps(run)
+            recorders = [recorder] if recorder is not None else []
+            for one in recorders:
+                run.writers.append(one)
+                one.join(run)
             checks = RunChecks(run)
             at_once = memory_shortage.fitting(setup.run_dir, config, world).evaluation
             training_run.open_evaluations(run, evaluated_tasks(setup, task, world), at_once)
             profiler = [profiling.Profiler(setup.profile, run)] if setup.profile else []
-            watch = [Watch(run, functools.partial(rebuilt, setup, task, world))] if config.watch.every else []
+            watch = [Watch(run, partial(rebuilt, setup, task, world))] if config.watch.every else []
             own_parts += stream.part_of(run)
-            parts = training_run.join_parts(run, [*built_in.parts(run), *watch, *profiler], own_parts)
+            joins = [*recorders, checks, *built_in.parts(run), *watch, *profiler]
+            parts = training_run.join_parts(run, joins, own_parts)
             viewers = built_in.viewers(run)
-            training_run.check(run, parts, checks, viewers)
+            training_run.check(run, parts, viewers, more=partial(checks.before_first_step, run.evaluated))
             held.check()
             run_record.keep(run, git)
             consensus = StopConsensus(world, flag)
             with evidence.setting_aside(run), profiler[0] if profiler else contextlib.nullcontext():
-                yield Assembled(setup, run, batches, parts, checks, viewers, consensus)
+                yield Assembled(setup, run, parts, viewers, consensus)
 
 
 def prepare(setup: Setup, task: Task, world: World) -> Run:
@@ -273,7 +266,7 @@ def joined(config: RunConfig, run_dir: Path) -> Iterator[World]:
         determinism.prepare()
     with contextlib.ExitStack() as stack:
         timeout_s = config.parallel.timeout_s
-        watch = functools.partial(watchdog.watch, timeout_s=timeout_s, folder=run_dir)
+        watch = partial(watchdog.watch, timeout_s=timeout_s, folder=run_dir)
         world = laid_out(stack.enter_context(join_world(config.device, timeout_s, watch)), config)
         stack.enter_context(exits_are_failures())
         stack.enter_context(_deterministic(compute.deterministic))

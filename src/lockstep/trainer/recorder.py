@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Iterator
-
 from lockstep.core.build import Run
-from lockstep.core.data.loader import MicroBatch
+from lockstep.core.built_in import BuiltInPart
 from lockstep.core.writer import Writer
 
 
-class Recorder(Writer, abc.ABC):
-    """Records a training on every rank, between its steps, and leaves no trace in it."""
+class Recorder(Writer, BuiltInPart):
+    """Records a training on every rank, and leaves no trace in it: a Part, and a writer on every rank.
 
-    @abc.abstractmethod
-    def record_steps(self, run: Run) -> Iterator[list[MicroBatch]]:
-        """Pass the batches of `run` on. When the next batch is asked for, the step before it is done."""
+    `close` is called at the end, also after a failure, and `end` only where the training has reached its end.
+    """
+
+    def join(self, run: Run) -> None:
+        """Learn which run it is, which has not begun."""

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lockstep.core import caller, evaluate, loop, run_data
 from lockstep.core.config.sections import RunConfig
+from lockstep.core.data.loader import is_default
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel import signals
 from lockstep.core.parallel.buffers import restored_state
@@ -180,6 +181,7 @@ class Loop:
                             asked,
                             steps_per_epoch=per_epoch,
                             stop=run.stop,
+                            counts_late=is_default(run.task.weight),
                             begins=self._adopt_rates,
                             updated=self._updated,
                         )
