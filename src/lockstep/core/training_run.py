@@ -162,7 +162,7 @@ def steps(
             parts=parts,
             consensus=consensus,
             evaluate=partial(_evaluate, run, viewers, consensus),
-            keeper=RunKeeper(run, saver, parts, consensus),
+            keeper=None if run.held is None else RunKeeper(run, saver, parts, consensus),
             writers=run.writers,
             evaluated=run.results,
             stopping=run.stopping,

@@ -1,6 +1,6 @@
 """The one place where a training is put together: `assemble` makes a run of a config, a task and the ranks.
 
-`Trainer.fit` and `Loop` use it, and nothing else does what it does.
+`Trainer.fit` and `Loop` use it. `in_memory` makes the same training without files.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lockstep.core import atomic, build, devices, joined_parts, loop, resume, run_model, training_run
+from lockstep.core import atomic, build, devices, joined_parts, loop, resume, run_data, run_model, training_run
 from lockstep.core.build import Run
+from lockstep.core.built_in import BuiltInPart
 from lockstep.core.checkpoint import store
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig, all_values
@@ -110,7 +111,8 @@ class Assembled:
         results = yield from training_run.steps(
             self.run, parts=self.parts, viewers=self.viewers, consensus=self.consensus
         )
-        ending.tell(self.run, results, self.consensus.elapsed_s)
+        if self.run.held is not None:
+            ending.tell(self.run, results, self.consensus.elapsed_s)
         return results
 
     @property
@@ -178,10 +180,8 @@ def assemble(
             at_once = memory_shortage.fitting(setup.run_dir, config, world).evaluation
             training_run.open_evaluations(run, evaluated_tasks(setup, task, world), at_once)
             profiler = [profiling.Profiler(setup.profile, run)] if setup.profile else []
-            watch = [Watch(run, partial(rebuilt, setup, task, world))] if config.watch.every else []
-            own_parts += stream.part_of(run)
-            joins = [*recorders, checks, *built_in.parts(run), *watch, *profiler]
-            parts = training_run.join_parts(run, joins, own_parts)
+            ours = [*recorders, checks, *built_in_parts(run, partial(rebuilt, setup, task, world)), *profiler]
+            parts = training_run.join_parts(run, ours, [*own_parts, *stream.part_of(run)])
             viewers = built_in.viewers(run)
             training_run.check(run, parts, viewers, more=partial(checks.before_first_step, run.evaluated))
             held.check()
@@ -189,6 +189,24 @@ def assemble(
             consensus = StopConsensus(world, flag)
             with evidence.setting_aside(run), profiler[0] if profiler else contextlib.nullcontext():
                 yield Assembled(setup, run, parts, viewers, consensus)
+
+
+def in_memory(config: RunConfig, task: Task, world: World) -> Assembled:
+    """Put a training together that keeps and writes nothing, and makes no checks before its first step.
+
+    Its steps are those of `assemble`.
+    """
+    config = config.model_copy(update={"batch": config.batch.resolve(world.data_size)})
+    setup = Setup(config, Path())
+    run = run_at(setup, task, world, None)
+    training_run.open_evaluations(run, {"": task}, run_data.evaluated_at_once(config))
+    parts = training_run.join_parts(run, built_in_parts(run), stream.part_of(run))
+    return Assembled(setup, run, parts, [], StopConsensus(world, StopFlag()))
+
+
+def built_in_parts(run: Run, rebuild: Callable[[Checkpoint | None], Run] | None = None) -> list[BuiltInPart]:
+    """Lockstep's own Parts, as the config asks for them. For `rebuild`, see `Watch`."""
+    return [*built_in.parts(run), *([Watch(run, rebuild)] if run.config.watch.every else [])]
 
 
 def prepare(setup: Setup, task: Task, world: World) -> Run:
