@@ -30,6 +30,8 @@ class Inside(Training):
     """The names of the user's Parts."""
     writes: Mapping[str, str] = field(default_factory=dict)
     """By name of a user's Part that has written weights on this rank: the first of them, and the event."""
+    left: set[str] = field(default_factory=set)
+    """Events at which this Part needs not be called any more. It may add some."""
 
 
 class BuiltInPart(Part):

@@ -144,11 +144,14 @@ class JoinedParts:
         Raises:
             TrainingError: a required Part failed; names the Part, the event, the step, the rank, the file and the line.
         """
-        for name in self._needs[event]:
+        for name in tuple(self._needs[event]):
             part, training = self._all[name], self._trainings[name]
-            if isinstance(part, BuiltInPart):
+            if isinstance(training, Inside):
                 training.step = self.state.step
                 getattr(part, event)(training)
+                for left in training.left:
+                    self._needs[left].remove(name)
+                training.left.clear()
             else:
                 self._attempt(name, event, training)
             if event in _OF_ENTRIES:

@@ -131,19 +131,12 @@ class StepResult:
     @classmethod
     def of(cls, step: int, samples: int, totals: dict[str, float], micro_batches: Sequence[MicroBatch]) -> StepResult:
         """The result of a step that begins, of these micro-batches."""
-        return cls(
-            step,
-            samples,
-            totals,
-            indices=[micro_batch.indices for micro_batch in micro_batches],
-            counted=[not micro_batch.filler for micro_batch in micro_batches],
-            bad=[message for micro_batch in micro_batches for _, message in micro_batch.bad],
-        )
-
-    @property
-    def has_units(self) -> bool:
-        """True if the global batch has a unit on some rank. All ranks know W, so it is the same on all."""
-        return any(self.totals.values())
+        result = cls(step, samples, totals)
+        for micro_batch in micro_batches:
+            result.indices.append(micro_batch.indices)
+            result.counted.append(not micro_batch.filler)
+            result.bad += [message for _, message in micro_batch.bad] if micro_batch.bad else []
+        return result
 
     def add(self, losses: Losses, waits: Waits | None) -> None:
         """Add the losses of a micro-batch. For `waits`, see `Strategy.backward`."""
@@ -201,7 +194,7 @@ def exact_step(
     totals = {SAMPLES: float(samples)} if counts_late else _count_units(state, micro_batches, samples)
     result = StepResult.of(state.step, samples, totals, micro_batches)
     state.step += 1
-    if not result.has_units:
+    if not any(totals.values()):  # no unit on any rank. All ranks know W, so all skip
         return _skipped(state, result)
     _begin(state, micro_batches, result)
     yield None
@@ -211,14 +204,16 @@ def exact_step(
         yield None
     if counts_late:
         rest *= _count_late(state, micro_batches, result)
-    if not result.has_units:
+    if not any(result.totals.values()):
         return _skipped(state, result)
-    scale_grads(state.parameters, rest)
+    parameters = state.parameters
+    if rest != 1.0:
+        scale_grads(parameters, rest)
     state.precision.scaler.unscale_(state.optimizer)
     if want_norm or state.clip_norm is not None:
-        result.grad_norm = grad_norm(state.parameters)
+        result.grad_norm = grad_norm(parameters)
     if state.clip_norm is not None and result.grad_norm is not None:
-        clip_grads(state.parameters, state.clip_norm, result.grad_norm)
+        clip_grads(parameters, state.clip_norm, result.grad_norm)
     result.applied = state.precision.step(state.optimizer)
     state.optimizer.zero_grad(set_to_none=True)
     state.skipped += not result.applied
@@ -255,9 +250,8 @@ def forward_backward_step(
             losses: Losses = strategy.forward(micro_batch.batch, call)
         output = map_tensors(kept.take(), Tensor.detach)
         losses = {head: value.to(state.world.device) for head, value in losses.items()}  # a constant may be elsewhere
-        factors, rest = _factors(state, losses, result.totals, micro_batch, fillers_count=fillers_count)
-        scaled = {head: precision.scaler.scale(factor) for head, factor in factors.items()}
-        result.add(losses, strategy.backward(losses, scaled, last))
+        factors, rest = _factors(state, losses, result.totals, micro_batch, fillers_count)
+        result.add(losses, strategy.backward(losses, factors, last))
     if metrics is not None and output is not None:
         metrics.add(output, micro_batch.batch)
     return rest
@@ -329,12 +323,11 @@ def _factors(
     losses: Losses,
     totals: Mapping[str, float],
     micro_batch: MicroBatch,
-    *,
     fillers_count: bool,
 ) -> tuple[dict[str, Tensor], float]:
     """The factor of each loss in the backward pass, and the factor of the gradients afterwards.
 
-    The factor of a loss is c[k] * world / W[k]. It is zero for a filler, and for a head without units in the global
+    The factor of a loss is c[k] * world / W[k], times the loss scale of fp16. It is zero for a filler, and for a head without units in the global
     batch. Losses that are constants and have coefficient 0 have no factor.
 
     A loss of 16 bits would round this factor by up to 0.2 %, and differently for another number of ranks. So its factor
@@ -360,7 +353,7 @@ def _factors(
             continue
         counts = bool(units[head]) and (not micro_batch.filler or fillers_count)
         factor = coefficients[head] * world / units[head] if counts else 0.0
-        factors[head] = torch.full_like(value, factor / rest)
+        factors[head] = state.precision.scaler.scale(torch.full_like(value, factor / rest))
     return factors, rest
 
 
@@ -393,10 +386,13 @@ def _agree_on_losses(
         )
     if tuple(losses) != state.agreed.names:
         heads.agree(state.agreed.names, tuple(losses), method="Task.loss", world=state.world)
-    constants = {head for head, value in losses.items() if not value.requires_grad}
-    only_logged = {head for head in constants if not state.coefficients.get(head, 1.0) or head in state.agreed.frozen}
-    for head in constants - only_logged:
-        if head in with_units and not state.has_frozen:
+    only_logged = set()
+    for head, value in losses.items():
+        if value.requires_grad:
+            continue
+        if not state.coefficients.get(head, 1.0) or head in state.agreed.frozen:
+            only_logged.add(head)
+        elif head in with_units and not state.has_frozen:
             raise TrainingError(
                 f"the loss of head {head!r} depends on no trainable parameter",
                 where="Task.loss",

@@ -56,7 +56,7 @@ from lockstep.trainer import (
     run_record,
     source_code,
 )
-from lockstep.trainer.recorder import Recorder
+from lockstep.trainer.recorder import Entries, Recorder
 from lockstep.updates.arrange import arrange
 from lockstep.watch import evidence
 from lockstep.watch.part import Watch
@@ -174,7 +174,7 @@ def assemble(
         ):
             recorders = [recorder] if recorder is not None else []
             for one in recorders:
-                run.writers.append(one)
+                run.writers.append(Entries(one))
                 one.join(run)
             checks = RunChecks(run)
             at_once = memory_shortage.fitting(setup.run_dir, config, world).evaluation

@@ -42,7 +42,7 @@ def clip_grads(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor
 def scale_grads(parameters: Sequence[nn.Parameter], factor: float) -> None:
     """Multiply all gradients by `factor`. Each rank scales its part."""
     with torch.no_grad():
-        for grad in _local_grads(parameters) if factor != 1.0 else ():
+        for grad in _local_grads(parameters):
             grad.mul_(factor)
 
 

@@ -13,7 +13,7 @@ import torch
 from lockstep.core import task_checks
 from lockstep.core.block_state import written_by_pass
 from lockstep.core.build import Run
-from lockstep.core.built_in import BuiltInPart
+from lockstep.core.built_in import BuiltInPart, Inside
 from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.form import Kind, described, kinds
 from lockstep.core.data.randomness import restored_generators, seed_all
@@ -52,14 +52,12 @@ class FirstSteps(BuiltInPart):
             self._written.watch()
 
     def after_step(self, training: Training) -> None:
-        """Check the first two steps of a process. A collective.
+        """Check the first two steps of a process, and no other. A collective.
 
         Raises:
             TrainingError: on all ranks; names the tensors.
         """
         done = training.step - self._first
-        if done > 2:
-            return
         self._look()
         if done == 1:
             self._written.report()
@@ -69,6 +67,8 @@ class FirstSteps(BuiltInPart):
         else:
             self.left_out.check()  # a copy of what trains begins to move in the second step
             self._warn()
+            assert isinstance(training, Inside)
+            training.left |= {"before_step", "after_step"}
 
     def before_save(self, training: Training) -> None:
         self.check_loadable()
