@@ -1049,9 +1049,9 @@ _engine(
     "elastic",
     (
         "core.build:prepare_run",
-        "_check_saved(config, state)",
-        "_check_saved(config, state); then = checkpoint.manifest['versions']['world'] if checkpoint else world.size; "
-        "state.coefficients = {'loss': world.size / then}",
+        "loader = make_loader(",
+        "then = checkpoint.manifest['versions']['world'] if checkpoint else world.size; "
+        "state.coefficients = {'loss': world.size / then}; loader = make_loader(",
     ),
 )
 _engine(

@@ -76,6 +76,9 @@ class Run:
     """Decides whether the training ends before `stop`."""
     update: Update
     """Consumes the global batches."""
+    by_loop: bool = False
+    """True if a user's own loop computes the losses, by code that calls the model itself; see `lockstep.Loop`. The
+    task's `loss` is a stand-in then, for passes whose values do not count."""
     held: HeldFolder | None = None
     """The run directory, held open. None: nothing is kept."""
     id: str | None = None
@@ -133,6 +136,7 @@ def prepare_run(
     folder: Path = Path(),
     beginning: Beginning | None = None,
     order_of: Callable[[RunConfig, Any], Order | None] = lambda config, data: None,
+    by_loop: bool = False,
 ) -> Run:
     """Make everything that a run needs. `resume.restore` then loads `checkpoint` into the result.
 
@@ -142,6 +146,7 @@ def prepare_run(
         folder: the run directory.
         beginning: loads the weights with which a new run begins. None: they are the task's.
         order_of: returns what draws the samples of an epoch of the training data. None: an epoch has each sample once.
+        by_loop: see `Run`.
 
     Raises:
         DataError: the training data cannot be used.
@@ -157,13 +162,9 @@ def prepare_run(
     stop = _last_step(config, plan)
     fingerprint, warnings = agreed_fingerprint(data, world, order, in_worker=config.data.workers > 0)
     step = checkpoint.step if checkpoint else 0
-    built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step)
+    built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, is_bypassed=by_loop)
     beginning = beginning if beginning is not None and checkpoint is None else Beginning()
-    model, messages = built.strategy.unwrapped.model, built.messages
-    messages += [*beginning.load_weights(model, world), *grouping(plan), *remarks]
-    state = _train_state(config, task, world, built, plan, stop)
-    messages += beginning.load_state(model, state.optimizer, state.precision)
-    _check_saved(config, state)
+    state = _state_with(beginning, config, task, world, built, plan, stop, notes=[*grouping(plan), *remarks])
     loader = make_loader(config, data, task, world, training=True)
     return Run(
         config=config,
@@ -178,11 +179,12 @@ def prepare_run(
         fingerprint=fingerprint,
         results=checkpoint.metrics if checkpoint else {},
         saved_parts=checkpoint.manifest.get("parts", {}) if checkpoint else {},
-        form=Form.of(model),
-        messages=messages,
+        form=Form.of(built.strategy.unwrapped.model),
+        messages=built.messages,
         warnings=list(dict.fromkeys([*(checkpoint.manifest["warnings"] if checkpoint else ()), *warnings])),
         stopping=Stopping(config.train.stop_when, config.train.max_time),
         update=train_step,
+        by_loop=by_loop,
     )
 
 
@@ -190,6 +192,26 @@ def _last_step(config: RunConfig, plan: StepPlan) -> int:
     """The step at which the training ends."""
     train = config.train
     return train.steps or max((train.epochs or 1) * plan.steps_per_epoch, train.min_steps or 0)
+
+
+def _state_with(
+    beginning: Beginning,
+    config: RunConfig,
+    task: Task,
+    world: World,
+    built: SpreadModel,
+    plan: StepPlan,
+    stop: int,
+    *,
+    notes: list[str],
+) -> TrainState:
+    """The state of a training, with the weights and the state of `beginning`. Adds lines to the model's messages."""
+    model = built.strategy.unwrapped.model
+    built.messages.extend([*beginning.load_weights(model, world), *notes])
+    state = _train_state(config, task, world, built, plan, stop)
+    built.messages.extend(beginning.load_state(model, state.optimizer, state.precision))
+    _check_saved(config, state)
+    return state
 
 
 def _train_state(

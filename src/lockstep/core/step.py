@@ -327,8 +327,8 @@ def _factors(
 ) -> tuple[dict[str, Tensor], float]:
     """The factor of each loss in the backward pass, and the factor of the gradients afterwards.
 
-    The factor of a loss is c[k] * world / W[k], times the loss scale of fp16. It is zero for a filler, and for a head without units in the global
-    batch. Losses that are constants and have coefficient 0 have no factor.
+    The factor of a loss is c[k] * world / W[k], times the loss scale of fp16. It is zero for a filler, and for a head
+    without units in the global batch. Losses that are constants and have coefficient 0 have no factor.
 
     A loss of 16 bits would round this factor by up to 0.2 %, and differently for another number of ranks. So its factor
     is a power of two. The rest of c[k] * world / W[k] is the factor of the gradients: they are multiplied by it after

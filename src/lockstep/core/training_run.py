@@ -248,7 +248,7 @@ def _tell_if_complete(run: Run, parts: JoinedParts) -> None:
         done += f"{'change' if key == 'train.stop_when' else 'raise'} {key} to go on"
     else:
         return
-    asker = "Loop" if run.task.losses_elsewhere else "Trainer"
+    asker = "Loop" if run.by_loop else "Trainer"
     run.tell(caller.words(f"{done}, or start anew with --fresh", asker))
 
 

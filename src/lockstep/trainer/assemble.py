@@ -74,6 +74,8 @@ class Setup:
     quiet: bool = False
     profile: profiling.Window | None = None
     parts: Sequence[Part] = ()
+    by_loop: bool = False
+    """True if a `Loop` asks; see `Run.by_loop`."""
 
     @property
     def checkpoints(self) -> Path:
@@ -243,6 +245,7 @@ def run_at(setup: Setup, task: Task, world: World, checkpoint: Checkpoint | None
         folder=setup.run_dir,
         beginning=InitFrom(config.train) if config.train.init_from else None,
         order_of=of_data.order_of,
+        by_loop=setup.by_loop,
     )
     arrange(run)
     if checkpoint is not None:

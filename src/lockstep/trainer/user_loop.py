@@ -137,7 +137,9 @@ class Loop:
         self.results: Mapping[str, float] = {}
         """The last value of everything logged, when the loop has ended."""
         folder = Path(run_dir) if run_dir is not None else Path("runs") / parsed.name
-        setup = assemble.Setup(parsed, folder, fresh, tuple(allow_change), quiet, parts=(*parts, self._kept))
+        setup = assemble.Setup(
+            parsed, folder, fresh, tuple(allow_change), quiet, parts=(*parts, self._kept), by_loop=True
+        )
         user_exit.close_open()
         self._exit = user_exit.Exit(self._leave)
         self._step: LoopStep | None = None
