@@ -39,6 +39,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import made_steps
+
 LOG_EVERY = 10
 WARM_UP = 5  # steps before the clock starts
 SAVES = 3  # of each kind; one more before them is not counted: its buffers are cold
@@ -230,14 +232,14 @@ class Ours:
 
     def __init__(self, task, world, options, folder):
         from lockstep.configs import config_file
-        from lockstep.core import build, loop
-        from lockstep.trainer import logs
+        from lockstep.core import loop
+        from lockstep.trainer import assemble, logs
 
         config = {
             "name": options["model"],
             "device": world.device.type,
             "precision": options["precision"],
-            "batch": {"global": options["batch"] * world.size},
+            "batch": {"global": options["batch"] * world.size, "micro": options["batch"]},
             "data": {"workers": options["workers"]},
             "train": {"steps": 2**19},
             "optim": {"name": "AdamW", "lr": 1e-4, "clip_norm": 1.0, "fused": options["fused"]},
@@ -249,37 +251,21 @@ class Ours:
             "log": {"every_steps": LOG_EVERY, "writers": ["text_log", "json_lines"], "pictures": 0},
         }
         self.config = config_file.parse(config, needs_task=False)
-        self.prepared = build.prepare_run(
-            self.config, task, world, micro_batch=options["batch"], checkpoint=None, folder=folder
-        )
+        self.config = self.config.model_copy(update={"batch": self.config.batch.resolve(world.data_size)})
+        self.prepared = assemble.run_at(assemble.Setup(self.config, folder), task, world, None)
         self.prepared.intervals = loop.Intervals(log=LOG_EVERY)
         self.prepared.state.forward.train()
         self.folder = folder
         logs.open_writers(self.prepared, None, quiet=True)
 
     def run(self, steps):
-        from lockstep.core import loop
-        from lockstep.core.parallel.signals import StopConsensus, StopFlag
-        from lockstep.core.training_run import join_parts
-        from lockstep.parts import built_in
-
-        state, prepared = self.prepared.state, self.prepared
-        loop.fit(
-            state,
-            itertools.islice(prepared.batches, steps),
-            plan=prepared.plan,
-            stop=state.step + steps,
-            intervals=prepared.intervals,
-            parts=join_parts(prepared, built_in.parts(prepared)),
-            consensus=StopConsensus(state.world, StopFlag()),
-            writers=prepared.writers,
-        )
+        batches = itertools.islice(self.prepared.batches, steps)
+        made_steps(self.prepared, batches, stop=self.prepared.state.step + steps)
 
     def save_times(self, device, mode):
         """Seconds for which the training waits for a checkpoint, seconds until it is written, and its bytes."""
         from lockstep.core.checkpoint.retention import CheckpointConfig
         from lockstep.core.checkpoint.saver import Saver
-        from lockstep.core.checks import Checks
         from lockstep.core.parallel.signals import StopConsensus, StopFlag
         from lockstep.core.resume import RunKeeper
         from lockstep.core.training_run import join_parts
@@ -289,7 +275,7 @@ class Ours:
             folder, self.prepared.state.world, CheckpointConfig(keep_last=1), tell=print, in_background=mode == "async"
         )
         parts, consensus = join_parts(self.prepared, ()), StopConsensus(self.prepared.state.world, StopFlag())
-        save = RunKeeper(self.prepared, saver, parts, consensus, Checks()).save
+        save = RunKeeper(self.prepared, saver, parts, consensus).save
         rows = []
         try:
             for _ in range(SAVES + 1):

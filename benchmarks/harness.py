@@ -57,3 +57,29 @@ def free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])
+
+
+def made_steps(run: Any, batches: Iterable[Any], *, stop: int) -> dict[str, float]:
+    """Make steps of a run in Lockstep's loop, with its own Parts and the writers of the run, until `stop`.
+
+    Args:
+        run: a `lockstep.core.build.Run`.
+        batches: its micro-batches, step by step.
+    """
+    from lockstep.core import loop
+    from lockstep.core.parallel.signals import StopConsensus, StopFlag
+    from lockstep.core.step import driven
+    from lockstep.core.training_run import join_parts
+    from lockstep.parts import built_in
+
+    steps = loop.steps(
+        run.state,
+        batches,
+        plan=run.plan,
+        stop=stop,
+        intervals=run.intervals,
+        parts=join_parts(run, built_in.parts(run)),
+        consensus=StopConsensus(run.world, StopFlag()),
+        writers=run.writers,
+    )
+    return driven(steps, lambda asked: asked.made_by(run.update, run.state))

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.core import loop
+from lockstep.core import build
 from lockstep.core.checkpoint import files, store
 from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
 from lockstep_recipes.tasks.vision.classification.task import Classification
@@ -55,7 +55,7 @@ SETTINGS = [
 SETTINGS += ["schedule.name=cosine", "schedule.warmup_steps=20", "log.writers=[text_log,json_lines]", "device=cpu"]
 
 
-_step = loop.train_step
+_step = build.train_step
 
 
 def _noting(run, micros, samples, want_norm=False):
@@ -70,7 +70,7 @@ class Digits(Classification):
     """The recipe digits, which keeps a ledger: which samples each optimizer step used."""
 
     def __init__(self, train="digits", eval="digits", width=32):
-        loop.train_step = _noting
+        build.train_step = _noting
         augment = {"crop": "shift", "shift": 1, "flip": 0, "fill": 0}
         options = {"channels": 1, "scratch": {"sizes": {"width": width}}, "augment": augment}
         super().__init__(ClassificationOptions.model_validate(options), train, eval)

@@ -73,13 +73,8 @@ def lockstep_worker(options, packed=True):
     task.collate = counted(task.collate, counts, "targets")
 
     class Clock(Recorder):
-        def __init__(self):
-            pass
-
-        def record_steps(self, prepared):
-            for batch in prepared.batches:
-                times.append(now())
-                yield batch
+        def before_step(self, training):
+            times.append(now())
 
         def close(self):
             times.append(now())

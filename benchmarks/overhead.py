@@ -24,7 +24,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from harness import spread, take_turns
+from harness import made_steps, spread, take_turns
 
 BATCH = 32
 # Hidden width, layers, steps in a round: about 2 ms and 30 ms per step on one core.
@@ -134,9 +134,6 @@ class Ours:
 
     def run(self, _):
         from lockstep.core import loop
-        from lockstep.core.parallel.signals import StopConsensus, StopFlag
-        from lockstep.core.training_run import join_parts
-        from lockstep.parts import built_in
         from lockstep.trainer import assemble, logs
 
         self.trainer.config = self.trainer.config.model_copy(update={"batch": self.trainer.config.batch.resolve(1)})
@@ -144,18 +141,8 @@ class Ours:
         prepared = assemble.prepare(self.trainer.setup, self.task, self.world)
         prepared.intervals = loop.Intervals(log=50)
         logs.open_writers(prepared, None, quiet=False)
-        parts = join_parts(prepared, built_in.parts(prepared))
         begun = time.perf_counter()
-        loop.fit(
-            prepared.state,
-            prepared.batches,
-            plan=prepared.plan,
-            stop=prepared.stop,
-            intervals=prepared.intervals,
-            parts=parts,
-            consensus=StopConsensus(self.world, StopFlag()),
-            writers=prepared.writers,
-        )
+        made_steps(prepared, prepared.batches, stop=prepared.stop)
         seconds = time.perf_counter() - begun
         for writer in prepared.writers:
             writer.close()

@@ -247,16 +247,15 @@ def _rank(rank: int, ranks: int, port: int, model: str, cases: list[Case], queue
 
 
 def _figures(world: object, model: str, case: Case) -> dict[str, float]:
-    from lockstep.core import build
-    from lockstep.core.step import train_step
+    from lockstep.trainer import assemble
 
     print(f"{time.strftime('%H:%M:%S')} {model}, {world.size} ranks: {case.name}", file=sys.stderr, flush=True)
     config, task = config_of(model, world.size, case), Pretend(model)
     others = storages()
-    prepared = build.prepare_run(config, task, world, micro_batch=SAMPLES[model], checkpoint=None)
+    prepared = assemble.in_memory(config, task, world).run
     data = sum(tensor.nbytes for tensor in prepared.batches.loader.micro_batches.data.tensors)
     micro_batches, samples = _next(prepared)
-    train_step(prepared.state, micro_batches, samples)
+    prepared.update(prepared.state, micro_batches, samples)
     del micro_batches
     micro_batches, samples = _next(prepared)
     assert len(micro_batches) == case.accumulate
@@ -275,7 +274,7 @@ def _figures(world: object, model: str, case: Case) -> dict[str, float]:
     figures["begin"] = storages() - others - data
     before = allocated()
     with watch, mock.patch.object(torch.autograd, "backward", begin_of_backward):
-        train_step(prepared.state, micro_batches, samples)
+        prepared.update(prepared.state, micro_batches, samples)
     if case.strategy == "ddp":
         figures["begin"] = figures["update"] + batch  # the buckets exist all the time, and are the gradients
     return {

@@ -59,7 +59,7 @@ def serve() -> None:
     try:
         from lockstep_lab.verify.workers import Workers
     except ModuleNotFoundError:  # a tree in which all code is in one package
-        from lockstep_lab.verify.workers import Workers
+        from lockstep.verify.workers import Workers
 
     workers = Workers(Path(sys.argv[1]))
     print(json.dumps(lockstep.__file__), file=channel, flush=True)

@@ -37,7 +37,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import spread
+from harness import made_steps, spread
 from torch import nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -46,13 +46,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep import Trainer
 from lockstep.core import loop as engine
 from lockstep.core import run_model
-from lockstep.core.parallel.signals import StopConsensus, StopFlag
 from lockstep.core.parallel.world import join_world
 from lockstep.core.task import Task
-from lockstep.core.training_run import join_parts
 from lockstep.launch.watchdog import Watchdog
-from lockstep.parts import built_in
-from lockstep.trainer import logs
+from lockstep.trainer import assemble, logs
 
 LAYERS, VOCABULARY, LENGTH, HEAD = 12, 8192, 32, 64
 BATCH, LOG, PHASE = 4, 50, 10  # samples over both ranks; steps
@@ -218,7 +215,9 @@ def steps_rank(folder, options):
     lockstep = trainer_of("fsdp", folder / "run", options.fused)
     times = {"plain": [], "Lockstep": []}
     with join_world("cpu", watch=partial(Watchdog, timeout_s=600, folder=folder)) as world:
-        prepared = lockstep._prepare(task, world)
+        batch = lockstep.config.batch.resolve(world.data_size)
+        lockstep.config = lockstep.config.model_copy(update={"batch": batch})
+        prepared = assemble.prepare(lockstep.setup, task, world)
         order = [
             [index for chunk in prepared.plan.rank_micro_batches(step, world.rank) for index in chunk.indices]
             for step in range(prepared.stop)
@@ -247,16 +246,7 @@ def steps_rank(folder, options):
         lockstep.run_dir.mkdir(exist_ok=True)
         prepared.intervals = engine.Intervals(log=LOG)
         logs.open_writers(prepared, None, quiet=True)
-        engine.fit(
-            prepared.state,
-            alternating(),
-            plan=prepared.plan,
-            stop=prepared.stop,
-            intervals=prepared.intervals,
-            parts=join_parts(prepared, built_in.parts(prepared)),
-            consensus=StopConsensus(world, StopFlag()),
-            writers=prepared.writers,
-        )
+        made_steps(prepared, alternating(), stop=prepared.stop)
         both = zip(prepared.model.parameters(), plain.model.parameters(), strict=True)
         apart = max(float((one.detach().to_local() - two.detach().to_local()).abs().max()) for one, two in both)
     return times | {"apart": apart}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lockstep import Trainer
-from lockstep.core import loop
+from lockstep.core import build
 from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
 from lockstep_recipes.tasks.vision.classification.task import Classification
 from tests import runs
@@ -58,7 +58,7 @@ def results_of(options, train, evaluation, settings):
 @contextlib.contextmanager
 def killed_at(step):
     """The process is killed at the beginning of a step, counted from 1."""
-    original, taken = loop.train_step, [0]
+    original, taken = build.train_step, [0]
 
     def train_step(state, *arguments, **options):
         if state.step + 1 == step:
@@ -66,11 +66,11 @@ def killed_at(step):
         taken[0] += 1
         return original(state, *arguments, **options)
 
-    loop.train_step = train_step
+    build.train_step = train_step
     try:
         yield
     finally:
-        loop.train_step = original
+        build.train_step = original
 
 
 def fit_and_die(options, train, settings, run_dir, step):

@@ -173,20 +173,20 @@ def batchnorm_buffers(settings, run_dir):
 
 def ledger(run_dir, settings, options):
     """Indices of the samples that this rank trained on, step by step."""
-    from lockstep.core import loop
+    from lockstep.core import build
 
     steps = []
-    original = loop.train_step
+    original = build.train_step
 
     def noting(run, micros, samples, want_norm=False):
         steps.append((run.step, [index for micro in micros if not micro.filler for index in micro.indices]))
         return original(run, micros, samples, want_norm=want_norm)
 
-    loop.train_step = noting
+    build.train_step = noting
     try:
         runs.fit_kind("Plain", options, settings, run_dir)
     finally:
-        loop.train_step = original
+        build.train_step = original
     return steps, os.getpid()
 
 

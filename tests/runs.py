@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import functools
 import os
 import shutil
 import sys
@@ -14,20 +13,13 @@ import torch
 
 from lockstep import Trainer
 from lockstep.configs import config_file
-from lockstep.core import build, loop, run_data
-from lockstep.core import evaluate as evaluation
 from lockstep.core.data.order import permute
 from lockstep.core.errors import exits_are_failures
 from lockstep.core.parallel.sharded_tensor import gather
-from lockstep.core.parallel.signals import StopConsensus, StopFlag
 from lockstep.core.parallel.world import join_world
-from lockstep.core.training_run import join_parts
 from lockstep.mesh.layout import laid_out
-from lockstep.parts import built_in
+from lockstep.trainer import assemble
 from lockstep.trainer.recorder import Recorder
-from lockstep.updates.arrange import arrange
-from lockstep.watch.part import Watch
-from lockstep.weights.init_from import InitFrom
 
 
 def config(**sections):
@@ -91,43 +83,10 @@ def fit_in_memory(task, settings):
     """What `Trainer.fit` does, without files: no run directory, no checkpoint, no log, and no dry run before step 1."""
     config = config_file.parse(settings, needs_task=False)
     with join_world(config.device, config.parallel.timeout_s) as world, exits_are_failures():
-        world = laid_out(world, config)
-        config = config.model_copy(update={"batch": config.batch.resolve(world.data_size)})
-        micro_batch = max(size for _, size in run_data.asked_micro_batches(config, world))
-        beginning = InitFrom(config.train) if config.train.init_from else None
-        prepared = build.prepare_run(config, task, world, micro_batch=micro_batch, checkpoint=None, beginning=beginning)
-        arrange(prepared)
-        evaluates = dict
-        if prepared.intervals.evaluate:
-            data = run_data.evaluation_data(config, task, world, micro_batch=run_data.evaluated_at_once(config))
-            evaluates = functools.partial(evaluate, task, prepared.state, data)
-        state, plan = prepared.state, prepared.plan
-        watch = [Watch(prepared)] if config.watch.every else []
-        parts = join_parts(prepared, [*built_in.parts(prepared), *watch])
-        results = loop.fit(
-            state,
-            prepared.batches,
-            plan=plan,
-            stop=prepared.stop,
-            intervals=prepared.intervals,
-            parts=parts,
-            consensus=StopConsensus(world, StopFlag()),
-            evaluate=evaluates,
-            step=prepared.step,
-        )
-        loop.check_any_update(prepared.state)
-        prepared.state.strategy.begin_step()
-        return whole_weights(prepared.model), results
-
-
-def evaluate(task, state, data):
-    """Results of an evaluation within a training."""
-    averages = contextlib.nullcontext() if state.averages is None else state.averages.applied()
-    state.strategy.begin_step()
-    with state.strategy.inference() as forward, averages:
-        return evaluation.evaluate(
-            task, forward, data.loader, plan=data.plan, world=state.world, precision=state.precision
-        )
+        training = assemble.in_memory(config, task, laid_out(world, config))
+        results = training.train()
+        training.run.state.strategy.begin_step()
+        return whole_weights(training.run.model), results
 
 
 def whole_weights(model):
@@ -142,9 +101,8 @@ class FinalWeights(Recorder):
     def __init__(self):
         self.tensors = {}
 
-    def record_steps(self, prepared):
-        self.prepared = prepared
-        return prepared.batches
+    def join(self, run):
+        self.prepared = run
 
     def close(self):
         if sys.exc_info()[0] is None:

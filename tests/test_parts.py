@@ -48,12 +48,12 @@ def test_events_come_in_their_order_and_change_nothing(tmp_path):
     of_step = {step: [event for event, at in seen["seen"] if at == step] for step in range(7)}
     step = ["before_update", "after_step"]
     assert of_step == {
-        0: ["start"],
-        1: step,
-        2: step,
-        3: [*step, "log_entry"],
-        4: [*step, "before_save", "after_evaluation"],
-        5: step,
+        0: ["start", "before_step"],
+        1: [*step, "before_step"],
+        2: [*step, "before_step"],
+        3: [*step, "log_entry", "before_step"],
+        4: [*step, "before_save", "after_evaluation", "before_step"],
+        5: [*step, "before_step"],
         6: [*step, "log_entry", "before_save", "after_evaluation", "end"],
     }
     part = part_cases.Recording()

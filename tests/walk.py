@@ -28,11 +28,11 @@ def walk(run_dir):
     Of rank 0. Files and functions of the shipped task count like all others.
     """
     from lockstep import Trainer
-    from lockstep.core import loop
+    from lockstep.core import build, loop
 
     calls, steps, started = [], [0], []
-    original = loop.train_step
-    the_loop = {loop.steps.__code__, loop.made_by(None, None).__code__}  # what it asks for, and who makes it
+    original = build.train_step
+    the_loop = {loop.steps.__code__, loop.NextStep.made_by.__code__}  # what it asks for, and who makes it
 
     def profile(frame, event, _):
         if event != "call" or _name(frame) is None:
@@ -58,7 +58,7 @@ def walk(run_dir):
             sys.setprofile(profile)
         return result
 
-    loop.train_step = traced
+    build.train_step = traced
     try:
         settings = runs.config(
             task={"kind": "classification", "channels": 1, "augment": AUGMENT},
@@ -71,7 +71,7 @@ def walk(run_dir):
         Trainer(settings, run_dir=run_dir, quiet=True).fit()
     finally:
         sys.setprofile(None)
-        loop.train_step = original
+        build.train_step = original
     return [(0, "core/loop.py", "steps"), *calls]
 
 

@@ -31,7 +31,7 @@ METHODS = {
 def test_a_task_has_fourteen_methods_and_six_attributes():
     names = {name for name in vars(Task) if not name.startswith("_")}
     assert {name for name in names if callable(vars(Task)[name]) and name != "presenter"} == METHODS
-    attributes = {"calls_vary", "coefficients", "frozen_epochs", "losses_elsewhere", "players", "presenter"}
+    attributes = {"calls_vary", "coefficients", "frozen_epochs", "players", "presenter"}
     assert names - METHODS == attributes
 
 

@@ -11,10 +11,9 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Task, Trainer
 from lockstep.configs import config_file
-from lockstep.core import build, run_data
 from lockstep.core.config.sections import ComputeConfig
 from lockstep.core.parallel.world import join_world
-from lockstep.core.step import train_step
+from lockstep.trainer import assemble
 from lockstep.trainer.recorder import Recorder
 from tests import runs
 
@@ -180,20 +179,22 @@ class StepReads(Recorder):
     """Notes how the host waited for the device in each step: in the loop's part of it, too, and in the next copy."""
 
     def __init__(self, place):
-        self.place, self.by_step = place, []
+        self.place, self.by_step, self.watched = place, [], contextlib.ExitStack()
 
-    def record_steps(self, prepared):
-        batches = prepared.batches
-        while True:
-            with self.place.reads() as found:
-                batch = next(batches, None)
-                if batch is None:
-                    return
-                yield batch
-            self.by_step.append(found)
+    def before_step(self, training):
+        self.watch()
+
+    def end(self, training):
+        self.watched.close()
 
     def close(self):
-        pass
+        self.watched.close()
+
+    def watch(self):
+        """Note the waits until the next call: those of a step, and of reading the next batch."""
+        self.watched.close()
+        found = self.watched.enter_context(self.place.reads())
+        self.watched.callback(self.by_step.append, found)
 
 
 def reads_in_steps(place, task, settings, folder):
@@ -208,16 +209,14 @@ def prepared(task, settings):
     """A training in memory that is ready for its first step."""
     config = config_file.parse(settings, needs_task=False)
     with join_world(config.device, config.parallel.timeout_s) as world:
-        config = config.model_copy(update={"batch": config.batch.resolve(world.size)})
-        micro_batch = max(size for _, size in run_data.asked_micro_batches(config, world))
-        yield build.prepare_run(config, task, world, micro_batch=micro_batch, checkpoint=None)
+        yield assemble.in_memory(config, task, world).run
 
 
 def take_steps(run, count):
     """Take steps of a `prepared` training."""
     state = run.state
     for _ in range(count):
-        train_step(state, next(run.batches), run.plan.samples(state.step))
+        run.update(state, next(run.batches), run.plan.samples(state.step))
 
 
 def weights(task, settings, run_dir=None):

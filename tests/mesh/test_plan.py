@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.configs import config_file
-from lockstep.core import loop
+from lockstep.core import build
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel import torch_internals
 from lockstep.mesh import alone
@@ -29,7 +29,7 @@ NUMBER = 8  # bytes: the model is in float64
 
 def collectives_of_a_step(fit, *arguments):
     """What torch's flight recorder has of the third step: group, collective, and the numbers of the rank's input."""
-    found, step = [], loop.train_step
+    found, step = [], build.train_step
 
     def recorded(state, *arguments, **more):
         known = {entry["record_id"] for entry in torch_internals.recorded_collectives()}
@@ -38,11 +38,11 @@ def collectives_of_a_step(fit, *arguments):
             found.extend(e for e in torch_internals.recorded_collectives() if e["record_id"] not in known)
         return result
 
-    loop.train_step = recorded
+    build.train_step = recorded
     try:
         fit(*arguments)
     finally:
-        loop.train_step = step
+        build.train_step = step
     sizes = [(e["process_group"][1], e["profiling_name"], math.prod(e["input_sizes"][0])) for e in found]
     return [each for each, entry in zip(sizes, found, strict=True) if entry["input_dtypes"] == ["Double"]]
 

@@ -16,7 +16,7 @@ def text(folder, compared=None, kept=(20, 30), latest=None, since=0, rule=None, 
     """The lines of a run of 30 steps in 3 epochs of 1,000 samples, which took 3700 s, 2 s of them in this start."""
     checkpoint = SimpleNamespace(keep_best=compared)
     run = SimpleNamespace(
-        task=SimpleNamespace(losses_elsewhere=False),
+        by_loop=False,
         config=SimpleNamespace(
             checkpoint=checkpoint,
             train=SimpleNamespace(stop_when=rule),

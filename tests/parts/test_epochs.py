@@ -26,17 +26,10 @@ class StopAfter(runs.FinalWeights):
         super().__init__()
         self.step, self.sizes = step, {}
 
-    def record_steps(self, prepared):
-        self.prepared = prepared
-        return self.steps(prepared)
-
-    def steps(self, prepared):
-        for micro_batches in prepared.batches:
-            step = prepared.state.step
-            self.sizes[step] = [len(micro.indices) for micro in micro_batches]
-            yield micro_batches
-            if prepared.state.step == self.step:
-                raise Preempted
+    def before_step(self, training):
+        if training.step == self.step:
+            raise Preempted
+        self.sizes[training.step] = [len(micro.indices) for micro in training.micro_batches]
 
 
 # ---- the size of micro-batches

@@ -102,7 +102,7 @@ def test_a_step_is_measured_again_where_another_thread_frees_memory(monkeypatch)
             other.join()
         return train_step(state, micro_batches, samples)
 
-    monkeypatch.setattr("lockstep_lab.plan.measure.train_step", disturbed)
+    monkeypatch.setattr("lockstep.core.build.train_step", disturbed)
     measure(config())
     assert len(calls) == 2 + 2 + 3  # two are measured, two in their place, and three are timed
 
@@ -115,7 +115,7 @@ def test_operations_are_those_of_the_step_whose_memory_is_measured(monkeypatch):
         return train_step(state, micro_batches, samples)
 
     count = FlopCount.count
-    monkeypatch.setattr("lockstep_lab.plan.measure.train_step", recorded)
+    monkeypatch.setattr("lockstep.core.build.train_step", recorded)
     monkeypatch.setattr(FlopCount, "count", lambda self, each: (counted.append(each.indices), count(self, each))[1])
     measure(config())
     assert counted == [steps[1]]

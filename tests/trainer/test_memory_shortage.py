@@ -170,13 +170,11 @@ def train(device, changes, buffer, limit=None, clear_after=None):
         def __init__(self):
             pass
 
-        def record_steps(self, prepared):
-            for number, micro_batches in enumerate(prepared.batches):
-                if number in (3, 5):
-                    peaks.append(device.most - before)
-                    reads.append(len(device.reads()))
-                    device.reset_peak_memory_stats()
-                yield micro_batches
+        def before_step(self, training):
+            if training.step in (3, 5):
+                peaks.append(device.most - before)
+                reads.append(len(device.reads()))
+                device.reset_peak_memory_stats()
 
     peaks, reads = [], []
 

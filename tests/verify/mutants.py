@@ -143,10 +143,11 @@ def _config(name: str, check: str, *overrides: str, base: str = "classes") -> No
     MUTANTS[name] = Mutant(name, check, base, overrides=overrides)
 
 
-STEP, OPTIM = "core.step:exact_step", "core.schedule:set_lr"
+STEP, BEGIN, OPTIM = "core.step:exact_step", "core.step:_begin", "core.schedule:set_lr"
 AVERAGE = "state.averages.update(state.step - state.skipped)"
 MICRO_BATCH, FACTORS = "core.step:forward_backward_step", "core.step:_factors"
-CALL_FACTORS = "factors, rest = _factors(state, losses, result.totals, micro_batch)"
+CALL_FACTORS = "factors, rest = _factors(state, losses, result.totals, micro_batch, fillers_count)"
+AFTER_BACKWARD = "if metrics is not None and output is not None:"
 RANK, WORLD = "int(__import__('os').environ['RANK'])", "int(__import__('os').environ['WORLD_SIZE'])"
 
 # ---- loss: the training goes nowhere
@@ -156,20 +157,22 @@ _engine(
     "loss",
     (
         STEP,
-        "result.applied = state.precision.step(optimizer)",
-        "[p.grad.neg_() for p in state.parameters]; result.applied = state.precision.step(optimizer)",
+        "result.applied = state.precision.step(state.optimizer)",
+        "[p.grad.neg_() for p in state.parameters]; result.applied = state.precision.step(state.optimizer)",
     ),
 )
 _engine(
-    "update never applied", "loss", (STEP, "result.applied = state.precision.step(optimizer)", "result.applied = True")
+    "update never applied",
+    "loss",
+    (STEP, "result.applied = state.precision.step(state.optimizer)", "result.applied = True"),
 )
 _engine(
     "gradients zeroed before the update",
     "loss",
     (
         STEP,
-        "result.applied = state.precision.step(optimizer)",
-        "optimizer.zero_grad(set_to_none=True); result.applied = state.precision.step(optimizer)",
+        "result.applied = state.precision.step(state.optimizer)",
+        "state.optimizer.zero_grad(set_to_none=True); result.applied = state.precision.step(state.optimizer)",
     ),
 )
 _engine(
@@ -254,21 +257,21 @@ _engine(
 _engine(
     "clipped before unscaling",
     "gradients",
-    (STEP, "scaler.unscale_(optimizer)", "pass"),
-    (STEP, "result.applied =", "scaler.unscale_(optimizer); result.applied ="),
+    (STEP, "state.precision.scaler.unscale_(state.optimizer)", "pass"),
+    (STEP, "result.applied =", "state.precision.scaler.unscale_(state.optimizer); result.applied ="),
     base="fp16",
 )
 _engine(
     "clipping left out",
     "gradients",
-    (STEP, "clip_grads(state.parameters, state.clip_norm, result.grad_norm)", "pass"),
+    (STEP, "clip_grads(parameters, state.clip_norm, result.grad_norm)", "pass"),
 )
 _engine(
     "clipped by value",
     "gradients",
     (
         STEP,
-        "clip_grads(state.parameters, state.clip_norm, result.grad_norm)",
+        "clip_grads(parameters, state.clip_norm, result.grad_norm)",
         "torch.nn.utils.clip_grad_value_(state.parameters, 0.05)",
     ),
 )
@@ -281,29 +284,29 @@ _engine(
         "[nn.utils.clip_grad_norm_([one], max_norm) for one in held]",
     ),
 )
-_engine("zero_grad forgotten", "gradients", (STEP, "optimizer.zero_grad(set_to_none=True)", "pass"))
+_engine("zero_grad forgotten", "gradients", (STEP, "state.optimizer.zero_grad(set_to_none=True)", "pass"))
 _engine(
     "schedule counts micro-batches",
     "gradients",
     (
-        STEP,
+        BEGIN,
         "state.schedule(result.step - state.skipped)",
         "state.schedule((result.step - state.skipped) * len(result.indices))",
     ),
     base="micro-batches",
 )
 _engine(
-    "schedule never advanced", "gradients", (STEP, "state.schedule(result.step - state.skipped)", "state.schedule(0)")
+    "schedule never advanced", "gradients", (BEGIN, "state.schedule(result.step - state.skipped)", "state.schedule(0)")
 )
 _engine(
     "schedule one update late",
     "gradients",
-    (STEP, "state.schedule(result.step - state.skipped)", "state.schedule(max(0, result.step - state.skipped - 1))"),
+    (BEGIN, "state.schedule(result.step - state.skipped)", "state.schedule(max(0, result.step - state.skipped - 1))"),
 )
 _engine(
     "skipped updates advance the schedule",
     "gradients",
-    (STEP, "state.schedule(result.step - state.skipped)", "state.schedule(result.step)"),
+    (BEGIN, "state.schedule(result.step - state.skipped)", "state.schedule(result.step)"),
     base="overflow",
 )
 _config("warm-up that never ends", "gradients", "schedule.warmup_steps=40")
@@ -319,7 +322,7 @@ _engine(
     "learning rate scaled by the number of ranks",
     "gradients",
     (
-        STEP,
+        BEGIN,
         "state.schedule(result.step - state.skipped)",
         "state.world.size * state.schedule(result.step - state.skipped)",
     ),
@@ -327,7 +330,7 @@ _engine(
 _engine(
     "schedule for half the steps",
     "gradients",
-    ("core.build:prepare_run", "config.schedule, total=stop,", "config.schedule, total=stop // 2,"),
+    ("core.build:_train_state", "config.schedule, total=stop,", "config.schedule, total=stop // 2,"),
 )
 _engine(
     "model left in evaluation mode by an evaluation",
@@ -341,7 +344,7 @@ _engine(
 _engine(
     "model in evaluation mode from the start",
     "gradients",
-    ("core.loop:steps", "state.forward.train()", "state.forward.eval()"),
+    ("core.loop:_Loop.begin", "state.forward.train()", "state.forward.eval()"),
     base="dropout",
 )
 _engine(
@@ -353,7 +356,11 @@ _engine(
 _engine(
     "modules put into training mode past the model's own train()",
     "gradients",
-    ("core.loop:steps", "state.forward.train()", "[setattr(one, 'training', True) for one in state.forward.modules()]"),
+    (
+        "core.loop:_Loop.begin",
+        "state.forward.train()",
+        "[setattr(one, 'training', True) for one in state.forward.modules()]",
+    ),
     base="frozen-norm",
 )
 _task("dead branch", "gradients", "DeadBranch")
@@ -594,7 +601,7 @@ _engine(
         STEP,
         "state.skipped += not result.applied",
         "state.skipped += not result.applied; "
-        f"next(iter(optimizer.state.values()))['exp_avg'].view(-1)[-1] += 1e-9 * {RANK}",
+        f"next(iter(state.optimizer.state.values()))['exp_avg'].view(-1)[-1] += 1e-9 * {RANK}",
     ),
 )
 _engine(
@@ -604,7 +611,7 @@ _engine(
         STEP,
         "state.skipped += not result.applied",
         "state.skipped += not result.applied; "
-        f"next(iter(optimizer.state.values()))['step'].add_({RANK} if state.step == 3 else 0)",
+        f"next(iter(state.optimizer.state.values()))['step'].add_({RANK} if state.step == 3 else 0)",
     ),
 )
 _engine(
@@ -653,7 +660,7 @@ _engine(
 _engine(
     "filler counted",
     "ranks",
-    (FACTORS, "bool(units[head]) and (not micro_batch.filler or state.first_pass is not None)", "bool(units[head])"),
+    (FACTORS, "bool(units[head]) and (not micro_batch.filler or fillers_count)", "bool(units[head])"),
     base="few",
 )
 _engine(
@@ -682,7 +689,7 @@ _engine(
     (
         MICRO_BATCH,
         CALL_FACTORS,
-        f"{CALL_FACTORS}\nif last and world.rank == 1:\n"
+        f"{CALL_FACTORS}\nif last and state.world.rank == 1:\n"
         "    factors = {head: 0 * factor for head, factor in factors.items()}",
     ),
 )
@@ -708,15 +715,15 @@ _task(
 _engine(
     "gradient of the last micro-batch only",
     "accumulation",
-    (MICRO_BATCH, "result.losses.append(", "last or state.forward.zero_grad()\nresult.losses.append("),
+    (MICRO_BATCH, AFTER_BACKWARD, f"last or state.forward.zero_grad()\n{AFTER_BACKWARD}"),
 )
 _engine(
     "mean of means over micro-batches",
     "accumulation",
     (
         MICRO_BATCH,
-        "result.totals, micro_batch)",
-        "{'': micro_batch.samples * world.size * len(result.indices)}, micro_batch)",
+        "result.totals, micro_batch,",
+        "{'': micro_batch.samples * state.world.size * len(result.indices)}, micro_batch,",
     ),
 )
 _engine(
@@ -733,9 +740,9 @@ _engine(
     "accumulation",
     (
         MICRO_BATCH,
-        "result.losses.append(",
+        AFTER_BACKWARD,
         "last or torch.nn.utils.clip_grad_norm_(state.parameters, state.clip_norm / len(result.indices))\n"
-        "result.losses.append(",
+        + AFTER_BACKWARD,
     ),
 )
 _engine(
@@ -743,8 +750,8 @@ _engine(
     "accumulation",
     (
         MICRO_BATCH,
-        "result.losses.append(",
-        "last or (state.optimizer.step(), state.optimizer.zero_grad())\nresult.losses.append(",
+        AFTER_BACKWARD,
+        f"last or (state.optimizer.step(), state.optimizer.zero_grad())\n{AFTER_BACKWARD}",
     ),
 )
 _engine(
@@ -855,7 +862,7 @@ _engine(
     "schedule restarts",
     "resume",
     (
-        STEP,
+        BEGIN,
         "state.schedule(result.step - state.skipped)",
         "state.schedule(result.step - state.skipped - state.__dict__.setdefault('begun', result.step))",
     ),
@@ -1042,8 +1049,9 @@ _engine(
     "elastic",
     (
         "core.build:prepare_run",
-        "coefficients=task_checks.coefficients(task),",
-        "coefficients={'loss': 1.0 if checkpoint is None else world.size / checkpoint.manifest['versions']['world']},",
+        "loader = make_loader(",
+        "then = checkpoint.manifest['versions']['world'] if checkpoint else world.size; "
+        "state.coefficients = {'loss': world.size / then}; loader = make_loader(",
     ),
 )
 _engine(
@@ -1336,20 +1344,21 @@ _engine(
 _engine(
     "loss read in every step",
     "collectives",
-    (MICRO_BATCH, "result.losses.append(", "sum(value.item() for value in losses.values())\nresult.losses.append("),
+    (MICRO_BATCH, AFTER_BACKWARD, f"sum(value.item() for value in losses.values())\n{AFTER_BACKWARD}"),
 )
 _engine(
     "norm read in every step",
     "collectives",
-    (STEP, "set_lr(optimizer, state", "float(result.grad_norm) > 1e9 and print('large'); set_lr(optimizer, state"),
+    (STEP, "result.applied =", "float(result.grad_norm) > 1e9 and print('large'); result.applied ="),
 )
 _engine(
     "gradients reduced once more",
     "collectives",
     (
         STEP,
-        "scaler.unscale_(optimizer)",
-        "scaler.unscale_(optimizer); [state.world.all_sum(p.grad.flatten().tolist()) for p in state.parameters]",
+        "state.precision.scaler.unscale_(state.optimizer)",
+        "state.precision.scaler.unscale_(state.optimizer); "
+        "[state.world.all_sum(p.grad.flatten().tolist()) for p in state.parameters]",
     ),
 )
 _engine(
@@ -1367,9 +1376,9 @@ _engine(
     "collectives",
     (
         MICRO_BATCH,
-        "result.losses.append(",
+        AFTER_BACKWARD,
         "[__import__('torch').distributed.all_reduce(value.detach().clone()) for value in losses.values()]\n"
-        "result.losses.append(",
+        + AFTER_BACKWARD,
     ),
 )
 _engine(
@@ -1377,22 +1386,22 @@ _engine(
     "collectives",
     (
         STEP,
-        "scaler.unscale_(optimizer)",
-        "scaler.unscale_(optimizer); state.world.size > 1 and torch.distributed.barrier()",
+        "state.precision.scaler.unscale_(state.optimizer)",
+        "state.precision.scaler.unscale_(state.optimizer); state.world.size > 1 and torch.distributed.barrier()",
     ),
 )
 _engine(
     "losses gathered as objects in every step",
     "collectives",
-    (STEP, "set_lr(optimizer, state", "state.world.gather(result.indices); set_lr(optimizer, state"),
+    (BEGIN, "set_lr(state.optimizer, state", "state.world.gather(result.indices); set_lr(state.optimizer, state"),
 )
 _engine(
     "weights broadcast in every step",
     "collectives",
     (
-        STEP,
-        "set_lr(optimizer, state",
-        "state.world.broadcast_tensors([p.detach() for p in state.parameters]); set_lr(optimizer, state",
+        BEGIN,
+        "set_lr(state.optimizer, state",
+        "state.world.broadcast_tensors([p.detach() for p in state.parameters]); set_lr(state.optimizer, state",
     ),
 )
 
@@ -1490,7 +1499,7 @@ _engine(
 _engine(
     "filler counted at the end of an epoch",
     "ranks",
-    (FACTORS, "bool(units[head]) and (not micro_batch.filler or state.first_pass is not None)", "bool(units[head])"),
+    (FACTORS, "bool(units[head]) and (not micro_batch.filler or fillers_count)", "bool(units[head])"),
 )
 _engine(
     "filler's weight counted at the end of an epoch",

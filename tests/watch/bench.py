@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lockstep.core import loop
+from lockstep.core import build
 from lockstep.watch.part import Watch
 from lockstep.watch.updates import Updates
 
@@ -79,7 +79,7 @@ class Times(contextlib.ExitStack):
         for kind, name in parts:
             noted = self._noted(getattr(kind, name), begins=name == "_begin")
             self.enter_context(mock.patch.object(kind, name, noted))
-        make = loop.train_step
+        make = build.train_step
 
         def step(*arguments: Any, **options: Any) -> Any:
             before, begun = sum(watch.checks), _processor_s()
@@ -89,7 +89,7 @@ class Times(contextlib.ExitStack):
             watch.is_checked = False
             return result
 
-        self.enter_context(mock.patch.object(loop, "train_step", step))
+        self.enter_context(mock.patch.object(build, "train_step", step))
         return super().__enter__()
 
     def _noted(self, call: Any, *, begins: bool) -> Any:

@@ -32,16 +32,17 @@ class Spoiled(runs.FinalWeights):
         super().__init__()
         self.what, self.rank = what, rank
 
-    def record_steps(self, prepared):
+    def join(self, run):
+        super().join(run)
+
         def flip(optimizer, *_):
-            if prepared.state.step == BAD_STEP:
-                tensors = replicas.tensors_of_state(prepared.state)
+            if run.state.step == BAD_STEP:
+                tensors = replicas.tensors_of_state(run.state)
                 numbers = local(tensors[self.what].detach()).flatten()
                 numbers[-1:].view(torch.int64).bitwise_xor_(1)
 
         if os.environ["RANK"] == str(self.rank):
-            prepared.state.optimizer.register_step_post_hook(flip)
-        yield from super().record_steps(prepared)
+            run.state.optimizer.register_step_post_hook(flip)
 
 
 def spoiled(what, rank, settings, folder):

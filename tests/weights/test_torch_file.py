@@ -96,13 +96,13 @@ def test_verify_repeats_the_updates_of_a_training_that_begins_with_a_state(tmp_p
     recorder = None
 
     class Updates(runs.FinalWeights):
-        def record_steps(self, prepared):
+        def start(self, training):
             nonlocal recorder
-            config = prepared_config(path)
-            state = prepared.state.optimizer.state
-            recorder = ReferenceOptimizer(prepared.model, config, steps_per_epoch=10, state=state)
-            prepared.state.optimizer.register_step_pre_hook(lambda *_: recorder.before_update(prepared.state.step - 1))
-            yield from super().record_steps(prepared)
+            config, state = prepared_config(path), training.optimizer.state
+            recorder = ReferenceOptimizer(training.model, config, steps_per_epoch=10, state=state)
+
+        def before_update(self, training):
+            recorder.before_update(training.step - 1)
 
         def close(self):
             recorder.after_step(None)

@@ -20,7 +20,7 @@ from lockstep.core.checkpoint.form import Form, check_complete
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.data.data_check import check_data
-from lockstep.core.data.loader import StepIterator, is_default
+from lockstep.core.data.loader import StepIterator
 from lockstep.core.data.order import Order, StepPlan
 from lockstep.core.ema import Ema
 from lockstep.core.held_folder import HeldFolder
@@ -28,8 +28,8 @@ from lockstep.core.loop import Intervals
 from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.world import World
 from lockstep.core.run_data import EvaluationData, agreed_fingerprint, grouping, make_loader, step_plan
-from lockstep.core.run_model import build_model, make_optimizer, make_schedule, seed_everything
-from lockstep.core.step import StepResult, TrainState
+from lockstep.core.run_model import SpreadModel, build_model, make_optimizer, make_schedule, seed_everything
+from lockstep.core.step import TrainState, Update, train_step
 from lockstep.core.stopping import Stopping
 from lockstep.core.task import Task
 from lockstep.core.train_metrics import TrainMetrics
@@ -40,8 +40,8 @@ from lockstep.core.writer import Writer, tell
 class Run:
     """A run on this rank: what is trained, on which data, until when, and where it is logged.
 
-    `prepare_run` makes it, `resume.restore` loads a checkpoint into it, `training_run.train` trains it. The checks, the
-    Parts and the viewers of a training get the run. The run does not hold them: a cycle would be freed late, and with
+    `prepare_run` makes it, `resume.restore` loads a checkpoint into it, `training_run.steps` trains it. The Parts and
+    the viewers of a training get the run. The run does not hold them: a cycle would be freed late, and with
     it the memory of the model and the workers of loaders.
     """
 
@@ -74,6 +74,11 @@ class Run:
     """Warnings that every start of the run shows at its beginning and at its end."""
     stopping: Stopping
     """Decides whether the training ends before `stop`."""
+    update: Update
+    """Consumes the global batches."""
+    by_loop: bool = False
+    """True if a user's own loop computes the losses, by code that calls the model itself; see `lockstep.Loop`. The
+    task's `loss` is a stand-in then, for passes whose values do not count."""
     held: HeldFolder | None = None
     """The run directory, held open. None: nothing is kept."""
     id: str | None = None
@@ -82,8 +87,6 @@ class Run:
     """Tensors that are not finite at the start of the run: a checkpoint may hold them."""
     moves_in_passes: list[str] = field(default_factory=list)
     """Parameters that the forward passes of the training write, as far as this process has seen."""
-    step: Callable[..., StepResult] | None = None
-    """Consumes a global batch in another way than `train_step`. None: `train_step`."""
     confirmed_step: int | None = None
     """The last step at which a whole check of the watch passed. None: there was none."""
     evaluated: list[EvaluationData] = field(default_factory=list)
@@ -133,6 +136,7 @@ def prepare_run(
     folder: Path = Path(),
     beginning: Beginning | None = None,
     order_of: Callable[[RunConfig, Any], Order | None] = lambda config, data: None,
+    by_loop: bool = False,
 ) -> Run:
     """Make everything that a run needs. `resume.restore` then loads `checkpoint` into the result.
 
@@ -142,6 +146,7 @@ def prepare_run(
         folder: the run directory.
         beginning: loads the weights with which a new run begins. None: they are the task's.
         order_of: returns what draws the samples of an epoch of the training data. None: an epoch has each sample once.
+        by_loop: see `Run`.
 
     Raises:
         DataError: the training data cannot be used.
@@ -154,16 +159,68 @@ def prepare_run(
     remarks = [] if checkpoint else check_data(data, world)
     order = order_of(config, data)
     plan = step_plan(config, data, world, micro_batch, order)
-    train = config.train
-    stop = train.steps or max((train.epochs or 1) * plan.steps_per_epoch, train.min_steps or 0)
+    stop = _last_step(config, plan)
     fingerprint, warnings = agreed_fingerprint(data, world, order, in_worker=config.data.workers > 0)
     step = checkpoint.step if checkpoint else 0
-    built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step)
-    strategy, model, messages = built.strategy, built.strategy.unwrapped.model, built.messages
+    built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, is_bypassed=by_loop)
     beginning = beginning if beginning is not None and checkpoint is None else Beginning()
-    messages += [*beginning.load_weights(model, world), *grouping(plan), *remarks]
+    state = _state_with(beginning, config, task, world, built, plan, stop, notes=[*grouping(plan), *remarks])
+    loader = make_loader(config, data, task, world, training=True)
+    return Run(
+        config=config,
+        task=task,
+        folder=folder,
+        state=state,
+        batches=StepIterator(loader, plan, rank=world.data_rank, start=step, stop=stop),
+        stop=stop,
+        first_step=step,
+        intervals=_intervals(config, plan),
+        blocks=built.blocks,
+        fingerprint=fingerprint,
+        results=checkpoint.metrics if checkpoint else {},
+        saved_parts=checkpoint.manifest.get("parts", {}) if checkpoint else {},
+        form=Form.of(built.strategy.unwrapped.model),
+        messages=built.messages,
+        warnings=list(dict.fromkeys([*(checkpoint.manifest["warnings"] if checkpoint else ()), *warnings])),
+        stopping=Stopping(config.train.stop_when, config.train.max_time),
+        update=train_step,
+        by_loop=by_loop,
+    )
+
+
+def _last_step(config: RunConfig, plan: StepPlan) -> int:
+    """The step at which the training ends."""
+    train = config.train
+    return train.steps or max((train.epochs or 1) * plan.steps_per_epoch, train.min_steps or 0)
+
+
+def _state_with(
+    beginning: Beginning,
+    config: RunConfig,
+    task: Task,
+    world: World,
+    built: SpreadModel,
+    plan: StepPlan,
+    stop: int,
+    *,
+    notes: list[str],
+) -> TrainState:
+    """The state of a training, with the weights and the state of `beginning`. Adds lines to the model's messages."""
+    model = built.strategy.unwrapped.model
+    built.messages.extend([*beginning.load_weights(model, world), *notes])
+    state = _train_state(config, task, world, built, plan, stop)
+    built.messages.extend(beginning.load_state(model, state.optimizer, state.precision))
+    _check_saved(config, state)
+    return state
+
+
+def _train_state(
+    config: RunConfig, task: Task, world: World, built: SpreadModel, plan: StepPlan, stop: int
+) -> TrainState:
+    """The state of a training that begins, with its optimizer and schedule."""
+    strategy, model = built.strategy, built.strategy.unwrapped.model
     precision = Precision(config.precision, world.device, world.data_size)
-    state = TrainState(
+    return TrainState(
         strategy=strategy,
         world=world,
         optimizer=make_optimizer(
@@ -184,37 +241,21 @@ def prepare_run(
         seed=config.seed,
         clip_norm=config.optim.clip_norm,
         coefficients=task_checks.coefficients(task),
-        counts_late=task.losses_elsewhere and is_default(task.weight),
         must_agree_on_weights=config.data.on_error == "skip",
         metrics=TrainMetrics(task, world) if config.log.train_metrics else None,
-        averages=Ema(model, train.ema_decay) if train.ema_decay else None,
+        averages=Ema(model, config.train.ema_decay) if config.train.ema_decay else None,
         unfreezing=built.unfreezing,
     )
-    messages += beginning.load_state(model, state.optimizer, precision)
-    optimizer_class.note_settings(state.optimizer)
-    optimizer_class.seed_updates(state.optimizer, config.seed, lambda: state.step, world.device)
-    checkpoint_state.capture(model, state.optimizer)  # raises now, not at the end, if the state cannot be saved
+
+
+def _check_saved(config: RunConfig, state: TrainState) -> None:
+    """Seed the updates of the optimizer, and check that checkpoints can have all of the state."""
+    model, optimizer = state.strategy.unwrapped.model, state.optimizer
+    optimizer_class.note_settings(optimizer)
+    optimizer_class.seed_updates(optimizer, config.seed, lambda: state.step, state.world.device)
+    checkpoint_state.capture(model, optimizer)  # raises now, not at the end, if the state cannot be saved
     # Weights that `train.init_from` gave, or that train later, are the task's no more.
-    check_complete(model, also_frozen=bool(train.init_from or train.unfreeze))
-    loader = make_loader(config, data, task, world, training=True)
-    return Run(
-        config=config,
-        task=task,
-        folder=folder,
-        state=state,
-        batches=StepIterator(loader, plan, rank=world.data_rank, start=step, stop=stop),
-        stop=stop,
-        first_step=step,
-        intervals=_intervals(config, plan),
-        blocks=built.blocks,
-        fingerprint=fingerprint,
-        results=checkpoint.metrics if checkpoint else {},
-        saved_parts=checkpoint.manifest.get("parts", {}) if checkpoint else {},
-        form=Form.of(model),
-        messages=messages,
-        warnings=list(dict.fromkeys([*(checkpoint.manifest["warnings"] if checkpoint else ()), *warnings])),
-        stopping=Stopping(train.stop_when, train.max_time),
-    )
+    check_complete(model, also_frozen=bool(config.train.init_from or config.train.unfreeze))
 
 
 def _intervals(config: RunConfig, plan: StepPlan) -> Intervals:

@@ -30,6 +30,8 @@ class Inside(Training):
     """The names of the user's Parts."""
     writes: Mapping[str, str] = field(default_factory=dict)
     """By name of a user's Part that has written weights on this rank: the first of them, and the event."""
+    left: set[str] = field(default_factory=set)
+    """Events at which this Part needs not be called any more. It may add some."""
 
 
 class BuiltInPart(Part):
@@ -37,9 +39,6 @@ class BuiltInPart(Part):
 
     sees_writes: ClassVar[bool] = False
     """True if it reads `Inside.writes`, which takes time with each event of a user's Part."""
-
-    def before_step(self, inside: Inside) -> None:
-        """A step is about to begin, of `inside.micro_batches`. `inside.step` does not count it."""
 
     def apart(self, what: str) -> AbstractContextManager[None]:
         """A context around work that is no training, on all ranks.

@@ -144,11 +144,14 @@ class JoinedParts:
         Raises:
             TrainingError: a required Part failed; names the Part, the event, the step, the rank, the file and the line.
         """
-        for name in self._needs[event]:
+        for name in tuple(self._needs[event]):
             part, training = self._all[name], self._trainings[name]
-            if isinstance(part, BuiltInPart):
+            if isinstance(training, Inside):
                 training.step = self.state.step
                 getattr(part, event)(training)
+                for left in training.left:
+                    self._needs[left].remove(name)
+                training.left.clear()
             else:
                 self._attempt(name, event, training)
             if event in _OF_ENTRIES:
@@ -156,10 +159,9 @@ class JoinedParts:
 
     def before_step(self, micro_batches: Sequence[MicroBatch]) -> None:
         """A step begins, of these micro-batches on this rank."""
-        for part, inside in zip(self.built_in, self._inside, strict=True):
-            inside.micro_batches, inside.step = micro_batches, self.state.step
-            if type(part).before_step is not BuiltInPart.before_step:
-                part.before_step(inside)
+        for inside in self._inside:
+            inside.micro_batches = micro_batches
+        self.call("before_step")
 
     @contextlib.contextmanager
     def apart(self, what: str) -> Generator[None, None, None]:

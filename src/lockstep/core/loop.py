@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from lockstep.core.parallel.faults import fail_at
 from lockstep.core.parallel.heartbeat import Phase
 from lockstep.core.parallel.signals import StopConsensus
 from lockstep.core.parallel.strategy import Strategy
-from lockstep.core.step import StepResult, TrainState, driven, train_step
+from lockstep.core.step import StepResult, TrainState, Update
 from lockstep.core.stopping import Stopping
 from lockstep.core.training_log import TrainingLog
 from lockstep.core.writer import Writer
@@ -77,30 +77,18 @@ class NextStep:
     want_norm: bool
     """Whether the norm of the gradient is wanted."""
 
+    def made_by(self, update: Update, state: TrainState) -> StepResult:
+        """Make the step."""
+        return update(state, self.micro_batches, self.samples, want_norm=self.want_norm)
+
 
 class LeftLoop(BaseException):
     """Thrown into `steps` between two steps: whoever drives it ends the training early. The state is saved."""
 
 
-def fit(
-    state: TrainState, *arguments: Any, step: Callable[..., StepResult] | None = None, **options: Any
-) -> dict[str, float]:
-    """Make all `steps`, each by `step`. None: by `train_step`."""
-    return driven(steps(state, *arguments, **options), made_by(state, step))
-
-
-def made_by(state: TrainState, step: Callable[..., StepResult] | None) -> Callable[[NextStep], StepResult]:
-    """A function that makes a step by `step`. None: by `train_step`."""
-
-    def make(asked: NextStep) -> StepResult:
-        return (step or train_step)(state, asked.micro_batches, asked.samples, want_norm=asked.want_norm)
-
-    return make
-
-
 def steps(
     state: TrainState,
-    batches: Iterator[list[MicroBatch]],
+    batches: Iterable[list[MicroBatch]],
     *,
     plan: StepPlan,
     stop: int,
@@ -139,51 +127,24 @@ def steps(
         TrainingError: a loss or a gradient is not finite; names the step, the rank and the samples.
     """
     parts.results.update(evaluated or {})
-    parts.window.begin()
-    window, keeper = parts.window, keeper or Keeper()
-    log = TrainingLog(state, window, writers, parts)
-    stopping = stopping or Stopping()
+    log, stopping = TrainingLog(state, parts.window, writers, parts), stopping or Stopping()
+    keeper, device = keeper or Keeper(), devices.of(state.world.device)
     loop = _Loop(state, intervals, evaluate, keeper, consensus, stop=stop, stopping=stopping, log=log, parts=parts)
-    device = devices.of(state.world.device)
-    state.world.heartbeat.step = state.step
-    state.forward.train()
     try:
-        loop.evaluate_late()
-        if stopping.reason() or stopping.time_is_up(0.0) or parts.ended:
+        if not loop.begin():
             return log.latest
-        if state.step < stop:
-            parts.start()
-        state.world.heartbeat.enter(Phase.FIRST_STEP)
         asked = device.mark()
         for micro_batches in batches:
-            waited, due = (asked, device.mark()), loop.before_step()
-            parts.before_step(micro_batches)
+            waited, due = (asked, device.mark()), loop.before_step(micro_batches)
             result = yield NextStep(micro_batches, plan.samples(state.step), any(due))
-            loop.add(result, waited)
-            loop.after_step(due)
-            if consensus() and state.step < loop.stop:
-                raise Preempted
-            if parts.agree(now=due.log or consensus.ends) and state.step < loop.stop:
-                due = loop.last_step(due)
-            if due.save or due.evaluate:
-                window.check_finite()
-            if due.save:
-                loop.save({})
-            if due.evaluate:
-                loop.evaluate(due)
+            loop.after_step(result, waited, due)
             if loop.ends_early:
                 break
-            loop.note_late_save()
             asked = device.mark()
     except (Preempted, LeftLoop):
-        if loop.saved_at < state.step:
-            window.check_finite()
-            loop.save({})
+        loop.save_unsaved()
         raise
-    keeper.finish()
-    if parts.has_started:
-        parts.call("end")
-        log.entry_of_parts()
+    loop.end()
     return log.latest
 
 
@@ -219,6 +180,20 @@ class _Loop:
     def __post_init__(self) -> None:
         self.saved_at, self.saved_s = self.state.step, self.consensus.elapsed_s
 
+    def begin(self) -> bool:
+        """Do what comes before the first step. Returns whether there is a step to be made."""
+        state, heartbeat = self.state, self.state.world.heartbeat
+        self.log.window.begin()
+        heartbeat.step = state.step
+        state.forward.train()
+        self.evaluate_late()
+        if self.stopping.reason() or self.stopping.time_is_up(0.0) or self.parts.ended:
+            return False
+        if state.step < self.stop:
+            self.parts.start()
+        heartbeat.enter(Phase.FIRST_STEP)
+        return True
+
     def evaluate_late(self) -> None:
         """Evaluate before the first step, where the run was stopped between a step and its evaluation."""
         step, intervals = self.state.step, self.intervals
@@ -228,8 +203,8 @@ class _Loop:
             self.parts.start()
             self.evaluate(_Due(log=True, save=True, evaluate=True))  # it is logged and saved already
 
-    def before_step(self) -> _Due:
-        """The work that follows the next step."""
+    def before_step(self, micro_batches: Sequence[MicroBatch]) -> _Due:
+        """Tell the Parts of the next step. Returns the work that follows it."""
         step, intervals = self.state.step + 1, self.intervals
         if self.stopping.max_time_s is not None and self.stopping.time_is_up(self.consensus.elapsed_s):
             self.stop, self.ends_early = step, True
@@ -238,16 +213,37 @@ class _Loop:
         evaluates = intervals.due(intervals.evaluate, step, self.stop)
         saves = self.save_is_late or intervals.due(intervals.save, step, self.stop)
         saves = saves or (evaluates and (intervals.save_evaluated or not self.has_evaluated))
+        self.parts.before_step(micro_batches)
         return _Due(log=logs, save=saves, evaluate=evaluates)
 
-    def add(self, result: StepResult, waited: tuple[Any, Any]) -> None:
-        """Add a step to the figures of the log. For `waited`, see `LogWindow.add`."""
+    def after_step(self, result: StepResult, waited: tuple[Any, Any], due: _Due) -> None:
+        """Do all that follows a step.
+
+        Args:
+            waited: see `LogWindow.add`.
+
+        Raises:
+            Preempted: a rank was asked to stop.
+        """
         state, heartbeat = self.state, self.state.world.heartbeat
         heartbeat.step, heartbeat.phase = state.step, Phase.TRAINING
         heartbeat.beats += 1
         self.log.window.add(result, waited)
+        self._tell_parts(due)
+        if self.consensus() and state.step < self.stop:
+            raise Preempted
+        if self.parts.agree(now=due.log or self.consensus.ends) and state.step < self.stop:
+            due = self.last_step(due)
+        if due.save or due.evaluate:
+            self.log.window.check_finite()
+        if due.save:
+            self.save({})
+        if due.evaluate:
+            self.evaluate(due)
+        every_s = self.intervals.save_s
+        self.save_is_late = every_s > 0 and self.consensus.elapsed_s - self.saved_s >= every_s
 
-    def after_step(self, due: _Due) -> None:
+    def _tell_parts(self, due: _Due) -> None:
         """Tell the Parts, and write an entry of the log, if it is due."""
         try:
             self.parts.call("after_step")
@@ -260,9 +256,23 @@ class _Loop:
             self.log.window_entry()
         self.log.progress()
 
+    def end(self) -> None:
+        """After the last step."""
+        self.keeper.finish()
+        if self.parts.has_started:
+            self.parts.call("end")
+            self.log.entry_of_parts()
+
+    def save_unsaved(self) -> None:
+        """Save the state, where it was not saved after the last step."""
+        if self.saved_at < self.state.step:
+            self.log.window.check_finite()
+            self.save({})
+
     def save(self, results: dict[str, float]) -> None:
         """Save the state, with the results of the evaluation of this step, if there was any."""
         with self.log.window.excluded(saving=True):
+            self.state.strategy.begin_step()
             try:
                 self.parts.call("before_save")
             except TrainingError as error:
@@ -271,11 +281,6 @@ class _Loop:
             with self.parts.apart("saving"):
                 self.keeper.save(results)
         self.saved_at, self.saved_s = self.state.step, self.consensus.elapsed_s
-
-    def note_late_save(self) -> None:
-        """Let a save follow the next step, where the last save was too long ago."""
-        every_s = self.intervals.save_s
-        self.save_is_late = every_s > 0 and self.consensus.elapsed_s - self.saved_s >= every_s
 
     def evaluate(self, due: _Due) -> None:
         """Evaluate after a step. Where its results end the training, also do what else follows a last step."""

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-EVENTS = ("start", "before_update", "after_step", "log_entry", "after_evaluation", "before_save", "end")
-"""The events of a `Part`, each with the method of its name. The eighth is its state."""
+EVENTS = ("start", "before_step", "before_update", "after_step", "log_entry", "after_evaluation", "before_save", "end")
+"""The events of a `Part`, each with the method of its name. The ninth is its state."""
 OWN_NAMES = ("train", "eval", "time", "memory", "data")
 """First parts of the names that Lockstep logs itself."""
 
@@ -47,7 +47,7 @@ class Training:
     results: Mapping[str, float]
     """The last value of everything logged, such as `train/loss` and `eval/accuracy`."""
     step: int = 0
-    """Steps that are done. In `before_update` the step of this update counts."""
+    """Steps that are done. In `before_update` the step of this update counts, and in `before_step` it does not."""
     _tell: Callable[[str], None] = field(repr=False, default=lambda text: None)
     _gather: Callable[[Any], list[Any]] | None = field(repr=False, default=None)
     _gradients: Callable[[], dict[str, Tensor]] = field(repr=False, default=dict)
@@ -145,6 +145,9 @@ class Part:
 
     def start(self, training: Training) -> None:
         """Before the first step of this start, after the state was loaded. Not where the run is complete already."""
+
+    def before_step(self, training: Training) -> None:
+        """A step is about to begin: its samples are there. All that follows the step before is done, such as a save."""
 
     def before_update(self, training: Training) -> None:
         """The gradients of a step are complete, and the optimizer has not used them; see `Training.gradients`.

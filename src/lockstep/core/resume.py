@@ -18,7 +18,6 @@ from lockstep.core.checkpoint import files, finite, store
 from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.saver import Saver
 from lockstep.core.checkpoint.store import Checkpoint
-from lockstep.core.checks import Checks
 from lockstep.core.config.sections import RunConfig, config_digest
 from lockstep.core.ema import Ema
 from lockstep.core.errors import UsageError, listed
@@ -223,16 +222,13 @@ class RunKeeper(Keeper):
         consensus: knows the seconds since this start of the training, the same number on all ranks.
     """
 
-    def __init__(self, run: Run, saver: Saver, parts: JoinedParts, consensus: StopConsensus, checks: Checks) -> None:
-        self.run, self.saver, self.parts = run, saver, parts
-        self.consensus, self.checks = consensus, checks
+    def __init__(self, run: Run, saver: Saver, parts: JoinedParts, consensus: StopConsensus) -> None:
+        self.run, self.saver, self.parts, self.consensus = run, saver, parts, consensus
 
     def save(self, results: dict[str, float]) -> None:
         state = self.run.state
         phase = state.world.heartbeat.phase
         state.world.heartbeat.enter(Phase.SAVING)
-        state.strategy.begin_step()
-        self.checks.before_save()
         tensors, values = _captured(self.run)
         manifest = _manifest(self.run, results)
         manifest["trained_s"] = self.run.stopping.earlier_s + self.consensus.elapsed_s
@@ -243,7 +239,6 @@ class RunKeeper(Keeper):
 
     def add_metrics(self, results: dict[str, float]) -> None:
         self.saver.add_metrics(self.run.state.step, results, self.parts.saved())
-        self.checks.results(list(results))
 
     def check_place(self) -> None:
         self.saver.check_place()

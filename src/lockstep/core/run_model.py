@@ -46,13 +46,20 @@ def seed_everything(config: RunConfig) -> None:
 
 
 def build_model(
-    config: RunConfig, task: Task, world: World, *, steps_per_epoch: int | None = None, step: int = 0
+    config: RunConfig,
+    task: Task,
+    world: World,
+    *,
+    steps_per_epoch: int | None = None,
+    step: int = 0,
+    is_bypassed: bool = False,
 ) -> SpreadModel:
     """The task's model, with the weights that the task gave it.
 
     Args:
         steps_per_epoch: steps of an epoch, where the model will be trained. None: the model only runs forward.
         step: step at which training begins or goes on.
+        is_bypassed: see `Forward`.
 
     Raises:
         TrainingError: the model has no trainable parameters, or parameters that cannot be trained.
@@ -93,17 +100,20 @@ def build_model(
         recompute_activations(list(blocks.values()), world.device, compute, model)
     if compute.compile is not None:
         compile_modules(model, list(blocks.values()), compute)
-    loss = loss_of_batch(task) if needs_global_batch(task) else task.loss
-    forward = Forward(
+    strategy.wrap(_forward(config, task, model, is_bypassed=is_bypassed), list(blocks.values()))
+    return SpreadModel(strategy, list(blocks), unfreezing, list(messages))
+
+
+def _forward(config: RunConfig, task: Task, model: nn.Module, *, is_bypassed: bool) -> Forward:
+    """The module that strategies wrap."""
+    return Forward(
         model,
-        loss,
+        loss_of_batch(task) if needs_global_batch(task) else task.loss,
         calls_vary=task.calls_vary,
-        is_bypassed=task.losses_elsewhere,
-        uses_graphs=compute.uses_cuda_graphs,
+        is_bypassed=is_bypassed,
+        uses_graphs=config.compute.uses_cuda_graphs,
         tensor_plan=task.tensor_plan,
     )
-    strategy.wrap(forward, list(blocks.values()))
-    return SpreadModel(strategy, list(blocks), unfreezing, list(messages))
 
 
 def _check_parameters(model: nn.Module) -> nn.Module:

@@ -28,7 +28,7 @@ from lockstep.core.ema import Ema
 from lockstep.core.errors import TrainingError
 from lockstep.core.parallel.gradients import clip_grads, grad_norm, scale_grads
 from lockstep.core.parallel.precision import Precision
-from lockstep.core.parallel.strategy import Losses, Strategy, Trial
+from lockstep.core.parallel.strategy import Losses, Strategy, Trial, Waits
 from lockstep.core.parallel.world import World
 from lockstep.core.schedule import Schedule, set_lr
 from lockstep.core.train_metrics import TrainMetrics
@@ -40,17 +40,6 @@ SAMPLES = ""
 R = TypeVar("R")
 Call = Callable[[nn.Module, Any], Any]
 """From the model and a batch to the loss sums by head."""
-
-
-class FirstPass(Protocol):
-    """A pass over a global batch that comes before those of its micro-batches; see `updates.global_loss`."""
-
-    def run(self, state: TrainState, micro_batches: Sequence[MicroBatch], step: int) -> None:
-        """Make the pass of a step."""
-
-    def call(self, number: int, last: bool) -> Call:
-        """The losses of a micro-batch by head, as a function of model and batch."""
-        ...
 
 
 @dataclass
@@ -71,14 +60,10 @@ class TrainState:
     """Factors of the losses by head; 1 for heads that are not here."""
     must_agree_on_weights: bool = False
     """True if ranks may lose samples, and so must count them together where the unit is the sample."""
-    counts_late: bool = False
-    """True if the units of a micro-batch are known only when its losses are: `MicroBatch.weights` is set by then."""
     averages: Ema | None = None
     """Moving averages of the weights, where they are wanted."""
     metrics: TrainMetrics | None = None
     """Gets the outputs of the training, where the log shall have metrics of them."""
-    first_pass: FirstPass | None = None
-    """A pass over the whole global batch before the others, where the loss needs all samples."""
     unfreezing: Unfreezing | None = None
     """The parameters that are trainable at each step. `strategy` is wrapped for the parameters of `step`."""
     step: int = 0
@@ -143,73 +128,94 @@ class StepResult:
     waits: list[tuple[Any, Any]] | None = field(default_factory=list)
     """Marks around the times in between for which it waited for other ranks; see `strategy.Waits`."""
 
-    def add_samples(self, micro_batch: MicroBatch) -> None:
-        """Note which samples a micro-batch has."""
-        self.indices.append(micro_batch.indices)
-        self.counted.append(not micro_batch.filler)
-        self.bad += [message for _, message in micro_batch.bad] if micro_batch.bad else []
+    @classmethod
+    def of(cls, step: int, samples: int, totals: dict[str, float], micro_batches: Sequence[MicroBatch]) -> StepResult:
+        """The result of a step that begins, of these micro-batches."""
+        result = cls(step, samples, totals)
+        for micro_batch in micro_batches:
+            result.indices.append(micro_batch.indices)
+            result.counted.append(not micro_batch.filler)
+            result.bad += [message for _, message in micro_batch.bad] if micro_batch.bad else []
+        return result
+
+    def add(self, losses: Losses, waits: Waits | None) -> None:
+        """Add the losses of a micro-batch. For `waits`, see `Strategy.backward`."""
+        self.losses.append({head: value.detach() for head, value in losses.items()})
+        if waits is not None:
+            self.marks.append(waits.ended)
+            self.waits = waits.between
+
+
+class Update(Protocol):
+    """The way in which a run consumes its global batches: `train_step`, or one of `updates/`."""
+
+    def __call__(
+        self, state: TrainState, micro_batches: Sequence[MicroBatch], samples: int, *, want_norm: bool = False
+    ) -> StepResult:
+        """Consume one global batch. For the arguments, see `exact_step`."""
+        ...
 
 
 def train_step(
     state: TrainState, micro_batches: Sequence[MicroBatch], samples: int, *, want_norm: bool = False
 ) -> StepResult:
-    """`exact_step` with the losses of the task."""
-    return driven(exact_step(state, micro_batches, samples, want_norm=want_norm), lambda micro_batch: None)
+    """The usual update: `exact_step` with the losses of the task."""
+    return driven(exact_step(state, micro_batches, samples, want_norm=want_norm), lambda asked: None)
 
 
 def exact_step(
-    state: TrainState, micro_batches: Sequence[MicroBatch], samples: int, *, want_norm: bool = False
+    state: TrainState,
+    micro_batches: Sequence[MicroBatch],
+    samples: int,
+    *,
+    want_norm: bool = False,
+    counts_late: bool = False,
+    fillers_count: bool = False,
 ) -> Generator[MicroBatch | None, Call | None, StepResult]:
     """Consume one global batch and apply one update.
 
-    It is a generator, so that the losses may be computed elsewhere, such as in a user's own loop. It yields each
+    It is a generator, so that others may compute the losses, such as the body of a user's own loop. It yields each
     micro-batch, inside the contexts of its forward pass, and is sent a function that gives the losses. None: the losses
-    of the task. It yields None when the backward pass is done.
+    of the task. It yields None before the first forward pass, and after each backward pass.
 
     Args:
         micro_batches: this rank's micro-batches, equally many on every rank. Only the batch in use and the next are on
             the device.
         samples: size of the global batch, over all ranks, from the plan.
         want_norm: compute the gradient norm also where gradients are not clipped.
+        counts_late: the units of a micro-batch are known only when its losses are: `weights` is set by then.
+        fillers_count: the loss of a filler may have a gradient that belongs to the global batch.
 
     Raises:
         TrainingError: the loss and the weight have different heads; in the first step of a process, a parameter has no
             gradient; the loss or the model has frozen or unfrozen parameters.
     """
-    strategy, optimizer, scaler = state.strategy, state.optimizer, state.precision.scaler
     state.unfreeze()
-    totals = {SAMPLES: float(samples)} if state.counts_late else _count_units(state, micro_batches, samples)
-    result = StepResult(state.step, samples, totals)
-    for micro_batch in micro_batches:
-        result.add_samples(micro_batch)
+    totals = {SAMPLES: float(samples)} if counts_late else _count_units(state, micro_batches, samples)
+    result = StepResult.of(state.step, samples, totals, micro_batches)
     state.step += 1
-    if not any(result.totals.values()):  # no unit on any rank. All ranks know the totals, so all ranks skip
+    if not any(totals.values()):  # no unit on any rank. All ranks know W, so all skip
         return _skipped(state, result)
-
-    ignored = [head for head, coefficient in state.coefficients.items() if not coefficient]
-    began = strategy.begin_step(Trial(lambda: micro_batches[0].batch, state.precision, ignored))
-    result.marks += [] if began is None else [began]
-    set_lr(optimizer, state.schedule(result.step - state.skipped))
-    if state.first_pass is not None:
-        state.first_pass.run(state, micro_batches, result.step)
+    _begin(state, micro_batches, result)
+    yield None
     for number, micro_batch in enumerate(one_ahead(micro_batches)):
         last = number == len(micro_batches) - 1
-        rest = yield from forward_backward_step(state, micro_batch, result, number=number, last=last)
+        rest = yield from forward_backward_step(state, micro_batch, result, number, last, fillers_count)
         yield None
-
-    if state.counts_late:
+    if counts_late:
         rest *= _count_late(state, micro_batches, result)
-        if not any(result.totals.values()):
-            return _skipped(state, result)
+    if not any(result.totals.values()):
+        return _skipped(state, result)
+    parameters = state.parameters
     if rest != 1.0:
-        scale_grads(state.parameters, rest)
-    scaler.unscale_(optimizer)
+        scale_grads(parameters, rest)
+    state.precision.scaler.unscale_(state.optimizer)
     if want_norm or state.clip_norm is not None:
-        result.grad_norm = grad_norm(state.parameters)
-        if state.clip_norm is not None:
-            clip_grads(state.parameters, state.clip_norm, result.grad_norm)
-    result.applied = state.precision.step(optimizer)
-    optimizer.zero_grad(set_to_none=True)
+        result.grad_norm = grad_norm(parameters)
+    if state.clip_norm is not None and result.grad_norm is not None:
+        clip_grads(parameters, state.clip_norm, result.grad_norm)
+    result.applied = state.precision.step(state.optimizer)
+    state.optimizer.zero_grad(set_to_none=True)
     state.skipped += not result.applied
     if state.averages is not None and result.applied:
         state.averages.update(state.step - state.skipped)
@@ -217,7 +223,12 @@ def exact_step(
 
 
 def forward_backward_step(
-    state: TrainState, micro_batch: MicroBatch, result: StepResult, *, number: int, last: bool
+    state: TrainState,
+    micro_batch: MicroBatch,
+    result: StepResult,
+    number: int,
+    last: bool,
+    fillers_count: bool = False,
 ) -> Generator[MicroBatch, Call | None, float]:
     """The forward and the backward pass of a micro-batch, as a part of `exact_step`. Adds its losses to `result`.
 
@@ -228,27 +239,19 @@ def forward_backward_step(
     Returns:
         the factor by which gradients must be multiplied after the last backward pass; see `_factors`.
     """
-    strategy, world = state.strategy, state.world
+    strategy, precision, kept = state.strategy, state.precision, state.strategy.unwrapped.kept
     metrics = None if micro_batch.filler else state.metrics
-    seed_forward(seed_of(state, result.step, number), world.device)
     without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
+    seed_forward(seed_of(state, result.step, number), state.world.device)
     with strategy.gradient_sync(last), without_trace:
-        kept = strategy.unwrapped.kept
         kept.is_wanted = metrics is not None and metrics.wants_output
-        with state.precision.autocast():
+        with precision.autocast():
             call = yield micro_batch
-            if state.first_pass is not None:
-                call = state.first_pass.call(number, last)
             losses: Losses = strategy.forward(micro_batch.batch, call)
         output = map_tensors(kept.take(), Tensor.detach)
-        losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
-        factors, rest = _factors(state, losses, result.totals, micro_batch)
-        scaled = {head: state.precision.scaler.scale(factor) for head, factor in factors.items()}
-        waits = strategy.backward(losses, scaled, last)
-    if waits is not None:
-        result.marks.append(waits.ended)
-        result.waits = waits.between
-    result.losses.append({head: value.detach() for head, value in losses.items()})
+        losses = {head: value.to(state.world.device) for head, value in losses.items()}  # a constant may be elsewhere
+        factors, rest = _factors(state, losses, result.totals, micro_batch, fillers_count)
+        result.add(losses, strategy.backward(losses, factors, last))
     if metrics is not None and output is not None:
         metrics.add(output, micro_batch.batch)
     return rest
@@ -290,6 +293,14 @@ def _count_units(state: TrainState, micro_batches: Sequence[MicroBatch], samples
     return dict(zip(state.weight_heads, state.world.sum_once(units), strict=True))
 
 
+def _begin(state: TrainState, micro_batches: Sequence[MicroBatch], result: StepResult) -> None:
+    """Give all ranks the same buffers, let the strategy warm up, and set the learning rate of the update."""
+    ignored = [head for head, coefficient in state.coefficients.items() if not coefficient]
+    began = state.strategy.begin_step(Trial(lambda: micro_batches[0].batch, state.precision, ignored))
+    result.marks += [] if began is None else [began]
+    set_lr(state.optimizer, state.schedule(result.step - state.skipped))
+
+
 def _skipped(state: TrainState, result: StepResult) -> StepResult:
     state.optimizer.zero_grad(set_to_none=True)
     state.skipped += 1
@@ -308,17 +319,52 @@ def _count_late(state: TrainState, micro_batches: Sequence[MicroBatch], result: 
 
 
 def _factors(
-    state: TrainState, losses: Losses, totals: Mapping[str, float], micro_batch: MicroBatch
+    state: TrainState,
+    losses: Losses,
+    totals: Mapping[str, float],
+    micro_batch: MicroBatch,
+    fillers_count: bool,
 ) -> tuple[dict[str, Tensor], float]:
     """The factor of each loss in the backward pass, and the factor of the gradients afterwards.
 
-    The factor of a loss is c[k] * world / W[k]. It is zero for a filler, and for a head without units in the global
-    batch. Losses that are constants and have coefficient 0 have no factor.
+    The factor of a loss is c[k] * world / W[k], times the loss scale of fp16. It is zero for a filler, and for a head
+    without units in the global batch. Losses that are constants and have coefficient 0 have no factor.
 
     A loss of 16 bits would round this factor by up to 0.2 %, and differently for another number of ranks. So its factor
     is a power of two. The rest of c[k] * world / W[k] is the factor of the gradients: they are multiplied by it after
     the last backward pass of the step. With several heads, the rest is that of the first head, and the factors of the
     other heads are relative to it.
+
+    Raises:
+        TrainingError: see `_agree_on_losses`.
+    """
+    agreed, constants = _agree_on_losses(state, losses, totals, micro_batch)
+    world = state.world.data_size
+    units = {head: totals.get(head, totals.get(SAMPLES, 0.0)) for head in losses}
+    coefficients = {head: state.coefficients.get(head, 1.0) for head in losses}
+    rest = 1.0
+    if agreed.is_narrow:
+        first = next((head for head in losses if units[head] and coefficients[head]), None)
+        if first is not None:
+            rest = 2 * math.frexp(coefficients[first] * world / units[first])[0]
+    factors = {}
+    for head, value in losses.items():
+        if head in constants:
+            continue
+        counts = bool(units[head]) and (not micro_batch.filler or fillers_count)
+        factor = coefficients[head] * world / units[head] if counts else 0.0
+        factors[head] = state.precision.scaler.scale(torch.full_like(value, factor / rest))
+    return factors, rest
+
+
+def _agree_on_losses(
+    state: TrainState, losses: Losses, totals: Mapping[str, float], micro_batch: MicroBatch
+) -> tuple[heads.AgreedLosses, set[str]]:
+    """Check the heads of losses, and in the first step of a process agree on them with the other ranks.
+
+    Returns:
+        facts that all ranks know; and the heads whose losses are constants, because they are only logged, or none of
+        their parameters is trainable.
 
     Raises:
         TrainingError: the loss and the weight have different heads, a coefficient belongs to no head, or a loss with
@@ -330,7 +376,7 @@ def _factors(
             where="Task.loss and Task.weight",
             remedy="return the same keys from both; a single tensor is the head 'loss'",
         )
-    weights, world = micro_batch.weights, state.world.data_size
+    weights = micro_batch.weights
     with_units = set(losses) if weights is None else {head for head, weight in weights.items() if weight}
     with_units = set() if micro_batch.filler else with_units
     if state.agreed is None:
@@ -340,25 +386,17 @@ def _factors(
         )
     if tuple(losses) != state.agreed.names:
         heads.agree(state.agreed.names, tuple(losses), method="Task.loss", world=state.world)
-    units = {head: totals.get(head, totals.get(SAMPLES, 0.0)) for head in losses}
-    coefficients = {head: state.coefficients.get(head, 1.0) for head in losses}
-    rest = 1.0
-    if state.agreed.is_narrow:
-        first = next((head for head in losses if units[head] and coefficients[head]), None)
-        if first is not None:
-            rest = 2 * math.frexp(coefficients[first] * world / units[first])[0]
-    factors = {}
+    only_logged = set()
     for head, value in losses.items():
-        if not value.requires_grad and (not coefficients[head] or head in state.agreed.frozen):
-            continue  # this loss is only logged, or none of its parameters is trainable
-        if not value.requires_grad and head in with_units and not state.has_frozen:
+        if value.requires_grad:
+            continue
+        if not state.coefficients.get(head, 1.0) or head in state.agreed.frozen:
+            only_logged.add(head)
+        elif head in with_units and not state.has_frozen:
             raise TrainingError(
                 f"the loss of head {head!r} depends on no trainable parameter",
                 where="Task.loss",
                 remedy="compute it from the model's output, without detach(), .item() or torch.no_grad(); "
                 "or give it the coefficient 0",
             )
-        counts = bool(units[head]) and (not micro_batch.filler or state.first_pass is not None)
-        factor = coefficients[head] * world / units[head] if counts else 0.0
-        factors[head] = torch.full_like(value, factor / rest)
-    return factors, rest
+    return state.agreed, only_logged

@@ -89,10 +89,6 @@ class Task(abc.ABC):
     """Epochs by pattern over names of parameters, with `*` and `?`: the task relies on these parameters being frozen in
     the first epochs. A config that trains them earlier is an error."""
 
-    losses_elsewhere: bool = False
-    """The losses are computed outside of the task, by code that calls the model itself; see `lockstep.Loop`. `loss` is
-    a stand-in then, for passes whose values do not count."""
-
     players: Sequence[Any] = ()
     """Players that update in turn; see `lockstep.AlternatingTask`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,9 +12,7 @@ from lockstep.core.build import Run
 from lockstep.core.built_in import BuiltInPart
 from lockstep.core.checkpoint import choice
 from lockstep.core.checkpoint.saver import Saver
-from lockstep.core.checks import Checks
 from lockstep.core.data.data_check import check_data
-from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.workers import print_warning
 from lockstep.core.errors import CheckpointError, Preempted
 from lockstep.core.evaluation_run import Viewer
@@ -80,10 +78,15 @@ def join_parts(run: Run, built_in: Sequence[BuiltInPart], own: Sequence[Part] = 
     )
 
 
-def check(run: Run, parts: JoinedParts, checks: Checks, viewers: Sequence[Viewer]) -> None:
+def check(
+    run: Run, parts: JoinedParts, viewers: Sequence[Viewer] = (), *, more: Callable[[], list[str]] = list
+) -> None:
     """Make all checks that are possible before the first step, and draw what people look at before a run.
 
     The Parts get the states that the checkpoint has of them.
+
+    Args:
+        more: makes more checks, when the state is complete, and returns lines for the log.
     """
     state = run.state
     state.world.heartbeat.step = state.step  # this process may have trained before
@@ -98,7 +101,7 @@ def check(run: Run, parts: JoinedParts, checks: Checks, viewers: Sequence[Viewer
     notes = [note] if note else []
     notes += parts.restore(run.saved_parts) if state.step else []
     notes += _check_model(run)
-    notes += checks.before_first_step(run.evaluated)
+    notes += more()
     for text in [*notes, *run.warnings]:
         run.tell(text)
     for viewer in viewers:
@@ -131,18 +134,11 @@ def _check_model(run: Run) -> list[str]:
 
 
 def steps(
-    run: Run,
-    batches: Iterator[list[MicroBatch]],
-    *,
-    parts: JoinedParts,
-    checks: Checks,
-    viewers: Sequence[Viewer],
-    consensus: StopConsensus,
+    run: Run, *, parts: JoinedParts, viewers: Sequence[Viewer], consensus: StopConsensus
 ) -> Generator[loop.NextStep, StepResult, dict[str, float]]:
     """Train a run that was checked: yields each step that is to be made, and is sent its result; see `loop.steps`.
 
     Args:
-        batches: the micro-batches of the run, which somebody may look at on their way.
         consensus: says on all ranks alike whether a rank was asked to stop. Its clock begins with the training.
 
     Returns:
@@ -152,30 +148,21 @@ def steps(
         Preempted: a rank was asked to stop. The state is saved.
         TrainingError: see `loop.steps`.
     """
-    state, retention = run.state, run.config.checkpoint
-    saver = Saver(
-        run.folder / "checkpoints",
-        state.world,
-        retention,
-        tell=run.tell,
-        in_background=retention.mode == "async",
-        allowed=run.may_be_infinite,
-        held=run.held,
-    )
+    saver = _saver(run)
     consensus.wants_end = parts.wants_end
     consensus.flag.saves = True
     try:
         _tell_if_complete(run, parts)
         latest = yield from loop.steps(
-            state,
-            checks.watched(batches),
+            run.state,
+            run.batches,
             plan=run.plan,
             stop=run.stop,
             intervals=run.intervals,
             parts=parts,
             consensus=consensus,
             evaluate=partial(_evaluate, run, viewers, consensus),
-            keeper=RunKeeper(run, saver, parts, consensus, checks),
+            keeper=None if run.held is None else RunKeeper(run, saver, parts, consensus),
             writers=run.writers,
             evaluated=run.results,
             stopping=run.stopping,
@@ -183,17 +170,30 @@ def steps(
         saver.finish()
         _give_artifacts(run)
         _tell_why_it_ended(run, parts, consensus.elapsed_s)
-        loop.check_any_update(state)
+        loop.check_any_update(run.state)
     except Preempted:
         raise _preempted(run, saver, consensus.flag.name) from None
     except loop.LeftLoop:
         saver.finish()
-        run.tell(f"the training ended at step {state.step} of {run.stop}: the script left its loop")
+        run.tell(f"the training ended at step {run.state.step} of {run.stop}: the script left its loop")
         raise
     finally:
         saver.close()
         _let_loaders(run, print_warning)  # a recorder among the writers may hold the loader: no cycles
     return latest
+
+
+def _saver(run: Run) -> Saver:
+    retention = run.config.checkpoint
+    return Saver(
+        run.folder / "checkpoints",
+        run.world,
+        retention,
+        tell=run.tell,
+        in_background=retention.mode == "async",
+        allowed=run.may_be_infinite,
+        held=run.held,
+    )
 
 
 def _evaluate(run: Run, viewers: Sequence[Viewer], consensus: StopConsensus) -> dict[str, float]:
@@ -248,7 +248,7 @@ def _tell_if_complete(run: Run, parts: JoinedParts) -> None:
         done += f"{'change' if key == 'train.stop_when' else 'raise'} {key} to go on"
     else:
         return
-    asker = "Loop" if run.task.losses_elsewhere else "Trainer"
+    asker = "Loop" if run.by_loop else "Trainer"
     run.tell(caller.words(f"{done}, or start anew with --fresh", asker))
 
 

@@ -53,7 +53,7 @@ def lines(run: Run, latest: Mapping[str, float], elapsed_s: float) -> str:
     there = [name for name in _FILES if (run_dir / name).exists()]
     there += [f"checkpoints of step{'s' * (len(kept) > 1)} {', '.join(map(str, sorted(kept)))}"] if kept else []
     found.append(f"{run_dir} has: {', '.join(there)}")
-    return "\n".join([*found, *(_next(run_dir, run.config, by_loop=run.task.losses_elsewhere) if kept else ())])
+    return "\n".join([*found, *(_next(run_dir, run.config, by_loop=run.by_loop) if kept else ())])
 
 
 def _next(run_dir: Path, config: RunConfig, *, by_loop: bool) -> list[str]:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Mapping
-
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.core.built_in import BuiltInPart, Inside
 from lockstep.core.data.order import StepPlan
@@ -39,39 +36,22 @@ class EpochLines(BuiltInPart):
         self.begun_at, self.begun = step, time.perf_counter()
         self.ends_at = step
         """The step at which the epoch ends: the number of steps that are then done."""
-        self.looked_at = -1  # the step before which this Part has looked
-        self.hook: RemovableHandle | None = None
-        if step == 0 or step % self.plan.steps_per_epoch:
-            self._before_step(training, step)
-        else:  # an evaluation may come first
-            self._look_at_next_step(training)
+
+    def before_step(self, training: Training) -> None:
+        assert isinstance(training, Inside)
+        done, unfreezing = training.step, training.state.unfreezing
+        if done >= self.ends_at:
+            self._begin(training, done)
+        if unfreezing is not None and done and done in unfreezing.steps:
+            training.tell(_new_parameters(training.state, done))
 
     def after_step(self, training: Training) -> None:
-        assert isinstance(training, Inside)
-        step, unfreezing = training.step, training.state.unfreezing
-        if self.hook is not None:
-            self.hook.remove()
-            self.hook = None
-            self._before_step(training, step - 1)  # the step may have had no update
-        if step == self.ends_at and not self._is_due(training, self.intervals.log):
+        if training.step == self.ends_at and not self._is_due(training, self.intervals.log):
             self._end_unevaluated(training)
-        if step >= self.ends_at or (unfreezing is not None and step in unfreezing.steps):
-            self._look_at_next_step(training)
 
     def log_entry(self, training: Training) -> None:
         if self._is_due(training, self.intervals.log):  # else `after_step` has told the end
             self._end_unevaluated(training)
-
-    def _look_at_next_step(self, training: Inside) -> None:
-        """Let the next update begin with `_before_step`. Other updates need not call this Part."""
-        part, view = weakref.ref(self), weakref.ref(training)  # a cycle would be freed late, and the model with it
-
-        def look(*_: object) -> None:
-            own, seen = part(), view()
-            if own is not None and seen is not None:
-                own._before_step(seen, seen.state.step - 1)
-
-        self.hook = training.state.optimizer.register_step_pre_hook(look)
 
     def after_evaluation(self, training: Training) -> None:
         if training.step % self.plan.steps_per_epoch == 0 or training.step == self.ends_at:
@@ -84,18 +64,6 @@ class EpochLines(BuiltInPart):
         """End the epoch, if this step is its last and no evaluation follows. The line stands after the step's entry."""
         if training.step == self.ends_at and not self._is_due(training, self.intervals.evaluate):
             self._end(training, {})
-
-    def _before_step(self, training: Training, done: int) -> None:
-        """After `done` steps: an epoch, or a phase of other parameters, begins with the next step."""
-        assert isinstance(training, Inside)
-        if done == self.looked_at:
-            return
-        self.looked_at = done
-        if done >= self.ends_at:
-            self._begin(training, done)
-        unfreezing = training.state.unfreezing
-        if unfreezing is not None and done and done in unfreezing.steps:
-            training.tell(_new_parameters(training.state, done))
 
     def _begin(self, training: Inside, done: int) -> None:
         """An epoch begins with the next step, or goes on there in a resumed run."""

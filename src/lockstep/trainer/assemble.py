@@ -1,16 +1,16 @@
 """The one place where a training is put together: `assemble` makes a run of a config, a task and the ranks.
 
-`Trainer.fit` and `Loop` use it, and nothing else does what it does.
+`Trainer.fit` and `Loop` use it. `in_memory` makes the same training without files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,13 +18,13 @@ from torch import nn
 
 from lockstep.configs import registry
 from lockstep.configs.task_options import TaskOptions
-from lockstep.core import atomic, build, devices, joined_parts, loop, resume, run_model, training_run
+from lockstep.core import atomic, build, devices, joined_parts, loop, resume, run_data, run_model, training_run
 from lockstep.core.build import Run
+from lockstep.core.built_in import BuiltInPart
 from lockstep.core.checkpoint import store
 from lockstep.core.checkpoint.store import Checkpoint
 from lockstep.core.config.sections import RunConfig, all_values
 from lockstep.core.data.cache_options import CacheOptions
-from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import UsageError, exits_are_failures
 from lockstep.core.evaluation_run import Viewer
 from lockstep.core.held_folder import HeldFolder
@@ -56,7 +56,7 @@ from lockstep.trainer import (
     run_record,
     source_code,
 )
-from lockstep.trainer.recorder import Recorder
+from lockstep.trainer.recorder import Entries, Recorder
 from lockstep.updates.arrange import arrange
 from lockstep.watch import evidence
 from lockstep.watch.part import Watch
@@ -74,6 +74,8 @@ class Setup:
     quiet: bool = False
     profile: profiling.Window | None = None
     parts: Sequence[Part] = ()
+    by_loop: bool = False
+    """True if a `Loop` asks; see `Run.by_loop`."""
 
     @property
     def checkpoints(self) -> Path:
@@ -93,9 +95,7 @@ class Assembled:
     setup: Setup
     """With the config as the run directory has it."""
     run: Run
-    batches: Iterator[list[MicroBatch]]
     parts: joined_parts.JoinedParts
-    checks: RunChecks
     viewers: list[Viewer]
     consensus: StopConsensus
     """Its clock is that of the training."""
@@ -106,19 +106,15 @@ class Assembled:
         Returns:
             the last logged value of each name. Empty where the run was complete already.
         """
-        return driven(self.steps(), loop.made_by(self.run.state, self.run.step))
+        return driven(self.steps(), lambda asked: asked.made_by(self.run.update, self.run.state))
 
     def steps(self) -> Generator[loop.NextStep, StepResult, dict[str, float]]:
         """The steps of the training; see `core.loop.steps`."""
         results = yield from training_run.steps(
-            self.run,
-            self.batches,
-            parts=self.parts,
-            checks=self.checks,
-            viewers=self.viewers,
-            consensus=self.consensus,
+            self.run, parts=self.parts, viewers=self.viewers, consensus=self.consensus
         )
-        ending.tell(self.run, results, self.consensus.elapsed_s)
+        if self.run.held is not None:
+            ending.tell(self.run, results, self.consensus.elapsed_s)
         return results
 
     @property
@@ -178,24 +174,41 @@ def assemble(
             logs.opened(run, git, quiet=setup.quiet),
             memory_shortage.noted(setup.run_dir, config, world, run.plan),
         ):
-            batches: Iterator[list[MicroBatch]] = run.batches
-            if recorder is not None:
-                run.writers.append(recorder)
-                batches = recorder.record_steps(run)
+            recorders = [recorder] if recorder is not None else []
+            for one in recorders:
+                run.writers.append(Entries(one))
+                one.join(run)
             checks = RunChecks(run)
             at_once = memory_shortage.fitting(setup.run_dir, config, world).evaluation
             training_run.open_evaluations(run, evaluated_tasks(setup, task, world), at_once)
             profiler = [profiling.Profiler(setup.profile, run)] if setup.profile else []
-            watch = [Watch(run, functools.partial(rebuilt, setup, task, world))] if config.watch.every else []
-            own_parts += stream.part_of(run)
-            parts = training_run.join_parts(run, [*built_in.parts(run), *watch, *profiler], own_parts)
+            ours = [*recorders, checks, *built_in_parts(run, partial(rebuilt, setup, task, world)), *profiler]
+            parts = training_run.join_parts(run, ours, [*own_parts, *stream.part_of(run)])
             viewers = built_in.viewers(run)
-            training_run.check(run, parts, checks, viewers)
+            training_run.check(run, parts, viewers, more=partial(checks.before_first_step, run.evaluated))
             held.check()
             run_record.keep(run, git)
             consensus = StopConsensus(world, flag)
             with evidence.setting_aside(run), profiler[0] if profiler else contextlib.nullcontext():
-                yield Assembled(setup, run, batches, parts, checks, viewers, consensus)
+                yield Assembled(setup, run, parts, viewers, consensus)
+
+
+def in_memory(config: RunConfig, task: Task, world: World) -> Assembled:
+    """Put a training together that keeps and writes nothing, and makes no checks before its first step.
+
+    Its steps are those of `assemble`.
+    """
+    config = config.model_copy(update={"batch": config.batch.resolve(world.data_size)})
+    setup = Setup(config, Path())
+    run = run_at(setup, task, world, None)
+    training_run.open_evaluations(run, {"": task}, run_data.evaluated_at_once(config))
+    parts = training_run.join_parts(run, built_in_parts(run), stream.part_of(run))
+    return Assembled(setup, run, parts, [], StopConsensus(world, StopFlag()))
+
+
+def built_in_parts(run: Run, rebuild: Callable[[Checkpoint | None], Run] | None = None) -> list[BuiltInPart]:
+    """Lockstep's own Parts, as the config asks for them. For `rebuild`, see `Watch`."""
+    return [*built_in.parts(run), *([Watch(run, rebuild)] if run.config.watch.every else [])]
 
 
 def prepare(setup: Setup, task: Task, world: World) -> Run:
@@ -232,6 +245,7 @@ def run_at(setup: Setup, task: Task, world: World, checkpoint: Checkpoint | None
         folder=setup.run_dir,
         beginning=InitFrom(config.train) if config.train.init_from else None,
         order_of=of_data.order_of,
+        by_loop=setup.by_loop,
     )
     arrange(run)
     if checkpoint is not None:
@@ -273,7 +287,7 @@ def joined(config: RunConfig, run_dir: Path) -> Iterator[World]:
         determinism.prepare()
     with contextlib.ExitStack() as stack:
         timeout_s = config.parallel.timeout_s
-        watch = functools.partial(watchdog.watch, timeout_s=timeout_s, folder=run_dir)
+        watch = partial(watchdog.watch, timeout_s=timeout_s, folder=run_dir)
         world = laid_out(stack.enter_context(join_world(config.device, timeout_s, watch)), config)
         stack.enter_context(exits_are_failures())
         stack.enter_context(_deterministic(compute.deterministic))

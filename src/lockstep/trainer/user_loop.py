@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lockstep.configs import config_file
 from lockstep.core import caller, evaluate, loop, run_data
 from lockstep.core.config.sections import RunConfig
+from lockstep.core.data.loader import is_default
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel import signals
 from lockstep.core.parallel.buffers import restored_state
@@ -136,7 +137,9 @@ class Loop:
         self.results: Mapping[str, float] = {}
         """The last value of everything logged, when the loop has ended."""
         folder = Path(run_dir) if run_dir is not None else Path("runs") / parsed.name
-        setup = assemble.Setup(parsed, folder, fresh, tuple(allow_change), quiet, parts=(*parts, self._kept))
+        setup = assemble.Setup(
+            parsed, folder, fresh, tuple(allow_change), quiet, parts=(*parts, self._kept), by_loop=True
+        )
         user_exit.close_open()
         self._exit = user_exit.Exit(self._leave)
         self._step: LoopStep | None = None
@@ -180,6 +183,7 @@ class Loop:
                             asked,
                             steps_per_epoch=per_epoch,
                             stop=run.stop,
+                            counts_late=is_default(run.task.weight),
                             begins=self._adopt_rates,
                             updated=self._updated,
                         )

@@ -37,8 +37,6 @@ class LoopTask(Task):
         units: None: the body of the loop says how many units a micro-batch has.
     """
 
-    losses_elsewhere = True
-
     def __init__(
         self,
         module: nn.Module,

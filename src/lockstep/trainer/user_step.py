@@ -33,6 +33,7 @@ class LoopStep:
         *,
         steps_per_epoch: int,
         stop: int,
+        counts_late: bool,
         begins: Callable[[], None],
         updated: Callable[[StepResult], None],
     ) -> None:
@@ -43,8 +44,10 @@ class LoopStep:
         self.result: StepResult | None = None
         """None until the update is done."""
         self._state, self._count = state, len(asked.micro_batches)
-        self._begins, self._updated = begins, updated
-        self._update = exact_step(state, asked.micro_batches, asked.samples, want_norm=asked.want_norm)
+        self._begins, self._updated, self._counts_late = begins, updated, counts_late
+        self._update = exact_step(
+            state, asked.micro_batches, asked.samples, want_norm=asked.want_norm, counts_late=counts_late
+        )
         self._begun = False
         self._current: Any = None  # the micro-batch that has no backward pass yet
         self._at = 0  # its number, from 1
@@ -63,8 +66,9 @@ class LoopStep:
         hook = optimizer.register_step_pre_hook(self._refuse_update)
         try:
             try:
-                asked = next(self._update)
+                next(self._update)
                 while True:
+                    asked = next(self._update)
                     assert asked is not None
                     self._current, self._at = asked, self._at + 1
                     self._in_body = True
@@ -73,7 +77,6 @@ class LoopStep:
                     if self._current is not None:
                         raise self._no_backward()
                     self._check_gradient()
-                    asked = next(self._update)
             except StopIteration as end:
                 self.result = end.value
                 self._updated(end.value)
@@ -117,7 +120,7 @@ class LoopStep:
         if not loss.requires_grad:
             remedy = "compute it from the output of loop.model, without detach(), .item() or torch.no_grad()"
             raise UsageError("the loss depends on no trainable parameter", where=where, remedy=remedy)
-        if self._state.counts_late:
+        if self._counts_late:
             count = _number(units, where) if units is not None else float(len(micro_batch.indices))
             micro_batch.weights = {"loss": 0.0 if micro_batch.filler else count}
         else:  # Loop(units=...) has counted them

@@ -1,4 +1,4 @@
-"""What a task wants besides the ordinary step: a loss over the global batch, or players that update in turn."""
+"""The update of a run, where its task wants another than the usual: a loss over the global batch, or players."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.updates.players import AlternatingTask, turns_of
 
 
 def arrange(run: Run) -> None:
-    """Let the steps of a run be as its task wants them.
+    """Choose the update of a run, as its task wants it.
 
     Raises:
         UsageError: the players of the task do not fit its model or the config.
@@ -17,7 +17,7 @@ def arrange(run: Run) -> None:
     has_players = bool(run.task.players) or isinstance(run.task, AlternatingTask)
     if run.world.tensor > 1 and (has_players or needs_global_batch(run.task)):
         run.config.parallel.without_mesh("a task with players" if has_players else "Task.embed")
-    if needs_global_batch(run.task):
-        run.state.first_pass = GlobalLoss(run.task, run.world, run.state.precision)
     if has_players:
-        run.step = turns_of(run.task, run.state, run.config).step
+        run.update = turns_of(run.task, run.state, run.config).step
+    elif needs_global_batch(run.task):
+        run.update = GlobalLoss(run.task, run.world, run.state.precision).step

@@ -12,7 +12,7 @@ first. Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from lockstep.core.parallel.precision import Precision
 from lockstep.core.parallel.single import leaves
 from lockstep.core.parallel.strategy import Losses, Strategy, by_head
 from lockstep.core.parallel.world import World
-from lockstep.core.step import TrainState, seed_of
+from lockstep.core.step import Call, StepResult, TrainState, driven, exact_step, seed_of
 from lockstep.core.task import Task
 from lockstep.updates.rows import gather_rows
 
@@ -53,7 +53,7 @@ class _Gathered(NamedTuple):
 
 
 class GlobalLoss:
-    """The loss of a task that has `Task.embed`."""
+    """The update of a task that has `Task.embed`."""
 
     def __init__(self, task: Task, world: World, precision: Precision) -> None:
         self.task, self.world, self.precision = task, world, precision
@@ -63,7 +63,23 @@ class GlobalLoss:
         self._must_compare = True  # whether both passes of the first step give the same embeddings
         self._seed = 0
 
-    def run(self, state: TrainState, micro_batches: Sequence[MicroBatch], step: int) -> None:
+    def step(
+        self, state: TrainState, micro_batches: Sequence[MicroBatch], samples: int, *, want_norm: bool = False
+    ) -> StepResult:
+        """Consume one global batch. For the arguments, see `exact_step`."""
+        update = exact_step(state, micro_batches, samples, want_norm=want_norm, fillers_count=True)
+        calls = self._calls(state, micro_batches)
+        return driven(update, lambda asked: next(calls))
+
+    def _calls(self, state: TrainState, micro_batches: Sequence[MicroBatch]) -> Generator[Call | None, None, None]:
+        """The answers to what `exact_step` yields: the first pass is made when it begins."""
+        self._embed(state, micro_batches, state.step - 1)
+        yield None
+        for number in range(len(micro_batches)):
+            yield self._call(number, last=number == len(micro_batches) - 1)
+            yield None
+
+    def _embed(self, state: TrainState, micro_batches: Sequence[MicroBatch], step: int) -> None:
         """The first pass of a step: embed, gather, and compute the gradient with respect to the embeddings.
 
         Raises:
@@ -111,7 +127,7 @@ class GlobalLoss:
         detached = {head: loss.detach() for head, loss in losses.items()}
         return _Gathered([value.detach() for value in inputs], form, gradients, detached, bool(is_used))
 
-    def call(self, number: int, last: bool) -> Callable[[nn.Module, Any], Losses]:
+    def _call(self, number: int, *, last: bool) -> Call:
         """A function of the model and the batch: the losses of the second pass of a micro-batch, by head.
 
         Their gradient is that of the loss over the global batch through the samples of this micro-batch. Their values

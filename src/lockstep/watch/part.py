@@ -23,6 +23,7 @@ from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.buffers import ModuleBuffers
 from lockstep.core.part import Training
 from lockstep.core.step import TrainState
+from lockstep.core.task import needs_global_batch
 from lockstep.parts.digest import fold
 from lockstep.watch import evidence, exchange
 from lockstep.watch.examine import Dispute, Experiments
@@ -144,8 +145,10 @@ class Watch(BuiltInPart):
         if training.ranks == 1 and not self.recomputes:
             training.tell("note: the watch checks nothing on one rank without recomputation")
 
-    def before_step(self, inside: Inside) -> None:
+    def before_step(self, training: Training) -> None:
         """Begin a check, if one is due. A collective."""
+        assert isinstance(training, Inside)
+        inside = training
         if not self.due(inside.step):
             return
         with inside.window.excluded():
@@ -460,9 +463,9 @@ def _why_no_recomputation(run: Run) -> str:
     """Why shares cannot be computed again; empty where they can, or where it is not wanted."""
     if not run.config.watch.recompute:
         return "watch.recompute=false"
-    if run.step is not None:
+    if run.task.players:
         return "players update in turn, so that a loss depends on the updates before it in the same step"
-    if run.state.first_pass is not None:
+    if needs_global_batch(run.task):
         return "the loss needs the samples of all ranks at once"
     if run.config.compute.uses_cuda_graphs:
         return "CUDA graphs write gradients into memory that their next run overwrites"

@@ -17,7 +17,7 @@ from lockstep.core.data.loader import MicroBatch
 from lockstep.core.loop import set_training_mode
 from lockstep.core.parallel.posing import posing_as
 from lockstep.core.parallel.sharded_tensor import local
-from lockstep.core.step import StepResult, train_step
+from lockstep.core.step import StepResult
 from lockstep.parts import digest
 from lockstep.parts.digest import Digest, fold
 from lockstep.watch.state import state_digest, state_tensors
@@ -55,12 +55,11 @@ def steps(
     """
     state = run.state
     set_training_mode(state.strategy)
-    make = run.step or train_step
     with contextlib.closing(run.batches._steps):
         while state.step < until:
             micro_batches = next(run.batches)
             with around(state.step + 1, micro_batches) if around else contextlib.nullcontext():
-                result = make(state, micro_batches, run.plan.samples(state.step), want_norm=True)
+                result = run.update(state, micro_batches, run.plan.samples(state.step), want_norm=True)
             heads = sorted({head for losses in result.losses for head in losses})
             own = [
                 sum(

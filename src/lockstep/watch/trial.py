@@ -72,7 +72,7 @@ def trial(
     """
     world = dataclasses.replace(state.world, rank=share.rank)  # seeds depend on it
     alone: Any = _Alone(state.strategy)
-    shadow = dataclasses.replace(state, world=world, strategy=alone, metrics=None, first_pass=None, unfreezing=None)
+    shadow = dataclasses.replace(state, world=world, strategy=alone, metrics=None, unfreezing=None)
     result = StepResult(share.step, 0, totals=dict(share.totals))
     forward = state.strategy.unwrapped
     with (
@@ -81,7 +81,7 @@ def trial(
         restored_generators(world.device),
         watched(forward, leaves, sums=leaves if detailed else (), each=detailed, ranks=world.size) as seen,
     ):
-        driven(forward_backward_step(shadow, micro_batch, result, number=share.number, last=False), lambda _: None)
+        driven(forward_backward_step(shadow, micro_batch, result, share.number, last=False), lambda _: None)
     micro_batch.let_go()
     return seen
 

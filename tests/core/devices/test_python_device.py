@@ -119,11 +119,11 @@ class Slow:
 
 def log_on_slow_device(device, folder, data_s):
     """The log of 8 steps of 16 samples, each of which takes the device 0.25 s."""
-    from lockstep.core import log_window, loop
+    from lockstep.core import build, log_window
     from lockstep.core.data import loader
 
     clock = Slow(device, log_window, data_s)
-    read, step = loader.MicroBatches.__getitem__, loop.train_step
+    read, step = loader.MicroBatches.__getitem__, build.train_step
 
     def read_slowly(micro_batches, plan):
         clock.wait_for_data()
@@ -133,12 +133,12 @@ def log_on_slow_device(device, folder, data_s):
         clock.queue_step()
         return step(*arguments, **options)
 
-    loader.MicroBatches.__getitem__, loop.train_step = read_slowly, queued
+    loader.MicroBatches.__getitem__, build.train_step = read_slowly, queued
     try:
         sections = {"batch": {"global": 16, "micro": 8}, "train": {"steps": 8}, "log": {"every_steps": 4}}
         train(device, folder, sections | {"log": {"every_steps": 4, "writers": ["json_lines"]}})
     finally:
-        loader.MicroBatches.__getitem__, loop.train_step, log_window.time = read, step, time
+        loader.MicroBatches.__getitem__, build.train_step, log_window.time = read, step, time
         del device.note
     lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
     return [(line["train/samples_per_s"], line["train/wait_share"]) for line in lines if "train/loss" in line]

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 import torch
 
-from lockstep.core import loop
+from lockstep.core import build
 from lockstep.core.parallel import world
 from lockstep.trainer.trainer import Trainer
 from tests import box_cases, image_cases, mask_cases, risk_cases, runs, text_cases
@@ -33,7 +33,7 @@ def make_task(kind, folder):
 def reads_of_steps(device, kind, folder, precision):
     """The reads by the host in the steps of a training, after the first step: how often each line read in a step."""
     world.pick_device = lambda *_, **__: torch.device(NAME, 0)
-    step, counts = loop.train_step, []
+    step, counts = build.train_step, []
 
     def watched(*arguments, **options):
         device.log.clear()
@@ -50,12 +50,12 @@ def reads_of_steps(device, kind, folder, precision):
         precision=precision,
         data={"workers": 0},
     )
-    loop.train_step = watched
+    build.train_step = watched
     try:
         with contextlib.chdir(folder):
             Trainer(settings, run_dir=f"{folder}/run", quiet=True).fit(make_task(kind, f"{folder}/data"))
     finally:
-        loop.train_step = step
+        build.train_step = step
     return [sorted(found.items()) for found in counts]
 
 

@@ -74,9 +74,9 @@ class Weighted(own_tasks.Plain):
 
 def sums_of_steps(kind):
     """How often the ranks summed in each step but the first, and nobody else in the step."""
-    from lockstep.core import loop
+    from lockstep.core import build
 
-    counts, real_sum, real_step = [], World.all_sum, loop.train_step
+    counts, real_sum, real_step = [], World.all_sum, build.train_step
 
     def counting_sum(self, values):
         counts[-1:] = [counts[-1] + 1] if counts else []
@@ -90,12 +90,12 @@ def sums_of_steps(kind):
         return result
 
     steps = []
-    World.all_sum, loop.train_step = counting_sum, counting_step
+    World.all_sum, build.train_step = counting_sum, counting_step
     try:
         task = Weighted() if kind == "weighted" else own_tasks.Plain()
         runs.fit(task, runs.config(train={"steps": 5}))
     finally:
-        World.all_sum, loop.train_step = real_sum, real_step
+        World.all_sum, build.train_step = real_sum, real_step
     return steps[1:]
 
 

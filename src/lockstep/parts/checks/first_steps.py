@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import zlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,17 +13,18 @@ import torch
 from lockstep.core import task_checks
 from lockstep.core.block_state import written_by_pass
 from lockstep.core.build import Run
+from lockstep.core.built_in import BuiltInPart, Inside
 from lockstep.core.checkpoint import state as checkpoint_state
 from lockstep.core.checkpoint.form import Kind, described, kinds
-from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.randomness import restored_generators, seed_all
 from lockstep.core.errors import LockstepError, TrainingError, listed
+from lockstep.core.part import Training
 from lockstep.parts.checks.left_out import LeftOut
 from lockstep.parts.checks.outside_state import OutsideState
 from lockstep.parts.replicas import differing, digests_of
 
 
-class FirstSteps:
+class FirstSteps(BuiltInPart):
     """Compares the state that would be saved with the state of a newly built model: names, shapes and dtypes.
 
     Buffers may take another shape, and extra states may be anything: a checkpoint restores them. A model in which they
@@ -40,57 +41,39 @@ class FirstSteps:
         """Names of what has another form than in a new model, and was loaded into one."""
         self.left_out = LeftOut(run)
         self.outside = OutsideState(run.model, run.task) if run.state.world.rank == 0 else None
+        self._first = run.state.step
+        self._written = _Written(run)
         self._look()
 
-    def checked(self, batches: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
-        """The batches of the first two steps. When the next batch is asked for, the step before it is checked."""
-        state, first, done = self.run.state, self.run.state.step, 0
-        for micro_batches in batches:
-            with self._watched(first) if not done else contextlib.nullcontext():
-                yield micro_batches
-            done = state.step - first
-            self._look()
-            if done == 1:
-                self._check_replicas()
-                state.strategy.begin_step()
-                self.check_loadable()
-            else:
-                self.left_out.check()  # a copy of what trains begins to move in the second step
-                self._warn()
-                return
+    # ---- events
 
-    @contextlib.contextmanager
-    def _watched(self, step: int) -> Generator[None, None, None]:
-        """Around the first step of a process: note what its forward passes write.
+    def before_step(self, training: Training) -> None:
+        if training.step == self._first:
+            self._written.watch()
 
-        With passes of other sizes, or another number of them, such a model is trained otherwise: a note says so. Where
-        it is a parameter, checkpoints keep the number of passes; see `resume.restore`.
+    def after_step(self, training: Training) -> None:
+        """Check the first two steps of a process, and no other. A collective.
+
+        Raises:
+            TrainingError: on all ranks; names the tensors.
         """
-        run, names = self.run, set[str]()
-        forward, stack = run.state.strategy.unwrapped, contextlib.ExitStack()
-        compiled = run.config.compute.compile is not None
+        done = training.step - self._first
+        self._look()
+        if done == 1:
+            self._written.report()
+            self._check_replicas()
+            self.run.state.strategy.begin_step()
+            self.check_loadable()
+        else:
+            self.left_out.check()  # a copy of what trains begins to move in the second step
+            self._warn()
+            assert isinstance(training, Inside)
+            training.left |= {"before_step", "after_step"}
 
-        def begin(module: torch.nn.Module, _: Any) -> None:
-            if module.training and torch.is_grad_enabled():
-                stack.enter_context(written_by_pass(run.model, names, is_compiled=compiled))
+    def before_save(self, training: Training) -> None:
+        self.check_loadable()
 
-        def end(*_: Any) -> None:
-            stack.close()
-            moved = names & {name for name, _ in run.model.named_parameters()}
-            run.moves_in_passes = sorted(moved.union(run.moves_in_passes))  # now: the step may end with a save
-
-        handles = [forward.register_forward_pre_hook(begin), forward.register_forward_hook(end, always_call=True)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-        if names:
-            kept = ": it determines the training here" if run.moves_in_passes else ""
-            run.tell(
-                f"note: each forward pass changes {listed(sorted(names))}, once for each of the {run.plan.count(step)} "
-                f"micro-batches of a step: with another batch.micro or number of ranks, another model is trained{kept}"
-            )
+    # ---- checks
 
     def _check_replicas(self) -> None:
         """Check that all ranks hold the same parameters, where each holds all of them.
@@ -191,3 +174,44 @@ class FirstSteps:
                     where="Task.model",
                     remedy="let Task.model return a new model at every call",
                 ) from error
+
+
+class _Written:
+    """What the forward passes of the first step of a process write.
+
+    With passes of other sizes, or another number of them, such a model is trained otherwise: a note says so. Where
+    it is a parameter, checkpoints keep the number of passes; see `resume.restore`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.names, self.step = run, set[str](), run.state.step
+        self.handles: list[Any] = []
+
+    def watch(self) -> None:
+        """Note what the passes write from now on."""
+        run, stack = self.run, contextlib.ExitStack()
+        forward, compiled = run.state.strategy.unwrapped, run.config.compute.compile is not None
+
+        def begin(module: torch.nn.Module, _: Any) -> None:
+            if module.training and torch.is_grad_enabled():
+                stack.enter_context(written_by_pass(run.model, self.names, is_compiled=compiled))
+
+        def end(*_: Any) -> None:
+            stack.close()
+            moved = self.names & {name for name, _ in run.model.named_parameters()}
+            run.moves_in_passes = sorted(moved.union(run.moves_in_passes))  # now: the step may end with a save
+
+        self.handles = [forward.register_forward_pre_hook(begin), forward.register_forward_hook(end, always_call=True)]
+
+    def report(self) -> None:
+        """Say what was written, and watch no longer."""
+        for handle in self.handles:
+            handle.remove()
+        run = self.run
+        if self.names:
+            kept = ": it determines the training here" if run.moves_in_passes else ""
+            run.tell(
+                f"note: each forward pass changes {listed(sorted(self.names))}, once for each of the "
+                f"{run.plan.count(self.step)} micro-batches of a step: with another batch.micro or number of ranks, "
+                f"another model is trained{kept}"
+            )

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from lockstep.core.build import Run
-from lockstep.core.checks import Checks
-from lockstep.core.data.loader import MicroBatch
 from lockstep.core.evaluation_run import named_results
 from lockstep.core.parallel.heartbeat import Phase
+from lockstep.core.part import Training
 from lockstep.core.run_data import EvaluationData
 from lockstep.core.task import needs_global_batch
 from lockstep.parts.checks import dry_run, optimizer_check, untouched_data
 from lockstep.parts.checks.first_steps import FirstSteps
 
 
-class RunChecks(Checks):
+class RunChecks(FirstSteps):
     """Tries the loss and the evaluation on a few samples, and looks at the first steps. It adds warnings to the run.
 
     It is made before anything runs the model.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.first_steps = FirstSteps(run)
-
     def before_first_step(self, evaluated: Sequence[EvaluationData]) -> list[str]:
-        """Of a new run, try the loss and the evaluation on a few samples.
+        """Of a new run, try the loss and the evaluation on a few samples, after the state was loaded. A collective.
+
+        Args:
+            evaluated: the sets of evaluation data. Empty: nothing is evaluated.
+
+        Returns:
+            messages for the log.
 
         Raises:
             UsageError: `checkpoint.keep_best` or `train.stop_when` names no result of an evaluation.
@@ -86,13 +85,8 @@ class RunChecks(Checks):
                 dry_run.check_results(chosen, names)
             return messages
 
-    def watched(self, batches: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
-        return itertools.chain(self.first_steps.checked(batches), batches)
-
-    def before_save(self) -> None:
-        self.first_steps.check_loadable()
-
-    def results(self, names: Sequence[str]) -> None:
+    def after_evaluation(self, training: Training) -> None:
+        names = [name for name in training.results if name.startswith("eval/")]
         dry_run.check_results(self._chosen_results, names)
 
     @property

@@ -24,7 +24,7 @@ from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import TrainingError
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.parallel.world import World as Ranks
-from lockstep.core.step import TrainState, train_step
+from lockstep.core.step import TrainState, Update, train_step
 from lockstep.parts import peaks
 from lockstep.parts.flops import FlopCount
 from lockstep.trainer import assemble
@@ -112,10 +112,11 @@ def _short(config: RunConfig) -> RunConfig:
 def _measure(config: RunConfig, run: build.Run, ranks: Ranks) -> Measured:
     state, device, batches = run.state, devices.of(ranks.device), iter(run.batches)
     state.forward.train()
-    train_step(state, next(batches), run.plan.samples(state.step))
+    update = train_step if run.task.players else run.update  # one step with the losses of all players
+    update(state, next(batches), run.plan.samples(state.step))
     best: _StepMemory | None = None
     for _ in range(_MEASURED):
-        found = _memory_of_step(state, next(batches), run.plan.samples(state.step))
+        found = _memory_of_step(update, state, next(batches), run.plan.samples(state.step))
         if found and (best is None or found.missed <= best.missed):
             best = found
         lost = best is None or best.missed > _MISSED * best.figures["peak_bytes"]
@@ -129,7 +130,7 @@ def _measure(config: RunConfig, run: build.Run, ranks: Ranks) -> Measured:
         micro_batches = next(batches)
         device.synchronize()
         begun = time.perf_counter()
-        train_step(state, micro_batches, run.plan.samples(state.step))
+        update(state, micro_batches, run.plan.samples(state.step))
         device.synchronize()
         seconds.append(time.perf_counter() - begun)
     first = best.micro_batches[0]  # whose samples may be shorter than others
@@ -163,7 +164,9 @@ class _StepMemory(NamedTuple):
     micro_batches: list[MicroBatch]
 
 
-def _memory_of_step(state: TrainState, micro_batches: list[MicroBatch], samples: int) -> _StepMemory | None:
+def _memory_of_step(
+    update: Update, state: TrainState, micro_batches: list[MicroBatch], samples: int
+) -> _StepMemory | None:
     """Run a step, and measure it. None: its update was skipped."""
     device, held = devices.of(state.world.device), dict[str, int]()
     own = device.has_own_memory
@@ -188,7 +191,7 @@ def _memory_of_step(state: TrainState, micro_batches: list[MicroBatch], samples:
     _settle(state.world)
     with _profiled() as profile:
         _mark(_BEGIN)
-        train_step(state, micro_batches, samples)
+        update(state, micro_batches, samples)
         _settle(state.world)
         _mark(_END)
     peak = device.peak()

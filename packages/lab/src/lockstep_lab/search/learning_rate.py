@@ -12,7 +12,6 @@ from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError
 from lockstep.core.log_window import LogWindow
 from lockstep.core.schedule import Schedule, ScheduleConfig, scaled_lr
-from lockstep.core.step import train_step
 from lockstep.core.task import Task
 from lockstep.trainer import assemble
 from lockstep_lab.search import curve
@@ -65,7 +64,7 @@ def range_test(
             short = short.model_copy(update={"batch": short.batch.resolve(ranks.size)})
             setup = assemble.Setup(short, run_dir, quiet=True)
             run = assemble.prepare(setup, task or assemble.make_task(short), ranks)
-            if run.step is not None:
+            if run.task.players:
                 what = "players take turns, and no single loss tells how well they learn"
                 raise UsageError(what, where="lockstep tune lr", remedy="compare rates with lockstep sweep")
             rates = [curve.rate_at(step, steps, low, high) for step in range(steps)]
@@ -116,7 +115,7 @@ def _losses(run: Run, rates: list[float]) -> Iterator[tuple[float, float]]:
     mark = devices.of(state.world.device).mark()
     for micro_batches in run.batches:
         rate = rates[min(state.step - state.skipped, len(rates) - 1)]
-        window.add(train_step(state, micro_batches, run.plan.samples(state.step)), (mark, mark))
+        window.add(run.update(state, micro_batches, run.plan.samples(state.step)), (mark, mark))
         found = window.epoch_results()  # unlike `entry`, it takes a loss that is not finite
         window.reset()
         if "loss" in found:

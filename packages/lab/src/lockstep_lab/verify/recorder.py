@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +13,13 @@ from torch import Tensor, nn
 
 from lockstep.core import devices, optimizer_class
 from lockstep.core.build import Run
+from lockstep.core.built_in import Inside
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.data.randomness import restored_generators
 from lockstep.core.parallel import sharded_tensor
 from lockstep.core.parallel.gradients import grad_norm
 from lockstep.core.parameter_names import names_of_parameters
+from lockstep.core.part import Training
 from lockstep.core.task import Task
 from lockstep.parts import replicas
 from lockstep.parts.replicas import StateDigests
@@ -139,7 +140,7 @@ class TrainingRecorder(Recorder):
         task: of the training.
         config: of the training, as `RunConfig` writes it.
         options: what is recorded.
-        after_step: is called after each step, with its number (counted from 1).
+        on_step: is called after each step and all that follows it, such as a save, with its number (counted from 1).
     """
 
     def __init__(
@@ -147,9 +148,9 @@ class TrainingRecorder(Recorder):
         task: ComparableTask,
         config: Mapping[str, Any],
         options: RecorderOptions,
-        after_step: Callable[[int], None],
+        on_step: Callable[[int], None],
     ) -> None:
-        self.task, self.config, self.options, self.after_step = task, config, options, after_step
+        self.task, self.config, self.options, self.on_step = task, config, options, on_step
         self.recording = Recording()
         self._updates = 0
         self._gradient_steps = set(options.gradient_steps)
@@ -157,15 +158,19 @@ class TrainingRecorder(Recorder):
         self._never_used: dict[str, Tensor] = {}
         self._operations: StepOperations | None = None
         self._reference_optimizer: ReferenceOptimizer | None = None
+        self._start: dict[str, Tensor] = {}  # the parameters before the first step
+        self._recording_operations = contextlib.ExitStack()
 
     # ---- what the trainer calls
 
     def record(self, entry: Mapping[str, float]) -> None:
         self.recording.entries.append(dict(entry))
 
-    def record_steps(self, run: Run) -> Iterator[list[MicroBatch]]:
-        """Pass the batches on to the trainer, and record what happens before and after each step."""
-        state, model, recording = run.state, run.model, self.recording
+    def join(self, run: Run) -> None:
+        self.run = run
+
+    def start(self, training: Training) -> None:
+        run, state, model, recording = self.run, self.run.state, self.run.model, self.recording
         self._record_facts(run)
         self._updates = state.step - state.skipped
         if self.options.repeat_updates:
@@ -182,27 +187,43 @@ class TrainingRecorder(Recorder):
             recording.reference_differences = self._reference_optimizer.differences
             recording.wrongly_trainable = self._reference_optimizer.wrongly_trainable
         recording.wrong_modes = modules_in_wrong_mode(model)
-        start = {name: sharded_tensor.local(p.detach()).clone() for name, p in model.named_parameters()}
+        self._start = {name: sharded_tensor.local(p.detach()).clone() for name, p in model.named_parameters()}
         if self.options.digest_every:
             recording.digests[state.step] = self._digest_state(run)
-        handle = state.optimizer.register_step_pre_hook(partial(self._before_update, run))
-        try:
-            for micro_batches in run.batches:
-                self._before_step(run, micro_batches)
-                step = state.step
-                with self._record_operations(run):
-                    yield micro_batches
-                if state.step > step:
-                    self._after_step(run, micro_batches)
-                    self.after_step(state.step)
-        finally:
-            handle.remove()
-            moved = [
-                numbers(sharded_tensor.local(p.detach())) - numbers(start[name]) for name, p in model.named_parameters()
-            ]
-            recording.moves_in_passes = run.moves_in_passes
+
+    def before_step(self, training: Training) -> None:
+        """Record what the step gets, when all is done that follows the step before."""
+        assert isinstance(training, Inside)
+        self._tell_done(training.step)
+        self._before_step(self.run, training.micro_batches)
+        self._recording_operations.enter_context(self._record_operations(self.run))
+
+    def before_update(self, training: Training) -> None:
+        self._before_update(self.run, self.run.state.optimizer)
+
+    def after_step(self, training: Training) -> None:
+        assert isinstance(training, Inside)
+        self._recording_operations.close()
+        self._after_step(self.run, training.micro_batches)
+
+    def end(self, training: Training) -> None:
+        self._tell_done(training.step)
+
+    def close(self) -> None:
+        """Record what is known at the end, also where the training was stopped."""
+        self._recording_operations.close()
+        recording, start, self._start = self.recording, self._start, {}
+        if start:
+            parameters = self.run.model.named_parameters()
+            moved = [numbers(sharded_tensor.local(p.detach())) - numbers(start[name]) for name, p in parameters]
+            recording.moves_in_passes = self.run.moves_in_passes
             recording.moved = math.sqrt(sum(float(change.square().sum()) for change in moved))
             recording.unused = [name for name, never in self._never_used.items() if bool(never)]
+
+    def _tell_done(self, step: int) -> None:
+        """Tell whoever wants to know that a step of this start is done, with all that follows it."""
+        if step > self.run.first_step:
+            self.on_step(step)
 
     # ---- around a step
 
@@ -226,7 +247,7 @@ class TrainingRecorder(Recorder):
         )
         recording.base_lr = float(state.optimizer.param_groups[-1]["base_lr"])
 
-    def _before_step(self, run: Run, micro_batches: list[MicroBatch]) -> None:
+    def _before_step(self, run: Run, micro_batches: Sequence[MicroBatch]) -> None:
         state, step = run.state, run.state.step
         indices = tuple(index for micro in micro_batches if not micro.filler for index in micro.indices)
         if state.world.speaks:  # all ranks of a tensor group have the same samples, which count once
@@ -251,7 +272,7 @@ class TrainingRecorder(Recorder):
             return GradientComparison()
         return reference_gradient(self.task, model, self.config, run.state.step, run.state.world.device)
 
-    def _after_step(self, run: Run, micro_batches: list[MicroBatch]) -> None:
+    def _after_step(self, run: Run, micro_batches: Sequence[MicroBatch]) -> None:
         state, options = run.state, self.options
         if self.task.changes.note_generators:
             self.recording.generators[state.step - 1] = self.task.generator_states[:]
@@ -269,7 +290,7 @@ class TrainingRecorder(Recorder):
         if options.disturb_generators:
             disturb(2 * state.step - 1)
 
-    def _before_update(self, run: Run, optimizer: Any, *_: Any) -> None:
+    def _before_update(self, run: Run, optimizer: torch.optim.Optimizer) -> None:
         """Record what the optimizer is about to use."""
         if self._operations is not None:  # otherwise operations made here would be recorded as the step's
             return
