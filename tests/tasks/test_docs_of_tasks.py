@@ -1,4 +1,4 @@
-"""The examples of docs/tasks.md do what the page says of them."""
+"""The examples of the pages on tasks do what the pages say of them."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,8 @@ import lockstep
 from lockstep.core.errors import UsageError
 from tests import own_tasks, runs
 
-PAGE = Path(__file__).resolve().parents[2].joinpath("docs", "tasks.md").read_text()
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = "".join((DOCS / f"{name}.md").read_text() for name in ("tasks", "task_data", "task_reference"))
 
 
 def example(name):
@@ -35,6 +36,24 @@ def example(name):
     }
     exec(block, space)
     return space
+
+
+def test_the_page_opens_with_the_code_of_its_example():
+    opened = (DOCS / "tasks.md").read_text().split("```python\n")[1].split("```")[0]
+    assert (DOCS.parent / "examples" / "digits_task.py").read_text().endswith(opened)
+
+
+def test_a_sample_is_augmented_in_training_only():
+    class Whole(example("Rotated")["Rotated"]):
+        model = loss = None
+
+    task = Whole()
+    torch.manual_seed(0)
+    image, label = task.train_data()[0]
+    assert torch.equal(task.prepare((image, label), 0, False)[0], image)
+    turned = [task.prepare((image, label), 0, True) for _ in range(20)]
+    assert len({one.numpy().tobytes() for one, _ in turned}) == 4
+    assert all(torch.equal(one, label) for _, one in turned)
 
 
 def test_class_weights_give_the_weighted_mean_of_the_whole_batch():
