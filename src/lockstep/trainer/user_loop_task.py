@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import (
@@ -17,6 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError, listed
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.task import Batch, Losses, Metrics, Samples, Task
@@ -233,3 +237,36 @@ def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
         else:
             place[key] = dict(value) if isinstance(value, Mapping) else value
     return found
+
+
+def check_keys(config: RunConfig) -> None:
+    """Check that no key asks for what needs the loss of a task, or the learning rate of the config.
+
+    Raises:
+        UsageError: names the key.
+    """
+    refused = {
+        "watch.every": (bool(config.watch.every), "the watch computes the loss again: write a Task for it"),
+        "parallel.tensor": (config.parallel.tensor > 1, "write a Task to cut layers over ranks"),
+        "schedule": (config.schedule != type(config.schedule)(), "give a scheduler of torch: Loop(scheduler=...)"),
+    }
+    for key, (is_set, remedy) in refused.items():
+        if is_set:
+            raise UsageError("a Loop cannot use this key", where=f"Loop(config=...), {key}", remedy=remedy)
+
+
+def write_weights(whole: Mapping[str, Any], path: Path) -> None:
+    """Write a file as `torch.save` does: it is whole, or it is not there.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    staged = Path(f"{path}.{os.getpid()}")
+    try:
+        staged.parent.mkdir(parents=True, exist_ok=True)  # for a missing folder, torch raises no OSError
+        torch.save(whole, staged)
+        staged.replace(path)
+    except OSError as error:
+        staged.unlink(missing_ok=True)
+        what = f"cannot be written: {error.strerror}"
+        raise UsageError(what, where=str(path), remedy="give a place where you can write") from error

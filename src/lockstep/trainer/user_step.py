@@ -183,6 +183,26 @@ class LoopStep:
         )
 
 
+class StepsOfEpoch:
+    """The steps of an epoch, from `first`. `rest` goes on to the next step."""
+
+    def __init__(self, first: LoopStep, rest: Iterator[LoopStep]) -> None:
+        self.step, self.rest, self.is_done = first, rest, False
+
+    def __iter__(self) -> Iterator[LoopStep]:
+        while True:
+            yield self.step
+            if self.step.result is None:
+                raise self.step.incomplete()
+            if self.step.ends_epoch or self.step.is_last:
+                break
+            try:
+                self.step = next(self.rest)
+            except StopIteration:  # the training has ended within the epoch
+                break
+        self.is_done = True
+
+
 def _number(units: Any, where: str) -> float:
     value = (
         float(units) if isinstance(units, numbers.Real) or (isinstance(units, Tensor) and units.numel() == 1) else -1.0
