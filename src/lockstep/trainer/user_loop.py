@@ -34,6 +34,7 @@ from lockstep.trainer.user_loop_task import (
     Units,
     check_keys,
     from_loader,
+    joined,
     nested,
     write_weights,
 )
@@ -55,8 +56,8 @@ class Loop:
     same command resumes it.
 
     Args:
-        model: any module. It is moved to the device of the rank.
-        optimizer: of its parameters.
+        model: any module, or a dict of modules. It is moved to the device of the rank.
+        optimizer: of its parameters; or a dict of optimizers that update in turn, by `step.turn(name)`.
         train_data: a map-style data set, a `lockstep.Stream`, or a DataLoader, whose data set, batch size, workers and
             `collate_fn` are used.
         global_batch: samples of an update, over all ranks. None: the batch size of the DataLoader, else 32.
@@ -85,8 +86,8 @@ class Loop:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: Optimizer | Mapping[str, Optimizer],
         train_data: Any,
         *,
         global_batch: int | None = None,
@@ -109,6 +110,9 @@ class Loop:
         parts: Sequence[Part] = (),
         quiet: bool = False,
     ) -> None:
+        several = dict(optimizer) if isinstance(optimizer, Mapping) else None
+        if several is not None:
+            model, optimizer = joined(model, several, {"units": units, "scheduler": scheduler})
         check_scheduler(scheduler, optimizer, scheduler_every)
         loader = from_loader(train_data)
         batch = {"global": global_batch or loader.batch_size, "micro": micro_batch}
@@ -137,7 +141,9 @@ class Loop:
             remedy = "give epochs=3, or steps=1000"
             raise UsageError("the length of the training is not given", where="Loop(...)", remedy=remedy)
         check_keys(parsed)
-        self._task = LoopTask(model, optimizer, loader.data, collate=collate or loader.collate, units=units)
+        self._task = LoopTask(
+            model, optimizer, loader.data, several=several, collate=collate or loader.collate, units=units
+        )
         if trial is not None:
             trial.prepare(self._task)
         self._optimizer, self._scheduler = optimizer, scheduler
@@ -161,6 +167,7 @@ class Loop:
             world = self._exit.world.enter_context(assemble.joined(parsed, folder))
             self._assembled = self._exit.training.enter_context(assemble.assemble(setup, self._task, world, flag=flag))
         self._run = self._assembled.run
+        self._turns = getattr(self._run.step, "__self__", None)  # of several optimizers: see `updates.arrange`
         self._kept.restore_rates()
         self._scheduled = getattr(scheduler, "last_epoch", None)
         self._id = str(self._run.world.broadcast(uuid.uuid4().hex))
@@ -194,14 +201,16 @@ class Loop:
                             stop=run.stop,
                             begins=self._adopt_rates,
                             updated=self._updated,
+                            turns=self._turns,
                         )
                         yield step
-                        if step.result is None:
+                        result = step.finished()
+                        if result is None:
                             raise step.incomplete()
                         if is_first:
                             self._kept.check_none_is_late()
                             is_first = False
-                        asked = self._engine.send(step.result)
+                        asked = self._engine.send(result)
                 except StopIteration as end:
                     self._ended(end.value)
         except GeneratorExit:  # the script left the loop, or an exception did
@@ -280,7 +289,7 @@ class Loop:
         else:
             try:
                 if step.result is not None:
-                    engine.send(step.result)  # the log and the checkpoint that are due after this step
+                    engine.send(step.finished())  # the log and the checkpoint that are due after this step
                 engine.throw(loop.LeftLoop())
             except StopIteration as end:  # it was the last step
                 self.results = end.value

@@ -22,9 +22,11 @@ from torch.utils.data import (
 
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError, listed
+from lockstep.core.optimizer_class import Optimizers
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.task import Batch, Losses, Metrics, Samples, Task
 from lockstep.sampling.weighted import WeightedSampler
+from lockstep.updates.players import Player
 
 Units = Callable[[Any], Any]
 """From a batch to its number of units; see `Task.weight`."""
@@ -37,11 +39,13 @@ class LoopTask(Task):
         module: the user's model.
         optimizer: of its parameters.
         data: map-style training data.
+        several: the optimizers of which `optimizer` consists, by name: each is a player of the training.
         collate: None: torch's `default_collate`.
         units: None: the body of the loop says how many units a micro-batch has.
     """
 
     losses_elsewhere = True
+    followers = ()
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class LoopTask(Task):
         optimizer: Optimizer,
         data: Samples,
         *,
+        several: Mapping[str, Optimizer] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         units: Units | None = None,
     ) -> None:
@@ -65,6 +70,8 @@ class LoopTask(Task):
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._held = [[self._name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         self._check_trainable()
+        if several:
+            self.players = tuple(Player(name, self._names_of(one)) for name, one in several.items())
         if collate is not None and collate is not default_collate:
             self.collate = collate  # type: ignore[method-assign, assignment]
         if units is not None:
@@ -79,6 +86,9 @@ class LoopTask(Task):
                 "loss or of a second model into the same module, such as nn.ModuleDict({'net': net, 'head': head})",
             )
         return self._names[id(parameter)]
+
+    def _names_of(self, optimizer: Optimizer) -> list[str]:
+        return [self._name_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
     def _check_trainable(self) -> None:
         held = {name for group in self._held for name in group}
@@ -103,7 +113,6 @@ class LoopTask(Task):
         by_name = dict(self._module.named_parameters())
         given = self._given()
         assert given is not None  # the loop holds it
-        assert given is not None  # the loop holds it
         old = {id(parameter) for group in given.param_groups for parameter in group["params"]}
         moved = [name for group in self._held for name in group if id(by_name[name]) not in old]
         if given.state and any(by_name[name].requires_grad for name in moved):
@@ -116,7 +125,11 @@ class LoopTask(Task):
             group["params"] = [by_name[name] for name in names]
         return given
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: nn.Module, batch: Batch) -> Losses:
+        return {player.name: zero_loss(model) for player in self.players} if self.players else zero_loss(model)
+
+    def loss_of(self, name: str, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of a player."""
         return zero_loss(model)
 
 
@@ -168,6 +181,37 @@ class LoopEvaluation(Task):
 
 def _is_pair(batch: Batch) -> bool:
     return isinstance(batch, list | tuple) and len(batch) == 2
+
+
+def joined(model: Any, optimizers: Mapping[str, Any], refused: Mapping[str, Any]) -> tuple[Any, Optimizer]:
+    """Several models as one, and several optimizers as one.
+
+    Args:
+        refused: arguments of the Loop that are for one optimizer.
+
+    Raises:
+        UsageError: something is not an optimizer, two optimizers have the same parameter, or such an argument is set.
+    """
+    where = "Loop(models, {name: optimizer, ...})"
+    for name, value in refused.items():
+        if value is not None:
+            remedy = {"units": "say it to step.backward(loss, units=n)", "scheduler": "call its step() in the body"}[
+                name
+            ]
+            raise UsageError(f"{name}= is for one optimizer", where=where, remedy=f"leave it out, and {remedy}")
+    module = nn.ModuleDict(dict(model)) if isinstance(model, Mapping) else model
+    other = next((one for one in optimizers.values() if not isinstance(one, Optimizer)), None)
+    if other is not None or not optimizers:
+        remedy = "give a torch.optim.Optimizer by each name"
+        raise UsageError(f"an optimizer is a {type(other).__name__}", where=where, remedy=remedy)
+    held = [id(parameter) for one in optimizers.values() for group in one.param_groups for parameter in group["params"]]
+    if len(set(held)) < len(held):
+        remedy = "give each optimizer parameters of its own"
+        raise UsageError("two optimizers have the same parameter", where=where, remedy=remedy)
+    for name, one in optimizers.items():
+        for group in one.param_groups:
+            group.setdefault("name", name)  # of its rate in the log
+    return module, Optimizers(list(optimizers.values()))
 
 
 class FromLoader(NamedTuple):
