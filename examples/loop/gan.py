@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 import lockstep
 from lockstep.recipes.digits import Digits
 
-NOISE, EPOCHS, BATCH = 16, 10, 64
+EPOCHS, NOISE, BATCH = 10, 16, 64
 
 
 class NoisyDigits(Dataset):
@@ -29,7 +29,8 @@ class NoisyDigits(Dataset):
 torch.manual_seed(0)
 generator = nn.Sequential(
     nn.Linear(NOISE, 128), nn.Unflatten(1, (32, 2, 2)), nn.ReLU(),
-    nn.ConvTranspose2d(32, 16, 4, 2, 1), nn.GroupNorm(4, 16), nn.ReLU(), nn.ConvTranspose2d(16, 1, 4, 2, 1), nn.Sigmoid(),
+    nn.ConvTranspose2d(32, 16, 4, 2, 1), nn.GroupNorm(4, 16), nn.ReLU(),
+    nn.ConvTranspose2d(16, 1, 4, 2, 1), nn.Sigmoid(),
 )  # fmt: skip
 discriminator = nn.Sequential(
     nn.Conv2d(1, 16, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(16, 32, 4, 2, 1), nn.LeakyReLU(0.2),
@@ -47,7 +48,7 @@ for epoch, steps in loop.epochs():
             loss_d = softplus(-discriminator(real)).mean() + softplus(discriminator(fake)).mean()
             step.backward(loss_d)
 
-        for real, noise in step.turn("g"):
+        for _, noise in step.turn("g"):
             loss_g = softplus(-discriminator(generator(noise))).mean()
             step.backward(loss_g)
     print(f"epoch {epoch + 1}: discriminator {loss_d.item():.3f}, generator {loss_g.item():.3f}")

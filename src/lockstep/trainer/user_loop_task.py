@@ -16,6 +16,7 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     default_collate,
 )
@@ -225,7 +226,8 @@ class FromLoader(NamedTuple):
 
 
 def from_loader(given: Any, *, ordered: bool = True) -> FromLoader:
-    """The data set of a DataLoader with its batch size, workers and `collate_fn`. A data set stays as it is.
+    """The data set of a DataLoader with its batch size, workers and `collate_fn`. A data set stays as it is, and
+    tensors become one.
 
     Args:
         ordered: whether the order of the samples matters, as in training.
@@ -233,6 +235,8 @@ def from_loader(given: Any, *, ordered: bool = True) -> FromLoader:
     Raises:
         UsageError: the loader has a setting that cannot be kept; names it.
     """
+    if isinstance(given, tuple) and given and all(isinstance(one, Tensor) for one in given):
+        return FromLoader(TensorDataset(*given))
     if not isinstance(given, DataLoader):
         _check_data(given)
         return FromLoader(given)
