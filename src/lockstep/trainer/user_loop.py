@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.core import caller, evaluate, loop, run_data
+from lockstep.core import caller, evaluate, loop, optimizer_class, run_data
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel import signals
 from lockstep.core.parallel.buffers import restored_state
@@ -166,6 +166,8 @@ class Loop:
             flag = self._exit.training.enter_context(signals.listening())
             world = self._exit.world.enter_context(assemble.joined(parsed, folder))
             self._assembled = self._exit.training.enter_context(assemble.assemble(setup, self._task, world, flag=flag))
+        for one in {optimizer, *optimizer_class.members(optimizer)}:
+            self._exit.training.callback(one.register_step_pre_hook(self._refuse_update).remove)
         self._run = self._assembled.run
         self._turns = getattr(self._run.step, "__self__", None)  # of several optimizers: see `updates.arrange`
         self._kept.restore_rates()
@@ -264,6 +266,10 @@ class Loop:
         if result.applied if self._scheduler_every == "step" else step is not None and step.ends_epoch:
             scheduler.step()
         self._scheduled = getattr(scheduler, "last_epoch", None)
+
+    def _refuse_update(self, *_: Any) -> None:
+        if self._step is not None:
+            self._step.refuse_update()
 
     def _adopt_rates(self) -> None:
         """The learning rates are the script's: those that it, or its scheduler, has set count."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import UsageError
 from lockstep.core.loop import NextStep
-from lockstep.core.optimizer_class import members
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.step import Call, StepResult, TrainState, exact_step
 from lockstep.trainer.user_loop_task import zero_loss
@@ -120,9 +119,9 @@ class LoopStep:
         """The micro-batches of an update, and what the update returns."""
         self._begun, self._update, self._at = True, update, 0
         self._begins()
-        optimizer = self._state.optimizer
-        optimizer.zero_grad(set_to_none=True)  # the script may have made its own backward pass before
-        hooks = [one.register_step_pre_hook(self._refuse_update) for one in {optimizer, *members(optimizer)}]
+        for group in self._state.optimizer.param_groups:  # the script may have made its own backward pass before
+            for parameter in group["params"]:
+                parameter.grad = None
         try:
             try:
                 asked = next(update)
@@ -142,8 +141,6 @@ class LoopStep:
                 return found
         finally:
             self._gradient = None
-            for hook in hooks:
-                hook.remove()
             update.close()  # an exception or a break left it: the contexts of its forward pass end
 
     def backward(
@@ -205,7 +202,8 @@ class LoopStep:
         first = next(with_gradient, None)
         self._gradient = None if first is None else (*first, local(first[1])._version)
 
-    def _refuse_update(self, *_: Any) -> None:
+    def refuse_update(self) -> None:
+        """Raise a UsageError if the body, and not the engine, makes an update."""
         if self._in_body:
             raise UsageError(
                 "the body called optimizer.step()",
