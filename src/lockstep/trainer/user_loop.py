@@ -416,7 +416,7 @@ class Loop:
                 for name, value in held.items()
             }
 
-        run.world.on_rank0(partial(write_weights, whole, Path(path)))
+            run.world.on_rank0(partial(write_weights, whole, Path(path)))
         return True
 
     def close(self) -> None:
