@@ -528,6 +528,9 @@ def test_a_script_with_its_own_process_group_is_an_error():
 
 def test_keys_that_need_the_loss_or_the_rate_of_a_task_are_refused(tmp_path):
     cases = {"watch.every": 5, "parallel.tensor": 2, "schedule.name": "cosine", "schedule.warmup_steps": 3}
+    cases |= {"train.eval_every_epochs": 1, "train.eval_every_steps": 5, "optim.lr": 3.0, "optim.name": "SGD"}
+    cases |= {"train.stop_when": {"metric": "eval/loss", "mode": "min", "patience": 1}}
+    cases |= {"checkpoint.keep_best": "min eval/loss"}
     for key, value in cases.items():
         with pytest.raises(UsageError, match="a Loop cannot use this key") as caught:
             loop_of(own_tasks.Masked(), tmp_path, config={key: value})
