@@ -83,16 +83,15 @@ def estimate_loss():
 model = GPT().to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.1)
 
-windows = train_data.unfold(0, block_size + 1, 1)  # a tensor is a data set of its rows
-loop = lockstep.Loop(
-    model, optimizer, windows, global_batch=batch_size, steps=max_iters, clip_norm=grad_clip, run_dir="runs/letters"
-)
+windows = tuple(part.unfold(0, block_size, 1) for part in (train_data[:-1], train_data[1:]))
+loop = lockstep.Loop(model, optimizer, windows, global_batch=batch_size, steps=max_iters, clip_norm=grad_clip)
 for step in loop:
+    it = step.number - 1
     for group in optimizer.param_groups:
-        group["lr"] = get_lr(step.number - 1)
-    for x in step:
-        loss = model(x[:, :-1], x[:, 1:])
+        group["lr"] = get_lr(it)
+    for x, y in step:
+        loss = model(x, y)
         step.backward(loss)
-    if step.number % eval_interval == 0:
-        loop.log(val=estimate_loss())
+    if (it + 1) % eval_interval == 0:
+        print(f"iter {it + 1}: train {loss.item():.3f}, val {estimate_loss():.3f}")
 loop.save("model.pt")

@@ -56,16 +56,16 @@ test_loader = DataLoader(test_data, batch_size=128, collate_fn=pad)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
 scheduler = get_linear_schedule_with_warmup(optimizer, 20, EPOCHS * len(loader))
 
-loop = lockstep.Loop(model, optimizer, loader, epochs=EPOCHS, scheduler=scheduler, clip_norm=1.0, run_dir="runs/news")
-for step in loop:
+loop = lockstep.Loop(model, optimizer, loader, epochs=EPOCHS, clip_norm=1.0)
+for epoch, steps in loop.epochs():
     model.train()
-    for batch in step:
-        batch = {name: value.to(device) for name, value in batch.items()}
-        logits = model(batch["input_ids"], batch["attention_mask"]).logits
-        loss = cross_entropy(logits, batch["labels"])
-        step.backward(loss)
-    if not step.ends_epoch:
-        continue
+    for step in steps:
+        for batch in step:
+            batch = {name: value.to(device) for name, value in batch.items()}
+            logits = model(batch["input_ids"], batch["attention_mask"]).logits
+            loss = cross_entropy(logits, batch["labels"])
+            step.backward(loss)
+        scheduler.step()
     model.eval()
     right = 0
     with torch.no_grad():
@@ -73,5 +73,5 @@ for step in loop:
             batch = {name: value.to(device) for name, value in batch.items()}
             logits = model(batch["input_ids"], batch["attention_mask"]).logits
             right += (logits.argmax(1) == batch["labels"]).sum().item()
-    loop.log(accuracy=right / len(test_data))
+    print(f"epoch {epoch + 1}: accuracy {right / len(test_data):.3f}")
 loop.save("model.pt")

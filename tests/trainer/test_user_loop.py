@@ -192,17 +192,6 @@ def test_a_scheduler_that_cycles_betas_resumes_with_them(tmp_path):
     assert all(torch.equal(weights["cut"][name], weights["whole"][name]) for name in weights["whole"])
 
 
-def test_a_scheduler_that_the_loop_does_not_save_is_told(tmp_path):
-    model, data = nn.Linear(2, 1), TensorDataset(torch.randn(8, 2))
-    for number, given in enumerate((False, True)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        folder, options = tmp_path / str(number), {"scheduler": scheduler} if given else {}
-        config = {"log.writers": ["text_log"]}
-        lockstep.Loop(model, optimizer, data, epochs=1, run_dir=folder, quiet=True, config=config, **options).close()
-        assert ("has a scheduler that the Loop does not save" in (folder / "train.log").read_text()) != given
-
-
 def test_a_scheduler_that_the_loop_cannot_step_is_an_error(tmp_path):
     model, data = nn.Linear(2, 1), TensorDataset(torch.randn(8, 2))
     optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
@@ -539,8 +528,97 @@ def test_a_script_with_its_own_process_group_is_an_error():
 
 def test_keys_that_need_the_loss_or_the_rate_of_a_task_are_refused(tmp_path):
     cases = {"watch.every": 5, "parallel.tensor": 2, "schedule.name": "cosine", "schedule.warmup_steps": 3}
+    cases |= {"train.eval_every_epochs": 1, "train.eval_every_steps": 5, "optim.lr": 3.0, "optim.name": "SGD"}
+    cases |= {"train.stop_when": {"metric": "eval/loss", "mode": "min", "patience": 1}}
+    cases |= {"checkpoint.keep_best": "min eval/loss"}
     for key, value in cases.items():
         with pytest.raises(UsageError, match="a Loop cannot use this key") as caught:
             loop_of(own_tasks.Masked(), tmp_path, config={key: value})
         assert key.partition(".")[0] in str(caught.value), key
         assert not any(tmp_path.iterdir()), key
+
+
+# ---- by epochs, and the best weights
+
+
+def by_epochs(folder, stop=None):
+    """What a body by epochs sees: (epoch, number of its steps here, its state); and the last weights."""
+    loop = loop_of(own_tasks.Masked(length=40), folder, steps=10, global_batch=10)
+    seen = []
+    for epoch, steps in loop.epochs():
+        numbers = []
+        for step in steps:
+            for batch in step:
+                step.backward(squared(loop, batch), units=batch[2].sum(), reduction="sum")
+            numbers.append(step.number)
+            if step.number == stop:
+                break
+        loop.state["epochs"] = [*loop.state.get("epochs", []), epoch]
+        seen.append((epoch, numbers))
+        if step.number == stop:
+            break
+    weights = copy.deepcopy(loop.model.state_dict())
+    loop.close()
+    return seen, loop.state["epochs"], weights
+
+
+def test_the_body_of_an_epoch_follows_its_last_step_and_is_saved_with_it(tmp_path):
+    seen, epochs, whole = by_epochs(tmp_path / "whole")
+    assert (seen, epochs) == ([(0, [1, 2, 3, 4]), (1, [5, 6, 7, 8]), (2, [9, 10])], [0, 1, 2])
+    for stop, done, rest in ((4, [0], [(1, [5, 6, 7, 8]), (2, [9, 10])]), (6, [0, 1], [(1, [7, 8]), (2, [9, 10])])):
+        folder = tmp_path / str(stop)
+        assert by_epochs(folder, stop)[1] == done
+        seen, epochs, weights = by_epochs(folder)
+        assert (seen, epochs) == (rest, done + [epoch for epoch, _ in rest])
+        assert all(torch.equal(value, weights[name]) for name, value in whole.items())
+
+
+def test_an_epoch_that_is_left_before_its_end_is_an_error(tmp_path):
+    loop = loop_of(own_tasks.Masked(length=40), tmp_path, steps=10, global_batch=10)
+
+    def body():
+        for _, steps in loop.epochs():
+            for step in steps:
+                for batch in step:
+                    step.backward(squared(loop, batch))
+                break
+
+    with pytest.raises(UsageError, match="the script left epoch 0 after step 1, and began another"):
+        body()
+
+
+def saved_if_best(folder, values):
+    """Whether the file was written for each value, over restarts of the run."""
+    written = []
+    for value in values:
+        loop = loop_of(own_tasks.Masked(), folder / "run", steps=9)
+        for step in loop:
+            for batch in step:
+                step.backward(squared(loop, batch))
+            written.append(loop.save(folder / "best.pt", if_best=value))
+            break
+        loop.close()
+    return written
+
+
+def test_a_file_of_the_best_weights_is_written_only_for_a_better_value(tmp_path):
+    assert saved_if_best(tmp_path, [-3.0, -4.0, float("nan"), -3.0, 0.5, 0.4]) == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert set(torch.load(tmp_path / "best.pt")) == set(own_tasks.Masked().model().state_dict())
+
+
+def test_a_part_of_the_model_can_be_saved_by_itself(tmp_path):
+    loop = loop_of(own_tasks.Masked(), tmp_path / "run", steps=1)
+    masked_body(loop)
+    part = next(module for module in loop.model.modules() if isinstance(module, nn.Linear))
+    loop.save(tmp_path / "part.pt", part)
+    loop.close()
+    saved = torch.load(tmp_path / "part.pt")
+    assert saved.keys() == {"weight", "bias"}
+    assert torch.equal(saved["weight"], part.weight)

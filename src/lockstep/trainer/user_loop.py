@@ -7,9 +7,9 @@ the losses.
 from __future__ import annotations
 
 import contextlib
-import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -18,19 +18,29 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.configs import config_file
-from lockstep.core import caller, evaluate, loop, run_data
-from lockstep.core.config.sections import RunConfig
+from lockstep.core import caller, evaluate, loop, optimizer_class, run_data
 from lockstep.core.data.loader import is_default
 from lockstep.core.errors import UsageError
 from lockstep.core.parallel import signals
 from lockstep.core.parallel.buffers import restored_state
 from lockstep.core.parallel.heartbeat import Phase
 from lockstep.core.parallel.sharded_tensor import gather_on_rank0
-from lockstep.core.part import Part, Training
+from lockstep.core.part import Part
 from lockstep.core.step import StepResult
 from lockstep.trainer import assemble, memory_shortage, user_exit, user_trial
-from lockstep.trainer.user_loop_task import LoopEvaluation, LoopTask, Units, from_loader, nested
-from lockstep.trainer.user_step import LoopStep
+from lockstep.trainer.user_kept import Kept, State, check_scheduler
+from lockstep.trainer.user_loop_task import (
+    LoopEvaluation,
+    LoopTask,
+    Units,
+    check_keys,
+    from_loader,
+    joined,
+    nested,
+    write_weights,
+)
+from lockstep.trainer.user_step import LoopStep, StepsOfEpoch
+from lockstep.updates.players import Turns
 
 
 @final
@@ -48,14 +58,16 @@ class Loop:
     same command resumes it.
 
     Args:
-        model: any module. It is moved to the device of the rank.
-        optimizer: of its parameters.
+        model: any module, or a dict of modules. It is moved to the device of the rank.
+        optimizer: of its parameters; or a dict of optimizers that update in turn, by `step.turn(name)`.
         train_data: a map-style data set, a `lockstep.Stream`, or a DataLoader, whose data set, batch size, workers and
             `collate_fn` are used.
         global_batch: samples of an update, over all ranks. None: the batch size of the DataLoader, else 32.
         micro_batch: largest number of samples of a forward pass. None: one forward pass for each update and rank.
         epochs, steps: the length of the training: one of them.
-        scheduler: a torch scheduler of the learning rate. The loop calls its `step()` after each update, and saves it.
+        scheduler: a torch scheduler whose `step()` the loop calls. Schedulers that the body steps are not given here.
+            All schedulers of the optimizer are saved and restored.
+        scheduler_every: whether `scheduler` steps after each update (`step`) or after the last of an epoch (`epoch`).
         clip_norm: largest norm of the gradient. None: no clipping.
         precision: fp32, bf16 or fp16: of the forward pass, by autocast.
         strategy: how the model is spread over ranks: ddp or fsdp.
@@ -76,8 +88,8 @@ class Loop:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: Optimizer | Mapping[str, Optimizer],
         train_data: Any,
         *,
         global_batch: int | None = None,
@@ -85,6 +97,7 @@ class Loop:
         epochs: int | None = None,
         steps: int | None = None,
         scheduler: Any = None,
+        scheduler_every: Literal["step", "epoch"] = "step",
         clip_norm: float | None = None,
         precision: Literal["fp32", "bf16", "fp16"] | None = None,
         strategy: Literal["ddp", "fsdp"] | None = None,
@@ -99,7 +112,10 @@ class Loop:
         parts: Sequence[Part] = (),
         quiet: bool = False,
     ) -> None:
-        _check_scheduler(scheduler, optimizer)
+        several = dict(optimizer) if isinstance(optimizer, Mapping) else None
+        if several is not None:
+            model, optimizer = joined(model, several, {"units": units, "scheduler": scheduler})
+        check_scheduler(scheduler, optimizer, scheduler_every)
         loader = from_loader(train_data)
         batch = {"global": global_batch or loader.batch_size, "micro": micro_batch}
         chosen = {
@@ -126,14 +142,18 @@ class Loop:
         if parsed.train.epochs is None and parsed.train.steps is None:
             remedy = "give epochs=3, or steps=1000"
             raise UsageError("the length of the training is not given", where="Loop(...)", remedy=remedy)
-        _check_keys(parsed)
-        self._task = LoopTask(model, optimizer, loader.data, collate=collate or loader.collate, units=units)
+        check_keys(parsed)
+        self._task = LoopTask(
+            model, optimizer, loader.data, several=several, collate=collate or loader.collate, units=units
+        )
         if trial is not None:
             trial.prepare(self._task)
         self._optimizer, self._scheduler = optimizer, scheduler
-        self._kept = _Kept(self)
-        self.state: dict[str, Any] = {}
-        """Yours, saved and restored: numbers, texts, tensors, and nested lists and dicts. Equal on all ranks."""
+        self._scheduler_every, self._scheduled = scheduler_every, getattr(scheduler, "last_epoch", None)
+        self._kept = Kept(optimizer, scheduler)
+        self.state: State = self._kept.state
+        """Yours, saved and restored: numbers, texts, tensors, nested lists and dicts, and objects with `state_dict`.
+        Equal on all ranks."""
         self.results: Mapping[str, float] = {}
         """The last value of everything logged, when the loop has ended."""
         folder = Path(run_dir) if run_dir is not None else Path("runs") / parsed.name
@@ -150,13 +170,13 @@ class Loop:
             flag = self._exit.training.enter_context(signals.listening())
             world = self._exit.world.enter_context(assemble.joined(parsed, folder))
             self._assembled = self._exit.training.enter_context(assemble.assemble(setup, self._task, world, flag=flag))
+        for one in {optimizer, *optimizer_class.members(optimizer)}:
+            self._exit.training.callback(one.register_step_pre_hook(self._refuse_update).remove)
         self._run = self._assembled.run
+        bound = getattr(self._run.update, "__self__", None)  # with several optimizers: see `updates.arrange`
+        self._turns = bound if isinstance(bound, Turns) else None
         self._kept.restore_rates()
-        if scheduler is None and any("initial_lr" in group for group in optimizer.param_groups):
-            self._run.tell(
-                "warning: this optimizer has a scheduler that the Loop does not save: after a restart it begins again. "
-                "Give it as Loop(scheduler=...), or keep scheduler.state_dict() in loop.state"
-            )
+        self._scheduled = getattr(scheduler, "last_epoch", None)
         self._id = str(self._run.world.broadcast(uuid.uuid4().hex))
         if trial is not None:
             with self._exit.guarded():
@@ -164,11 +184,14 @@ class Loop:
 
     # ---- the loop
 
-    def __iter__(self) -> Iterator[LoopStep]:
+    def __iter__(self) -> Generator[LoopStep, None, None]:
         """The steps, from the one at which the run stopped."""
         if self._engine is not None:
             remedy = "make another Loop, with another run_dir"
             raise UsageError("it was iterated over before", where="for step in loop", remedy=remedy)
+        for note in self._kept.check_all_found():
+            self._run.tell(note)
+        is_first = True
         run, self._engine = self._run, self._assembled.steps()
         per_epoch = run.plan.steps_per_epoch
         try:
@@ -186,11 +209,16 @@ class Loop:
                             counts_late=is_default(run.task.weight),
                             begins=self._adopt_rates,
                             updated=self._updated,
+                            turns=self._turns,
                         )
                         yield step
-                        if step.result is None:
+                        result = step.finished()
+                        if result is None:
                             raise step.incomplete()
-                        asked = self._engine.send(step.result)
+                        if is_first:
+                            self._kept.check_none_is_late()
+                            is_first = False
+                        asked = self._engine.send(result)
                 except StopIteration as end:
                     self._ended(end.value)
         except GeneratorExit:  # the script left the loop, or an exception did
@@ -198,6 +226,32 @@ class Loop:
             if run.world.size == 1:  # otherwise the ranks first agree that all have left: see `_leave`
                 self._leave()
             raise
+
+    def epochs(self) -> Iterator[tuple[int, Iterator[LoopStep]]]:
+        """The epochs, from the one in which the run stopped: its number from 0, and its steps.
+
+            for epoch, steps in loop.epochs():
+                for step in steps:
+                    for x, y in step:
+                        step.backward(cross_entropy(loop.model(x), y))
+                accuracy = ...
+
+        What follows the steps in the body belongs to the last step of the epoch: the checkpoint of that step has it.
+
+        Raises:
+            UsageError: the body left the steps of an epoch before their end, and not the whole loop.
+        """
+        steps = self.__iter__()
+        try:
+            for step in steps:
+                rest = StepsOfEpoch(step, steps)
+                yield step.epoch, iter(rest)
+                if not rest.is_done:
+                    what = f"the script left epoch {step.epoch} after step {self._run.state.step}, and began another"
+                    remedy = "leave both loops to end the training, or go through all steps of the epoch"
+                    raise UsageError(what, where="loop.epochs()", remedy=remedy)
+        finally:
+            steps.close()
 
     def _ended(self, results: Mapping[str, float]) -> None:
         self.results, self._step = results, None
@@ -208,8 +262,20 @@ class Loop:
         self._exit.end_training()
 
     def _updated(self, result: StepResult) -> None:
-        if result.applied and self._scheduler is not None:
-            self._scheduler.step()
+        scheduler, step = self._scheduler, self._step
+        if scheduler is None:
+            return
+        if getattr(scheduler, "last_epoch", None) != self._scheduled:
+            remedy = "leave it out there; or leave out Loop(scheduler=...): the scheduler is saved all the same"
+            what = "the body called scheduler.step(), as the loop does"
+            raise UsageError(what, where=f"step {self._run.state.step}", remedy=remedy)
+        if result.applied if self._scheduler_every == "step" else step is not None and step.ends_epoch:
+            scheduler.step()
+        self._scheduled = getattr(scheduler, "last_epoch", None)
+
+    def _refuse_update(self, *_: Any) -> None:
+        if self._step is not None:
+            self._step.refuse_update()
 
     def _adopt_rates(self) -> None:
         """The learning rates are the script's: those that it, or its scheduler, has set count."""
@@ -235,7 +301,7 @@ class Loop:
         else:
             try:
                 if step.result is not None:
-                    engine.send(step.result)  # the log and the checkpoint that are due after this step
+                    engine.send(step.finished())  # the log and the checkpoint that are due after this step
                 engine.throw(loop.LeftLoop())
             except StopIteration as end:  # it was the last step
                 self.results = end.value
@@ -329,96 +395,36 @@ class Loop:
         values = {name: value for name, value in results.items() if name not in ("samples", "bad")}
         return values if isinstance(metrics, Mapping | Sequence) or len(values) != 1 else next(iter(values.values()))
 
-    def save(self, path: str | Path) -> None:
-        """Write the whole weights as `torch.save(model.state_dict(), path)` does. All ranks call it."""
+    def save(self, path: str | Path, module: nn.Module | None = None, *, if_best: float | None = None) -> bool:
+        """Write the whole weights as `torch.save(model.state_dict(), path)` does. All ranks call it.
+
+        Args:
+            path: of the file.
+            module: a part of the model. None: the whole model.
+            if_best: write the file only if this value is above those of all earlier calls for this file, before a
+                restart, too. For a loss, give `-loss`. The value of rank 0 counts.
+
+        Returns:
+            whether the file was written.
+        """
         self._leave()
         run = self._run
+        if if_best is not None and not self._kept.is_best(str(path), float(run.world.broadcast(if_best))):
+            return False
         if self._trial is not None:
             path = self._trial.folder / Path(path).name
         with contextlib.ExitStack() as stack:
             if run.state.averages is not None:
                 stack.enter_context(run.state.averages.applied())
-            held = run.model.state_dict()
+            held = (module or run.model).state_dict()
             whole = {
                 name: gather_on_rank0(value, run.world) if isinstance(value, torch.Tensor) else value
                 for name, value in held.items()
             }
 
-        def write() -> None:
-            staged = Path(f"{path}.{os.getpid()}")
-            try:
-                staged.parent.mkdir(parents=True, exist_ok=True)  # for a missing folder, torch raises no OSError
-                torch.save(whole, staged)
-                staged.replace(path)
-            except OSError as error:
-                staged.unlink(missing_ok=True)
-                what = f"cannot be written: {error.strerror}"
-                raise UsageError(what, where=str(path), remedy="give a place where you can write") from error
-
-        run.world.on_rank0(write)
+            run.world.on_rank0(partial(write_weights, whole, Path(path)))
+        return True
 
     def close(self) -> None:
         """Leave the other ranks. The end of the process, and another `Loop`, do so too."""
         self._exit.close()
-
-
-def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    where = "Loop(scheduler=...)"
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        remedy = "call its step(value) in the body, after loop.evaluate, and keep its state_dict() in loop.state"
-        raise UsageError("a ReduceLROnPlateau needs a value, which the loop does not have", where=where, remedy=remedy)
-    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise UsageError("it belongs to another optimizer", where=where, remedy="make it of the optimizer of the Loop")
-
-
-def _check_keys(config: RunConfig) -> None:
-    """Check that no key asks for what needs the loss of a task, or the learning rate of the config.
-
-    Raises:
-        UsageError: names the key.
-    """
-    refused = {
-        "watch.every": (bool(config.watch.every), "the watch computes the loss again: write a Task for it"),
-        "parallel.tensor": (config.parallel.tensor > 1, "write a Task to cut layers over ranks"),
-        "schedule": (config.schedule != type(config.schedule)(), "give a scheduler of torch: Loop(scheduler=...)"),
-    }
-    for key, (is_set, remedy) in refused.items():
-        if is_set:
-            raise UsageError("a Loop cannot use this key", where=f"Loop(config=...), {key}", remedy=remedy)
-
-
-@final
-class _Kept(Part):
-    """Saves what belongs to the script: `Loop.state`, the scheduler and the learning rates."""
-
-    name = "loop"
-
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-        self.training: Training | None = None
-        self.saved: Mapping[str, Any] | None = None
-
-    def start(self, training: Training) -> None:
-        self.training = training
-
-    def state_dict(self) -> dict[str, Any]:
-        scheduler, groups = self.loop._scheduler, self.loop._optimizer.param_groups
-        return {
-            "state": self.loop.state,
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "rates": [float(group["lr"]) for group in groups],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.loop.state.clear()
-        self.loop.state.update(state["state"])
-        self.saved = state
-
-    def restore_rates(self) -> None:
-        """Give the scheduler and the optimizer what the checkpoint has. A Part may not do so in an event."""
-        if self.saved is None:
-            return
-        if self.loop._scheduler is not None and self.saved["scheduler"] is not None:
-            self.loop._scheduler.load_state_dict(self.saved["scheduler"])
-        for group, rate in zip(self.loop._optimizer.param_groups, self.saved["rates"], strict=True):
-            group["lr"] = group["base_lr"] = rate

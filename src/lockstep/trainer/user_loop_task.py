@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import (
@@ -13,14 +16,18 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
     default_collate,
 )
 
+from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError, listed
+from lockstep.core.optimizer_class import Optimizers
 from lockstep.core.parallel.sharded_tensor import local
 from lockstep.core.task import Batch, Losses, Metrics, Samples, Task
 from lockstep.sampling.weighted import WeightedSampler
+from lockstep.updates.players import Player
 
 Units = Callable[[Any], Any]
 """From a batch to its number of units; see `Task.weight`."""
@@ -33,9 +40,12 @@ class LoopTask(Task):
         module: the user's model.
         optimizer: of its parameters.
         data: map-style training data.
+        several: the optimizers of which `optimizer` consists, by name: each is a player of the training.
         collate: None: torch's `default_collate`.
         units: None: the body of the loop says how many units a micro-batch has.
     """
+
+    followers = ()
 
     def __init__(
         self,
@@ -43,6 +53,7 @@ class LoopTask(Task):
         optimizer: Optimizer,
         data: Samples,
         *,
+        several: Mapping[str, Optimizer] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         units: Units | None = None,
     ) -> None:
@@ -59,6 +70,8 @@ class LoopTask(Task):
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._held = [[self._name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         self._check_trainable()
+        if several:
+            self.players = tuple(Player(name, self._names_of(one)) for name, one in several.items())
         if collate is not None and collate is not default_collate:
             self.collate = collate  # type: ignore[method-assign, assignment]
         if units is not None:
@@ -73,6 +86,9 @@ class LoopTask(Task):
                 "loss or of a second model into the same module, such as nn.ModuleDict({'net': net, 'head': head})",
             )
         return self._names[id(parameter)]
+
+    def _names_of(self, optimizer: Optimizer) -> list[str]:
+        return [self._name_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
     def _check_trainable(self) -> None:
         held = {name for group in self._held for name in group}
@@ -97,7 +113,6 @@ class LoopTask(Task):
         by_name = dict(self._module.named_parameters())
         given = self._given()
         assert given is not None  # the loop holds it
-        assert given is not None  # the loop holds it
         old = {id(parameter) for group in given.param_groups for parameter in group["params"]}
         moved = [name for group in self._held for name in group if id(by_name[name]) not in old]
         if given.state and any(by_name[name].requires_grad for name in moved):
@@ -110,7 +125,11 @@ class LoopTask(Task):
             group["params"] = [by_name[name] for name in names]
         return given
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def loss(self, model: nn.Module, batch: Batch) -> Losses:
+        return {player.name: zero_loss(model) for player in self.players} if self.players else zero_loss(model)
+
+    def loss_of(self, name: str, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of a player."""
         return zero_loss(model)
 
 
@@ -164,6 +183,37 @@ def _is_pair(batch: Batch) -> bool:
     return isinstance(batch, list | tuple) and len(batch) == 2
 
 
+def joined(model: Any, optimizers: Mapping[str, Any], refused: Mapping[str, Any]) -> tuple[Any, Optimizer]:
+    """Several models as one, and several optimizers as one.
+
+    Args:
+        refused: arguments of the Loop that are for one optimizer.
+
+    Raises:
+        UsageError: something is not an optimizer, two optimizers have the same parameter, or such an argument is set.
+    """
+    where = "Loop(models, {name: optimizer, ...})"
+    for name, value in refused.items():
+        if value is not None:
+            remedy = {"units": "say it to step.backward(loss, units=n)", "scheduler": "call its step() in the body"}[
+                name
+            ]
+            raise UsageError(f"{name}= is for one optimizer", where=where, remedy=f"leave it out, and {remedy}")
+    module = nn.ModuleDict(dict(model)) if isinstance(model, Mapping) else model
+    other = next((one for one in optimizers.values() if not isinstance(one, Optimizer)), None)
+    if other is not None or not optimizers:
+        remedy = "give a torch.optim.Optimizer by each name"
+        raise UsageError(f"an optimizer is a {type(other).__name__}", where=where, remedy=remedy)
+    held = [id(parameter) for one in optimizers.values() for group in one.param_groups for parameter in group["params"]]
+    if len(set(held)) < len(held):
+        remedy = "give each optimizer parameters of its own"
+        raise UsageError("two optimizers have the same parameter", where=where, remedy=remedy)
+    for name, one in optimizers.items():
+        for group in one.param_groups:
+            group.setdefault("name", name)  # of its rate in the log
+    return module, Optimizers(list(optimizers.values()))
+
+
 class FromLoader(NamedTuple):
     """The training data, and what a user's DataLoader says about them."""
 
@@ -175,7 +225,8 @@ class FromLoader(NamedTuple):
 
 
 def from_loader(given: Any, *, ordered: bool = True) -> FromLoader:
-    """The data set of a DataLoader with its batch size, workers and `collate_fn`. A data set stays as it is.
+    """The data set of a DataLoader with its batch size, workers and `collate_fn`. A data set stays as it is, and
+    tensors become one.
 
     Args:
         ordered: whether the order of the samples matters, as in training.
@@ -183,6 +234,8 @@ def from_loader(given: Any, *, ordered: bool = True) -> FromLoader:
     Raises:
         UsageError: the loader has a setting that cannot be kept; names it.
     """
+    if isinstance(given, tuple) and given and all(isinstance(one, Tensor) for one in given):
+        return FromLoader(TensorDataset(*given))
     if not isinstance(given, DataLoader):
         _check_data(given)
         return FromLoader(given)
@@ -233,3 +286,44 @@ def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
         else:
             place[key] = dict(value) if isinstance(value, Mapping) else value
     return found
+
+
+def check_keys(config: RunConfig) -> None:
+    """Check that no key asks for what needs the loss of a task, or the learning rate of the config.
+
+    Raises:
+        UsageError: names the key.
+    """
+    train, optim = config.train, config.optim
+    evaluate = "call loop.evaluate in the body"
+    refused = {
+        "watch.every": (bool(config.watch.every), "the watch computes the loss again: write a Task for it"),
+        "parallel.tensor": (config.parallel.tensor > 1, "write a Task to cut layers over ranks"),
+        "schedule": (config.schedule != type(config.schedule)(), "give a scheduler of torch: Loop(scheduler=...)"),
+        "train.eval_every_epochs": (bool(train.eval_every_epochs), evaluate),
+        "train.eval_every_steps": (bool(train.eval_every_steps), evaluate),
+        "train.stop_when": (bool(train.stop_when), f"{evaluate}, and leave the loop with break"),
+        "checkpoint.keep_best": (config.checkpoint.keep_best is not None, "use loop.save(path, if_best=value)"),
+    }
+    others = optim.model_copy(update={"clip_norm": type(optim)().clip_norm})
+    refused["optim"] = (others != type(optim)(), "make the optimizer as you want it, and give it to the Loop")
+    for key, (is_set, remedy) in refused.items():
+        if is_set:
+            raise UsageError("a Loop cannot use this key", where=f"Loop(config=...), {key}", remedy=remedy)
+
+
+def write_weights(whole: Mapping[str, Any], path: Path) -> None:
+    """Write a file as `torch.save` does: it is whole, or it is not there.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    staged = Path(f"{path}.{os.getpid()}")
+    try:
+        staged.parent.mkdir(parents=True, exist_ok=True)  # for a missing folder, torch raises no OSError
+        torch.save(whole, staged)
+        staged.replace(path)
+    except OSError as error:
+        staged.unlink(missing_ok=True)
+        what = f"cannot be written: {error.strerror}"
+        raise UsageError(what, where=str(path), remedy="give a place where you can write") from error

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.data.loader import MicroBatch
 from lockstep.core.errors import UsageError
 from lockstep.core.loop import NextStep
 from lockstep.core.parallel.sharded_tensor import local
-from lockstep.core.step import StepResult, TrainState, exact_step
+from lockstep.core.step import Call, StepResult, TrainState, exact_step
 from lockstep.trainer.user_loop_task import zero_loss
+from lockstep.updates.players import Turns
+
+T = TypeVar("T")
 
 
 class LoopStep:
@@ -36,6 +41,7 @@ class LoopStep:
         counts_late: bool,
         begins: Callable[[], None],
         updated: Callable[[StepResult], None],
+        turns: Turns | None = None,
     ) -> None:
         self.number = state.step + 1
         self.epoch = state.step // steps_per_epoch
@@ -43,11 +49,12 @@ class LoopStep:
         self.is_last = self.number >= stop
         self.result: StepResult | None = None
         """None until the update is done."""
-        self._state, self._count = state, len(asked.micro_batches)
+        self._state, self._asked, self._turns = state, asked, turns
+        self._active = state  # that of the player whose turn it is, where there are several optimizers
+        self._heads: list[str] = []  # of the turns so far
+        self._whole: StepResult | None = None  # to which the turns add
         self._begins, self._updated, self._counts_late = begins, updated, counts_late
-        self._update = exact_step(
-            state, asked.micro_batches, asked.samples, want_norm=asked.want_norm, counts_late=counts_late
-        )
+        self._update: Generator[MicroBatch | None, Call | None, Any] | None = None
         self._begun = False
         self._current: Any = None  # the micro-batch that has no backward pass yet
         self._at = 0  # its number, from 1
@@ -56,19 +63,75 @@ class LoopStep:
 
     def __iter__(self) -> Iterator[Any]:
         """This rank's micro-batches, on its device. When they are used up, the update is made."""
+        where, asked = f"step {self.number}", self._asked
+        if self._turns is not None:
+            names = " and ".join(repr(player.name) for player, _ in self._turns.states)
+            remedy = f"say whose turn it is: for batch in step.turn(...), with {names}"
+            raise UsageError("this Loop has several optimizers", where=where, remedy=remedy)
         if self._begun:
             remedy = "iterate once over the micro-batches of a step"
-            raise UsageError("its micro-batches were read before", where=f"step {self.number}", remedy=remedy)
-        self._begun = True
+            raise UsageError("its micro-batches were read before", where=where, remedy=remedy)
+        update = exact_step(
+            self._state,
+            asked.micro_batches,
+            asked.samples,
+            want_norm=asked.want_norm,
+            counts_late=self._counts_late,
+        )
+        self.result = yield from self._driven(update)
+        assert self.result is not None
+        self._updated(self.result)
+
+    def turn(self, name: str) -> Iterator[Any]:
+        """This rank's micro-batches for an update of one of several optimizers. All other parameters are frozen.
+
+        Call it once for each update. The micro-batches of a step are the same in all its turns.
+
+        Args:
+            name: of the optimizer, in the dict that the Loop was given.
+
+        Raises:
+            UsageError: there is no such optimizer, or another turn has not ended.
+        """
+        turns, state = self._turns, self._state
+        names = [] if turns is None else [player.name for player, _ in turns.states]
+        if turns is None or name not in names:
+            has = (
+                f"the Loop has {' and '.join(map(repr, names))}"
+                if names
+                else "the Loop has one optimizer, without a name"
+            )
+            remedy = "give several: Loop(models, {'generator': optimizer, 'critic': other}, ...)"
+            raise UsageError(has, where=f"step {self.number}, step.turn({name!r})", remedy=remedy)
+        if self._update is not None:
+            raise self.incomplete()
+        self._whole = self._whole or turns.begin(state, self._asked.samples)
+        self.result, self._active = None, turns.states[names.index(name)][1]
+        batches = [replace(one, weights=None) for one in self._asked.micro_batches]
+        self._heads.append(name)
+        number, place = self._heads.count(name) - 1, names.index(name)
+        wanted = {"want_norm": self._asked.want_norm, "counts_late": self._counts_late}
+        yield from self._driven(turns.turn(state, batches, self._whole, place=place, number=number, **wanted))
+        self.result = self._whole
+
+    def finished(self) -> StepResult | None:
+        """The result of the step, when its body has ended. None: its update was not made."""
+        if self._turns is not None and self.result is not None:
+            self._turns.end(self._state, self.result)
+        return self.result
+
+    def _driven(self, update: Generator[MicroBatch | None, Call | None, T]) -> Generator[Any, None, T]:
+        """The micro-batches of an update, and what the update returns."""
+        self._begun, self._update, self._at = True, update, 0
         self._begins()
-        optimizer = self._state.optimizer
-        optimizer.zero_grad(set_to_none=True)  # the script may have made its own backward pass before
-        hook = optimizer.register_step_pre_hook(self._refuse_update)
+        for group in self._state.optimizer.param_groups:  # the script may have made its own backward pass before
+            for parameter in group["params"]:
+                parameter.grad = None
         try:
             try:
-                next(self._update)
+                next(update)
                 while True:
-                    asked = next(self._update)
+                    asked = next(update)
                     assert asked is not None
                     self._current, self._at = asked, self._at + 1
                     self._in_body = True
@@ -78,12 +141,12 @@ class LoopStep:
                         raise self._no_backward()
                     self._check_gradient()
             except StopIteration as end:
-                self.result = end.value
-                self._updated(end.value)
+                self._update = None
+                found: T = end.value
+                return found
         finally:
             self._gradient = None
-            hook.remove()
-            self._update.close()  # an exception or a break left it: the contexts of its forward pass end
+            update.close()  # an exception or a break left it: the contexts of its forward pass end
 
     def backward(
         self, loss: Tensor, *, units: float | Tensor | None = None, reduction: Literal["mean", "sum"] = "mean"
@@ -120,9 +183,10 @@ class LoopStep:
         if not loss.requires_grad:
             remedy = "compute it from the output of loop.model, without detach(), .item() or torch.no_grad()"
             raise UsageError("the loss depends on no trainable parameter", where=where, remedy=remedy)
+        head = self._heads[-1] if self._heads else "loss"
         if self._counts_late:
             count = _number(units, where) if units is not None else float(len(micro_batch.indices))
-            micro_batch.weights = {"loss": 0.0 if micro_batch.filler else count}
+            micro_batch.weights = {head: 0.0 if micro_batch.filler else count}
         else:  # Loop(units=...) has counted them
             count = sum((micro_batch.weights or {}).values())
         total = loss if reduction == "sum" else loss * count
@@ -132,17 +196,19 @@ class LoopStep:
             raise UsageError(f"the loss is {float(loss)} with units=0", where=where, remedy=remedy)
 
         def losses(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-            return {"loss": total if has_mean else zero_loss(model)}
+            return {head: total if has_mean else zero_loss(model)}
 
         self._check_gradient()
         self._current = None
+        assert self._update is not None
         self._update.send(losses)
-        parameters = self._state.strategy.trainable.values()
+        parameters = self._active.strategy.trainable.values()
         with_gradient = ((each, each.grad) for each in parameters if each.grad is not None)
         first = next(with_gradient, None)
         self._gradient = None if first is None else (*first, local(first[1])._version)
 
-    def _refuse_update(self, *_: Any) -> None:
+    def refuse_update(self) -> None:
+        """Raise a UsageError if the body, and not the engine, makes an update."""
         if self._in_body:
             raise UsageError(
                 "the body called optimizer.step()",
@@ -165,7 +231,7 @@ class LoopStep:
 
     def _no_backward(self) -> UsageError:
         return UsageError(
-            f"micro-batch {self._at} of {self._count} had no backward pass",
+            f"micro-batch {self._at} of {len(self._asked.micro_batches)} had no backward pass",
             where=f"step {self.number}",
             remedy="call step.backward(loss) for each micro-batch: other ranks wait for it. With units=0 it does not "
             "count",
@@ -178,12 +244,36 @@ class LoopStep:
 
     def incomplete(self) -> UsageError:
         """The error about a body that did not go through all micro-batches."""
-        what = "its micro-batches were not read" if not self._begun else f"only {self._at} of {self._count} were read"
+        what = (
+            "its micro-batches were not read"
+            if not self._begun
+            else f"only {self._at} of {len(self._asked.micro_batches)} were read"
+        )
         return UsageError(
             f"the body of the loop ended before the update: {what}",
             where=f"step {self.number}",
             remedy="write `for batch in step:` inside of `for step in loop:`, and do not leave it with break",
         )
+
+
+class StepsOfEpoch:
+    """The steps of an epoch, from `first`. `rest` gives the next steps."""
+
+    def __init__(self, first: LoopStep, rest: Iterator[LoopStep]) -> None:
+        self.step, self.rest, self.is_done = first, rest, False
+
+    def __iter__(self) -> Iterator[LoopStep]:
+        while True:
+            yield self.step
+            if self.step.result is None:
+                raise self.step.incomplete()
+            if self.step.ends_epoch or self.step.is_last:
+                break
+            try:
+                self.step = next(self.rest)
+            except StopIteration:  # the training has ended within the epoch
+                break
+        self.is_done = True
 
 
 def _number(units: Any, where: str) -> float:

@@ -1,7 +1,7 @@
 """Alternating updates: players of a task, each with parameters and a loss of its own, update one after the other.
 
 A step of training consumes one global batch. Each player whose turn it is makes an update with it: a whole exact step,
-`step.train_step`, of its own parameters and its own loss. The losses of later players see the updates of earlier ones.
+`step.exact_step`, of its own parameters and its own loss. The losses of later players see the updates of earlier ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.core.errors import TrainingError, UsageError, listed
 from lockstep.core.parallel.factory import make_strategy
 from lockstep.core.parallel.strategy import Forward, Losses
 from lockstep.core.parameter_names import matches, names_of_parameters
-from lockstep.core.step import StepResult, TrainState, train_step
+from lockstep.core.step import Call, StepResult, TrainState, driven, exact_step
 from lockstep.core.task import Batch, Task, needs_global_batch
 
 
@@ -97,23 +97,55 @@ class Turns:
         Args:
             state: of the whole training.
         """
+        whole = self.begin(state, samples)
+        for place, (player, _) in enumerate(self.states):
+            for number in range(player.updates if state.step % player.every == 0 else 0):
+                turn = self.turn(state, micro_batches, whole, place=place, number=number, want_norm=want_norm)
+                driven(turn, lambda micro_batch: None)
+        self.end(state, whole)
+        return whole
+
+    def begin(self, state: TrainState, samples: int) -> StepResult:
+        """Begin a step of `samples` samples. Returns its result, to which the turns of players add."""
         whole = StepResult(state.step, samples, totals={player.name: 0.0 for player, _ in self.states})
         state.step += 1
-        for place, (player, own) in enumerate(self.states):
-            for number in range(player.updates if state.step % player.every == 0 else 0):
-                own.step, own.skipped = whole.step, state.skipped
-                own.seed = derive_seed(state.seed, place, number)
-                state.strategy.begin_step()
-                with self._turn(own):
-                    result = train_step(own, _of_player(micro_batches, player.name), samples, want_norm=want_norm)
-                _add(whole, result, player.name)
+        return whole
+
+    def turn(
+        self,
+        state: TrainState,
+        micro_batches: Sequence[MicroBatch],
+        whole: StepResult,
+        *,
+        place: int,
+        number: int,
+        want_norm: bool,
+        counts_late: bool = False,
+    ) -> Generator[MicroBatch | None, Call | None, None]:
+        """One update of a player, which is driven as `exact_step` is.
+
+        Args:
+            place: of the player in `states`.
+            number: of the update in this step, from 0.
+            want_norm, counts_late: see `exact_step`.
+        """
+        player, own = self.states[place]
+        own.step, own.skipped = whole.step, state.skipped
+        own.seed = derive_seed(state.seed, place, number)
+        state.strategy.begin_step()
+        with self._turn(own):
+            batches = _of_player(micro_batches, player.name)
+            result = yield from exact_step(own, batches, whole.samples, want_norm=want_norm, counts_late=counts_late)
+        _add(whole, result, player.name)
+
+    def end(self, state: TrainState, whole: StepResult) -> None:
+        """End a step: what follows the turns of all players."""
         state.skipped += not whole.applied
         if whole.applied:
             for followers, leaders, decay in self.followers:
                 torch._foreach_lerp_(followers, leaders, 1 - decay)
             if state.averages is not None:
                 state.averages.update(state.step - state.skipped)
-        return whole
 
     @contextlib.contextmanager
     def _turn(self, own: TrainState) -> Generator[None, None, None]:
@@ -149,7 +181,12 @@ def turns_of(task: Any, state: TrainState, config: RunConfig) -> Turns:
         strategy.gives_buffers = False  # that of the whole model does, before each turn
         _set_trainable(every, False)
         _set_trainable([by_name[name] for name in owned[player.name]], True)
-        forward = Forward(model, _loss_of(task, player.name), uses_graphs=config.compute.uses_cuda_graphs)
+        forward = Forward(
+            model,
+            _loss_of(task, player.name),
+            is_bypassed=state.strategy.unwrapped.is_bypassed,
+            uses_graphs=config.compute.uses_cuda_graphs,
+        )
         strategy.wrap(forward)
         own = {name: factor for name, factor in state.coefficients.items() if name == player.name}
         changes: dict[str, Any] = {"strategy": strategy, "averages": None, "metrics": None, "coefficients": own}

@@ -1,0 +1,54 @@
+"""A GAN that draws digits, with an optimizer for each network.
+
+python gan_plain.py
+"""
+
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep_recipes.recipes.digits import Digits
+
+EPOCHS, NOISE, BATCH = 10, 16, 64
+
+
+class NoisyDigits(Dataset):
+    def __init__(self):
+        self.images = [image.reshape(1, 8, 8) / 255 for image, _ in Digits(training=True)]
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return self.images[index], torch.randn(NOISE)
+
+
+torch.manual_seed(0)
+generator = nn.Sequential(
+    nn.Linear(NOISE, 128), nn.Unflatten(1, (32, 2, 2)), nn.ReLU(),
+    nn.ConvTranspose2d(32, 16, 4, 2, 1), nn.GroupNorm(4, 16), nn.ReLU(),
+    nn.ConvTranspose2d(16, 1, 4, 2, 1), nn.Sigmoid(),
+)  # fmt: skip
+discriminator = nn.Sequential(
+    nn.Conv2d(1, 16, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(16, 32, 4, 2, 1), nn.LeakyReLU(0.2),
+    nn.Flatten(), nn.Linear(128, 1),
+)  # fmt: skip
+optimizer_g = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
+optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999))
+loader = DataLoader(NoisyDigits(), batch_size=BATCH, shuffle=True)
+
+for epoch in range(EPOCHS):
+    for real, noise in loader:
+        optimizer_d.zero_grad()
+        fake = generator(noise).detach()
+        loss_d = softplus(-discriminator(real)).mean() + softplus(discriminator(fake)).mean()
+        loss_d.backward()
+        optimizer_d.step()
+
+        optimizer_g.zero_grad()
+        loss_g = softplus(-discriminator(generator(noise))).mean()
+        loss_g.backward()
+        optimizer_g.step()
+    print(f"epoch {epoch + 1}: discriminator {loss_d.item():.3f}, generator {loss_g.item():.3f}")
+torch.save(generator.state_dict(), "generator.pt")
