@@ -280,13 +280,16 @@ def test_answers_tell_a_wrong_config_from_a_failure(capfd):
     assert "in fail" in capfd.readouterr().err
 
 
+SECTIONS = [
+    {"optim": {"layer_decay": 0.5, "groups": [{"name": "biases", "match": ["*bias"], "weight_decay": 0.0}]}},
+    {"schedule": {"name": "cosine", "warmup_steps": 2}, "train": {"steps": 5, "ema_decay": 0.9}},
+    {"optim": {"name": "SGD", "args": {"momentum": 0.9}, "lr_scaling": "sqrt", "reference_batch": 6}},
+]
+
+
 @pytest.mark.parametrize(
     "sections",
-    [
-        {"optim": {"layer_decay": 0.5, "groups": [{"name": "biases", "match": ["*bias"], "weight_decay": 0.0}]}},
-        {"schedule": {"name": "cosine", "warmup_steps": 2}, "train": {"steps": 5, "ema_decay": 0.9}},
-        {"optim": {"name": "SGD", "args": {"momentum": 0.9}, "lr_scaling": "sqrt", "reference_batch": 6}},
-    ],
+    mainly(SECTIONS[:1], SECTIONS),
     ids=["layer decay", "schedule and averages", "scaled rate"],
 )
 def test_updates_are_those_of_a_new_optimizer(tmp_path, sections):

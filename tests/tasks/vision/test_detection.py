@@ -618,7 +618,7 @@ def test_a_training_learns_and_its_rows_are_a_file_of_coco_results(folder, tmp_p
         },
         data={"train": folder, "eval": f"{folder}/annotations/instances_train.json"},
         batch={"global": 6},
-        train={"steps": 100, "eval_every_steps": 100},
+        train={"steps": 60, "eval_every_steps": 60},
         optim={"lr": 0.005, "clip_norm": 10.0},
     )
     trainer = Trainer(settings, run_dir=tmp_path / "run", quiet=True)
