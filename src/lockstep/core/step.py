@@ -319,11 +319,7 @@ def _count_late(state: TrainState, micro_batches: Sequence[MicroBatch], result: 
 
 
 def _factors(
-    state: TrainState,
-    losses: Losses,
-    totals: Mapping[str, float],
-    micro_batch: MicroBatch,
-    fillers_count: bool,
+    state: TrainState, losses: Losses, totals: Mapping[str, float], micro_batch: MicroBatch, fillers_count: bool
 ) -> tuple[dict[str, Tensor], float]:
     """The factor of each loss in the backward pass, and the factor of the gradients afterwards.
 
