@@ -1,9 +1,8 @@
 """grid.yaml is read, and each of its values is checked before anything starts."""
 
 import pytest
-import yaml
 
-from lockstep.configs import config_file
+from lockstep.configs import config_file, config_layers
 from lockstep.core.errors import UsageError
 from lockstep_lab.search import grid
 from lockstep_lab.search.grid import Range
@@ -68,7 +67,7 @@ def test_the_aim_is_that_of_the_best_checkpoint(tmp_path):
 )
 def test_values_reach_a_training_as_they_are(value):
     (text,) = grid.overrides_of({"key": value})
-    assert yaml.load(text.removeprefix("key="), config_file.YamlLoader) == value
+    assert config_layers.parsed(text.removeprefix("key=")) == value
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def _key(key: str, value: Any, meaning: str, source: str, explained: bool) -> It
 
 def _dump(value: Any, *, default_flow_style: bool | None) -> str:
     text: str = yaml.dump(
-        value, Dumper=config_file.YamlDumper, default_flow_style=default_flow_style, sort_keys=False, width=2**31
+        value, Dumper=config_file.YamlDumper, default_flow_style=default_flow_style, sort_keys=False, width=2**30
     )
     return text
 

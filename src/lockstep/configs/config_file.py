@@ -18,8 +18,8 @@ from pydantic import BaseModel, ValidationError
 from lockstep.configs import registry
 from lockstep.configs.config_layers import (
     Layers,
-    YamlLoader,
     alternatives,
+    parsed,
     read_numbers_as_today,
     read_target,
     read_yaml,
@@ -32,8 +32,11 @@ from lockstep.core.errors import UsageError, did_you_mean
 Origin = Callable[[str], str]  # from a key's dotted path to the place where it was set: the command line, or a file
 
 
-class YamlDumper(yaml.SafeDumper):
-    """Writes values so that `YamlLoader` reads them back unchanged: the text '1e-8' gets quotes."""
+_Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class YamlDumper(_Dumper):  # type: ignore[misc]
+    """Writes values so that `config_layers.parsed` reads them back unchanged: the text '1e-8' gets quotes."""
 
 
 read_numbers_as_today(YamlDumper)
@@ -206,7 +209,7 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], problems: list[str]
             problems.append(f"command line: {override!r} is not key=value; {other_words.to_write(meant)}".rstrip("; "))
             continue
         try:
-            value = yaml.load(text, YamlLoader)
+            value = parsed(text)
         except (yaml.YAMLError, ValueError) as error:
             problems.append(f"command line: {key}: {text!r} is not YAML: {error}")
             continue

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.configs import config_layers
 from lockstep.core.config.sections import RunConfig
 from lockstep.core.errors import UsageError, did_you_mean
@@ -85,7 +83,7 @@ def overrides_of(values: dict[str, Any]) -> list[str]:
 def _written(value: Any) -> str:
     """A value in YAML on one line. A text that YAML reads as something else, such as 1e-3, gets quotes."""
     is_plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w.:/-]*", value) is not None
-    return value if is_plain and yaml.load(value, config_layers.YamlLoader) == value else json.dumps(value)
+    return value if is_plain and config_layers.parsed(value) == value else json.dumps(value)
 
 
 def read(path: Path, target: str, overrides: Sequence[str], config: RunConfig) -> Grid:
