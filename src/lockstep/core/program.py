@@ -23,7 +23,7 @@ from lockstep.core.foreign_errors import first_line
 FILE = "model.pt2"
 SCRIPT = "use_model.py"
 _SIGNATURE = "model.json"
-PICTURES = Path(__file__).parent / "vision" / "use_pictures.py"
+PICTURES = Path(__file__).parent / "vision" / "use_images.py"
 """The script of models of pictures."""
 _MOST_DIMENSIONS = 8
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-5  # differences between a model and its program that rounding explains

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.drawing.drawing import Picture, fitted, font_of, legend, palette, stacked
+from lockstep.drawing.drawing import ImageArray, fitted, font_of, legend, palette, stacked
 
 _GAP = 8
 _LINE = 14  # pixels from a line of text to the next
 _INK, _PAPER = (20, 20, 20), (255, 255, 255)
 _MOST_NAMES, _MOST_NUMBERS, _MOST_CLASSES = 60, 20, 2000  # classes of a matrix that has names, has numbers, is drawn
 _NAME_WIDTH = 110  # pixels of a class name beside a matrix
-_MOST_CURVES, _MOST_PANELS = 5, 6  # curves of a diagram, diagrams of a picture
+_MOST_CURVES, _MOST_PANELS = 5, 6  # curves of a diagram, diagrams of an image
 _GREY, _PALE = (128, 128, 128), (225, 225, 225)
 
 
@@ -29,7 +29,7 @@ def curves(
     x_range: tuple[float, float] = (0.0, 1.0),
     marks: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
     grey: Container[str] = (),
-) -> Picture:
+) -> ImageArray:
     """Curves in one diagram, with a legend, such as precision over recall for each class.
 
     Args:
@@ -92,7 +92,7 @@ def panels(
     marks: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
     x_label: str = "",
     y_label: str = "",
-) -> Picture:
+) -> ImageArray:
     """Several diagrams of `curves`, two in a row, with at most five curves each, so that curves can be told apart.
 
     A group with more curves has several diagrams. At most six diagrams are drawn, and the curves of the others are
@@ -129,7 +129,7 @@ def panels(
     return stacked([page, _text(f"not drawn: {', '.join(left)}", page.shape[1])])
 
 
-def _text(text: str, width: int) -> Picture:
+def _text(text: str, width: int) -> ImageArray:
     """A text in as many lines as it needs: uint8 (height, `width`, 3)."""
     from PIL import Image, ImageDraw
 
@@ -144,7 +144,7 @@ def _text(text: str, width: int) -> Picture:
     return np.asarray(page)
 
 
-def confusion_matrix(counts: Any, names: Sequence[str] = ()) -> Picture | None:
+def confusion_matrix(counts: Any, names: Sequence[str] = ()) -> ImageArray | None:
     """A confusion matrix: a row for each true class, a column for each predicted class. The darker, the larger the
     share of the row.
 

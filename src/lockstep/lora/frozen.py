@@ -65,7 +65,7 @@ def trained_only(model: M, name: str | None = None, *, keep: str | Sequence[str]
 
 
 def leave_out(model: M, kept: Iterable[str], base: FrozenBase) -> M:
-    """Put `base` into a model in the place of all entries of its `state_dict` but `kept`."""
+    """Put `base` into a model instead of all entries of its `state_dict` but `kept`."""
     names = {*kept, f"{BASE}._extra_state"}
     model.add_module(BASE, base)
     hooked: Any = model
@@ -124,7 +124,7 @@ class FrozenBase(nn.Module):
         then, now = (bytes(digest.tolist()).hex() for digest in (state["digest"], self.digest))
         what = f"the adapters are of the weights of {state['model']} (digest {then}), and {self.name} has digest {now}"
         remedy = f"let {self.where} give the frozen weights that the run began with (weights that are made at random "
-        remedy += "differ each time), or start anew with --fresh"
+        remedy += "differ each time), or start again with --fresh"
         raise UsageError(what, where=self.where, remedy=remedy)
 
 

@@ -182,11 +182,11 @@ class Reader:
     def _wrong_length(self, found: str) -> DataError:
         said = "" if self.length is None else f", and its length is said to be {self.length:,}"
         what = f"pass {self.number + 1} gives {found} samples{said}"
-        remedy = "give an iterable that begins anew with each iter()" if found == "no" else "correct `length`"
+        remedy = "give an iterable that begins again with each iter()" if found == "no" else "correct `length`"
         return DataError(what, where=WHERE, remedy=f"{remedy}, or leave `length` out and set train.steps")
 
     def _is_expected(self, sample: Any) -> bool:
-        """False where a state has led to another sample than that which it was taken before: the pass begins anew.
+        """False where a state has led to another sample than that which it was taken before: the pass begins again.
 
         Raises:
             DataError: read from its beginning, the pass has another sample there, too.
@@ -196,7 +196,7 @@ class Reader:
             return True
         at = f"sample {self.position:,} (sample {self.within:,} of pass {self.number + 1})"
         if known.state is None:
-            remedy = "give a stream that repeats itself, with state_dict and load_state_dict; or --fresh to start anew"
+            remedy = "give a stream that repeats itself, with state_dict and load_state_dict; or --fresh to start again"
             raise DataError(f"{at} is not what it was when the state was saved", where=WHERE, remedy=remedy)
         worker = torch.utils.data.get_worker_info()
         if worker is None or worker.id == 0:

@@ -38,7 +38,7 @@ class Stream(Dataset[Any]):
     Step t of the training takes samples t·G to t·G + G - 1 of the stream, where G is the global batch, whatever the
     number of ranks: each rank, and each of its workers, reads the whole stream, and prepares and computes its own part
     alone. So decode in `Task.prepare`, which sees a rank's own samples, and not in the stream, and do not divide the
-    stream among ranks or workers. Where the source ends, it begins anew (another pass).
+    stream among ranks or workers. Where the source ends, it begins again (another pass).
 
     A checkpoint has the place in the stream. A training that goes on begins at the last state before this place, if the
     source has `state_dict()` and `load_state_dict(state)`, as torchdata defines them; otherwise it reads the pass again
@@ -46,7 +46,7 @@ class Stream(Dataset[Any]):
     beginning of each pass, if the source has it.
 
     Args:
-        samples: an iterable that begins anew with each `iter()`, such as an `IterableDataset`; or a function without
+        samples: an iterable that begins again with each `iter()`, such as an `IterableDataset`; or a function without
             arguments that returns an iterable or an iterator. Each pass reads a copy (`copy.deepcopy`) of it.
         length: samples of a pass, where this is known. An epoch is then a pass. None: there are no epochs, and the
             config needs `train.steps`.

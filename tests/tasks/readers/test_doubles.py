@@ -14,7 +14,7 @@ from lockstep_recipes.tasks.vision.classification.task import Classification
 from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
 from lockstep_recipes.tasks.vision.readers.boxed_images import read_boxed_images
 from lockstep_recipes.tasks.vision.readers.image_records import read_image_records
-from lockstep_recipes.tasks.vision.readers.image_table import data_set_pictures
+from lockstep_recipes.tasks.vision.readers.image_table import data_set_images
 from tests.tasks.vision.readers.test_boxed_images import coco
 from tests.tasks.vision.readers.test_image_records import jpeg, put, shard
 
@@ -24,7 +24,7 @@ def records(folder, **options):
 
 
 def lines(training, evaluation=None):
-    return doubles.of_pictures(doubles.samples_of(training), doubles.samples_of(evaluation))
+    return doubles.of_images(doubles.samples_of(training), doubles.samples_of(evaluation))
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_pictures_in_columns_of_data_sets_are_compared(folder, embed):
     assert "evaluation: 1 pictures are training pictures too" in leak
     assert "looked at" not in leak
     turned = train.pictures.data.select([5, 0, 3])  # rows by their numbers, without a copy
-    assert data_set_pictures(turned, "image", name="x").size(0) == train.pictures.size(5)
+    assert data_set_images(turned, "image", name="x").size(0) == train.pictures.size(5)
 
 
 def test_the_search_is_limited_and_says_so(folder, monkeypatch):

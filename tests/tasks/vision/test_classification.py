@@ -16,7 +16,7 @@ from lockstep.core.data.cache_options import CacheOptions
 from lockstep_recipes.recipes.digits import Digits
 from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
 from lockstep_recipes.tasks.vision.classification.task import Classification
-from lockstep_recipes.tasks.vision.readers.image_records import unlabelled_pictures
+from lockstep_recipes.tasks.vision.readers.image_records import unlabelled_images
 from tests import runs
 from tests.image_cases import PHASES, RESNET, fit, fit_and_die, fit_to_the_end, make_task, picture_folder, results_of
 from tests.ranks import RankFailed, run_ranks
@@ -376,7 +376,7 @@ def test_files_are_predicted_as_evaluation_pictures_are_with_a_reduced_cache(fol
     options = ClassificationOptions.model_validate({"image_size": 20})
     task = Classification(options, folder, folder, CacheOptions(shorter_side=6))
     cached = task.eval_data()
-    files = unlabelled_pictures([cached.records.pictures.path(index) for index in range(len(cached))])
+    files = unlabelled_images([cached.records.pictures.path(index) for index in range(len(cached))])
     for index in range(len(cached)):
         expected, item = (task.prepare(data[index], 0, training=False)["images"] for data in (cached, files))
         assert torch.equal(item, expected)

@@ -28,7 +28,7 @@ from lockstep_recipes.tasks.vision.detection.center_losses import center_losses,
 from lockstep_recipes.tasks.vision.detection.coco_map import among_best
 from lockstep_recipes.tasks.vision.detection.models import Detections, Targets
 from lockstep_recipes.tasks.vision.detection.options import DetectionOptions
-from lockstep_recipes.tasks.vision.pictures.picture import Picture
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage
 from tests import runs
 from tests.box_cases import CATEGORIES, COUNTS, box_folder, fit, fit_and_die, fit_to_the_end, make_task, results_of
 from tests.ranks import RankFailed, run_ranks
@@ -420,10 +420,10 @@ def test_boxes_of_views_come_back_to_their_places(tile):
     pixels = np.zeros((90, 150, 3), np.uint8)
     box = torch.tensor([[70.0, 40.0, 80.0, 50.0]])
     options = DetectionOptions(tile=tile, tile_overlap=0.3, augment={"fill": 0, "min_visible": 0.99})
-    seen = views.views(Picture.from_pixels(pixels, boxes=box), 64, options)
+    seen = views.views(AnnotatedImage.from_pixels(pixels, boxes=box), 64, options)
     assert all(view.picture.size == (64, 64) for view in seen)
     back = [
-        views.in_picture(view.picture.boxes[None], torch.tensor([view.scale]), torch.tensor([view.offset]))
+        views.in_image(view.picture.boxes[None], torch.tensor([view.scale]), torch.tensor([view.offset]))
         for view in seen
         if len(view.picture.boxes)
     ]
@@ -638,7 +638,7 @@ def test_a_training_learns_and_its_rows_are_a_file_of_coco_results(folder, tmp_p
     sample, item = data[1], task.prepare(data[1], 0, False)
     assert f"{len(sample.boxes)} boxes, " in presenter.caption(sample, item, outputs[1])
     assert wrong[1] == len(presenter.describe(outputs[0])["boxes"])  # the picture has no box: all are invented
-    assert presenter.picture(sample, item, outputs[1]).shape[1] == presenter.picture_side
+    assert presenter.picture(sample, item, outputs[1]).shape[1] == presenter.image_side
     assert presenter.picture(sample, task.prepare(sample, 0, True), None).ndim == 3
     (file,) = presenter.files(sample, outputs[1]).values()
     width, height = Image.open(io.BytesIO(file)).size

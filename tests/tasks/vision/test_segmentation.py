@@ -18,7 +18,7 @@ from lockstep.drawing import drawing
 from lockstep_recipes.tasks.vision.readers import coco_masks, masked_images
 from lockstep_recipes.tasks.vision.segmentation import counts
 from lockstep_recipes.tasks.vision.segmentation.options import SegmentationOptions
-from lockstep_recipes.tasks.vision.use_pictures import fitted_size
+from lockstep_recipes.tasks.vision.use_images import fitted_size
 from tests import runs
 from tests.mask_cases import (
     CLASSES,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lockstep.core.errors import DataError
-from lockstep_recipes.tasks.vision.pictures.mask import MaskValues
+from lockstep_recipes.tasks.vision.images.mask import MaskValues
 from lockstep_recipes.tasks.vision.readers.class_table import read_class_table, usual_color
 from lockstep_recipes.tasks.vision.readers.mask_lookup import MaskLookup
 

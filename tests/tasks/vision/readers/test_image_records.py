@@ -16,13 +16,13 @@ from PIL import Image
 from lockstep.core.errors import DataError, UsageError
 from lockstep_recipes.tasks.readers.packed_text import PackedText
 from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions, ColumnsOptions
-from lockstep_recipes.tasks.vision.pictures.decode import decode
+from lockstep_recipes.tasks.vision.images.decode import decode
 from lockstep_recipes.tasks.vision.readers.image_records import (
     evaluation_source,
     read_image_records,
-    unlabelled_pictures,
+    unlabelled_images,
 )
-from lockstep_recipes.tasks.vision.readers.image_shards import ShardPictures, find_shards, read_shards
+from lockstep_recipes.tasks.vision.readers.image_shards import ShardImages, find_shards, read_shards
 from lockstep_recipes.tasks.vision.readers.image_table import read_data_set
 from lockstep_recipes.tasks.vision.readers.shard_index import load_index
 from tests.processes import HANG_S
@@ -232,7 +232,7 @@ def test_files_that_are_no_pictures_are_counted_by_their_endings(tmp_path):
     counted = f"4 files below {tmp_path} are no pictures and are left out: 2 .heic, 1 .psd, 1 without an ending"
     advice = "; pip install 'torch-lockstep[heic]' reads .heic"
     assert read(tmp_path).notes == (counted + advice,)
-    assert unlabelled_pictures([str(tmp_path)]).notes == (counted + advice,)
+    assert unlabelled_images([str(tmp_path)]).notes == (counted + advice,)
 
 
 @pytest.mark.parametrize("other", ["val", "validation", "test", "eval"])
@@ -629,7 +629,7 @@ def test_few_files_are_open_at_a_time(tmp_path):
     copy = pickle.loads(pickle.dumps(pictures))
     assert copy._open == {}
     assert copy.read(5) == jpeg(5)
-    assert isinstance(copy, ShardPictures)
+    assert isinstance(copy, ShardImages)
 
 
 def _read_in_child(records, start, put_result):
@@ -666,19 +666,19 @@ def test_brace_patterns(tmp_path):
 
 def test_pictures_to_predict(folder, tmp_path):
     other = put(tmp_path / "one.dat")
-    records = unlabelled_pictures([str(other), str(folder), f"{folder}/dog/*.jpg", f"{folder}/**/0.jpg"])
+    records = unlabelled_images([str(other), str(folder), f"{folder}/dog/*.jpg", f"{folder}/**/0.jpg"])
     names = [Path(records[index].name).name for index in range(len(records))]
     assert names == ["one.dat", "0.jpg", "3.jpg", "1.jpg", "4.jpg", "2.jpg", "5.jpg"]  # each once
     assert set(records.labels.tolist()) == {-1}
     with pytest.raises(UsageError, match="no such file or folder"):
-        unlabelled_pictures([str(folder / "cat" / "9.jpg")])
+        unlabelled_images([str(folder / "cat" / "9.jpg")])
     (tmp_path / "bare").mkdir()
     with pytest.raises(UsageError, match="no file in this folder"):
-        unlabelled_pictures([str(tmp_path / "bare")])
+        unlabelled_images([str(tmp_path / "bare")])
     path = shard(tmp_path / "s.tar", [wds(0)[0]])
-    assert unlabelled_pictures([str(path)])[0].label == -1
+    assert unlabelled_images([str(path)])[0].label == -1
     with pytest.raises(DataError, match="not read together"):
-        unlabelled_pictures([str(path), str(folder)])
+        unlabelled_images([str(path), str(folder)])
 
 
 def test_packed_texts_are_any_file_name():

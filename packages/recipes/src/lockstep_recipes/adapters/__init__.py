@@ -74,7 +74,7 @@ def transformers(
         processing_class: the tokenizer, for the default collator.
         compute_metrics: gets an EvalPrediction of all evaluation samples, each once.
         preprocess_logits_for_metrics: gets the outputs and labels of a batch, and returns what is kept of the outputs.
-        model_init: makes the model, in place of `model`.
+        model_init: makes the model, instead of `model`.
         weight: the units of the model's loss; see `Weight`.
         further: other arguments of transformers' Trainer, such as `callbacks`. An error names all that are set, and
             what to give instead.

@@ -98,7 +98,7 @@ class LightningTask(Foreign):
                 optimizers.Rates(optimizer, config, where, module).after(1)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = {"_made", "_parts", "_optimizers", "schedule"}  # found anew
+        left_out = {"_made", "_parts", "_optimizers", "schedule"}  # found again
         left_out |= {"_rates"} if vars(self).get("_rates") else set()
         return {name: value for name, value in vars(self).items() if name not in left_out}
 

@@ -110,7 +110,7 @@ class Rates:
         epochs, within = divmod(update, max(1, steps_per_epoch))
         if self.interval != "step":
             return self.after(epochs // self.frequency)
-        # Lightning counts the batches of each epoch anew.
+        # Lightning counts the batches of each epoch again.
         return self.after(epochs * (steps_per_epoch // self.frequency) + within // self.frequency)
 
     def _factor(self) -> float:

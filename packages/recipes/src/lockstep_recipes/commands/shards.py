@@ -31,13 +31,13 @@ def shards(
         str,
         typer.Argument(
             metavar="DATA",
-            help="A folder of pictures or of shards, a table (.csv, .jsonl, .parquet, ...), a folder or a name of "
+            help="A folder of images or of shards, a table (.csv, .jsonl, .parquet, ...), a folder or a name of "
             "`datasets`, or FILE.py:FUNCTION, which returns a data set or any iterable.",
         ),
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder, or an address such as s3://BUCKET/FOLDER.")],
     format: Annotated[
-        Format | None, typer.Option(help="Default: tar for pictures and arrays, jsonl for chats, otherwise parquet.")
+        Format | None, typer.Option(help="Default: tar for images and arrays, jsonl for chats, otherwise parquet.")
     ] = None,
     shard_size: Annotated[str, typer.Option(help="About the size of a shard, before Parquet compresses it.")] = "64MB",
     shuffle: Annotated[
@@ -51,7 +51,7 @@ def shards(
         from lockstep.sizes import bytes_of
         from lockstep_recipes.shards.write import write
 
-        samples, is_picture = _source(data)
+        samples, is_image = _source(data)
         size = bytes_of(shard_size, where="--shard-size")
         total = len(samples) if hasattr(samples, "__len__") else None
         with bar("samples", shown=sys.stderr.isatty()) as shown:
@@ -75,12 +75,12 @@ def shards(
         print("Next, in a task of your own:")
         print("    def train_data(self):")
         print(f"        return lockstep_recipes.Shards({out!r})")
-        if is_picture and "://" not in out:
+        if is_image and "://" not in out:
             print(f"or: lockstep train image_folder data.train={out}")
 
 
 def _source(data: str) -> tuple[Any, bool]:
-    """The samples that DATA names, and whether they are pictures of a folder."""
+    """The samples that DATA names, and whether they are images of a folder."""
     from lockstep_recipes.shards.data import Shards
     from lockstep_recipes.shards.find import INDEX, format_of
     from lockstep_recipes.tasks.readers.table import Source
@@ -105,9 +105,9 @@ def _source(data: str) -> tuple[Any, bool]:
         raise UsageError("the folder has parts of its own", where=data, remedy=f"give one of them, such as {part}")
     if image_files.class_folders(path):
         pictures, codes, classes, _ = image_files.read_class_folders(path, None)
-        return _Pictures(pictures, [classes[code] for code in codes]), True
-    found = image_records.unlabelled_pictures([data])
-    return _Pictures(found.pictures, None), True
+        return _Images(pictures, [classes[code] for code in codes]), True
+    found = image_records.unlabelled_images([data])
+    return _Images(found.pictures, None), True
 
 
 def _made(name: str) -> Any:
@@ -125,7 +125,7 @@ def _made(name: str) -> Any:
 
 
 def _encoded(data: Any) -> Any:
-    """A data set of `datasets` whose pictures and sounds stay files, as they are stored."""
+    """A data set of `datasets` whose images and sounds stay files, as they are stored."""
     for name, kind in data.features.items():
         if type(kind).__name__ in ("Image", "Audio", "Video") and hasattr(kind, "decode"):
             data = data.cast_column(name, type(kind)(decode=False))
@@ -145,8 +145,8 @@ class _Rows:
         return {name: values[row] for name, values in self.table.columns.items()}
 
 
-class _Pictures:
-    """Files of pictures, as members of a tar: NUMBER.jpg and, with classes, NUMBER.cls."""
+class _Images:
+    """Files of images, as members of a tar: NUMBER.jpg and, with classes, NUMBER.cls."""
 
     def __init__(self, pictures: Any, classes: list[str] | None) -> None:
         self.pictures, self.classes = pictures, classes

@@ -30,10 +30,10 @@ def columns(sample: Any) -> dict[str, Any]:
 
 
 def fitting(sample: Any) -> str:
-    """The format for samples such as this: tar for arrays, pictures and members; JSON lines for nested values that
+    """The format for samples such as this: tar for arrays, images and members; JSON lines for nested values that
     JSON has; otherwise Parquet."""
     values = columns(sample)
-    if "__key__" in values or any(map(_is_array, values.values())) or any(map(_is_picture, values.values())):
+    if "__key__" in values or any(map(_is_array, values.values())) or any(map(_is_image, values.values())):
         return "tar"
     nested = any(isinstance(value, Mapping) or _has_mapping(value) for value in values.values())
     try:
@@ -127,7 +127,7 @@ def _member(name: str, value: Any) -> tuple[str, bytes]:
         return name, value
     if isinstance(value, str):
         return _ending(name, "txt", "cls", "text"), value.encode()
-    if _is_picture(value):
+    if _is_image(value):
         file = io.BytesIO()
         value.save(file, format="PNG")
         return _ending(name, "png"), file.getvalue()
@@ -154,7 +154,7 @@ def _is_array(value: Any) -> bool:
     return hasattr(value, "__array__") and hasattr(value, "shape") and not isinstance(value, np.generic)
 
 
-def _is_picture(value: Any) -> bool:
+def _is_image(value: Any) -> bool:
     return type(value).__module__.startswith("PIL.") and hasattr(value, "save")
 
 

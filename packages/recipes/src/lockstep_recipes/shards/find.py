@@ -256,7 +256,7 @@ def _of_index(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Sh
         entries = index["shards"]
         is_own = "lockstep" in index
         if is_own and index["lockstep"] != VERSION:
-            remedy = "read it with the Lockstep that wrote it, or write it anew"
+            remedy = "read it with the Lockstep that wrote it, or write it again"
             raise DataError(f"the index has the version {index['lockstep']}", where=url, remedy=remedy)
         found = [(_own if is_own else _of_mds)(folder, entry, index) for entry in entries]
     except (ValueError, KeyError, TypeError) as error:

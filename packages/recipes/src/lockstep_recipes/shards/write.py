@@ -166,7 +166,7 @@ def _check_source(samples: Any, index: Mapping[str, Any], shuffle: int | None, o
     """
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__") or isinstance(samples, IterableDataset):
         return
-    count, remedy = index["samples"], "empty this folder, and write all anew"
+    count, remedy = index["samples"], "empty this folder, and write all again"
     if len(samples) != count:
         raise DataError(f"it has {count:,} samples, and the source {len(samples):,} now", where=out, remedy=remedy)
     (last,) = _places(count - 1, count, shuffle)
@@ -192,7 +192,7 @@ def _begun(folder: _Folder, settings: Mapping[str, Any], kind: str | None) -> di
             raise UsageError(what, where=folder.out, remedy="give another folder, or empty this one")
         if missing := [shard["name"] for shard in state["shards"] if shard["name"] not in names]:
             what = f"{len(missing)} of the shards that were written are not there, such as {missing[0]}"
-            raise DataError(what, where=folder.out, remedy="bring them back, or empty this folder and write all anew")
+            raise DataError(what, where=folder.out, remedy="bring them back, or empty this folder and write all again")
         if INDEX in names and PROGRESS in names:
             folder.remove(PROGRESS)
         return state

@@ -201,8 +201,8 @@ def save_for_image_pipeline(model: Any, processor: Mapping[str, Any], folder: Pa
     warnings = []
     if len(processor["image_mean"]) == 1:
         warnings.append(
-            "transformers.pipeline makes RGB of every picture, which this model of grey pictures cannot take. "
-            "AutoImageProcessor and the model can be used directly, with grey pictures (mode L of PIL)"
+            "transformers.pipeline makes RGB of every image, which this model of grey images cannot take. "
+            "AutoImageProcessor and the model can be used directly, with grey images (mode L of PIL)"
         )
     with torch.device("meta"):
         theirs = type(model)(copy.deepcopy(model.config)).state_dict()

@@ -88,7 +88,7 @@ class KeptTask(Task):
 
     @cached_property
     def about(self) -> Any:
-        """The names of the classes or questions, and what the model expects of pictures."""
+        """The names of the classes or questions, and what the model expects of images."""
         if self.folder is not None:
             return self.about_type(**json.loads((self.folder / self.kept).read_text()))
         return self.learn()

@@ -30,7 +30,7 @@ _SCALARS = {kind: np.dtype(kind) for kind in _TYPES.values()}
 
 
 class Mds:
-    """MDS. A sample is a dict of values by column, pictures as PIL images. A compressed shard is one block."""
+    """MDS. A sample is a dict of values by column, images as PIL images. A compressed shard is one block."""
 
     suffixes = (".mds",)
 
@@ -157,7 +157,7 @@ def _picture(data: bytes) -> Any:
     return module("PIL.Image", "pillow", where="MDS").open(io.BytesIO(data))
 
 
-def _raw_picture(data: bytes) -> Any:
+def _raw_image(data: bytes) -> Any:
     width, height, letters = np.frombuffer(data, "<u4", 3).tolist()
     mode = data[12 : 12 + letters].decode()
     return module("PIL.Image", "pillow", where="MDS").frombytes(mode, (width, height), data[12 + letters :])
@@ -173,5 +173,5 @@ _DECODERS: Mapping[str, Callable[[bytes], Any]] = {
     "json": json.loads,
     "jpeg": _picture,
     "png": _picture,
-    "pil": _raw_picture,
+    "pil": _raw_image,
 }

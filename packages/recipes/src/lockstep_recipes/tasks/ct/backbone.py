@@ -20,7 +20,7 @@ _EXTRA = "images"
 
 
 class SliceBackbone(nn.Module):
-    """A vision model of transformers that gives one feature vector for each picture.
+    """A vision model of transformers that gives one feature vector for each image.
 
     Args:
         network: a base model of transformers (`AutoModel`), such as `Dinov2Model` or `ViTModel`.
@@ -77,7 +77,7 @@ def make_backbone(
     config = backbone_config(options, folder)
     known = getattr(config, "num_channels", channels)
     if known != channels:
-        what = f"the model takes pictures of {known} channels, and slices have {channels}"
+        what = f"the model takes images of {known} channels, and slices have {channels}"
         raise UsageError(what, where="task.windows", remedy=f"give {known} windows")
     name = None if trained else options.model
     network, missing = hugging_face.make_model(transformers.AutoModel, config, name, what="model", new_head=False)

@@ -1,4 +1,4 @@
-"""Pictures of a volume and its risks: the slices with the aggregator's attention, and curves."""
+"""Images of a volume and its risks: the slices with the aggregator's attention, and curves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def most_attended(attention: Array, most: int = MOST_SLICES) -> Array:
     return places
 
 
-def strip(slices: Array, positions: Array, attention: Array | None = None) -> drawing.Picture:
+def strip(slices: Array, positions: Array, attention: Array | None = None) -> drawing.ImageArray:
     """Slices side by side, row by row, with their positions. A bar below a slice shows its weight.
 
     Args:
@@ -52,20 +52,20 @@ def strip(slices: Array, positions: Array, attention: Array | None = None) -> dr
 
 
 def _square(picture: Array) -> Array:
-    """The picture between black margins."""
+    """The image between black margins."""
     side = max(picture.shape[:2])
     margins = [((side - length) // 2, (side - length + 1) // 2) for length in picture.shape[:2]]
     return np.pad(picture, [*margins, *[(0, 0)] * (picture.ndim - 2)])
 
 
-def risk_curve(risks: Array, labels: Array | None, outcomes: Outcomes) -> drawing.Picture | None:
+def risk_curve(risks: Array, labels: Array | None, outcomes: Outcomes) -> drawing.ImageArray | None:
     """The risks of one volume over their horizons, a curve for each event that begins with risk 0 at year 0. Discs show
     the known labels at 0 and 1.
 
     Args:
         risks: (questions).
         labels: (questions) with NaN for unknown. None: the truth is not shown.
-        outcomes: see `Outcomes`. Without events there is no picture.
+        outcomes: see `Outcomes`. Without events there is no image.
     """
     if not outcomes:
         return None
@@ -83,7 +83,7 @@ def risk_curve(risks: Array, labels: Array | None, outcomes: Outcomes) -> drawin
 
 def roc_curves(
     sensitivities: Array, areas: Mapping[str, float], questions: Sequence[str], outcomes: Outcomes
-) -> drawing.Picture | None:
+) -> drawing.ImageArray | None:
     """The ROC curves of the questions with an AUC, in a diagram for each event.
 
     Args:
@@ -106,7 +106,7 @@ def roc_curves(
     )
 
 
-def calibration_curves(tables: Array, questions: Sequence[str], outcomes: Outcomes) -> drawing.Picture | None:
+def calibration_curves(tables: Array, questions: Sequence[str], outcomes: Outcomes) -> drawing.ImageArray | None:
     """Observed shares over predicted risks, in a diagram for each event.
 
     Args:
@@ -131,7 +131,7 @@ def calibration_curves(tables: Array, questions: Sequence[str], outcomes: Outcom
 
 def _panels(
     series: Mapping[int, tuple[str, tuple[Any, Any]]], outcomes: Outcomes, **look: Any
-) -> drawing.Picture | None:
+) -> drawing.ImageArray | None:
     return diagrams.panels(_by_event(series, outcomes), **look) if series else None
 
 

@@ -86,7 +86,7 @@ class KeptFeatures:
     """Feature vectors by volume and slice, in files that all processes of a machine read and write without locks.
 
     The folder stands for everything that determines a vector: `setting`, the weights of the backbone, and its output
-    for a test picture, in which a number format, a compiler or another device would show. A file holds the vectors of
+    for a test image, in which a number format, a compiler or another device would show. A file holds the vectors of
     one volume, each with its CRC. So a vector is there whole or not at all, whenever a process is killed. Two processes
     that write the same vector write the same bytes.
 
@@ -158,7 +158,7 @@ class KeptFeatures:
         """Write the features that a batch lacked. The task's loss calls this in every forward pass.
 
         With a batch that has no entry `to_keep`, this does nothing. The first call with a frozen backbone looks at all
-        weights, and runs the backbone for a test picture. Where forward passes are collectives, all ranks make this
+        weights, and runs the backbone for a test image. Where forward passes are collectives, all ranks make this
         first call in the same forward pass.
 
         Args:
@@ -194,7 +194,7 @@ class KeptFeatures:
         """Find out what the backbone is, and tell the workers."""
         digest = hashlib.sha256(repr((self.setting, FROZEN_CHUNK, tuple(slices.shape[1:]))).encode())
         digest.update(weights_digest(model.backbone).encode())
-        digest.update(_bytes(model.slice_features({"slices": _test_picture(slices)})))
+        digest.update(_bytes(model.slice_features({"slices": _test_image(slices)})))
         self._shared[1], self._shared[2] = features.shape[1], features.element_size()
         self._shared[3:] = torch.frombuffer(bytearray(digest.digest()[:16]), dtype=torch.int64)
         self._shared[0] = 1  # last: from now on workers read the rest
@@ -240,7 +240,7 @@ def _bytes(tensor: Tensor) -> bytes:
     )
 
 
-def _test_picture(slices: Tensor) -> Tensor:
+def _test_image(slices: Tensor) -> Tensor:
     """A chunk of uint8 noise, always the same, with the shape and the memory format of `slices`."""
     chunk = torch.empty(FROZEN_CHUNK, *slices.shape[1:], dtype=torch.uint8, device=slices.device)
     places = torch.arange(chunk.numel(), device=slices.device)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.core.errors import UsageError
 from lockstep_recipes.tasks.ct.aggregators import Pooled
 from lockstep_recipes.tasks.ct.backbone import SliceBackbone, dtype_of, is_frozen, set_trainable_modes
-from lockstep_recipes.tasks.vision.pictures.normalise import normalise
+from lockstep_recipes.tasks.vision.images.normalise import normalise
 
 Batch = Mapping[str, Any]
 
@@ -49,7 +49,7 @@ class VolumeRiskModel(nn.Module):
         backbone: slices to feature vectors.
         aggregator: see `aggregators`.
         head: see `heads`.
-        mean, std: of each channel, as shares of 255, for `tasks.vision.pictures.normalise.normalise`.
+        mean, std: of each channel, as shares of 255, for `tasks.vision.images.normalise.normalise`.
         slices_per_chunk: the most slices that pass through a trainable backbone together. The activations of all
             chunks but the last are computed again in the backward pass, with the same dropout. None: all slices pass at
             once, and their activations are kept.

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.configs.task_options import TaskOptions
 from lockstep.core.config.config_section import DOES_NOT_DETERMINE, Section
-from lockstep_recipes.tasks.vision.pictures.options import AugmentOptions
+from lockstep_recipes.tasks.vision.images.options import AugmentOptions
 
 HuWindow = str | Annotated[list[float], Field(min_length=2, max_length=2)]
 

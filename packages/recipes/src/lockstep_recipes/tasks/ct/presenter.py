@@ -1,4 +1,4 @@
-"""Texts, pictures and files that show risks from CT volumes to people."""
+"""Texts, images and files that show risks from CT volumes to people."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Output = Mapping[str, Tensor]
 class VolumeRiskPresenter(Presenter):
     """Shows the slices of a volume with their attention weights, its risks over the horizons, and scores by question.
 
-    INPUT arguments are files and folders of volumes, folders of DICOM series, and tables. Pictures show the first
+    INPUT arguments are files and folders of volumes, folders of DICOM series, and tables. Images show the first
     window of `task.windows`.
     """
 
     task: VolumeRisk
-    picture_side = 1100
+    image_side = 1100
 
     def inputs(self, arguments: Sequence[str]) -> VolumeTable:
         """The volumes that the arguments name: see `read_volume_inputs`."""
@@ -78,10 +78,10 @@ class VolumeRiskPresenter(Presenter):
         return [row]
 
     def files(self, sample: VolumeSample, output: Output) -> Mapping[str, bytes]:
-        """The picture of the slices with their weights and of the risks."""
+        """The image of the slices with their weights and of the risks."""
         return {"risks/*.png": drawing.png(self._drawn(sample, output, labels=None))}
 
-    def picture(self, sample: VolumeSample, prepared: Prepared, output: Output | None) -> drawing.Picture:
+    def picture(self, sample: VolumeSample, prepared: Prepared, output: Output | None) -> drawing.ImageArray:
         """The slices with their weights, and below them the risks over the horizons. Of a training sample: the slices
         as the model sees them."""
         if output is None:
@@ -90,7 +90,7 @@ class VolumeRiskPresenter(Presenter):
             return drawings.strip(prepared.pictures[chosen, 0].numpy(), prepared.positions[chosen].numpy())
         return self._drawn(sample, output, labels=sample.labels)
 
-    def _drawn(self, sample: VolumeSample, output: Output, labels: Array | None) -> drawing.Picture:
+    def _drawn(self, sample: VolumeSample, output: Output, labels: Array | None) -> drawing.ImageArray:
         """Slices with weights are drawn from the volume itself, because an output has their numbers only."""
         real = output["slices"] >= 0
         numbers, positions, weights = (output[name][real].numpy() for name in ("slices", "positions", "attention"))
@@ -128,7 +128,7 @@ class VolumeRiskPresenter(Presenter):
         """Scores by question, and what is undefined and why: see `report.risk_report`."""
         return risk_report(values, self.task.questions, threshold=self.task.options.threshold)
 
-    def pictures(self, values: Mapping[str, Tensor]) -> Mapping[str, drawing.Picture]:
+    def pictures(self, values: Mapping[str, Tensor]) -> Mapping[str, drawing.ImageArray]:
         """`roc` and `calibration`, with a curve for each question and a diagram for each event."""
         if "roc" not in values:
             return {}

@@ -35,10 +35,10 @@ from lockstep_recipes.tasks.ct.volume_table import (
     read_volume_table,
 )
 from lockstep_recipes.tasks.ct.volumes.choice import choose_slices, slice_groups
-from lockstep_recipes.tasks.ct.volumes.pictures import slice_pictures
+from lockstep_recipes.tasks.ct.volumes.images import slice_images
 from lockstep_recipes.tasks.ct.volumes.windows import windows_of
 from lockstep_recipes.tasks.kept import KeptTask
-from lockstep_recipes.tasks.vision.pictures.normalise import usual_mean_and_std
+from lockstep_recipes.tasks.vision.images.normalise import usual_mean_and_std
 
 Batch = dict[str, Any]
 Output = dict[str, Tensor]
@@ -80,7 +80,7 @@ class Prepared:
     """float32 (questions)."""
     index: int
     rows: SliceRows | None = None
-    """The kept features. None: the pictures are all slices."""
+    """The kept features. None: the images are all slices."""
 
 
 @final
@@ -91,7 +91,7 @@ class VolumeRisk(KeptTask):
 
     | key | | |
     |---|---|---|
-    | `slices` | uint8 (pictures, channels, size, size) | slices of all volumes one after another |
+    | `slices` | uint8 (images, channels, size, size) | slices of all volumes one after another |
     | `counts` | int64 (groups) | slices of each group; a group is a volume, or a part of it |
     | `longest` | int | the largest of `counts` |
     | `positions` | float32 (slices) | millimetres along the axis |
@@ -248,7 +248,7 @@ class VolumeRisk(KeptTask):
             size = options.image_size
             return torch.empty(0, len(self.windows), size, size, dtype=torch.uint8)
         augment = options.augment if changes else None
-        return slice_pictures(
+        return slice_images(
             sample.slices[places], self.windows, options.image_size, augment=augment, keep_shape=options.keep_shape
         )
 

@@ -28,7 +28,7 @@ class Stream:
     """Writes a text to stdout, each letter as soon as all of its bytes are there.
 
     `DecodeStream` of tokenizers gives the pieces: together they are the text that `decode` gives for all tokens. (The
-    TextStreamer of transformers begins anew behind each line break, where tokenizers such as Llama's drop a space.)
+    TextStreamer of transformers begins again behind each line break, where tokenizers such as Llama's drop a space.)
 
     Args:
         task: has the tokenizer, at the latest when the model writes.

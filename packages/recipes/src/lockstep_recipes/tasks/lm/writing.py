@@ -116,7 +116,7 @@ def takes_keys(model: nn.Module) -> bool:
 def _write_alone(
     model: nn.Module, ids: Tensor, mask: Tensor, draws: Tensor, draw: Any, end: int | None, put: Any
 ) -> Tensor:
-    """The continuation of one prompt, whose tokens the model sees anew for each new token: (new tokens)."""
+    """The continuation of one prompt, whose tokens the model sees again for each new token: (new tokens)."""
     text, count = ids[mask], int(mask.sum())
     for number in draws[:, None]:
         token = draw(models.called(model, text[None]).logits[:, -1], number)

@@ -17,15 +17,15 @@ import numpy as np
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.readers.coco_file import Annotations
-from lockstep_recipes.tasks.vision.readers.image_files import PictureFiles, Pictures
+from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages, ImageFiles
 from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, Part
-from lockstep_recipes.tasks.vision.readers.image_shards import ShardPictures
-from lockstep_recipes.tasks.vision.readers.image_table import DataSetPictures
+from lockstep_recipes.tasks.vision.readers.image_shards import ShardImages
+from lockstep_recipes.tasks.vision.readers.image_table import DataSetImages
 
 MOST_PICTURES = 20_000
-"""Pictures whose sizes are looked at, of training and evaluation together."""
+"""Images whose sizes are looked at, of training and evaluation together."""
 MOST_BYTES = 256 << 20
-"""Bytes of pictures of equal size that are read and compared."""
+"""Bytes of images of equal size that are read and compared."""
 MOST_TEXTS = 100_000
 """Texts that are compared, of training and evaluation together."""
 _MOST_TEXT_BYTES = 64 << 20
@@ -33,13 +33,13 @@ _SHOWN = 3
 
 
 class Samples(NamedTuple):
-    """The pictures of a part of the data."""
+    """The images of a part of the data."""
 
-    pictures: Pictures
+    pictures: EncodedImages
     labels: Array | None = None
-    """The label of each picture of the part. None: labels are not compared."""
+    """The label of each image of the part. None: labels are not compared."""
     rows: Array | None = None
-    """The pictures that belong to the part. None: all."""
+    """The images that belong to the part. None: all."""
 
 
 class _Item(NamedTuple):
@@ -84,11 +84,11 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
     return shown + (", ..." if len(pairs) > _SHOWN else "")
 
 
-# ---- pictures
+# ---- images
 
 
 def samples_of(data: Any) -> Samples | None:
-    """The pictures of a data set of pictures. None: it has none."""
+    """The images of a data set of images. None: it has none."""
     records = getattr(data, "records", data)
     pictures = getattr(records, "pictures", None)
     labels = records.labels if isinstance(records, ImageRecords) else None
@@ -97,12 +97,12 @@ def samples_of(data: Any) -> Samples | None:
     return None if pictures is None else Samples(pictures, labels)
 
 
-def of_pictures(training: Samples | None, evaluation: Samples | None) -> list[str]:
-    """Lines about pictures that are equal byte by byte: in the training data, and between training and evaluation; and
+def of_images(training: Samples | None, evaluation: Samples | None) -> list[str]:
+    """Lines about images that are equal byte by byte: in the training data, and between training and evaluation; and
     about files that the training data name twice.
 
-    Files are compared by their sizes, then by their bytes. At most `MOST_PICTURES` pictures are looked at, spread over
-    the data, and at most `MOST_BYTES` are read. A picture that cannot be read is not compared.
+    Files are compared by their sizes, then by their bytes. At most `MOST_PICTURES` images are looked at, spread over
+    the data, and at most `MOST_BYTES` are read. An image that cannot be read is not compared.
     """
     if training is None:
         return []
@@ -136,17 +136,17 @@ def of_pictures(training: Samples | None, evaluation: Samples | None) -> list[st
     return lines + groups.lines(kind="pictures", how="equal byte by byte", looked=looked)
 
 
-def _size_and_file(pictures: Pictures, index: int) -> tuple[int, Any] | None:
-    """The size of a picture in bytes, and what only the same file has. None: it is not known without reading."""
-    if isinstance(pictures, PictureFiles):
+def _size_and_file(pictures: EncodedImages, index: int) -> tuple[int, Any] | None:
+    """The size of an image in bytes, and what only the same file has. None: it is not known without reading."""
+    if isinstance(pictures, ImageFiles):
         try:
             about = os.stat(pictures.path(index))
         except OSError:
             return None
         return about.st_size, (about.st_dev, about.st_ino)
-    if isinstance(pictures, ShardPictures):
+    if isinstance(pictures, ShardImages):
         return int(pictures.sizes[index]), (id(pictures), index)
-    if isinstance(pictures, DataSetPictures):
+    if isinstance(pictures, DataSetImages):
         size = pictures.size(index)
         return None if size is None else (size, (id(pictures), index))
     return None
@@ -157,7 +157,7 @@ def _equal(by_size: dict[int, list[tuple[_Item, Any, Callable[[], bytes]]]]) -> 
     groups, budget, left = _Groups(), MOST_BYTES, 0
     for size in sorted(by_size):
         group = by_size[size]
-        if len({file for _, file, _ in group}) == 1:  # a single picture, or the same file in training and evaluation
+        if len({file for _, file, _ in group}) == 1:  # a single image, or the same file in training and evaluation
             groups.items[size, group[0][1]] += [item for item, _, _ in group]
             continue
         if size * len(group) > budget:
@@ -210,14 +210,14 @@ def of_texts(training: TextRows, evaluation: TextRows | None) -> list[str]:
 
 
 def of_boxes(annotations: Annotations) -> list[str]:
-    """A line about boxes that are there twice: with the same picture, class and four numbers."""
+    """A line about boxes that are there twice: with the same image, class and four numbers."""
     rows = np.concatenate([annotations.images[:, None], annotations.labels[:, None], annotations.boxes], axis=1)
     order = np.lexsort(rows.T)
     again = order[1:][(rows[order[1:]] == rows[order[:-1]]).all(axis=1)]
     if not len(again):
         return []
     first = annotations.where(int(again.min()))
-    return [f"{len(again):,} boxes are there twice (same picture, class and place), the first: {first}"]
+    return [f"{len(again):,} boxes are there twice (same image, class and place), the first: {first}"]
 
 
 def of_names(names: Sequence[str]) -> list[str]:

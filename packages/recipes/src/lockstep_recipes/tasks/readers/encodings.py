@@ -64,7 +64,7 @@ def decoded(path: Path) -> tuple[str, str | None]:
         place = error.start + len(mark)
     if mark and encoding != "utf-8":
         what = f"not {encoding.upper()}, as its byte order mark says: byte {place} begins no character"
-        raise DataError(what, where=str(path), remedy="the file is damaged or cut off; write it anew, best as UTF-8")
+        raise DataError(what, where=str(path), remedy="the file is damaged or cut off; write it again, best as UTF-8")
     what, remedy = _explained(raw, place, path.name)
     raise DataError(what, where=str(path), remedy=remedy)
 

@@ -41,7 +41,7 @@ def ngram_rows(config: EmbeddingBagConfig, tokens: Sequence[str], special: Seque
     """The rows of the embeddings of each token's n-grams: those of the buckets, which follow those of the tokens.
 
     The bucket of an n-gram is the CRC-32 of its UTF-8 bytes, modulo the number of buckets. A token that has fewer
-    n-grams than `ngrams_per_token` has the row of the padding token in place of the others; of more, the first count.
+    n-grams than `ngrams_per_token` has the row of the padding token instead of the others; of more, the first count.
 
     Args:
         special: numbers of the tokens that stand for no text. They have no n-grams.

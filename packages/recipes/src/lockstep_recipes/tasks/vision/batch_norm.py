@@ -17,7 +17,7 @@ _Normed = nn.modules.batchnorm._BatchNorm
 
 
 def exchange_batch_norm(model: nn.Module, choice: BatchNormChoice) -> nn.Module:
-    """`model` with other layers in place of its BatchNorm layers. Parameters keep their names and values.
+    """`model` with other layers instead of its BatchNorm layers. Parameters keep their names and values.
 
     Args:
         choice: `batch` changes nothing. `sync`: SyncBatchNorm, which a run replaces on devices where it cannot run.

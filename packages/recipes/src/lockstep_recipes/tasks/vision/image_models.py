@@ -1,4 +1,4 @@
-"""Models of tasks on images: the pictures that they expect, their config, and their weights."""
+"""Models of tasks on images: the images that they expect, their config, and their weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lockstep.core.errors import UsageError
 from lockstep_recipes.tasks import hugging_face
 from lockstep_recipes.tasks.readers.hub import offline_without_network
 from lockstep_recipes.tasks.vision.image_options import ImageOptions
-from lockstep_recipes.tasks.vision.pictures.normalise import usual_mean_and_std
+from lockstep_recipes.tasks.vision.images.normalise import usual_mean_and_std
 
 
 class Pixels(NamedTuple):
-    """Properties of pictures that a model expects."""
+    """Properties of images that a model expects."""
 
     size: int
     """Height and width in pixels."""
@@ -30,7 +30,7 @@ class Pixels(NamedTuple):
 
     def mean_and_std(self, options: ImageOptions) -> tuple[list[float], list[float]]:
         """Mean and standard deviation of each channel: those of the options, of the model, of ImageNet, or 0.5 for grey
-        pictures."""
+        images."""
         usual = usual_mean_and_std(options.channels)
         return options.mean or self.mean or usual[0], options.std or self.std or usual[1]
 
@@ -58,7 +58,7 @@ def side_of(size: Any, *, keys: Sequence[str] = ("shortest_edge", "height"), def
 
 
 def check_channels(config: Any, channels: int) -> None:
-    """Compare the channels of a model with those of the pictures.
+    """Compare the channels of a model with those of the images.
 
     Args:
         config: of a model of transformers.
@@ -71,7 +71,7 @@ def check_channels(config: Any, channels: int) -> None:
         (place.num_channels for place in places if place is not None and hasattr(place, "num_channels")), channels
     )
     if wanted != channels:
-        what = f"the model takes pictures of {wanted} channels, and task.channels is {channels}"
+        what = f"the model takes images of {wanted} channels, and task.channels is {channels}"
         raise UsageError(what, where="task.channels", remedy=f"set task.channels={wanted}")
 
 
@@ -94,14 +94,14 @@ class Models:
         return list(names)
 
     def pixels(self) -> Pixels:
-        """Properties of pictures that the model expects."""
+        """Properties of images that the model expects."""
         raise NotImplementedError
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
         """The model, and names of the weights that the pretrained model lacks.
 
         Args:
-            size: height and width in pixels of the largest training pictures.
+            size: height and width in pixels of the largest training images.
             trained: whether a checkpoint provides the weights, so that pretrained weights are not needed.
         """
         raise NotImplementedError
@@ -113,7 +113,7 @@ class Models:
         """Write what the library needs to load the weights of `model` into `folder`. Returns warnings.
 
         Args:
-            about: how evaluations prepare pictures: see `ImagePresenter.preparation`.
+            about: how evaluations prepare images: see `ImagePresenter.preparation`.
         """
         return []
 
@@ -143,7 +143,7 @@ class AutoModels(Models):
     usual_size: ClassVar[int]
     """Height and width in pixels, where nothing says another size."""
     size_keys: ClassVar[tuple[str, ...]] = ("size",)
-    """Where a processor says the size of pictures; the first that it says counts."""
+    """Where a processor says the size of images; the first that it says counts."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Parts of the names of parameters that have no part in the logits. Without a gradient, DDP would refuse them."""
     problem: ClassVar[str | None] = None
@@ -157,7 +157,7 @@ class AutoModels(Models):
         """The config of the model.
 
         Args:
-            size: height and width in pixels of the largest training pictures, for a new model.
+            size: height and width in pixels of the largest training images, for a new model.
         """
         source = self.folder if self.folder and (self.folder / "config.json").is_file() else self.options.model
         if source:
@@ -180,7 +180,7 @@ class AutoModels(Models):
         Args:
             kind: the class of the config.
             names: its keys.
-            size: height and width in pixels of the largest training pictures.
+            size: height and width in pixels of the largest training images.
         """
         values = {"image_size": size, "num_channels": self.options.channels}
         return {key: value for key, value in values.items() if key in names or key in kind.attribute_map}

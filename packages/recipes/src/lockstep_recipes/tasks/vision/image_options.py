@@ -1,4 +1,4 @@
-"""Options that every task on images has: the size of pictures as a function of the epoch, and how pixels are read."""
+"""Options that every task on images has: the size of images as a function of the epoch, and how pixels are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.configs.task_options import TaskOptions
-from lockstep_recipes.tasks.vision.pictures.options import AugmentOptions
+from lockstep_recipes.tasks.vision.images.options import AugmentOptions
 
 
 def _from_epoch_0(sizes: dict[int | float, int]) -> dict[int | float, int]:
@@ -31,14 +31,14 @@ BatchNormChoice = Literal["batch", "sync", "frozen", "group"]
 
 
 class ImageOptions(TaskOptions):
-    """Sizes of pictures, their channels, augmentation and normalisation.
+    """Sizes of images, their channels, augmentation and normalisation.
 
     The size is a pure function of the epoch, so a run that goes on from any step has the sizes of a run that was never
-    stopped. Small pictures in the first epochs save time: Howard, https://www.fast.ai/posts/2018-04-30-dawnbench-fastai.html.
+    stopped. Small images in the first epochs save time: Howard, https://www.fast.ai/posts/2018-04-30-dawnbench-fastai.html.
     """
 
     image_size: ImageSize = None
-    """Height and width of training pictures in pixels. `{0: 128, 20: 160}`: 128 pixels from epoch 0 on, and 160 pixels
+    """Height and width of training images in pixels. `{0: 128, 20: 160}`: 128 pixels from epoch 0 on, and 160 pixels
     from epoch 20 on. `{0: 128, 0.4: 160}`: 160 pixels when 0.4 of the epochs are done, rounded to whole epochs; the run
     keeps the epochs. None: the size that suits the model."""
     image_size_between: Literal["step", "linear"] = "step"
@@ -46,10 +46,10 @@ class ImageOptions(TaskOptions):
     image_size_multiple: PositiveInt = 32
     """With `linear`, sizes between are rounded to multiples of this number of pixels."""
     eval_size: PositiveInt | None = None
-    """Height and width of evaluation pictures in pixels. None: the last size of `image_size`."""
+    """Height and width of evaluation images in pixels. None: the last size of `image_size`."""
     eval_resize: PositiveInt | None = None
-    """For evaluations, the shorter side of a picture is resized to this number of pixels, and the centre is cut out.
-    None: the whole picture is resized to `eval_size`, whatever its shape."""
+    """For evaluations, the shorter side of an image is resized to this number of pixels, and the centre is cut out.
+    None: the whole image is resized to `eval_size`, whatever its shape."""
 
     channels: Literal[1, 3] = 3
     """1 for grey images, 3 for RGB."""
@@ -59,7 +59,7 @@ class ImageOptions(TaskOptions):
     std: list[PositiveFloat] | None = None
     """Standard deviation of each channel, by which pixels are divided. None: as for `mean`."""
     augment: AugmentOptions = AugmentOptions()
-    """Random changes of training pictures."""
+    """Random changes of training images."""
     batch_norm: BatchNormChoice = "batch"
     """Statistics that BatchNorm layers use. `batch`: of the micro-batch of a rank. `sync`: of those of all ranks,
     on CUDA. `frozen`: the running statistics of the pretrained model. `group`: GroupNorm takes their place."""
@@ -76,7 +76,7 @@ class ImageOptions(TaskOptions):
     def _crop_fits(self) -> Self:
         size = self.size_for_evaluation(0)  # 0: the model says it
         if self.eval_resize and self.eval_resize < size:
-            what = f"eval_resize ({self.eval_resize}) is below the size of evaluation pictures ({size})"
+            what = f"eval_resize ({self.eval_resize}) is below the size of evaluation images ({size})"
             raise ValueError(f"{what}; use eval_resize >= {size}, or set eval_size")
         return self
 
@@ -111,7 +111,7 @@ class ImageOptions(TaskOptions):
         return {int(epoch): size for epoch, size in self.image_size.items()}
 
     def size_at(self, epoch: int, default: int) -> int:
-        """Height and width in pixels of training pictures in `epoch`, counted from 0.
+        """Height and width in pixels of training images in `epoch`, counted from 0.
 
         Args:
             default: the size if `image_size` is None.
@@ -122,12 +122,12 @@ class ImageOptions(TaskOptions):
         return size_at(self._by_epoch, epoch, multiple=self.image_size_multiple if between else None)
 
     def all_sizes(self, default: int) -> list[int]:
-        """Every size that pictures have in training or evaluation, sorted."""
+        """Every size that images have in training or evaluation, sorted."""
         sizes = {self.size_at(epoch, default) for epoch in self._changes()}
         return sorted(sizes | {self.size_for_evaluation(default)})
 
     def size_for_evaluation(self, default: int) -> int:
-        """Height and width in pixels of evaluation pictures."""
+        """Height and width in pixels of evaluation images."""
         if isinstance(self.image_size, dict):
             return self.eval_size or list(self.image_size.values())[-1]
         return self.eval_size or self.image_size or default

@@ -1,4 +1,4 @@
-"""A base of the three tasks on pictures: what is learned from the data, the model, and the pixels for it."""
+"""A base of the three tasks on images: what is learned from the data, the model, and the pixels for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep_recipes.tasks.class_weights import OnDevice, class_weights
 from lockstep_recipes.tasks.kept import KeptTask
 from lockstep_recipes.tasks.vision.batch_norm import exchange_batch_norm
 from lockstep_recipes.tasks.vision.image_models import Models, Pixels
-from lockstep_recipes.tasks.vision.pictures.normalise import normalise
+from lockstep_recipes.tasks.vision.images.normalise import normalise
 from lockstep_recipes.tasks.vision.size_check import check_image_sizes
 
 
@@ -40,12 +40,12 @@ class About:
 
 
 class ImageTask(KeptTask):
-    """A task on pictures. It adds `learn`, `read`, `models`, and the way from a sample to a loss.
+    """A task on images. It adds `learn`, `read`, `models`, and the way from a sample to a loss.
 
     Args:
         options: an object of `ImageOptions` with `model`.
-        train, eval: sources of pictures.
-        cache: keep decoded pictures on disk, as `data.cache` says.
+        train, eval: sources of images.
+        cache: keep decoded images on disk, as `data.cache` says.
     """
 
     def __init__(self, options: Any, train: str, eval: str | None, cache: CacheOptions | None) -> None:
@@ -63,7 +63,7 @@ class ImageTask(KeptTask):
     classes = names
 
     def described(self, pixels: Pixels, **learned: Any) -> Any:
-        """`about`, from what a model expects of pictures and from what was learned from the data."""
+        """`about`, from what a model expects of images and from what was learned from the data."""
         mean, std = pixels.mean_and_std(self.options)
         return self.about_type(**{"mean": mean, "std": std, "size": pixels.size, **learned})
 
@@ -97,7 +97,7 @@ class ImageTask(KeptTask):
         return model
 
     def trial(self, model: nn.Module, images: Tensor) -> Any:
-        """The outputs of a new model for normalised images, with which sizes of pictures are tried."""
+        """The outputs of a new model for normalised images, with which sizes of images are tried."""
         return logits_of(model, images)
 
     def normalised(self, model: nn.Module, images: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def cached_volume(
 
     The first process that asks reads the file and writes the volume into Lockstep's cache folder; others wait for it. A
     kill at any instant leaves a volume in the cache whole or absent. Where the disk is nearly full, the volume is kept
-    in memory alone, is read anew the next time, and a warning says so.
+    in memory alone, is read again the next time, and a warning says so.
 
     Args:
         path: see `read_volume`.
@@ -108,7 +108,7 @@ def content_address(path: Path) -> str:
         with atomic.staged_file(known, known.with_name(f".{known.name}-{os.getpid()}")) as staging:
             staging.write_text(address, encoding="ascii")
     except OSError:
-        pass  # it is computed anew the next time
+        pass  # it is computed again the next time
     return address
 
 

@@ -81,7 +81,7 @@ def _one_series(folder: Path) -> tuple[list[Any], list[str]]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # pydicom warns of texts that are longer than the standard allows
                 dataset = pydicom.dcmread(path)
-                is_picture = "Rows" in dataset or "PixelData" in dataset
+                is_image = "Rows" in dataset or "PixelData" in dataset
                 kind = str(dataset.file_meta.get("MediaStorageSOPClassUID", ""))
         except pydicom.errors.InvalidDicomError as error:
             if path.suffix.lower() in _SUFFIXES:
@@ -90,9 +90,9 @@ def _one_series(folder: Path) -> tuple[list[Any], list[str]]:
             continue
         except Exception as error:  # a damaged file raises errors of many kinds
             raise _damaged(path, error) from error
-        if not is_picture and any(known.startswith(kind) for known in _ct_classes()):  # a file begins with its kind
+        if not is_image and any(known.startswith(kind) for known in _ct_classes()):  # a file begins with its kind
             raise _damaged(path, EOFError("it ends before its pixels"))
-        if is_picture:
+        if is_image:
             series[str(dataset.get("SeriesInstanceUID", "without number"))].append(dataset)
         else:
             others += 1
@@ -145,7 +145,7 @@ def _check_alike(slices: Sequence[Any]) -> None:
             raise DataError("a file with several frames or colours cannot be read", where=where, remedy=remedy)
         missing = [name for name in _NEEDED if _value(dataset, name) is None]
         if missing:
-            raise DataError(f"the file has no {', '.join(missing)}", where=where, remedy="export the series anew")
+            raise DataError(f"the file has no {', '.join(missing)}", where=where, remedy="export the series again")
         if dataset.get("Modality", "CT") != "CT":
             raise DataError(f"the modality is {dataset.Modality}, not CT", where=where, remedy="give a CT series")
         _numbers(dataset, "ImagePositionPatient")
@@ -166,7 +166,7 @@ def _all_rescaled(slices: Sequence[Any]) -> bool:
     for name, without in zip(_RESCALE, lacking, strict=True):
         if 0 < len(without) < len(slices):
             what = f"the file has no {name}, but other slices have: its values cannot be compared with theirs"
-            raise DataError(what, where=str(without[0].filename), remedy="export the series anew")
+            raise DataError(what, where=str(without[0].filename), remedy="export the series again")
     return not any(lacking)
 
 
@@ -205,7 +205,7 @@ def _numbers(dataset: Any, name: str, usual: float | None = None) -> Array:
         values = np.empty(0)
     if values.shape != (wanted,) or not np.isfinite(values).all():
         what = f"{name} is {written!r}, not {wanted} number{'s' if wanted > 1 else ''}"
-        raise DataError(what, where=str(dataset.filename), remedy="export the series anew")
+        raise DataError(what, where=str(dataset.filename), remedy="export the series again")
     return values
 
 
@@ -220,7 +220,7 @@ def _normal(dataset: Any) -> Array:
     length = float(np.linalg.norm(normal))
     if abs(length - 1) > _OBLIQUE:
         what = f"ImageOrientationPatient is {directions.tolist()}, which are no perpendicular directions of length 1"
-        raise DataError(what, where=str(dataset.filename), remedy="export the series anew")
+        raise DataError(what, where=str(dataset.filename), remedy="export the series again")
     return normal / length
 
 
@@ -247,7 +247,7 @@ def _values(dataset: Any) -> Array:
     (slope,), (intercept,) = (_numbers(dataset, name, usual) for name, usual in zip(_RESCALE, (1, 0), strict=True))
     if not slope:
         what = f"RescaleSlope is {slope:g} and RescaleIntercept is {intercept:g}"
-        raise DataError(what, where=str(dataset.filename), remedy="export the series anew")
+        raise DataError(what, where=str(dataset.filename), remedy="export the series again")
     limits = np.iinfo(np.int16)
     values: Array = np.rint(pixels * slope + intercept).clip(limits.min, limits.max).astype(np.int16)
     return values

@@ -123,5 +123,5 @@ def _read_numpy(path: Path) -> Volume:
 
 def _damaged(path: Path, kind: str, error: BaseException) -> DataError:
     reason = str(error).split("\n")[0] or type(error).__name__
-    remedy = "the file is truncated or damaged: copy it anew, or remove its row"
+    remedy = "the file is truncated or damaged: copy it again, or remove its row"
     return DataError(f"not readable as {kind}: {reason}", where=str(path), remedy=remedy)

@@ -59,7 +59,7 @@ def oriented(voxels: Array, affine: Array, *, where: str, positions: Array | Non
         raise DataError(f"voxels of shape {voxels.shape} are no volume", where=where, remedy=remedy)
     if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
         rows = np.asarray(affine).round(4).tolist()
-        raise DataError(f"the affine matrix has no orientation: {rows}", where=where, remedy="write the file anew")
+        raise DataError(f"the affine matrix has no orientation: {rows}", where=where, remedy="write the file again")
     transform = nibabel.orientations.ornt_transform(
         nibabel.orientations.io_orientation(affine), nibabel.orientations.axcodes2ornt(("L", "P", "S"))
     )

@@ -1,4 +1,4 @@
-"""HU windows: the channels of the pictures that a model sees."""
+"""HU windows: the channels of the images that a model sees."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _window(choice: str | Sequence[float]) -> Window:
 
 
 def windowed(slices: npt.NDArray[np.int16], windows: tuple[Window, ...]) -> npt.NDArray[np.uint8]:
-    """Slices as pictures with a channel for each window.
+    """Slices as images with a channel for each window.
 
     Args:
         slices: int16 (..., rows, columns) in HU.

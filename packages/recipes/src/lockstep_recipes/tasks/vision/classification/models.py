@@ -25,7 +25,7 @@ from lockstep_recipes.tasks.vision.classification.options import (
 )
 from lockstep_recipes.tasks.vision.classification.resnet9 import ConvNet4, ResNet9
 from lockstep_recipes.tasks.vision.image_models import AutoModels, Models, Pixels
-from lockstep_recipes.tasks.vision.pictures.decode import image_size
+from lockstep_recipes.tasks.vision.images.decode import image_size
 from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords
 
 _SIZE = 224  # pixels, where nothing says another size
@@ -41,7 +41,7 @@ def models_for(options: ClassificationOptions, folder: Path | None, *, architect
 
     Args:
         folder: where an earlier start of the run has kept the model's config. None: there is none.
-        architecture: what stands in place of `auto`. None: no model is made.
+        architecture: what stands instead of `auto`. None: no model is made.
     """
     name = options.model or options.scratch.architecture
     if name.startswith(TIMM):
@@ -52,17 +52,17 @@ def models_for(options: ClassificationOptions, folder: Path | None, *, architect
 
 
 def median_side(records: ImageRecords) -> int:
-    """The median of the shorter sides of pictures in pixels. About 100 pictures are looked at, evenly spread, and of
+    """The median of the shorter sides of images in pixels. About 100 images are looked at, evenly spread, and of
     these the headers only. 32 if none can be read."""
     sides = []
     for index in range(0, len(records), max(1, len(records) // _LOOKED_AT)):
-        with contextlib.suppress(DataError):  # it is an error, or left out, when the picture is read
+        with contextlib.suppress(DataError):  # it is an error, or left out, when the image is read
             sides.append(min(image_size(records.pictures.read(index), where=records.where(index))))
     return round(statistics.median(sides or [_SIDES[0]]))
 
 
 def size_for(side: int) -> int:
-    """The size in pixels that suits pictures, for a new small model: a multiple of 8 from 32 to 48.
+    """The size in pixels that suits images, for a new small model: a multiple of 8 from 32 to 48.
 
     Args:
         side: the median of their shorter sides in pixels.

@@ -1,4 +1,4 @@
-"""Texts and pictures that show data, predictions and results of image classification to people."""
+"""Texts and images that show data, predictions and results of image classification to people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep_recipes.tasks.readers.labels import count_labels
 from lockstep_recipes.tasks.vision.classification.options import SMALL
 from lockstep_recipes.tasks.vision.image_presenter import ImagePresenter
 from lockstep_recipes.tasks.vision.readers.class_table import listed
-from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, unlabelled_pictures
+from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, unlabelled_images
 
 if TYPE_CHECKING:
     from lockstep_recipes.tasks.vision.classification.task import Classification, Sample
@@ -24,13 +24,13 @@ _FEW = 30  # classes up to which results are listed by class
 
 
 class ClassificationPresenter(ImagePresenter):
-    """Shows the most probable classes, and results by class. INPUT arguments are pictures and folders of pictures."""
+    """Shows the most probable classes, and results by class. INPUT arguments are images and folders of images."""
 
     task: Classification
 
     def inputs(self, arguments: Sequence[str]) -> ImageRecords:
-        """The pictures that the arguments name: files, folders, patterns and shards."""
-        return unlabelled_pictures(arguments)
+        """The images that the arguments name: files, folders, patterns and shards."""
+        return unlabelled_images(arguments)
 
     def describe(self, output: Tensor) -> dict[str, Any]:
         """The most probable class, its probability, and with `top_k` above 1 the most probable classes by name."""
@@ -69,7 +69,7 @@ class ClassificationPresenter(ImagePresenter):
         lines = super().log_header()
         if options.batch_norm == "frozen" and not options.model:
             lines.append("WARNING: task.batch_norm=frozen, but a new model has no running statistics to normalise by")
-        if options.asks_the_pictures:
+        if options.asks_the_images:
             lines.append(self._decided())
         if options.mixup_alpha or task.decided.cutmix_alpha:
             lines.append("mixup and cutmix: train/loss is that of mixed labels, so it lies above eval/loss")
@@ -81,11 +81,11 @@ class ClassificationPresenter(ImagePresenter):
         architecture, augment, alpha = task.decided
         values = [] if task.options.model else [f"task.scratch.architecture={architecture}"]
         values += [f"task.augment.crop={augment.crop}", f"task.cutmix_alpha={alpha:g}"]
-        what = f"the shorter side of training pictures has {task.about.side} pixels (median; {SMALL} or less are small)"
+        what = f"the shorter side of training images has {task.about.side} pixels (median; {SMALL} or less are small)"
         return f"{what}: {', '.join(values)}"
 
     def program(self, model: nn.Module) -> Program:
-        """Probabilities (pictures, classes) of prepared `images`, uint8 (pictures, channels, size, size)."""
+        """Probabilities (images, classes) of prepared `images`, uint8 (images, channels, size, size)."""
         task = self.task
         side = task.options.size_for_evaluation(task.about.size)
 

@@ -29,9 +29,9 @@ class StandardizedConv2d(nn.Conv2d):
 class ResNet9(nn.Module):
     """Eight 3x3 convolutions, of which four form two residual blocks, and a linear layer on the means of the channels.
 
-    (batch, channels, height, width) -> (batch, classes) logits. Pooling halves the picture three times, so a side has 8
+    (batch, channels, height, width) -> (batch, classes) logits. Pooling halves the image three times, so a side has 8
     pixels or more. The layers are those of Page 2018, https://myrtle.ai/how-to-train-your-resnet/, with mean pooling at
-    the end, with GroupNorm and standardized weights in place of batch norm, and narrower.
+    the end, with GroupNorm and standardized weights instead of batch norm, and narrower.
 
     Args:
         width: channels after the first convolution, a multiple of 16. The last has 8 times as many.
@@ -61,7 +61,7 @@ class ConvNet4(nn.Module):
     """Four 3x3 convolutions, each followed by max-pooling, and a linear layer on the means of the channels.
 
     (batch, channels, height, width) -> (batch, classes) logits. The layers have GroupNorm and standardized weights, as
-    those of `ResNet9`. Pooling rounds sides up, so a picture may have any size.
+    those of `ResNet9`. Pooling rounds sides up, so an image may have any size.
 
     Args:
         width: channels after the first convolution, a multiple of 16. The next have 2, 4 and 4 times as many.

@@ -1,4 +1,4 @@
-"""Image classification: the embedded digits, or pictures with a label each."""
+"""Image classification: the embedded digits, or images with a label each."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lockstep_recipes.tasks.vision.classification.options import AUTO, CONVNET4,
 from lockstep_recipes.tasks.vision.classification.presenter import ClassificationPresenter
 from lockstep_recipes.tasks.vision.image_models import Models
 from lockstep_recipes.tasks.vision.image_task import About, ImageTask
-from lockstep_recipes.tasks.vision.pictures.augment import eval_picture, train_picture
-from lockstep_recipes.tasks.vision.pictures.cache import reduced
-from lockstep_recipes.tasks.vision.pictures.decode import decode
-from lockstep_recipes.tasks.vision.pictures.mix import draw_partner, mix
-from lockstep_recipes.tasks.vision.pictures.picture import Picture, stack_images
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, stack_images
+from lockstep_recipes.tasks.vision.images.augment import eval_image, train_image
+from lockstep_recipes.tasks.vision.images.cache import reduced
+from lockstep_recipes.tasks.vision.images.decode import decode
+from lockstep_recipes.tasks.vision.images.mix import draw_partner, mix
 from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedImage, DecodedImages
 from lockstep_recipes.tasks.vision.readers.image_records import ImageRecord, evaluation_source, read_image_records
 
@@ -44,7 +44,7 @@ class ClassificationAbout(About):
     """The facts that the task keeps with the run. `counts` are samples."""
 
     side: int | None = None
-    """The median of the shorter sides of the training pictures in pixels. None: nothing depends on it."""
+    """The median of the shorter sides of the training images in pixels. None: nothing depends on it."""
 
 
 @final
@@ -56,10 +56,10 @@ class Classification(ImageTask):
     `partner_labels`: int64 (samples), and `label_share`: float32 (samples), the share of `labels` in the target.
 
     Args:
-        train, eval: `digits`, or a source of pictures: see `readers.image_records.read_image_records`. Without `eval`,
-            the evaluation part of the folder `train` is used, if it has such a part; otherwise a share of the pictures
+        train, eval: `digits`, or a source of images: see `readers.image_records.read_image_records`. Without `eval`,
+            the evaluation part of the folder `train` is used, if it has such a part; otherwise a share of the images
             in `train` is held back, as `options.eval_fraction` says.
-        cache: keep decoded pictures on disk, as `data.cache` says.
+        cache: keep decoded images on disk, as `data.cache` says.
     """
 
     options: ClassificationOptions
@@ -77,7 +77,7 @@ class Classification(ImageTask):
         records, options = self._records(self.train_source, "train", None), self.options
         if len(records.classes) < 2:
             what = f"there is only the class {records.classes[0]!r}" if records.classes else "there are no classes"
-            raise DataError(what, where=self.train_source, remedy="give pictures of two classes or more")
+            raise DataError(what, where=self.train_source, remedy="give images of two classes or more")
         models = models_for(options, None)
         classes, pixels = models.classes(records.classes), models.pixels()
         rows = self._rows(records)[0]
@@ -86,7 +86,7 @@ class Classification(ImageTask):
         by_data = small_model and options.image_size is None
         digits = self.train_source == _DIGITS
         side = None
-        if by_data or options.asks_the_pictures:
+        if by_data or options.asks_the_images:
             side = _DIGITS_SIZE if digits else median_side(records)
         return self.described(
             pixels,
@@ -98,7 +98,7 @@ class Classification(ImageTask):
 
     @cached_property
     def decided(self) -> Decided:
-        """The options that may be `auto`, as they are for the training pictures."""
+        """The options that may be `auto`, as they are for the training images."""
         return self.options.decided(self.about.side)
 
     # ---- data
@@ -144,7 +144,7 @@ class Classification(ImageTask):
 
     @property
     def held_back(self) -> str | None:
-        """A sentence about the pictures that are held back for evaluation. None: none shall be held back."""
+        """A sentence about the images that are held back for evaluation. None: none shall be held back."""
         rows, held = self._split
         if held is None:
             return None
@@ -165,12 +165,12 @@ class Classification(ImageTask):
         options, about = self.options, self.about
         size = options.size_for_evaluation(about.size)
         if options.eval_resize and options.eval_resize < size:
-            what = f"pictures are resized to {options.eval_resize} pixels, but {size} are cut out of them"
+            what = f"images are resized to {options.eval_resize} pixels, but {size} are cut out of them"
             remedy = f"set it to {size} or more, or set task.eval_size"
             raise UsageError(what, where="task.eval_resize", remedy=remedy)
         return super().model()
 
-    # ---- from a picture to a batch
+    # ---- from an image to a batch
 
     def prepare(self, sample: Sample, epoch: int, training: bool) -> dict[str, Any]:
         """The image, uint8 (channels, size, size), and its label; in training augmented, and mixed with a partner."""
@@ -184,16 +184,16 @@ class Classification(ImageTask):
         options, default = self.options, self.about.size
         pixels = sample[0]
         if isinstance(pixels, bytes):
-            # Files to predict are in no cache: they are reduced as the cache has reduced the pictures of the training.
+            # Files to predict are in no cache: they are reduced as the cache has reduced the images of the training.
             side = self.cache.shorter_side if self.cache else None
             pixels = reduced(decode(pixels, channels=options.channels), side)
-        picture = Picture(pixels) if isinstance(pixels, Tensor) else Picture.from_pixels(pixels)
+        picture = AnnotatedImage(pixels) if isinstance(pixels, Tensor) else AnnotatedImage.from_pixels(pixels)
         if training:
-            picture = train_picture(picture, options.size_at(epoch, default), self.decided.augment)
+            picture = train_image(picture, options.size_at(epoch, default), self.decided.augment)
         else:
             size = options.size_for_evaluation(default)
             resize, interpolation = options.eval_resize, options.augment.interpolation
-            picture = eval_picture(picture, size, resize=resize, interpolation=interpolation)
+            picture = eval_image(picture, size, resize=resize, interpolation=interpolation)
         label, classes = int(sample[1]), len(self.about.classes)
         if not -1 <= label < classes:
             raise DataError(f"label {label} is out of range", remedy=f"labels are 0 to {classes - 1}")
@@ -271,7 +271,7 @@ class Classification(ImageTask):
 
     @staticmethod
     def _update(metrics: MetricCollection, output: Tensor, batch: Batch) -> None:
-        """Feed a batch. A mixed picture counts as the class of which it shows more."""
+        """Feed a batch. A mixed image counts as the class of which it shows more."""
         from lockstep_recipes.tasks.class_metrics import update_class_metrics
 
         labels = batch["labels"]

@@ -19,7 +19,7 @@ from torch.nn import functional
 from lockstep_recipes.tasks.vision.detection.overlap import suppressed
 
 STRIDE = 4
-"""Pixels of the picture between two places of the output."""
+"""Pixels of the image between two places of the output."""
 _FIRST_SIDE = 4.0  # distance from a centre to a side before training, in places
 _PRIOR = 0.01  # score of every place before training, as in Lin et al. 2017, Focal Loss, arXiv:1708.02002, section 4.1
 _CHANNELS_OF_GROUP = 16  # Wu and He 2018, Group Normalization, arXiv:1803.08494, table 3
@@ -32,9 +32,9 @@ class CenterOutput(NamedTuple):
     """The output of the detector for each place: (height / 4, width / 4) places, rounded up."""
 
     logits: Tensor
-    """(pictures, classes, rows, columns): how likely the centre of an object of a class is there."""
+    """(images, classes, rows, columns): how likely the centre of an object of a class is there."""
     distances: Tensor
-    """(pictures, 4, rows, columns): pixels from the middle of the place to the left, top, right and bottom edge."""
+    """(images, 4, rows, columns): pixels from the middle of the place to the left, top, right and bottom edge."""
 
 
 def group_norm(channels: int) -> nn.Module:
@@ -43,10 +43,10 @@ def group_norm(channels: int) -> nn.Module:
 
 
 class CenterDetector(nn.Module):
-    """(pictures, channels, height, width), normalised -> `CenterOutput`.
+    """(images, channels, height, width), normalised -> `CenterOutput`.
 
     Args:
-        width: channels of the features at a quarter of the size of the pictures. They double from level to level, up to
+        width: channels of the features at a quarter of the size of the images. They double from level to level, up to
             eight times.
         depth: residual blocks of each level.
         levels: levels of the pyramid: 4 have strides of 4, 8, 16 and 32 pixels.
@@ -131,7 +131,7 @@ def places(rows: int, columns: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def boxes_of(distances: Tensor) -> Tensor:
-    """The box around each place: (pictures, 4, rows, columns), left, top, right and bottom in pixels."""
+    """The box around each place: (images, 4, rows, columns), left, top, right and bottom in pixels."""
     y, x = places(distances.shape[2], distances.shape[3], distances)
     left, top, right, bottom = distances.unbind(1)
     row, column = y[:, None], x[None, :]
@@ -141,16 +141,16 @@ def boxes_of(distances: Tensor) -> Tensor:
 def best_boxes(
     output: CenterOutput, *, size: tuple[int, int], most: int, overlap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The best boxes of each picture: places whose score is the highest of their 3x3 neighbours, then
+    """The best boxes of each image: places whose score is the highest of their 3x3 neighbours, then
     non-maximum suppression within each class.
 
     Args:
-        size: height and width of the pictures in pixels, to which boxes are clipped.
-        most: the greatest number of boxes of a picture.
+        size: height and width of the images in pixels, to which boxes are clipped.
+        most: the greatest number of boxes of an image.
         overlap: see `overlap.suppressed`.
 
     Returns:
-        boxes (pictures, places, 4) in pixels, scores (pictures, places), labels (pictures, places), the best first;
+        boxes (images, places, 4) in pixels, scores (images, places), labels (images, places), the best first;
         scores of 0 and labels of -1 in places without a box.
     """
     scores = output.logits.float().sigmoid()

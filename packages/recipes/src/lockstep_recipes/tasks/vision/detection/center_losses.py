@@ -25,14 +25,14 @@ class CenterTargets(NamedTuple):
     """The output that the detector should have for each place."""
 
     heat: Tensor
-    """(pictures, classes, rows, columns) from 0 to 1: 1 at the centres of boxes, and less around them."""
+    """(images, classes, rows, columns) from 0 to 1: 1 at the centres of boxes, and less around them."""
     counts: Tensor
-    """bool (pictures, 1, rows, columns): whether the places without a centre count as background."""
+    """bool (images, 1, rows, columns): whether the places without a centre count as background."""
     owner: Tensor
-    """int64 (pictures, rows, columns): the box of each place, counted over the batch. Places without a box have the
+    """int64 (images, rows, columns): the box of each place, counted over the batch. Places without a box have the
     number of boxes."""
     share: Tensor
-    """(pictures, rows, columns): the weight of each place in the loss of its box. The weights of a box add to 1. 0 in
+    """(images, rows, columns): the weight of each place in the loss of its box. The weights of a box add to 1. 0 in
     places without a box."""
 
 
@@ -101,11 +101,11 @@ def _gaussian(middles: Tensor, low: Tensor, high: Tensor, end: float) -> tuple[T
 
 
 def _covered(targets: Targets, y: Tensor, x: Tensor) -> Tensor:
-    """bool (pictures, 1, rows, columns): whether a place lies in an ignored region."""
+    """bool (images, 1, rows, columns): whether a place lies in an ignored region."""
     covered = y.new_zeros(len(targets.counts), len(y), len(x))
     left, top, right, bottom = targets.ignored.to(y).T[..., None]
     across, down = (x > left) & (x < right), (y > top) & (y < bottom)
-    picture = targets.ignored_pictures
+    picture = targets.ignored_images
     for part in _parts(len(targets.ignored), len(y) * len(x)):
         inside = (down[part, :, None] & across[part, None, :]).to(y)
         covered.scatter_reduce_(0, picture[part, None, None].expand_as(inside), inside, "amax")

@@ -19,17 +19,17 @@ from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.vision.readers.boxed_images import BoxedImages
 
 MOST = 100
-"""pycocotools uses at most this many boxes of each picture and class (the last of its `maxDets`)."""
+"""pycocotools uses at most this many boxes of each image and class (the last of its `maxDets`)."""
 
 
 class CocoMap(Metric):
     """Average precision of boxes, exactly as pycocotools computes it on one process.
 
-    Each rank keeps at most 100 boxes of each picture and class, 22 bytes each, and 12 bytes for each picture. Rank 0
+    Each rank keeps at most 100 boxes of each image and class, 22 bytes each, and 12 bytes for each image. Rank 0
     gets those of all ranks, and calls pycocotools class by class, so that the objects of one class exist at a time.
 
     Args:
-        truth: returns the pictures with their true boxes. It is called when the metric is computed.
+        truth: returns the images with their true boxes. It is called when the metric is computed.
         classes: names of the classes.
     """
 
@@ -50,10 +50,10 @@ class CocoMap(Metric):
         """Add the boxes of a batch.
 
         Args:
-            boxes: (pictures, places, 4): left, top, right, bottom in pixels of the original picture.
-            scores: (pictures, places).
-            labels: (pictures, places): class numbers. -1 in places without a box.
-            ids: int64 (pictures): the ids of the pictures.
+            boxes: (images, places, 4): left, top, right, bottom in pixels of the original image.
+            scores: (images, places).
+            labels: (images, places): class numbers. -1 in places without a box.
+            ids: int64 (images): the ids of the images.
         """
         kept = among_best(scores.cpu(), labels.cpu())
         rows = torch.cat([boxes.detach().float().cpu(), scores.detach().float().cpu()[..., None]], -1)
@@ -68,12 +68,12 @@ class CocoMap(Metric):
         Returns:
             `mAP`, `mAP50`, `mAP75`: the means over classes, at IoU 0.50 to 0.95, 0.50 and 0.75; `mAP_small`,
             `mAP_medium`, `mAP_large`: by area, below 32 x 32, below 96 x 96 and above; `mAR`: the mean recall with 100
-            boxes of each picture and class; `mAP/CLASS`: of each class. Sizes and classes without any true box are left
+            boxes of each image and class; `mAP/CLASS`: of each class. Sizes and classes without any true box are left
             out; the others are -1 if there is no true box at all. `precision_recall`: (classes, 101), the precision at
             IoU 0.50 where the recall is 0, 0.01, ... 1; -1 for classes without a true box.
 
         Raises:
-            DataError: a picture is not in the data, or occurs twice.
+            DataError: an image is not in the data, or occurs twice.
         """
         rows, labels = (_joined(part) for part in (self.boxes, self.labels))
         counts, ids = (_joined(part) for part in (self.counts, self.ids))
@@ -89,13 +89,13 @@ class CocoMap(Metric):
 
 
 def among_best(scores: Tensor, labels: Tensor, most: int = MOST) -> Tensor:
-    """True for the `most` best boxes of each picture and class; the earlier of two equal boxes is better.
+    """True for the `most` best boxes of each image and class; the earlier of two equal boxes is better.
 
     Args:
-        scores, labels: (pictures, places); the label -1 marks places without a box.
+        scores, labels: (images, places); the label -1 marks places without a box.
 
     Returns:
-        bool (pictures, places).
+        bool (images, places).
     """
     kept = labels >= 0
     if scores.shape[1] <= most:
@@ -117,22 +117,22 @@ def evaluate_classes(
     """The arrays `precision` and `recall` of pycocotools' `COCOeval.accumulate` over all classes.
 
     Args:
-        seen: ids of the pictures that were evaluated.
-        boxes: (n, 4) left, top, right, bottom in pixels of the original picture.
+        seen: ids of the images that were evaluated.
+        boxes: (n, 4) left, top, right, bottom in pixels of the original image.
         scores, labels: (n).
-        pictures: (n): ids of the pictures.
+        images: (n): ids of the images.
 
     Returns:
         (IoU, recall, classes, areas, maxDets) and (IoU, classes, areas, maxDets), with the classes by number.
 
     Raises:
-        DataError: a picture is not in the data, or occurs twice.
+        DataError: an image is not in the data, or occurs twice.
     """
     all_ = truth.annotations
     known, twice = np.isin(seen, all_.image_ids), len(np.unique(seen)) != len(seen)
     if not known.all() or twice:
-        what = "a picture was evaluated twice" if twice else f"there is no picture with the id {seen[~known][0]}"
-        raise DataError(what, where="the evaluation data", remedy="give each picture an id of its own")
+        what = "an image was evaluated twice" if twice else f"there is no image with the id {seen[~known][0]}"
+        raise DataError(what, where="the evaluation data", remedy="give each image an id of its own")
     box_images = all_.image_ids[all_.images]
     counted = np.isin(box_images, seen)
     arrays = {}
@@ -170,7 +170,7 @@ def width_and_height(boxes: Array) -> Array:
 
 
 def _evaluate_class(category: int, true: list[dict[str, Any]], found: list[dict[str, Any]]) -> tuple[Array, Array]:
-    """Precision and recall of one class by pycocotools, of the pictures that have true or found boxes of it."""
+    """Precision and recall of one class by pycocotools, of the images that have true or found boxes of it."""
     evaluation = cocoeval()(iouType="bbox")
     images = sorted({box["image_id"] for box in true} | {box["image_id"] for box in found})
     with _quiet():

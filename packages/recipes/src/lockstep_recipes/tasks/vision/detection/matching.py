@@ -14,7 +14,7 @@ OVERLAP = 0.5
 
 
 class Matched(NamedTuple):
-    """Found and true boxes of a picture."""
+    """Found and true boxes of an image."""
 
     found: Tensor
     """bool (true boxes): whether a prediction found it."""

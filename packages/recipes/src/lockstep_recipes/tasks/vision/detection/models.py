@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep_recipes.tasks.vision.image_models import Models
 
 
-def picture_of_each(counts: Tensor, total: int) -> Tensor:
+def image_of_each(counts: Tensor, total: int) -> Tensor:
     """int64 (total): 0 as often as counts[0] says, 1 as often as counts[1], and so on, without waiting for the device.
 
     Args:
@@ -23,39 +23,39 @@ def picture_of_each(counts: Tensor, total: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Targets:
-    """The true boxes of a batch of prepared pictures. The boxes of all pictures stand behind each other."""
+    """The true boxes of a batch of prepared images. The boxes of all images stand behind each other."""
 
     boxes: Tensor
-    """float32 (boxes, 4): left, top, right and bottom in pixels of the prepared picture."""
+    """float32 (boxes, 4): left, top, right and bottom in pixels of the prepared image."""
     labels: Tensor
     """int64 (boxes): class numbers, from 0."""
     counts: Tensor
-    """int64 (pictures): the number of boxes of each picture."""
+    """int64 (images): the number of boxes of each image."""
     ignored: Tensor
     """float32 (regions, 4): regions with a crowd of objects. They are neither objects nor background."""
     ignored_counts: Tensor
-    """int64 (pictures): the number of ignored regions of each picture."""
+    """int64 (images): the number of ignored regions of each image."""
     shapes: Tensor
-    """int64 (pictures, 2): height and width in pixels of the part of each prepared picture that is no padding. It
+    """int64 (images, 2): height and width in pixels of the part of each prepared image that is no padding. It
     starts in the upper left corner. In training, an augmentation may leave empty places inside."""
 
     @property
     def pictures(self) -> Tensor:
-        """int64 (boxes): the picture of each box."""
-        return picture_of_each(self.counts, len(self.boxes))
+        """int64 (boxes): the image of each box."""
+        return image_of_each(self.counts, len(self.boxes))
 
     @property
-    def ignored_pictures(self) -> Tensor:
-        """int64 (regions): the picture of each ignored region."""
-        return picture_of_each(self.ignored_counts, len(self.ignored))
+    def ignored_images(self) -> Tensor:
+        """int64 (regions): the image of each ignored region."""
+        return image_of_each(self.ignored_counts, len(self.ignored))
 
     def by_picture(self) -> list[tuple[Tensor, Tensor]]:
-        """Boxes (n, 4) and labels (n) of each picture."""
+        """Boxes (n, 4) and labels (n) of each image."""
         counts = self.counts.tolist()
         return list(zip(torch.split(self.boxes, counts), torch.split(self.labels, counts), strict=True))
 
     def part(self, begin: int, end: int) -> Targets:
-        """The targets of the pictures from `begin` to before `end`."""
+        """The targets of the images from `begin` to before `end`."""
         if begin == 0 and end >= len(self.counts):
             return self  # the sums below wait for the device
 
@@ -72,31 +72,31 @@ class Targets:
         )
 
     def units(self) -> Tensor:
-        """The sum over pictures of max(1, boxes of the picture): float32 scalar.
+        """The sum over images of max(1, boxes of the image): float32 scalar.
 
-        This is the unit of losses that background has a part in. In a picture with boxes, the unit is the box. A
-        picture without boxes counts as one, so that it teaches that nothing is there, also in a global batch that has
+        This is the unit of losses that background has a part in. In an image with boxes, the unit is the box. An
+        image without boxes counts as one, so that it teaches that nothing is there, also in a global batch that has
         no box at all.
         """
         return self.counts.clamp(min=1).sum().float()
 
 
 class Detections(NamedTuple):
-    """The boxes that a model found in a batch, equally many places for each picture, the best first."""
+    """The boxes that a model found in a batch, equally many places for each image, the best first."""
 
     boxes: Tensor
-    """float32 (pictures, places, 4): left, top, right and bottom in pixels of the prepared picture."""
+    """float32 (images, places, 4): left, top, right and bottom in pixels of the prepared image."""
     scores: Tensor
-    """float32 (pictures, places), from 0 to 1, descending. 0 in places without a box."""
+    """float32 (images, places), from 0 to 1, descending. 0 in places without a box."""
     labels: Tensor
-    """int64 (pictures, places): class numbers. -1 in places without a box."""
+    """int64 (images, places): class numbers. -1 in places without a box."""
 
 
 class DetectionModels(Models):
     """Makes models of one kind, and knows their losses and their boxes."""
 
     stretches: Any = False
-    """True if `forward` stretches each picture from its part that is no padding to its whole square."""
+    """True if `forward` stretches each image from its part that is no padding to its whole square."""
     suppresses: ClassVar[bool] = False
     """True if `detections` leaves out boxes that overlap a better box of their class."""
 
@@ -116,8 +116,8 @@ class DetectionModels(Models):
         """The outputs of the model, for `losses` and `detections`.
 
         Args:
-            images: (pictures, 3, size, size), normalised.
-            shapes: int64 (pictures, 2): height and width of the part of each picture that is no padding.
+            images: (images, 3, size, size), normalised.
+            shapes: int64 (images, 2): height and width of the part of each image that is no padding.
             targets: the true boxes while the model trains, for models that denoise them. Otherwise None.
         """
         raise NotImplementedError
@@ -130,19 +130,19 @@ class DetectionModels(Models):
         raise NotImplementedError
 
     def detections(self, model: nn.Module, outputs: Any, *, size: tuple[int, int], most: int) -> Detections:
-        """The best boxes of each picture.
+        """The best boxes of each image.
 
         Args:
-            size: height and width in pixels of the prepared pictures.
-            most: the greatest number of boxes of a picture.
+            size: height and width in pixels of the prepared images.
+            most: the greatest number of boxes of an image.
         """
         raise NotImplementedError
 
     def candidates(self, model: nn.Module, images: Tensor, shapes: Tensor, *, most: int) -> Detections:
-        """The best boxes of each picture, before non-maximum suppression, by operations that torch can trace.
+        """The best boxes of each image, before non-maximum suppression, by operations that torch can trace.
 
         Args:
-            images: (pictures, channels, size, size), normalised; with `stretches`, without padding.
-            shapes: as for `forward`. Boxes are in pixels of this part of the pictures, also with `stretches`.
+            images: (images, channels, size, size), normalised; with `stretches`, without padding.
+            shapes: as for `forward`. Boxes are in pixels of this part of the images, also with `stretches`.
         """
         raise NotImplementedError

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 _SMALL = 1e-7
-_BLOCK = 512  # boxes that are compared with each other at a time: 13 MB for a picture
+_BLOCK = 512  # boxes that are compared with each other at a time: 13 MB for an image
 
 
 def area(boxes: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def suppressed(boxes: Tensor, labels: Tensor, most: float) -> Tensor:
 
 
 def remaining(boxes: Tensor, labels: Tensor, most: float, *, count: int | None = None) -> Tensor:
-    """The boxes of a picture that `suppressed` does not leave out, with little memory for any number of boxes.
+    """The boxes of an image that `suppressed` does not leave out, with little memory for any number of boxes.
 
     Boxes are taken in blocks. Each block is compared with the boxes that remain of earlier blocks, and then with
     itself.
@@ -88,7 +88,7 @@ def remaining(boxes: Tensor, labels: Tensor, most: float, *, count: int | None =
 
 
 def _suppressed_at_once(boxes: Tensor, labels: Tensor, most: float) -> Tensor:
-    """`suppressed`, with memory for n x n numbers of each picture.
+    """`suppressed`, with memory for n x n numbers of each image.
 
     The greedy choice is the fixed point of an iteration on all boxes at once (Zheng et al. 2020, arXiv:2005.03572,
     section 4.2).

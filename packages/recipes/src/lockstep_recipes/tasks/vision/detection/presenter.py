@@ -1,4 +1,4 @@
-"""Texts and pictures that show data, predictions and results of detection to people."""
+"""Texts and images that show data, predictions and results of detection to people."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ Output = Mapping[str, Tensor]
 
 class DetectionPresenter(ImagePresenter):
     """Shows image, true and found boxes side by side, and the average precision of each class. INPUT arguments are
-    pictures, folders of pictures, and a COCO file that names pictures."""
+    images, folders of images, and a COCO file that names images."""
 
     task: Detection
-    picture_side = _SIDE
+    image_side = _SIDE
 
     def __init__(self, task: Detection) -> None:
         super().__init__(task)
         self._numbers: CocoNumbers | None = None
-        """The numbers of the pictures of `inputs`. None: the samples are evaluation samples."""
+        """The numbers of the images of `inputs`. None: the samples are evaluation samples."""
 
     def inputs(self, arguments: Sequence[str]) -> UnlabelledImages:
-        """The pictures that the arguments name: files, folders, patterns, shards, and a COCO file.
+        """The images that the arguments name: files, folders, patterns, shards, and a COCO file.
 
-        Pictures have the ids of this file, or of the run's own COCO file; see `coco_inputs`.
+        Images have the ids of this file, or of the run's own COCO file; see `coco_inputs`.
         """
         task, options = self.task, self.task.options
         sources = [RunSource(task.train_source, "train", options.images)]
@@ -58,14 +58,14 @@ class DetectionPresenter(ImagePresenter):
 
     def describe(self, output: Output) -> dict[str, Any]:
         """`boxes`: those with at least `score_threshold`, the best first, with class, score, and left, top, right and
-        bottom in pixels of the original picture. `best_score`: the highest score of any box; 0 without boxes."""
+        bottom in pixels of the original image. `best_score`: the highest score of any box; 0 without boxes."""
         boxes, scores, labels = _shown(output, self.task.options.score_threshold)
         return {
             "boxes": [
                 {"class": self.task.classes[label], "score": round(score, _DIGITS), "box": _rounded(box)}
                 for box, score, label in zip(boxes.tolist(), scores.tolist(), labels.tolist(), strict=True)
             ],
-            # After a short training, the best scores of pictures differ in later digits than those that people read.
+            # After a short training, the best scores of images differ in later digits than those that people read.
             "best_score": round(float(output["scores"].max()), _MORE_DIGITS) if len(output["scores"]) else 0.0,
         }
 
@@ -77,7 +77,7 @@ class DetectionPresenter(ImagePresenter):
     def rows(self, sample: BoxedImage, output: Output) -> list[dict[str, Any]]:
         """A row of COCO's results for each box of any score.
 
-        `image_id`, of pictures that a COCO file numbers; `file_name`; `category_id`, by the same file, or by the
+        `image_id`, of images that a COCO file numbers; `file_name`; `category_id`, by the same file, or by the
         training data (-1: the file does not declare the class); `bbox` (left, top, width and height in pixels);
         `score`; and `class`, its name.
         """
@@ -96,7 +96,7 @@ class DetectionPresenter(ImagePresenter):
         ]
 
     def _category_ids(self) -> tuple[bool, Sequence[int]]:
-        """True if ids of pictures are those of a COCO file, and the number of each class in this file."""
+        """True if ids of images are those of a COCO file, and the number of each class in this file."""
         about = self.task.about
         if self._numbers is None:
             data: Any = self.task.eval_data()
@@ -105,7 +105,7 @@ class DetectionPresenter(ImagePresenter):
         return True, about.category_ids if named is None else [named.get(name, -1) for name in about.classes]
 
     def files(self, sample: BoxedImage, output: Output) -> Mapping[str, bytes]:
-        """The picture with its boxes that have at least `score_threshold`, and below it a legend of their classes."""
+        """The image with its boxes that have at least `score_threshold`, and below it a legend of their classes."""
         boxes, scores, labels = self._in_pixels(sample, output)
         drawn = self._drawn(sample.pixels, boxes, labels, scores)
         scale = drawing.scale_of(max(drawn.shape))
@@ -151,7 +151,7 @@ class DetectionPresenter(ImagePresenter):
         return drawing.with_boxes(image, corners, texts, colors, side=side)
 
     def _with_legend(self, picture: Any, labels: Tensor, scale: float = 1.0) -> Any:
-        """The picture, and below it the names and colours of the classes that occur."""
+        """The image, and below it the names and colours of the classes that occur."""
         seen = sorted(set(labels.tolist()))
         if not seen:
             return picture
@@ -160,7 +160,7 @@ class DetectionPresenter(ImagePresenter):
         return drawing.stacked([picture, drawing.legend(names, colors, width=picture.shape[1], scale=scale)])
 
     def caption(self, sample: BoxedImage, prepared: Mapping[str, Any], output: Output | None) -> str:
-        """The name of the picture; of an evaluation also the numbers of true, missed and invented boxes."""
+        """The name of the image; of an evaluation also the numbers of true, missed and invented boxes."""
         lines = [str(sample.name)]
         if output is not None:
             found, _, labels = self._in_pixels(sample, output)
@@ -170,13 +170,13 @@ class DetectionPresenter(ImagePresenter):
         return "\n".join(lines)
 
     def _matched(self, output: Output, boxes: Tensor, labels: Tensor, crowd: Tensor) -> Matched:
-        """The boxes to show, matched with true boxes in pixels of the original picture."""
+        """The boxes to show, matched with true boxes in pixels of the original image."""
         found, _, found_labels = _shown(output, self.task.options.score_threshold)
         return match(found.cpu().float(), found_labels.cpu(), boxes.float(), labels, crowd)
 
     def mistakes(self, output: Output, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """The number of missed and invented boxes of each picture, among the boxes with at least `score_threshold`;
-        -inf for a picture without a known truth."""
+        """The number of missed and invented boxes of each image, among the boxes with at least `score_threshold`;
+        -inf for an image without a known truth."""
         numbers = []
         for place, image_id in enumerate(batch["ids"].tolist()):
             true = self.task.true_boxes(image_id)
@@ -219,7 +219,7 @@ class DetectionPresenter(ImagePresenter):
 
     def of_evaluation(self) -> list[str]:
         tile = self.task.options.tile
-        return [f"evaluation: pictures larger than {tile} pixels are cut into tiles"] if tile else []
+        return [f"evaluation: images larger than {tile} pixels are cut into tiles"] if tile else []
 
     def program(self, model: nn.Module) -> Program:
         """Boxes, scores and labels in squares: see `detection.program`."""
@@ -240,7 +240,7 @@ class DetectionPresenter(ImagePresenter):
 
 
 def _shown(output: Output, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Boxes, scores and labels of one picture, without empty places and boxes with smaller scores."""
+    """Boxes, scores and labels of one image, without empty places and boxes with smaller scores."""
     kept = (output["labels"] >= 0) & (output["scores"] >= threshold)
     return output["boxes"][kept], output["scores"][kept], output["labels"][kept]
 

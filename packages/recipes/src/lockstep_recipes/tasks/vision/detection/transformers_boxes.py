@@ -1,4 +1,4 @@
-"""From pictures and boxes of a batch to the inputs of transformers' detectors, and from their outputs to boxes."""
+"""From images and boxes of a batch to the inputs of transformers' detectors, and from their outputs to boxes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Outputs(NamedTuple):
 
     predictions: Predictions
     shapes: Tensor
-    """int64 (pictures, 2): height and width of the part of each picture that is no padding. Boxes are shares of it."""
+    """int64 (images, 2): height and width of the part of each image that is no padding. Boxes are shares of it."""
 
 
 def inside_of(shapes: Tensor, size: tuple[int, int]) -> Tensor:
-    """True for pixels that are no padding: bool (pictures, height, width).
+    """True for pixels that are no padding: bool (images, height, width).
 
     Args:
-        shapes: int64 (pictures, 2): height and width of the part of each picture that is no padding.
-        size: height and width of the pictures with padding.
+        shapes: int64 (images, 2): height and width of the part of each image that is no padding.
+        size: height and width of the images with padding.
     """
     rows = torch.arange(size[0], device=shapes.device) < shapes[:, :1]
     columns = torch.arange(size[1], device=shapes.device) < shapes[:, 1:]
@@ -33,11 +33,11 @@ def inside_of(shapes: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def stretch(images: Tensor, shapes: Tensor) -> Tensor:
-    """The pictures without their padding, stretched to the size that they had with it.
+    """The images without their padding, stretched to the size that they had with it.
 
     Args:
-        images: (pictures, channels, height, width).
-        shapes: int64 (pictures, 2): height and width of the part of each picture that is no padding.
+        images: (images, channels, height, width).
+        shapes: int64 (images, 2): height and width of the part of each image that is no padding.
     """
     if images.is_meta:  # nothing but its size is known
         return images
@@ -54,7 +54,7 @@ def _resized(image: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def labels_of(targets: Targets, dtype: torch.dtype) -> Labels:
-    """The true boxes as transformers' models want them: centre, width and height as shares of the picture."""
+    """The true boxes as transformers' models want them: centre, width and height as shares of the image."""
     labels = []
     for (boxes, classes), (height, width) in zip(targets.by_picture(), targets.shapes.tolist(), strict=True):
         left, top, right, bottom = (boxes.to(dtype) / boxes.new_tensor([width, height, width, height])).unbind(1)
@@ -64,12 +64,12 @@ def labels_of(targets: Targets, dtype: torch.dtype) -> Labels:
 
 
 def boxes_of(outputs: Outputs, *, scores: Literal["softmax", "sigmoid"], most: int) -> Detections:
-    """The best boxes of each picture, as transformers' image processors choose them.
+    """The best boxes of each image, as transformers' image processors choose them.
 
     Args:
         scores: `softmax`: each query has a box of its most probable class; the last logit says that there is no object.
             `sigmoid`: each pair of a query and a class may be a box.
-        most: the greatest number of boxes of a picture. There are as many places, or as many as the model has boxes.
+        most: the greatest number of boxes of an image. There are as many places, or as many as the model has boxes.
     """
     predictions = outputs.predictions
     logits, queries = predictions.logits, predictions.logits.shape[1]

@@ -23,10 +23,10 @@ from lockstep.core.foreign_errors import optional
 
 Layer = dict[str, Tensor]
 Labels = list[dict[str, Tensor]]
-"""For each picture: `class_labels`, int64 (boxes), and `boxes` (boxes, 4): centre, width and height, as shares of the
-picture's width and height."""
+"""For each image: `class_labels`, int64 (boxes), and `boxes` (boxes, 4): centre, width and height, as shares of the
+image's width and height."""
 Matches = list[tuple[Tensor, Tensor]]
-"""For each picture: numbers of queries, and numbers of the true boxes that belong to them."""
+"""For each image: numbers of queries, and numbers of the true boxes that belong to them."""
 
 _DISTILLATION_TEMPERATURE = 5
 
@@ -36,9 +36,9 @@ class Predictions:
     """The arguments that a model of transformers passes to its loss."""
 
     logits: Tensor
-    """(pictures, queries, logits) of the last decoder layer."""
+    """(images, queries, logits) of the last decoder layer."""
     boxes: Tensor
-    """(pictures, queries, 4) of the last decoder layer: centre, width and height, as shares of the picture."""
+    """(images, queries, 4) of the last decoder layer: centre, width and height, as shares of the image."""
     all_logits: Tensor | None = None
     """The logits of all decoder layers. The dimension of the layers differs from model to model."""
     all_boxes: Tensor | None = None
@@ -97,7 +97,7 @@ class SetLosses:
         """The units of each head: float64 scalars.
 
         Args:
-            counts: int64 (pictures): the number of true boxes of each picture.
+            counts: int64 (images): the number of true boxes of each image.
         """
         boxes = counts.sum().double()
         return {"class": boxes, "box": boxes, "giou": boxes}
@@ -203,10 +203,10 @@ class FineLosses(VarifocalLosses):
     """D-FINE. Its boxes are distributions over distances from a reference point.
 
     Heads: those of RT-DETR; `corners`, the fine-grained localisation loss, whose unit is the box; and `distillation`,
-    the decoupled distillation focal loss, whose unit is the picture.
+    the decoupled distillation focal loss, whose unit is the image.
 
     transformers balances queries with a box against others by square roots of their numbers in a batch, which are no
-    sums over pictures. Here these are the numbers of each picture. The two are equal where all pictures of a
+    sums over images. Here these are the numbers of each image. The two are equal where all images of a
     batch have equally many boxes.
     """
 
@@ -299,7 +299,7 @@ def _two_stage_layers(predictions: Predictions, *, auxiliary: bool) -> tuple[lis
 
 
 def _unstack(stacked: Mapping[str, Tensor], *, but_last: bool) -> list[Layer]:
-    """The layers of tensors (pictures, layers, ...). Each layer of D-FINE also has the last one as its teacher.
+    """The layers of tensors (images, layers, ...). Each layer of D-FINE also has the last one as its teacher.
 
     D-FINE has one more layer of boxes than of distributions: that of its initial boxes. As in transformers, the first
     boxes stand beside the first distributions, and what is left over is left out.

@@ -24,7 +24,7 @@ _SIZE = 640  # pixels, where nothing says another size
 _TIMM_BACKBONE = "timm_backbone"
 
 Padding = Literal["masked", "stretched"]
-"""The form of a picture that does not fill its square. `masked`: the padding is masked. `stretched`: the picture
+"""The form of an image that does not fill its square. `masked`: the padding is masked. `stretched`: the image
 is stretched to the whole square, as the model's anchors and position embeddings cover all of it."""
 
 
@@ -36,7 +36,7 @@ class _Family(NamedTuple):
     padding: Padding
     scores: Literal["softmax", "sigmoid"]
     processor: str
-    """The class of transformers that prepares pictures for an exported model."""
+    """The class of transformers that prepares images for an exported model."""
 
 
 _Losses = transformers_losses
@@ -136,11 +136,11 @@ class TransformersModels(AutoModels, DetectionModels):
         return self._family.padding == "stretched"
 
     def _outputs(self, model: nn.Module, images: Tensor, shapes: Tensor, targets: Targets | None) -> Outputs:
-        """The outputs for pictures that are already stretched, where they have to be."""
+        """The outputs for images that are already stretched, where they have to be."""
         inputs: dict[str, Tensor] = {}
         if not self.stretches:
             inside = inside_of(shapes, size=(images.shape[-2], images.shape[-1]))
-            images = images * inside[:, None]  # transformers pads pictures after it has normalised them
+            images = images * inside[:, None]  # transformers pads images after it has normalised them
             inputs["pixel_mask"] = inside.long()
         # With labels, the model passes the predictions of all its layers to its loss function.
         labels: Labels = [] if targets is None else labels_of(targets, images.dtype)

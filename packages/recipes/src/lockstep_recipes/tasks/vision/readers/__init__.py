@@ -1,1 +1,1 @@
-"""Pictures with labels, masks or boxes, as files, tables, shards and data sets have them."""
+"""Images with labels, masks or boxes, as files, tables, shards and data sets have them."""

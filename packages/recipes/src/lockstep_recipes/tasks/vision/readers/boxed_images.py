@@ -1,4 +1,4 @@
-"""Pictures with boxes from COCO, Pascal VOC and YOLO files, as a map-style data set of decoded pictures."""
+"""Images with boxes from COCO, Pascal VOC and YOLO files, as a map-style data set of decoded images."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lockstep_recipes.tasks.vision.readers.box_files import read_voc, read_yolo
 from lockstep_recipes.tasks.vision.readers.box_layouts import Layout, evaluation_part, find_layout
 from lockstep_recipes.tasks.vision.readers.class_table import unknown_class
 from lockstep_recipes.tasks.vision.readers.coco_file import Annotations, read_coco
-from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedPictures
-from lockstep_recipes.tasks.vision.readers.image_files import PictureFiles, missing_files, size_of_file
+from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedImages
+from lockstep_recipes.tasks.vision.readers.image_files import ImageFiles, missing_files, size_of_file
 from lockstep_recipes.tasks.vision.readers.image_records import Split
 
 if TYPE_CHECKING:
@@ -36,43 +36,43 @@ class BoxedImage(NamedTuple):
     """(height, width, channels) uint8, upright."""
     boxes: npt.NDArray[np.float32]
     """(n, 4) float32: left, top, right and bottom edge of each box in pixels of `pixels`, cut off at the edges of the
-    picture."""
+    image."""
     labels: Array
     """(n) int64: class numbers, 0 to classes - 1."""
     crowd: Array
     """(n) bool: whether a box stands for a group of objects. Training does not learn these boxes as objects."""
     area: npt.NDArray[np.float32]
-    """(n) float32: area of each object in square pixels of the original picture, as the annotation file says."""
+    """(n) float32: area of each object in square pixels of the original image, as the annotation file says."""
     image_id: int | None
-    """The number of the picture in the annotation file. None: no file numbers the picture."""
+    """The number of the image in the annotation file. None: no file numbers the image."""
     name: str
-    """The path of the picture, as the annotation file says."""
+    """The path of the image, as the annotation file says."""
     size: tuple[int, int]
-    """(height, width) of the original picture in pixels. `pixels` has this size, unless the cache reduces pictures."""
+    """(height, width) of the original image in pixels. `pixels` has this size, unless the cache reduces images."""
 
 
-class BoxedImages(DecodedPictures):
-    """Decoded pictures with boxes: samples are `BoxedImage`.
+class BoxedImages(DecodedImages):
+    """Decoded images with boxes: samples are `BoxedImage`.
 
     Args:
-        annotations: what is annotated. All sizes of pictures are known.
-        pictures: the files.
+        annotations: what is annotated. All sizes of images are known.
+        images: the files.
         classes: the names of the classes, by class number.
         numbers: (classes of the file) the class number of each class of the file, or -1 for classes without number.
-        kept: `channels`, `cache` and `notes`, as for `DecodedPictures`.
+        kept: `channels`, `cache` and `notes`, as for `DecodedImages`.
     """
 
-    sample_labels = None  # a picture has no label of its own: `labels` are those of the boxes
+    sample_labels = None  # an image has no label of its own: `labels` are those of the boxes
 
     def __init__(
-        self, annotations: Annotations, pictures: PictureFiles, *, classes: Sequence[str], numbers: Array, **kept: Any
+        self, annotations: Annotations, pictures: ImageFiles, *, classes: Sequence[str], numbers: Array, **kept: Any
     ) -> None:
         super().__init__(pictures, **kept)
         self.annotations = annotations
         self.classes = list(classes)
         """The names of the classes, by number."""
         self.labels: Array = numbers[annotations.labels]
-        """The class number of each annotation: (annotations,) int64, sorted by picture."""
+        """The class number of each annotation: (annotations,) int64, sorted by image."""
         ids = np.full(len(self.classes), -1, dtype=np.int64)
         ids[numbers[numbers >= 0]] = annotations.category_ids[numbers >= 0]
         self.category_ids: Array = ids
@@ -89,7 +89,7 @@ class BoxedImages(DecodedPictures):
         """A sample.
 
         Raises:
-            DataError: the file cannot be read, is no whole picture, or has another size than the annotations say. The
+            DataError: the file cannot be read, is no whole image, or has another size than the annotations say. The
                 error names the file.
         """
         pixels, size = self.pixels(index), self.size(index)
@@ -113,13 +113,13 @@ class BoxedImages(DecodedPictures):
         return corners.astype(np.float32)
 
     def size(self, index: int) -> tuple[int, int]:
-        """(height, width) of a picture in pixels, without reading it."""
+        """(height, width) of an image in pixels, without reading it."""
         height, width = self.annotations.sizes[index].tolist()
         return height, width
 
     @property
     def counts(self) -> Array:
-        """The number of boxes of each picture, crowds included: (pictures,) int64."""
+        """The number of boxes of each image, crowds included: (images,) int64."""
         return np.diff(self.annotations.starts)
 
     def class_counts(self) -> dict[str, int]:
@@ -156,7 +156,7 @@ def read_boxed_images(
     classes: Sequence[str] | None = None,
     cache: CacheOptions | None = None,
 ) -> BoxedImages:
-    """The pictures of a source, with boxes. No picture is decoded here.
+    """The images of a source, with boxes. No image is decoded here.
 
     | source | samples |
     |---|---|
@@ -170,10 +170,10 @@ def read_boxed_images(
         options: its `images` and `eval_images`, `on_bad_boxes`, `difficult` and `channels`.
         classes: the class names of the training data, or of the config; class numbers are places in this list. None:
             the classes are those of the source: COCO by category id, VOC by letter, YOLO by number.
-        cache: keep decoded pictures on disk.
+        cache: keep decoded images on disk.
 
     Raises:
-        DataError: there is no such source; a picture is missing; an annotation is bad (see `read_coco`, `read_voc`,
+        DataError: there is no such source; an image is missing; an annotation is bad (see `read_coco`, `read_voc`,
             `read_yolo` and `on_bad_boxes`), or has a class that is not in `classes`; the four numbers of most boxes
             seem to mean something else. The error names file, annotation and value.
     """
@@ -202,27 +202,27 @@ def _read(layout: Layout, *, key: str, classes: Sequence[str] | None, difficult:
     return read_yolo(layout.pictures, names, whole_folders=layout.whole_folders)
 
 
-def picture_files(annotations: Annotations, folder: Path, key: str) -> PictureFiles:
-    """The pictures that a file names.
+def picture_files(annotations: Annotations, folder: Path, key: str) -> ImageFiles:
+    """The images that a file names.
 
     Raises:
         DataError: one of them is not there.
     """
-    pictures = PictureFiles(folder, [annotations.file_names[number] for number in range(len(annotations.image_ids))])
+    pictures = ImageFiles(folder, [annotations.file_names[number] for number in range(len(annotations.image_ids))])
     missing = missing_files([pictures.path(index) for index in range(len(pictures))])
     if missing:
         path = Path(pictures.path(missing[0]))
         there = os.listdir(path.parent) if path.parent.is_dir() else []
-        more = f" ({len(missing)} of {len(pictures)} pictures are not there)" if len(missing) > 1 else ""
+        more = f" ({len(missing)} of {len(pictures)} images are not there)" if len(missing) > 1 else ""
         hint = did_you_mean(path.name, there) if there else f"there are no files in {path.parent}. "
         what = f"{key}: there is no file {path}{more}"
-        remedy = f"{hint}Give the folder that the names of the pictures are relative to as task.images"
+        remedy = f"{hint}Give the folder that the names of the images are relative to as task.images"
         raise DataError(what, where=f"{annotations.path}: image {annotations.image_ids[missing[0]]}", remedy=remedy)
     return pictures
 
 
-def _with_sizes(annotations: Annotations, pictures: PictureFiles) -> Annotations:
-    """The annotations with sizes of all pictures: those that the file does not give are read from the pictures."""
+def _with_sizes(annotations: Annotations, pictures: ImageFiles) -> Annotations:
+    """The annotations with sizes of all images: those that the file does not give are read from the images."""
     unknown = np.flatnonzero((annotations.sizes <= 0).any(axis=1))
     if not len(unknown):
         return annotations
@@ -253,7 +253,7 @@ def _class_numbers(annotations: Annotations, classes: Sequence[str]) -> Array:
 
 def _other_size(found: Sequence[int], said: tuple[int, int], where: str, annotations: Annotations) -> DataError:
     turned = tuple(found) == said[::-1]
-    why = "perhaps its EXIF data turns it: annotate the upright picture, or remove the EXIF data. " if turned else ""
-    what = f"the picture has {found[0]} x {found[1]} pixels (height x width), but {annotations.path} says"
-    remedy = f"{why}Boxes would be in wrong places: correct height and width, or bring back the annotated picture"
+    why = "perhaps its EXIF data turns it: annotate the upright image, or remove the EXIF data. " if turned else ""
+    what = f"the image has {found[0]} x {found[1]} pixels (height x width), but {annotations.path} says"
+    remedy = f"{why}Boxes would be in wrong places: correct height and width, or bring back the annotated image"
     return DataError(f"{what} {said[0]} x {said[1]}", where=where, remedy=remedy)

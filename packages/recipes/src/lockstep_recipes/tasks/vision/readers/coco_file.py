@@ -23,26 +23,26 @@ from lockstep_recipes.tasks.readers.packed_text import PackedText
 from lockstep_recipes.tasks.vision.readers.class_table import listed
 
 _PARTS = ("images", "annotations", "categories")
-_MOST_SIDE = 2**31  # pixels; a larger number is no height or width of a picture
+_MOST_SIDE = 2**31  # pixels; a larger number is no height or width of an image
 _MOST = sys.float_info.max
 _REPAIR = "repair or remove this entry of the file"
 
 
 @dataclass(frozen=True, eq=False)
 class Annotations:
-    """Annotations of pictures. All values are those of the file.
+    """Annotations of images. All values are those of the file.
 
-    The annotations are sorted by picture, and keep the order of the file within a picture.
+    The annotations are sorted by image, and keep the order of the file within an image.
     """
 
     path: Path
     """The annotation file, or the folder of the files."""
     image_ids: Array
-    """(pictures) int64: the number of each picture in the file. Numbers may have gaps."""
+    """(images) int64: the number of each image in the file. Numbers may have gaps."""
     file_names: PackedText
-    """(pictures): the path of each picture, as the file says."""
+    """(images): the path of each image, as the file says."""
     sizes: Array
-    """(pictures, 2) int64: height and width in pixels. 0 where the file does not say."""
+    """(images, 2) int64: height and width in pixels. 0 where the file does not say."""
     category_ids: Array
     """(classes) int64: the number of each class in the file, in increasing order. Numbers may have gaps."""
     classes: tuple[str, ...]
@@ -50,7 +50,7 @@ class Annotations:
     ids: Array
     """(annotations) int64: the number of each annotation in the file."""
     images: Array
-    """(annotations) int64: the place of its picture in `image_ids`."""
+    """(annotations) int64: the place of its image in `image_ids`."""
     labels: Array
     """(annotations) int64: the place of its class in `category_ids`."""
     boxes: Array
@@ -60,16 +60,16 @@ class Annotations:
     crowd: Array
     """(annotations) bool: whether it stands for a group of objects (`iscrowd`)."""
     starts: Array
-    """(pictures + 1) int64: the annotations of picture i have the places starts[i] to starts[i + 1] - 1."""
+    """(images + 1) int64: the annotations of image i have the places starts[i] to starts[i + 1] - 1."""
     notes: tuple[str, ...] = ()
     """Remarks for people about the way in which the file was read."""
     files: PackedText | None = None
-    """(pictures): the annotation file of each picture, in formats that have a file for each picture."""
+    """(images): the annotation file of each image, in formats that have a file for each image."""
     packed: tuple[Array, Array] | None = None
     """The segmentations, if they were asked for: bytes of all, and where those of each annotation begin and end."""
 
     def of_image(self, index: int) -> slice:
-        """The places of the annotations of a picture."""
+        """The places of the annotations of an image."""
         return slice(int(self.starts[index]), int(self.starts[index + 1]))
 
     def segmentation(self, place: int) -> Any:
@@ -96,7 +96,7 @@ class Annotations:
 def read_coco(path: str | Path, *, key: str, boxes: bool = True, segmentations: bool = False) -> Annotations:
     """A COCO annotation file, checked.
 
-    Boxes are only checked to be four numbers; whether they lie in their picture is the caller's question.
+    Boxes are only checked to be four numbers; whether they lie in their image is the caller's question.
 
     Args:
         key: the config's key of the file, such as `data.train`, for errors.
@@ -105,7 +105,7 @@ def read_coco(path: str | Path, *, key: str, boxes: bool = True, segmentations: 
 
     Raises:
         DataError: the file is missing, empty or no such JSON; a part is missing or empty; an entry has no id or a
-            number that is no integer; ids occur twice; an annotation belongs to no picture, or to a category that is
+            number that is no integer; ids occur twice; an annotation belongs to no image, or to a category that is
             not declared; a box is not four numbers. The error names the file, the entry and the value.
     """
     path = Path(path)
@@ -120,18 +120,18 @@ def read_coco(path: str | Path, *, key: str, boxes: bool = True, segmentations: 
 
 
 class CocoImages(NamedTuple):
-    """The pictures and the categories of a COCO file, without its annotations."""
+    """The images and the categories of a COCO file, without its annotations."""
 
     ids: list[int]
-    """(pictures): the number of each picture in the file."""
+    """(images): the number of each image in the file."""
     file_names: list[str]
-    """(pictures): the path of each picture, as the file says."""
+    """(images): the path of each image, as the file says."""
     category_ids: dict[str, int]
     """The number of each category by its name."""
 
 
 def read_coco_images(path: Path, *, key: str) -> CocoImages:
-    """The pictures that a COCO file names. It needs no annotations, as files of test pictures have none.
+    """The images that a COCO file names. It needs no annotations, as files of test images have none.
 
     Args:
         key: what the file is, for errors.
@@ -146,7 +146,7 @@ def read_coco_images(path: Path, *, key: str) -> CocoImages:
 
 
 def _declared(content: dict[str, Any], path: Path) -> tuple[Array, list[str], Array, list[str]]:
-    """Ids and names of the pictures, and ids and names of the categories."""
+    """Ids and names of the images, and ids and names of the categories."""
     images, categories = content["images"], content["categories"]
     image_ids, category_ids = _ids(images, "image", path), _ids(categories, "category", path)
     names = _texts(images, image_ids, "image", "file_name", path)
@@ -154,7 +154,7 @@ def _declared(content: dict[str, Any], path: Path) -> tuple[Array, list[str], Ar
 
 
 class _Taken(int):
-    """The number of an annotation that was taken, in the place of the annotation."""
+    """The number of an annotation that was taken, instead of the annotation."""
 
 
 class _Reader:

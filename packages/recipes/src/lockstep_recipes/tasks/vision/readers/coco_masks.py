@@ -26,7 +26,7 @@ from lockstep_recipes.tasks.vision.readers.class_table import (
     unknown_class,
 )
 from lockstep_recipes.tasks.vision.readers.coco_file import Annotations
-from lockstep_recipes.tasks.vision.readers.image_files import Pictures, add_file
+from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages, add_file
 from lockstep_recipes.tasks.vision.readers.mask_files import MaskForm, Size, size_of
 from lockstep_recipes.tasks.vision.readers.mask_lookup import IGNORED
 
@@ -35,7 +35,7 @@ BACKGROUND = "background"
 _SMALLEST_POLYGON = 6  # numbers: three points
 _LARGEST = 1e9  # coordinate: pycocotools counts in integers of 32 bits
 _UNKNOWN = -2
-_TINY = 4  # pixels: the longer side of a picture in which a point may be a share of the picture
+_TINY = 4  # pixels: the longer side of an image in which a point may be a share of the image
 _REPAIR = "repair or remove this annotation"
 
 
@@ -104,16 +104,16 @@ class CocoMasks:
         annotations: read with segmentations.
         numbers: the class number of each category, or -1: (categories,).
         background: the class number of pixels without annotation, or -1.
-        pictures: of the annotations, for sizes that the file lacks.
+        images: of the annotations, for sizes that the file lacks.
     """
 
-    def __init__(self, annotations: Annotations, numbers: Array, *, background: int, pictures: Pictures) -> None:
+    def __init__(self, annotations: Annotations, numbers: Array, *, background: int, pictures: EncodedImages) -> None:
         self.annotations, self.numbers, self.background = annotations, numbers, background
         self.pictures = pictures
 
     @classmethod
     def of_classes(
-        cls, annotations: Annotations, table: ClassTable, *, names: Sequence[str] | None, pictures: Pictures
+        cls, annotations: Annotations, table: ClassTable, *, names: Sequence[str] | None, pictures: EncodedImages
     ) -> CocoMasks:
         """Masks in which the numbers of classes are places in `names`, or those of `table` if it is None.
 
@@ -148,8 +148,8 @@ class CocoMasks:
 
         Raises:
             DataError: a segmentation is missing; a polygon has fewer than three points, or a coordinate that is no
-                finite number; a segmentation lies outside of its picture; an RLE belongs to a picture of another size;
-                or most polygons seem to be shares of their picture. The error names the annotation.
+                finite number; a segmentation lies outside of its image; an RLE belongs to an image of another size;
+                or most polygons seem to be shares of their image. The error names the annotation.
         """
         found = self.annotations
         size, last = (0, 0), -1
@@ -164,7 +164,7 @@ class CocoMasks:
             if isinstance(segmentation, list) and max(size) > _TINY and max(map(max, segmentation)) <= 1:
                 shares.append(place)
         if shares and 2 * len(shares) > len(found.images):
-            what = f"{len(shares)} of {len(found.images)} segmentations lie in the first pixel of their picture"
+            what = f"{len(shares)} of {len(found.images)} segmentations lie in the first pixel of their image"
             remedy = "are the points shares of width and height, from 0 to 1 (normalised)? Multiply them by the size"
             raise DataError(what, where=found.where(shares[0]), remedy=f"{remedy} in pixels")
 
@@ -255,13 +255,13 @@ def _check_polygons(polygons: list[Any], size: Size) -> None:
         inside |= right > 0 and left < size[1] and bottom > 0 and top < size[0]
     if not inside:
         corner = f"from ({min(polygons[0][::2])}, {min(polygons[0][1::2])})"
-        what = f"it lies outside of its picture of {size[1]}x{size[0]} pixels (width x height): {corner}"
+        what = f"it lies outside of its image of {size[1]}x{size[0]} pixels (width x height): {corner}"
         raise _Fault(what)
 
 
 def _check_rle(rle: dict[str, Any], size: Size) -> None:
     if rle["size"] != list(size):
-        what = f"its RLE is of {rle['size']} pixels, its picture of {list(size)} (height, width)"
+        what = f"its RLE is of {rle['size']} pixels, its image of {list(size)} (height, width)"
         raise _Fault(what)
     counts = rle["counts"]
     if not isinstance(counts, list | str):
@@ -270,7 +270,7 @@ def _check_rle(rle: dict[str, Any], size: Size) -> None:
     if not all(type(run) is int and run >= 0 for run in runs):
         raise _Fault("the counts of its RLE are not all whole numbers from 0 on")
     if sum(runs) != size[0] * size[1]:
-        what = f"the counts of its RLE add up to {sum(runs)}, its picture has {size[0] * size[1]} pixels"
+        what = f"the counts of its RLE add up to {sum(runs)}, its image has {size[0] * size[1]} pixels"
         raise _Fault(what)
 
 

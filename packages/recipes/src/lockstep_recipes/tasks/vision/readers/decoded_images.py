@@ -1,4 +1,4 @@
-"""A data set of decoded pictures: encoded pictures of any source, a decoder, and a cache if it is wanted."""
+"""A data set of decoded images: encoded images of any source, a decoder, and a cache if it is wanted."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 
 from lockstep.cache_folder import cache_root
 from lockstep.core.data.cache_options import CacheOptions
-from lockstep_recipes.tasks.vision.pictures.cache import DecodedCache, folder_name
-from lockstep_recipes.tasks.vision.pictures.decode import decode
-from lockstep_recipes.tasks.vision.readers.image_files import Pictures
+from lockstep_recipes.tasks.vision.images.cache import DecodedCache, folder_name
+from lockstep_recipes.tasks.vision.images.decode import decode
+from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages
 from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords
 
 _DECODERS = ("pillow", "simplejpeg")
@@ -29,22 +29,27 @@ class DecodedImage(NamedTuple):
     label: int
     """The class number, or -1 if it is unknown."""
     name: str
-    """The name of the picture in its source."""
+    """The name of the image in its source."""
 
 
-class DecodedPictures(Dataset[Any]):
-    """Decoded pictures, from which data sets make samples with labels, masks or boxes. With a cache the samples are the
+class DecodedImages(Dataset[Any]):
+    """Decoded images, from which data sets make samples with labels, masks or boxes. With a cache the samples are the
     same.
 
     Args:
-        pictures: the encoded pictures.
+        images: the encoded images.
         channels: 1 (grey) or 3 (RGB).
-        cache: None: each picture is decoded whenever it is read. Otherwise in the first epoch only.
+        cache: None: each image is decoded whenever it is read. Otherwise in the first epoch only.
         notes: remarks for people about the way in which the source was read.
     """
 
     def __init__(
-        self, pictures: Pictures, *, channels: int = 3, cache: CacheOptions | None = None, notes: Sequence[str] = ()
+        self,
+        pictures: EncodedImages,
+        *,
+        channels: int = 3,
+        cache: CacheOptions | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.pictures, self.channels = pictures, channels
         self.notes = tuple(notes)
@@ -56,24 +61,24 @@ class DecodedPictures(Dataset[Any]):
         return len(self.pictures)
 
     def decoded(self, index: int) -> npt.NDArray[np.uint8]:
-        """The pixels of a picture, from its file: (height, width, channels) uint8, upright.
+        """The pixels of an image, from its file: (height, width, channels) uint8, upright.
 
         Raises:
-            DataError: the file cannot be read, or is no whole picture. The error names the file.
+            DataError: the file cannot be read, or is no whole image. The error names the file.
         """
         return decode(self.pictures.read(index), channels=self.channels, where=self.where(index))
 
     def pixels(self, index: int) -> npt.NDArray[np.uint8]:
-        """The same, from the cache if the picture is there."""
+        """The same, from the cache if the image is there."""
         return self.decoded(index) if self.cache is None else self.cache.pixels(index, lambda: self.decoded(index))
 
     def where(self, index: int) -> str:
-        """The place of a picture, for messages."""
+        """The place of an image, for messages."""
         return self.pictures.where(index)
 
 
-class DecodedImages(DecodedPictures):
-    """Decoded pictures with class numbers: samples are `DecodedImage`."""
+class DecodedImages(DecodedImages):
+    """Decoded images with class numbers: samples are `DecodedImage`."""
 
     def __init__(self, records: ImageRecords, *, channels: int = 3, cache: CacheOptions | None = None) -> None:
         super().__init__(records.pictures, channels=channels, cache=cache, notes=records.notes)
@@ -84,7 +89,7 @@ class DecodedImages(DecodedPictures):
 
 
 class Digested(Protocol):
-    """Pictures of which a digest changes where a picture changes."""
+    """Images of which a digest changes where an image changes."""
 
     def __len__(self) -> int: ...
 
@@ -92,7 +97,7 @@ class Digested(Protocol):
 
 
 def open_cache(records: Digested, *, channels: int, options: CacheOptions) -> DecodedCache:
-    """The cache of the decoded pictures of a source, in Lockstep's cache folder.
+    """The cache of the decoded images of a source, in Lockstep's cache folder.
 
     Its name changes with the place of the source, where a file of the source changes, and with the versions of the
     decoders, whose pixels may differ by a level.

@@ -1,4 +1,4 @@
-"""Picture files: a folder for each class, or files by name."""
+"""Image files: a folder for each class, or files by name."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lockstep.core.foreign_errors import reading
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.readers.input_files import special_files
 from lockstep_recipes.tasks.readers.packed_text import PackedText
-from lockstep_recipes.tasks.vision.pictures.decode import image_size, reads_heif
+from lockstep_recipes.tasks.vision.images.decode import image_size, reads_heif
 from lockstep_recipes.tasks.vision.readers.class_table import listed, unknown_class
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
-"""Suffixes of picture files, in lower case. Files may write them in upper case (ImageNet's end in .JPEG)."""
+"""Suffixes of image files, in lower case. Files may write them in upper case (ImageNet's end in .JPEG)."""
 HEIF_SUFFIXES = (".heic", ".heif")
-"""Suffixes of files that are pictures where `pillow-heif` is installed."""
+"""Suffixes of files that are images where `pillow-heif` is installed."""
 _OF_SYSTEMS = ("thumbs.db", "desktop.ini")  # files that file managers leave in folders
 _SHOWN = 8
 _HEAD = 65536  # bytes of a file in which its size is found
@@ -32,13 +32,13 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _FEW = 32  # files of a folder that are looked for one by one
 
 
-class Pictures(Protocol):
-    """Encoded pictures by index. Reading is safe in forked and in spawned loader workers."""
+class EncodedImages(Protocol):
+    """Encoded images by index. Reading is safe in forked and in spawned loader workers."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> bytes:
-        """The file of a picture, as it was written: JPEG, PNG, ...
+        """The file of an image, as it was written: JPEG, PNG, ...
 
         Raises:
             DataError: it cannot be read. The error names the file.
@@ -46,26 +46,26 @@ class Pictures(Protocol):
         ...
 
     def name(self, index: int) -> str:
-        """The name of a picture in its source. It stays where the source is moved to another folder."""
+        """The name of an image in its source. It stays where the source is moved to another folder."""
         ...
 
     def where(self, index: int) -> str:
-        """The place of a picture, for messages."""
+        """The place of an image, for messages."""
         ...
 
     def digest(self) -> str:
-        """Hexadecimal digits that change where a picture changes: by place, size and times of the files, which are
+        """Hexadecimal digits that change where an image changes: by place, size and times of the files, which are
         not read. Sources at other places have other digits."""
         ...
 
 
-class PictureFiles:
-    """Pictures that are files.
+class ImageFiles:
+    """Images that are files.
 
     Args:
         root: the folder that the names are relative to.
         names: paths below `root`, or absolute paths.
-        place: from an index to the place of a picture in messages. None: its path.
+        place: from an index to the place of an image in messages. None: its path.
     """
 
     def __init__(self, root: Path, names: Sequence[str], place: Callable[[int], str] | None = None) -> None:
@@ -75,7 +75,7 @@ class PictureFiles:
         return len(self.names)
 
     def path(self, index: int) -> str:
-        """The path of a picture."""
+        """The path of an image."""
         return os.path.join("" if self.root == Path() else self.root, self.names[index])
 
     def read(self, index: int) -> bytes:
@@ -93,7 +93,7 @@ class PictureFiles:
         return self.path(index) if self.place is None else f"{self.place(index)} ({self.path(index)})"
 
     def digest(self) -> str:
-        # Names are relative to the folder: without it, pictures of another folder with equal sizes and times are alike.
+        # Names are relative to the folder: without it, images of another folder with equal sizes and times are alike.
         digest = hashlib.sha256(f"{os.path.realpath(self.root)!a}|".encode())
         for index in range(len(self)):
             add_file(digest, self.path(index), name=self.names[index])
@@ -114,15 +114,15 @@ def add_file(digest: Any, path: str | Path, *, name: str) -> None:
 
 
 def size_of_file(path: str, *, where: str | None = None) -> tuple[int, int]:
-    """(height, width) in pixels of the upright picture in a file, of which only the beginning is read if possible.
+    """(height, width) in pixels of the upright image in a file, of which only the beginning is read if possible.
 
     A PNG file may have its orientation behind the pixels.
 
     Args:
-        where: the place of the picture, for messages. None: its path.
+        where: the place of the image, for messages. None: its path.
 
     Raises:
-        DataError: the file cannot be read, or is no picture.
+        DataError: the file cannot be read, or is no image.
     """
     where = path if where is None else where
     with reading(where), open(path, "rb") as file:
@@ -135,39 +135,39 @@ def size_of_file(path: str, *, where: str | None = None) -> tuple[int, int]:
         return image_size(head + file.read(), where=where)
 
 
-def picture_suffixes() -> tuple[str, ...]:
-    """Suffixes of picture files that can be read here, in lower case."""
+def image_suffixes() -> tuple[str, ...]:
+    """Suffixes of image files that can be read here, in lower case."""
     return SUFFIXES + HEIF_SUFFIXES if reads_heif() else SUFFIXES
 
 
-def is_picture(name: str) -> bool:
-    """True if a file has the suffix of a picture. Hidden files are none: macOS puts `._name.jpg` beside `name.jpg`."""
-    return name.lower().endswith(picture_suffixes()) and not name.startswith(".")
+def is_image(name: str) -> bool:
+    """True if a file has the suffix of an image. Hidden files are none: macOS puts `._name.jpg` beside `name.jpg`."""
+    return name.lower().endswith(image_suffixes()) and not name.startswith(".")
 
 
 def left_out(names: Iterable[str], where: Path) -> tuple[str, ...]:
-    """A note that counts files that are no pictures by their endings. Empty: there is no such file.
+    """A note that counts files that are no images by their endings. Empty: there is no such file.
 
     Hidden files, and files that file managers leave behind, are not counted.
 
     Args:
-        names: of files in `where`, pictures among them.
+        names: of files in `where`, images among them.
     """
-    others = [name for name in names if not is_picture(name) and name[:1] != "." and name.lower() not in _OF_SYSTEMS]
+    others = [name for name in names if not is_image(name) and name[:1] != "." and name.lower() not in _OF_SYSTEMS]
     if not others:
         return ()
     counts = Counter(os.path.splitext(name)[1].lower() or "without an ending" for name in others)
     often = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     shown = listed([f"{count:,} {ending}" for ending, count in often])
     heif = "; pip install 'torch-lockstep[heic]' reads .heic" if any(kind in counts for kind in HEIF_SUFFIXES) else ""
-    return (f"{len(others):,} files below {where} are no pictures and are left out: {shown}{heif}",)
+    return (f"{len(others):,} files below {where} are no images and are left out: {shown}{heif}",)
 
 
 def left_out_below(folders: Iterable[Path], *, labels: Sequence[str] = ()) -> tuple[str, ...]:
     """The notes of `left_out` for whole folders, at any depth.
 
     Args:
-        labels: endings of files that belong to the pictures.
+        labels: endings of files that belong to the images.
     """
     notes: list[str] = []
     for folder in folders:
@@ -185,14 +185,14 @@ def class_folders(root: Path) -> list[str]:
 
 def read_class_folders(
     root: Path, classes: Sequence[str] | None
-) -> tuple[PictureFiles, Array, list[str], tuple[str, ...]]:
-    """The pictures in `root/CLASS/`, at any depth: pictures, the class number of each, class names, notes.
+) -> tuple[ImageFiles, Array, list[str], tuple[str, ...]]:
+    """The images in `root/CLASS/`, at any depth: images, the class number of each, class names, notes.
 
     Args:
         classes: the classes of the training data. None: the folders are the classes.
 
     Raises:
-        DataError: there is no folder, a folder has no picture, or the name of a folder is not in `classes`; or the
+        DataError: there is no folder, a folder has no image, or the name of a folder is not in `classes`; or the
             folders are those of data for segmentation or detection.
     """
     folders = class_folders(root)
@@ -215,16 +215,16 @@ def read_class_folders(
     counts: list[int] = []
     others: list[str] = []
     for folder in folders:
-        found = [f"{folder}/{name}" for name in pictures_below(root / folder, others)]
+        found = [f"{folder}/{name}" for name in images_below(root / folder, others)]
         if not found:
-            raise DataError("no picture in a class folder", where=str(root / folder), remedy=_remedy(root / folder))
+            raise DataError("no image in a class folder", where=str(root / folder), remedy=_remedy(root / folder))
         names += found
         counts.append(len(found))
     codes = np.repeat(np.array([known.index(folder) for folder in folders], dtype=np.int64), counts)
     with os.scandir(root) as entries:
-        beside = sum(is_picture(entry.name) for entry in entries)
-    notes = (f"{beside} pictures in {root} are in no class folder and are left out",) if beside else ()
-    return PictureFiles(root, names), codes, known, (*notes, *left_out(others, root))
+        beside = sum(is_image(entry.name) for entry in entries)
+    notes = (f"{beside} images in {root} are in no class folder and are left out",) if beside else ()
+    return ImageFiles(root, names), codes, known, (*notes, *left_out(others, root))
 
 
 def _other_recipe(folders: Sequence[str]) -> str | None:
@@ -242,15 +242,15 @@ def _remedy(folder: Path) -> str:
     found = f"its {len(others)} files end in {', '.join(kinds[:_SHOWN])}. " if others else ""
     if {kind.lower() for kind in kinds} & set(HEIF_SUFFIXES):
         found += "pip install 'torch-lockstep[heic]' reads .heic. "
-    return f"{found}Put pictures ({', '.join(picture_suffixes())}) into it, or remove the folder"
+    return f"{found}Put images ({', '.join(image_suffixes())}) into it, or remove the folder"
 
 
-def pictures_below(folder: Path, others: list[str] | None = None) -> list[str]:
-    """Paths of the pictures in a folder, relative to it and sorted. Links to folders are followed, each folder once.
+def images_below(folder: Path, others: list[str] | None = None) -> list[str]:
+    """Paths of the images in a folder, relative to it and sorted. Links to folders are followed, each folder once.
     Pipes and devices are left out.
 
     Args:
-        others: gets the names of the files that are no pictures.
+        others: gets the names of the files that are no images.
     """
     seen: set[str] = set()
     found: list[str] = []
@@ -263,9 +263,9 @@ def pictures_below(folder: Path, others: list[str] | None = None) -> list[str]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         prefix = "" if place == str(folder) else os.path.relpath(place, folder) + os.sep
         special = special_files(place)
-        found += [prefix + name for name in files if is_picture(name) and name not in special]
+        found += [prefix + name for name in files if is_image(name) and name not in special]
         if others is not None:
-            others += [name for name in files if not is_picture(name)]
+            others += [name for name in files if not is_image(name)]
     return sorted(found)
 
 

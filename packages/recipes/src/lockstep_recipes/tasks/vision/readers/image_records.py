@@ -1,6 +1,6 @@
-"""Pictures with labels from folders, tables, data sets and tar shards, as map-style data sets of encoded pictures.
+"""Images with labels from folders, tables, data sets and tar shards, as map-style data sets of encoded images.
 
-A sample is the file of a picture as it lies on the disk. `pictures.decode` makes pixels of it;
+A sample is the file of an image as it lies on the disk. `pictures.decode` makes pixels of it;
 `readers.decoded_images` does so for a whole data set, with a cache.
 """
 
@@ -23,7 +23,7 @@ from lockstep_recipes.tasks.readers.input_files import find_files
 from lockstep_recipes.tasks.readers.labels import match_labels
 from lockstep_recipes.tasks.readers.table import Source
 from lockstep_recipes.tasks.vision.readers import image_files, image_shards, image_table
-from lockstep_recipes.tasks.vision.readers.image_files import PictureFiles, Pictures
+from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages, ImageFiles
 
 if TYPE_CHECKING:
     from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
@@ -43,27 +43,29 @@ class ImageRecord(NamedTuple):
     """A raw sample."""
 
     data: bytes
-    """The encoded picture: JPEG, PNG, ..."""
+    """The encoded image: JPEG, PNG, ..."""
     label: int
     """The class number, or -1 if it is unknown."""
     name: str
-    """The name of the picture in its source."""
+    """The name of the image in its source."""
 
 
 class ImageRecords(Dataset[ImageRecord]):
-    """Encoded pictures with class numbers.
+    """Encoded images with class numbers.
 
     Args:
-        pictures: the pictures by index.
-        labels: the class number of each, or -1: (pictures,).
+        images: the images by index.
+        labels: the class number of each, or -1: (images,).
         classes: the names of the classes.
         notes: remarks for people about the way in which the source was read.
     """
 
-    def __init__(self, pictures: Pictures, labels: Array, classes: Sequence[str], notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self, pictures: EncodedImages, labels: Array, classes: Sequence[str], notes: Sequence[str] = ()
+    ) -> None:
         self.pictures = pictures
         self.labels: Array = labels.astype(np.int64, copy=False)
-        """The class number of each picture, or -1: (pictures,) int64."""
+        """The class number of each image, or -1: (images,) int64."""
         self.classes = list(classes)
         """The names of the classes, by number."""
         self.names, self.codes = self.classes, self.labels  # as `match_labels` calls them
@@ -82,23 +84,23 @@ class ImageRecords(Dataset[ImageRecord]):
         return ImageRecord(self.pictures.read(index), int(self.labels[index]), self.pictures.name(index))
 
     def where(self, index: int) -> str:
-        """The place of a picture, for messages: a file, a row of a table, or a member of a shard."""
+        """The place of an image, for messages: a file, a row of a table, or a member of a shard."""
         return self.pictures.where(index)
 
     def digest(self) -> str:
-        """Hexadecimal digits that change where a picture changes: by place, size and times of the files, which are
+        """Hexadecimal digits that change where an image changes: by place, size and times of the files, which are
         not read. It takes seconds for a million files."""
         return self.pictures.digest()
 
     def part(self, rows: Array) -> ImageRecords:
-        """The pictures at `rows`, (pictures of the part,) int64, in this order."""
+        """The images at `rows`, (images of the part,) int64, in this order."""
         return ImageRecords(Part(self.pictures, rows), self.labels[rows], self.classes, self.notes)
 
 
 class Part:
-    """Some pictures of a source."""
+    """Some images of a source."""
 
-    def __init__(self, pictures: Pictures, rows: Array) -> None:
+    def __init__(self, pictures: EncodedImages, rows: Array) -> None:
         self.pictures, self.rows = pictures, rows
 
     def __len__(self) -> int:
@@ -120,15 +122,15 @@ class Part:
 def read_image_records(
     source: str, split: Split, options: ClassificationOptions, *, classes: Sequence[str] | None = None
 ) -> ImageRecords:
-    """The pictures of a source, with labels.
+    """The images of a source, with labels.
 
     | source | samples |
     |---|---|
-    | a folder | pictures in a folder for each class, at any depth |
+    | a folder | images in a folder for each class, at any depth |
     | a folder with `train/`, and `val/`, `validation/`, `valid/`, `eval/` or `test/` | those of one of these folders |
-    | CSV, TSV, JSON (lines), Parquet | a row for each picture: its path, relative to the table, and its label |
-    | Parquet with the pictures themselves | a row for each picture |
-    | `FOLDER[:SPLIT]` that `datasets` saved, `NAME[:SPLIT]` on the hub | a row for each picture |
+    | CSV, TSV, JSON (lines), Parquet | a row for each image: its path, relative to the table, and its label |
+    | Parquet with the images themselves | a row for each image |
+    | `FOLDER[:SPLIT]` that `datasets` saved, `NAME[:SPLIT]` on the hub | a row for each image |
     | a .tar, a folder of them, `DIR/shard-{000..012}.tar`, `DIR/*.tar` | KEY.jpg with KEY.cls or KEY.json |
 
     Args:
@@ -140,25 +142,25 @@ def read_image_records(
             letter; a data set with a ClassLabel in its order.
 
     Raises:
-        DataError: there is no such source; a picture is missing (file and line); a class folder has no picture; a
+        DataError: there is no such source; an image is missing (file and line); a class folder has no image; a
             label is missing, or is not in `classes`; a shard is damaged (shard and member). Nothing is decoded here.
     """
     records = _read(source, split, options, classes)
     if not len(records):
-        raise DataError(f"data.{split} holds no picture", where=source, remedy="give a source with pictures")
+        raise DataError(f"data.{split} holds no image", where=source, remedy="give a source with images")
     if classes is None or records.classes == list(classes):
         return records
     return ImageRecords(records.pictures, match_labels(records, classes), classes, records.notes)
 
 
 def _read(source: str, split: Split, options: ClassificationOptions, classes: Sequence[str] | None) -> ImageRecords:
-    """The pictures of a source with its own classes; of folders with `classes`, where they are given."""
+    """The images of a source with its own classes; of folders with `classes`, where they are given."""
     columns, path = options.columns, Path(source)
     field = "label" if columns.label is None else str(columns.label)
     if image_shards.names_shards(source):
         return ImageRecords(*image_shards.read_shards(source, label=field))
     if source.lower().endswith(_TABLES) and not path.is_dir():
-        if path.is_file() and path.suffix.lower() == ".parquet" and image_table.holds_pictures(path):
+        if path.is_file() and path.suffix.lower() == ".parquet" and image_table.holds_images(path):
             return ImageRecords(*image_table.read_data_set(_from_parquet(source), columns, name=source))
         return ImageRecords(*image_table.read_paths(Source(source, **options.of_csv()), columns))
     if path.is_dir() and not is_saved_data_set(path):
@@ -177,8 +179,8 @@ def is_saved_data_set(folder: Path) -> bool:
 
 
 def _from_parquet(source: str) -> Any:
-    remedy = "pip install datasets, or write the pictures to files"
-    datasets = optional("datasets", "`datasets` is needed to read pictures from Parquet", where=source, remedy=remedy)
+    remedy = "pip install datasets, or write the images to files"
+    datasets = optional("datasets", "`datasets` is needed to read images from Parquet", where=source, remedy=remedy)
     datasets.disable_progress_bars()
     data = datasets.Dataset.from_parquet(source)
     for name, kind in data.features.items():
@@ -225,7 +227,7 @@ def saved_splits(folder: Path) -> list[str]:
 
 
 def part_of_folder(folder: Path, split: Split) -> Path | None:
-    """The folder of a split inside a folder of pictures, or None if the folder has no such parts.
+    """The folder of a split inside a folder of images, or None if the folder has no such parts.
 
     A folder called `train` without folders and shards in it is a class (of vehicles), not a part.
 
@@ -267,8 +269,8 @@ def evaluation_source(train: str) -> str | None:
     return train if all(parts) else None
 
 
-def unlabelled_pictures(arguments: Sequence[str]) -> ImageRecords:
-    """Pictures to predict: files, folders (all pictures below), patterns such as `DIR/**/*.jpg`, and tar shards.
+def unlabelled_images(arguments: Sequence[str]) -> ImageRecords:
+    """Images to predict: files, folders (all images below), patterns such as `DIR/**/*.jpg`, and tar shards.
 
     The labels are -1. The order is that of the arguments, and within one of them that of the paths.
 
@@ -279,10 +281,10 @@ def unlabelled_pictures(arguments: Sequence[str]) -> ImageRecords:
     shards = [argument for argument in arguments if image_shards.names_shards(argument)]
     if shards:
         if len(arguments) > 1:
-            remedy = "give one .tar or one pattern of them, or picture files and folders"
+            remedy = "give one .tar or one pattern of them, or image files and folders"
             raise DataError("shards are not read together with other arguments", where=shards[0], remedy=remedy)
         pictures, codes, _, notes = image_shards.read_shards(shards[0], label="label", labelled=False)
         return ImageRecords(pictures, np.full(len(codes), -1), [], notes)
-    paths = [str(path) for path in find_files(arguments, image_files.picture_suffixes())]
+    paths = [str(path) for path in find_files(arguments, image_files.image_suffixes())]
     notes = image_files.left_out_below(path for path in map(Path, arguments) if path.is_dir())
-    return ImageRecords(PictureFiles(Path(), paths), np.full(len(paths), -1), [], notes)
+    return ImageRecords(ImageFiles(Path(), paths), np.full(len(paths), -1), [], notes)

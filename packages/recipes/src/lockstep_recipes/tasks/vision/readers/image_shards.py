@@ -1,6 +1,6 @@
-"""Pictures in tar shards of the WebDataset layout. An index gives the length, and access to any picture at once.
+"""Images in tar shards of the WebDataset layout. An index gives the length, and access to any image at once.
 
-A shard holds members `KEY.jpg` (or another picture) with `KEY.cls` (the class as text) or `KEY.json` (an object with
+A shard holds members `KEY.jpg` (or another image) with `KEY.cls` (the class as text) or `KEY.json` (an object with
 the class in a field). KEY ends at the first dot of the file's name, as WebDataset defines it.
 """
 
@@ -50,11 +50,11 @@ def find_shards(source: str) -> list[Path]:
             pattern with `*`, `?` or `[]`.
 
     Raises:
-        DataError: a shard is not there, or is compressed: it then gives no access to a single picture.
+        DataError: a shard is not there, or is compressed: it then gives no access to a single image.
     """
     if source.endswith(COMPRESSED):
-        remedy = "unpack it to a .tar: pictures are compressed already"
-        raise DataError("a compressed shard gives no access to a single picture", where=source, remedy=remedy)
+        remedy = "unpack it to a .tar: images are compressed already"
+        raise DataError("a compressed shard gives no access to a single image", where=source, remedy=remedy)
     if os.path.isdir(source):
         return sorted(path for path in Path(source).glob("*.tar") if not path.name.startswith("."))
     shards: list[Path] = []
@@ -70,8 +70,8 @@ def find_shards(source: str) -> list[Path]:
     return shards
 
 
-class ShardPictures:
-    """Pictures in tar shards. Each is read at its offset, so that processes that share a file do not disturb each
+class ShardImages:
+    """Images in tar shards. Each is read at its offset, so that processes that share a file do not disturb each
     other.
 
     An object belongs to one thread of each process. It keeps a part of the files open that a process may open.
@@ -149,36 +149,36 @@ class ShardPictures:
 
 def read_shards(
     source: str, *, label: str, labelled: bool = True
-) -> tuple[ShardPictures, Array, list[str], tuple[str, ...]]:
-    """The pictures of shards: pictures, the class number of each, class names (sorted; numbers by value), notes.
+) -> tuple[ShardImages, Array, list[str], tuple[str, ...]]:
+    """The images of shards: images, the class number of each, class names (sorted; numbers by value), notes.
 
     Args:
         source: see `find_shards`.
         label: the field of `KEY.json` with the class. `KEY.cls` needs none, and goes first.
-        labelled: whether each picture needs a class. Otherwise the class number of a picture without a class is -1.
+        labelled: whether each image needs a class. Otherwise the class number of an image without a class is -1.
 
     Raises:
-        DataError: a shard is missing, truncated or no tar file; a KEY lacks its picture or its class, or has two
-            pictures. The error names shard and member, or KEY.
+        DataError: a shard is missing, truncated or no tar file; a KEY lacks its image or its class, or has two
+            images. The error names shard and member, or KEY.
     """
     shards = find_shards(source)
     indices = _indices(shards, label)
     if not sum(len(index.members) for index in indices):
         remedy = "members are called KEY.jpg (or .png, ...) with KEY.cls or KEY.json; KEY ends at the first dot"
-        raise DataError(f"no picture in {len(shards)} shards", where=source, remedy=remedy)
+        raise DataError(f"no image in {len(shards)} shards", where=source, remedy=remedy)
     for shard, index in zip(shards, indices, strict=True):
         bare = np.flatnonzero(index.codes < 0)
         if labelled and len(bare):
             member = index.members[bare[0]]
-            more = f" ({len(bare)} of {len(index.members)} pictures of this shard have none)" if len(bare) > 1 else ""
+            more = f" ({len(bare)} of {len(index.members)} images of this shard have none)" if len(bare) > 1 else ""
             remedy = f"add KEY.cls, or KEY.json with the field {label!r}; task.columns.label names another field"
             raise DataError(f"no label{more}", where=f"{shard}, member {member}", remedy=remedy)
     names = sorted_names({name for index in indices for name in index.labels})
     place = {name: number for number, name in enumerate(names)}
     codes = [np.array([*(place[name] for name in index.labels), -1], dtype=np.int64)[index.codes] for index in indices]
     others = sum(index.others for index in indices)
-    notes = (f"{others} members of {len(shards)} shards belong to no picture and are left out",) if others else ()
-    return ShardPictures(shards, indices), np.concatenate(codes), names, notes
+    notes = (f"{others} members of {len(shards)} shards belong to no image and are left out",) if others else ()
+    return ShardImages(shards, indices), np.concatenate(codes), names, notes
 
 
 def _indices(shards: Sequence[Path], label: str) -> list[ShardIndex]:

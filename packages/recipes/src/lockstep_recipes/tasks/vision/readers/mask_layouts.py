@@ -1,4 +1,4 @@
-"""The arrangement of a folder of pictures with masks: its parts, its kind, and its file of classes."""
+"""The arrangement of a folder of images with masks: its parts, its kind, and its file of classes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def inner_part(folder: Path, split: Split) -> str:
 
 
 def class_file(folder: Path, root: Path) -> str | None:
-    """The file of classes of a folder of pictures and masks, or of the folder of which it is a part.
+    """The file of classes of a folder of images and masks, or of the folder of which it is a part.
 
     A file of such a name that describes the folders of a data set and has no names is passed over.
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.vision.pictures.mask import MaskValues
+from lockstep_recipes.tasks.vision.images.mask import MaskValues
 from lockstep_recipes.tasks.vision.readers.class_table import ClassTable, Color, listed, unknown_class
 
 IGNORED = -1
@@ -114,7 +114,7 @@ class MaskLookup:
 
     def _of_colors(self, values: Array, where: str) -> npt.NDArray[np.int16]:
         if not self._has_colors:
-            what = "the mask is a picture in colour, and the classes have no colours"
+            what = "the mask is an image in colour, and the classes have no colours"
             remedy = f"give them in {self.table.where}: {{sky: [128, 128, 128], ...}}; or save masks of ids"
             raise DataError(what, where=where, remedy=remedy)
         wide = values.astype(np.int32)
@@ -132,7 +132,7 @@ class MaskLookup:
             remedy = (
                 f"give each colour a class in {self.table.where}, or add it to task.ignore. Many such colours mean "
             )
-            raise DataError(what, where=where, remedy=f"{remedy}that the mask was resized or compressed: save it anew")
+            raise DataError(what, where=where, remedy=f"{remedy}that the mask was resized or compressed: save it again")
         return numbers
 
     def _check_palette(self, values: Array, palette: Array, where: str) -> None:

@@ -1,4 +1,4 @@
-"""The index of a tar shard: where each picture lies, and its class. One pass over the headers makes it. It is kept."""
+"""The index of a tar shard: where each image lies, and its class. One pass over the headers makes it. It is kept."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from lockstep.core.foreign_errors import reading
 from lockstep_recipes.shards.formats.tar import members
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.readers.cache import digest_of
-from lockstep_recipes.tasks.vision.pictures.decode import reads_heif
-from lockstep_recipes.tasks.vision.readers.image_files import picture_suffixes
+from lockstep_recipes.tasks.vision.images.decode import reads_heif
+from lockstep_recipes.tasks.vision.readers.image_files import image_suffixes
 
 _FORMAT = 1  # of the kept files; a file of another format is made again
 
 
 @dataclass
 class ShardIndex:
-    """Facts about a shard that are known without reading its pictures."""
+    """Facts about a shard that are known without reading its images."""
 
     size: int
     """Bytes of the shard when it was indexed."""
     time_ns: int
     """Time of its last change when it was indexed, in nanoseconds."""
     members: list[str]
-    """Names of the members with pictures, in the order of the shard."""
+    """Names of the members with images, in the order of the shard."""
     offsets: Array
-    """Where each picture begins, in bytes: (pictures,) int64."""
+    """Where each image begins, in bytes: (images,) int64."""
     sizes: Array
-    """Bytes of each picture: (pictures,) int64."""
+    """Bytes of each image: (images,) int64."""
     labels: list[str]
     """Names of the classes, sorted."""
     codes: Array
-    """The class of each picture as its place in `labels`, or -1: (pictures,) int64."""
+    """The class of each image as its place in `labels`, or -1: (images,) int64."""
     others: int
-    """Number of members that belong to no picture."""
+    """Number of members that belong to no image."""
 
 
 def load_index(shard: Path, label: str) -> ShardIndex:
@@ -64,7 +64,7 @@ def load_index(shard: Path, label: str) -> ShardIndex:
     with reading(shard, "check the path"):
         about = os.stat(shard)
     key = {"format": _FORMAT, "label": label, "size": about.st_size, "time_ns": about.st_mtime_ns}
-    key |= {"heif": True} if reads_heif() else {}  # an index without it has no HEIC pictures
+    key |= {"heif": True} if reads_heif() else {}  # an index without it has no HEIC images
     places = (shard.with_name(f".{shard.name}.index"), cache_root() / f"shard-{digest_of(str(shard.resolve()))}.index")
     for place in places:
         if (index := _read(place, key)) is not None:
@@ -109,7 +109,7 @@ class _Key:
     """The members of one KEY."""
 
     picture: tuple[str, int, int] | None = None
-    """Name, offset and bytes of the picture."""
+    """Name, offset and bytes of the image."""
     cls: str | None = None
     """The class that KEY.cls names."""
     json: str | None = None
@@ -126,10 +126,10 @@ def make_index(shard: Path, label: str) -> ShardIndex:
 
     Raises:
         DataError: the shard is no tar file, is truncated, or has bytes behind its end; a member is a link; a KEY has
-            two pictures or none; a class is neither text nor a number. The error names shard and member.
+            two images or none; a class is neither text nor a number. The error names shard and member.
     """
     keys: dict[str, _Key] = {}
-    suffixes, others = picture_suffixes(), 0
+    suffixes, others = image_suffixes(), 0
     with reading(shard), shard.open("rb") as file:
         about = os.fstat(file.fileno())
         for member in members(shard, file):
@@ -147,7 +147,7 @@ def make_index(shard: Path, label: str) -> ShardIndex:
             if kind in suffixes:
                 if entry.picture is not None:
                     remedy = f"KEY is {stem!r}, and ends at the first dot of a name; rename or remove one of them"
-                    raise DataError(f"a second picture of KEY, after {entry.picture[0]}", where=where, remedy=remedy)
+                    raise DataError(f"a second image of KEY, after {entry.picture[0]}", where=where, remedy=remedy)
                 entry.picture = (member.name, member.offset_data, member.size)
             else:
                 content = os.pread(file.fileno(), member.size, member.offset_data)
@@ -157,8 +157,8 @@ def make_index(shard: Path, label: str) -> ShardIndex:
                     entry.json = _class_of_json(content, label, where)
     alone = next((key for key, entry in keys.items() if entry.picture is None and entry.label is not None), None)
     if alone is not None:
-        remedy = f"add a picture ({', '.join(suffixes)}), or remove the members of this KEY"
-        raise DataError("a label without a picture", where=f"{shard}, KEY {alone.lstrip('/')}", remedy=remedy)
+        remedy = f"add an image ({', '.join(suffixes)}), or remove the members of this KEY"
+        raise DataError("a label without an image", where=f"{shard}, KEY {alone.lstrip('/')}", remedy=remedy)
     found = [entry for entry in keys.values() if entry.picture is not None]
     others += sum(entry.picture is None for entry in keys.values())
     given = [entry.label for entry in found]

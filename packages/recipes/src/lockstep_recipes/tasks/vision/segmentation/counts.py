@@ -1,4 +1,4 @@
-"""Metrics of segmentation from counts that are summed over pictures: no mask is kept, and no mask travels."""
+"""Metrics of segmentation from counts that are summed over images: no mask is kept, and no mask travels."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class PixelCounts(Metric):
     def update(
         self, predicted: Sequence[Tensor], masks: Sequence[Tensor], tolerances: Sequence[int] | None = None
     ) -> None:
-        """Count the pixels of pictures.
+        """Count the pixels of images.
 
         Args:
-            predicted: class numbers (height, width) of each picture.
-            masks: true class numbers (height, width) of each picture; ignored pixels are -1.
-            tolerances: for each picture, the distance in pixels at which boundaries match. None: boundaries are not
+            predicted: class numbers (height, width) of each image.
+            masks: true class numbers (height, width) of each image; ignored pixels are -1.
+            tolerances: for each image, the distance in pixels at which boundaries match. None: boundaries are not
                 counted.
         """
         for number, (output, mask) in enumerate(zip(predicted, masks, strict=True)):
@@ -93,7 +93,7 @@ def boundary_counts(predicted: Tensor, mask: Tensor, classes: int, tolerance: in
     the same class lies in the other mask within a disc of radius `tolerance`.
 
     Source: Csurka et al., What is a good evaluation measure for semantic segmentation?, BMVC 2013, section 2.3; the
-    counts are summed over pictures here, where the paper takes the mean over pictures.
+    counts are summed over images here, where the paper takes the mean over images.
 
     Returns:
         true boundary pixels, those that match, predicted boundary pixels, those that match.
@@ -132,7 +132,7 @@ def boundary_f1(counts: Tensor) -> float:
 
 
 def tolerance_in_pixels(size: tuple[int, int], share: float) -> int:
-    """The tolerance for a picture of (height, width) pixels: a share of its diagonal, rounded, at least 1 pixel."""
+    """The tolerance for an image of (height, width) pixels: a share of its diagonal, rounded, at least 1 pixel."""
     return max(1, round(share * math.hypot(*size)))
 
 

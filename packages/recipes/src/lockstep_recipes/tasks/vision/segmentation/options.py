@@ -26,13 +26,13 @@ class ColumnsOptions(Section):
     """Columns of a data set, by name or by place counted from 0. None: the column with a usual name."""
 
     image: str | int | None = None
-    """The pictures."""
+    """The images."""
     mask: str | int | None = None
     """The masks."""
 
 
 class SegmentationOptions(ImageOptions):
-    """Each pixel has a class. Evaluation compares classes at the original resolution of every picture."""
+    """Each pixel has a class. Evaluation compares classes at the original resolution of every image."""
 
     task: ClassVar[str] = "lockstep_recipes.tasks.vision.segmentation.task:Segmentation"
 
@@ -49,9 +49,9 @@ class SegmentationOptions(ImageOptions):
     ignore: list[int | str | list[int]] = Field(default_factory=list)
     """Ids, names or colours in the masks that neither the loss nor the metrics count."""
     images: str | None = None
-    """The folder of the training pictures, where `data.train` is a COCO file. None: beside the annotations."""
+    """The folder of the training images, where `data.train` is a COCO file. None: beside the annotations."""
     eval_images: str | None = None
-    """The same for evaluation pictures. None: `images`."""
+    """The same for evaluation images. None: `images`."""
     columns: ColumnsOptions = ColumnsOptions()
     subset: str | None = None
     """Configuration of a data set on the hub."""
@@ -69,26 +69,26 @@ class SegmentationOptions(ImageOptions):
     """In training, cross-entropy spreads this share of each label evenly over all classes."""
 
     eval_shape: Literal["keep", "square"] = "keep"
-    """`keep`: evaluation pictures keep their shape, and `eval_size` is their shorter side. `square`: they are resized
+    """`keep`: evaluation images keep their shape, and `eval_size` is their shorter side. `square`: they are resized
     to a square of `eval_size`, for models of a fixed size."""
     eval_window: PositiveInt | None = None
-    """Side in pixels of the windows in which evaluation pictures and predictions are computed, at their original
-    resolution. None: pictures are computed whole."""
+    """Side in pixels of the windows in which evaluation images and predictions are computed, at their original
+    resolution. None: images are computed whole."""
     eval_overlap: Annotated[float, Field(ge=0, le=0.9)] = 0.25
     """The least overlap of neighbouring windows, as a share of `eval_window`."""
     flip_at_evaluation: bool = False
-    """Take the mean of the probabilities of each picture and of its mirror image in evaluations. This takes
+    """Take the mean of the probabilities of each image and of its mirror image in evaluations. This takes
     twice the time."""
     boundary_tolerance: Annotated[float, Field(ge=0, le=0.1)] | None = 0.0075
-    """The distance at which boundaries still match in the boundary F1, as a share of the picture's diagonal. None: no
+    """The distance at which boundaries still match in the boundary F1, as a share of the image's diagonal. None: no
     boundary F1."""
 
     def images_of(self, split: Literal["train", "eval"]) -> str | None:
-        """The folder of the pictures of a part of the data, as `images` or `eval_images` gives it."""
+        """The folder of the images of a part of the data, as `images` or `eval_images` gives it."""
         return self.images if split == "train" else self.eval_images or self.images
 
     def never_reached(self, epochs: int) -> dict[str, str]:
-        # Only square evaluation pictures have a size of `image_size`.
+        # Only square evaluation images have a size of `image_size`.
         return super().never_reached(epochs) if self.eval_shape == "square" else {}
 
     @field_validator("losses", mode="before")
@@ -103,7 +103,7 @@ class SegmentationOptions(ImageOptions):
     @model_validator(mode="after")
     def _one_way_to_evaluate(self) -> Self:
         if self.eval_window and self.eval_size:
-            raise ValueError("eval_window takes pictures at their own resolution; leave out eval_size or eval_window")
+            raise ValueError("eval_window takes images at their own resolution; leave out eval_size or eval_window")
         if self.eval_resize:
             what = "eval_resize cuts out the centre, but every pixel is evaluated; use eval_size, the shorter side"
             raise ValueError(what)

@@ -1,4 +1,4 @@
-"""Texts and pictures that show data, predictions and results of segmentation to people."""
+"""Texts and images that show data, predictions and results of segmentation to people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.drawing import drawing
 from lockstep_recipes.tasks.arrays import Array
 from lockstep_recipes.tasks.readers.doubles import Samples
 from lockstep_recipes.tasks.vision.image_presenter import ImagePresenter
-from lockstep_recipes.tasks.vision.pictures.mask import encode_mask
+from lockstep_recipes.tasks.vision.images.mask import encode_mask
 from lockstep_recipes.tasks.vision.readers.masked_images import masked_inputs
 from lockstep_recipes.tasks.vision.segmentation.losses import IGNORED
 from lockstep_recipes.tasks.vision.segmentation.windows import Window, Windows
@@ -28,20 +28,20 @@ _SIDE = 720  # pixels of image, truth and prediction side by side
 _ALPHA = 0.55
 _LEGEND = 240  # pixels: the least width of a legend below an overlay
 _DIGITS = 4
-_EXAMPLE = 64  # pixels: the shorter side of the example of an export, if pictures are seen at their own size
+_EXAMPLE = 64  # pixels: the shorter side of the example of an export, if images are seen at their own size
 _WIDER = 32  # pixels: the example of an export is no square
 
 
 class SegmentationPresenter(ImagePresenter):
-    """Shows image, truth and prediction side by side, and the IoU of each class. INPUT arguments are pictures and
-    folders of pictures."""
+    """Shows image, truth and prediction side by side, and the IoU of each class. INPUT arguments are images and
+    folders of images."""
 
     task: Segmentation
-    picture_side = _SIDE
+    image_side = _SIDE
     square_evaluations = False
 
     def inputs(self, arguments: Sequence[str]) -> Dataset[Any]:
-        """The pictures that the arguments name: files, folders, patterns and shards."""
+        """The images that the arguments name: files, folders, patterns and shards."""
         about = self.task.about
         colors = [(red, green, blue) for red, green, blue in about.colors]
         return masked_inputs(arguments, classes=about.classes, colors=colors, channels=self.task.options.channels)
@@ -69,7 +69,7 @@ class SegmentationPresenter(ImagePresenter):
         return {name: round(count / total, _DIGITS) for name, count in pairs if count}
 
     def mistakes(self, output: Sequence[Mapping[str, Tensor]], batch: Mapping[str, Any]) -> Tensor | None:
-        """The share of the valid pixels of each picture whose class is wrong; -inf where no pixel is valid."""
+        """The share of the valid pixels of each image whose class is wrong; -inf where no pixel is valid."""
         shares = []
         for part, mask in zip(output, batch["masks"], strict=True):
             valid = mask != IGNORED
@@ -99,7 +99,7 @@ class SegmentationPresenter(ImagePresenter):
         return drawing.stacked([row, drawing.legend(names, inks, width=side, ignored=ignored)])
 
     def caption(self, sample: Any, prepared: Mapping[str, Any], output: Mapping[str, Tensor] | None) -> str:
-        """The name of the picture; of an evaluation also its pixel accuracy and mean IoU."""
+        """The name of the image; of an evaluation also its pixel accuracy and mean IoU."""
         lines = [str(sample.name)]
         if output is not None and sample.mask is not None:
             from lockstep_recipes.tasks.vision.segmentation import counts
@@ -114,7 +114,7 @@ class SegmentationPresenter(ImagePresenter):
         return "\n".join(lines)
 
     def files(self, sample: Any, output: Mapping[str, Tensor]) -> Mapping[str, bytes]:
-        """The mask in the values of the training masks; and the picture with the mask on top, above a legend of the
+        """The mask in the values of the training masks; and the image with the mask on top, above a legend of the
         classes that occur."""
         about = self.task.about
         numbers = output["classes"].cpu().numpy()
@@ -142,7 +142,7 @@ class SegmentationPresenter(ImagePresenter):
     def of_data(self, name: str, data: Any) -> list[str]:
         pictures = data.pictures if isinstance(data, Windows) else data
         windows = f" in {len(data):,} windows" if isinstance(data, Windows) else ""
-        lines = [f"{name}: {len(pictures):,} pictures{windows}", *(f"  {note}" for note in pictures.notes)]
+        lines = [f"{name}: {len(pictures):,} images{windows}", *(f"  {note}" for note in pictures.notes)]
         return lines if pictures.cache is None else [*lines, f"  {pictures.cache.summary()}"]
 
     def samples(self, data: Any) -> Samples | None:
@@ -164,12 +164,12 @@ class SegmentationPresenter(ImagePresenter):
         elif options.eval_size:
             way = f"shorter side {options.eval_size} pixels"
         else:
-            way = "pictures at their own size"
+            way = "images at their own size"
         mirrored = ", with the mirror image" if options.flip_at_evaluation else ""
         return [f"evaluation: {way}{mirrored}; counted at the original resolution"]
 
     def program(self, model: nn.Module) -> Program:
-        """Logits (pictures, classes, h, w) of prepared `images`, uint8 (pictures, channels, height, width)."""
+        """Logits (images, classes, h, w) of prepared `images`, uint8 (images, channels, height, width)."""
         task = self.task
         options = task.options
         square = options.eval_shape == "square"
@@ -191,7 +191,7 @@ class SegmentationPresenter(ImagePresenter):
 
 
 def _part(sample: Any) -> tuple[Array, Any]:
-    """Pixels and mask of a picture; of a window those of its core, which the output has."""
+    """Pixels and mask of an image; of a window those of its core, which the output has."""
     if not isinstance(sample, Window):
         return sample.pixels, sample.mask
     (top, left, _, _), (core_top, core_left, height, width) = sample.tile

@@ -15,19 +15,19 @@ _WIDEST = 8  # times the width of the first level
 
 
 class UNet(nn.Module):
-    """An encoder that halves the picture, and a decoder that joins each size with the encoder's features of that size.
+    """An encoder that halves the image, and a decoder that joins each size with the encoder's features of that size.
 
     (batch, channels, height, width) -> (batch, classes, ceil(height / stride), ceil(width / stride)) logits, for any
     height and width.
 
     The blocks are residual (He et al., arXiv:1512.03385), the rest follows Ronneberger et al., arXiv:1505.04597. With
-    `norm: group` the result for a picture depends on no other picture.
+    `norm: group` the result for an image depends on no other image.
 
     Args:
         width: channels of the first level. Each level has twice the channels of the level before, up to 8 times.
-        depth: how many times the picture is halved after the stem.
+        depth: how many times the image is halved after the stem.
         blocks: residual blocks in each level of the encoder. Each level of the decoder has a single block.
-        stride: of the stem: 1 or more. With 2, logits have half the height and width of the picture, and a step takes
+        stride: of the stem: 1 or more. With 2, logits have half the height and width of the image, and a step takes
             a quarter of the time.
         norm: GroupNorm or BatchNorm.
     """

@@ -1,4 +1,4 @@
-"""Windows that overlap, and their cores that do not: together the cores cover a picture, each pixel once."""
+"""Windows that overlap, and their cores that do not: together the cores cover an image, each pixel once."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from lockstep_recipes.tasks.vision.pictures.geometry import Region
-from lockstep_recipes.tasks.vision.use_pictures import windows_along
+from lockstep_recipes.tasks.vision.images.geometry import Region
+from lockstep_recipes.tasks.vision.use_images import windows_along
 
 
 class Tile(NamedTuple):
-    """A window of a picture."""
+    """A window of an image."""
 
     window: Region
-    """(top, left, height, width) in pixels of the picture: what the model sees."""
+    """(top, left, height, width) in pixels of the image: what the model sees."""
     core: Region
-    """(top, left, height, width) in pixels of the picture: the part of the window whose result counts."""
+    """(top, left, height, width) in pixels of the image: the part of the window whose result counts."""
 
 
 class Window(NamedTuple):
-    """A raw evaluation sample: a window of a picture."""
+    """A raw evaluation sample: a window of an image."""
 
     pixels: npt.NDArray[np.uint8]
     """(height, width, channels) of the window."""
     mask: npt.NDArray[np.int16] | None
     """(height, width) of the window; None if the classes are not known."""
     name: str
-    """The name of the picture."""
+    """The name of the image."""
     tile: Tile
     size: tuple[int, int]
-    """(height, width) of the whole picture in pixels."""
+    """(height, width) of the whole image in pixels."""
 
 
 def tiles(size: tuple[int, int], *, side: int, overlap: float) -> list[Tile]:
-    """The windows of a picture, row by row. The core of a window ends in the middle of its overlap with the next.
+    """The windows of an image, row by row. The core of a window ends in the middle of its overlap with the next.
 
-    Source: the overlap-tile strategy of Ronneberger et al., arXiv:1505.04597, figure 2; at the border of the picture
-    windows move inwards, where the paper mirrors the picture.
+    Source: the overlap-tile strategy of Ronneberger et al., arXiv:1505.04597, figure 2; at the border of the image
+    windows move inwards, where the paper mirrors the image.
 
     Args:
-        size: (height, width) of the picture in pixels.
-        side: height and width of a window. A side of the picture that is shorter is taken whole.
+        size: (height, width) of the image in pixels.
+        side: height and width of a window. A side of the image that is shorter is taken whole.
         overlap: the least overlap of neighbours, as a share of `side`.
     """
     rows, columns = (windows_along(length, side, overlap) for length in size)
@@ -56,11 +56,11 @@ def tiles(size: tuple[int, int], *, side: int, overlap: float) -> list[Tile]:
 
 
 class Windows(Dataset[Window]):
-    """The windows of all pictures of a data set, picture by picture.
+    """The windows of all images of a data set, image by image.
 
     Args:
-        pictures: samples with `pixels` and `mask`.
-        sizes: (height, width) of each picture in pixels.
+        images: samples with `pixels` and `mask`.
+        sizes: (height, width) of each image in pixels.
         side, overlap: as for `tiles`.
     """
 
@@ -85,7 +85,7 @@ class Windows(Dataset[Window]):
         return Window(sample.pixels[inside], mask, sample.name, tile, sample.pixels.shape[:2])
 
     def where(self, index: int) -> str:
-        """The file of a window's picture, and the window's place in it."""
+        """The file of a window's image, and the window's place in it."""
         number, place = self._place(index)
         top, left, height, width = self.tiles[number][place].window
         where = getattr(self.pictures, "where", str)(number)

@@ -1,6 +1,6 @@
 """Colour operations on an image: uint8 (channels, height, width), 1 or 3 channels, channels_last in memory.
 
-They compute what PIL's ImageEnhance and ImageOps compute, within 1 level: those truncate, these round. For a picture of
+They compute what PIL's ImageEnhance and ImageOps compute, within 1 level: those truncate, these round. For an image of
 224x224 pixels, PIL needs 0.2 ms to take a tensor and give a tensor back. Torch does most of the operations in about
 that time. `equalize` and `hue` take longer in torch, so they call PIL. For figures, run
 `python benchmarks/image_pipeline.py --operations`.
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep_recipes.tasks.vision.pictures.picture import rows
+from lockstep_recipes.tasks.vision.images.annotated import rows
 
 if TYPE_CHECKING:
     from PIL import Image as PILImage

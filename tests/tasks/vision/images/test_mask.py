@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from lockstep.core.errors import DataError
-from lockstep_recipes.tasks.vision.pictures.mask import decode_mask
+from lockstep_recipes.tasks.vision.images.mask import decode_mask
 
 IDS = np.arange(24, dtype=np.uint8).reshape(4, 6)
 

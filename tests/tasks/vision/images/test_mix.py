@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep_recipes.tasks.vision.pictures.mix import cutmix, draw_partner, mix, mixup
+from lockstep_recipes.tasks.vision.images.mix import cutmix, draw_partner, mix, mixup
 
 
 def pair(height=20, width=30, channels=3):

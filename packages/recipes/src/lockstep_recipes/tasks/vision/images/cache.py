@@ -1,4 +1,4 @@
-"""Decoded pictures on disk: only the first epoch decodes. All processes of a machine fill and read one cache."""
+"""Decoded images on disk: only the first epoch decodes. All processes of a machine fill and read one cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from lockstep.core import this_process
 from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import UsageError
-from lockstep_recipes.tasks.vision.pictures.cache_slabs import FullError, Slabs, write_all
+from lockstep_recipes.tasks.vision.images.cache_slabs import FullError, Slabs, write_all
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -43,9 +43,9 @@ class DecodedCache:
     """uint8 pixels by index, in files that any number of processes fill and read at the same time, without waiting.
 
     A process appends pixels to a file of its own (a slab), and then writes an entry into the index, which all processes
-    map into memory. So a picture is in the cache whole or not at all, whenever a process is killed.
+    map into memory. So an image is in the cache whole or not at all, whenever a process is killed.
 
-    After the machine was started anew, the first reader of a picture compares its pixels with their CRC: the system may
+    After the machine was started again, the first reader of an image compares its pixels with their CRC: the system may
     have written the entry to disk and not the pixels. Pixels that differ are decoded again.
 
     A cache that cannot be written (permissions, full disk, limit) gives the same pixels: they are decoded each time. A
@@ -57,10 +57,10 @@ class DecodedCache:
 
     Args:
         folder: of this cache alone. Its name must stand for the content; see `folder_name`.
-        count: number of pictures.
-        channels: of all pictures.
-        options: pictures that are larger than `shorter_side` are reduced before they are kept, and are reduced alike
-            where they are not kept. Boxes and masks of a picture must be scaled alike.
+        count: number of images.
+        channels: of all images.
+        options: images that are larger than `shorter_side` are reduced before they are kept, and are reduced alike
+            where they are not kept. Boxes and masks of an image must be scaled alike.
     """
 
     def __init__(self, folder: Path, count: int, *, channels: int = 3, options: CacheOptions = _NO_LIMITS) -> None:
@@ -80,10 +80,10 @@ class DecodedCache:
         self._slabs = Slabs(folder, name, limit_bytes=options.limit_bytes, published_end=self._published_end)
 
     def pixels(self, index: int, read: Callable[[], Pixels]) -> Pixels:
-        """The pixels of a picture, from the cache or from `read`.
+        """The pixels of an image, from the cache or from `read`.
 
         Args:
-            read: decodes the picture: uint8 (height, width, channels). What it raises comes through.
+            read: decodes the image: uint8 (height, width, channels). What it raises comes through.
 
         Returns:
             An array (height, width, channels) of the caller's own. It is the same whether the cache had it or not.
@@ -109,12 +109,12 @@ class DecodedCache:
         return self._entry(index) is not None
 
     def summary(self) -> str:
-        """A line for people: how many pictures are in the cache, their size on disk, the limit, the folder."""
+        """A line for people: how many images are in the cache, their size on disk, the limit, the folder."""
         held = sum(index in self for index in range(self.count))
         limit = "" if self.options.limit_bytes is None else f" of {self.options.limit_bytes / 1e9:.3g}"
         why = "" if self.stopped is None else f"; it {self.stopped}"
         size = f"{self.bytes_on_disk() / 1e9:.3g}{limit} GB"
-        return f"decoded pictures: {held:,} of {self.count:,} in {self.folder}, {size}{why}"
+        return f"decoded images: {held:,} of {self.count:,} in {self.folder}, {size}{why}"
 
     def bytes_on_disk(self) -> int:
         """Bytes that the pixels occupy on the disk now."""
@@ -151,7 +151,7 @@ class DecodedCache:
         slab, boot, offset, height, width, crc = entry
         pixels = np.empty((height, width, self.channels), dtype=np.uint8)
         try:
-            # One request for the whole picture. The system keeps one copy of the file in memory for all processes.
+            # One request for the whole image. The system keeps one copy of the file in memory for all processes.
             if os.preadv(self._opened(slab), [pixels.data], offset) != pixels.nbytes:
                 return None
         except OSError:
@@ -214,8 +214,8 @@ class DecodedCache:
         if "_slabs" in self.__dict__:
             self._slabs.close()
         if not self._was_told():
-            rest = "pictures that are not in it are decoded in every epoch; training goes on"
-            warnings.warn(f"the cache of decoded pictures {self.folder} {why}; {rest}", RuntimeWarning, stacklevel=3)
+            rest = "images that are not in it are decoded in every epoch; training goes on"
+            warnings.warn(f"the cache of decoded images {self.folder} {why}; {rest}", RuntimeWarning, stacklevel=3)
 
     def _was_told(self) -> bool:
         """True if a process of this machine has warned since the cache was opened. This call counts as a warning."""
@@ -247,20 +247,20 @@ def folder_name(digest: str, *, channels: int, shorter_side: int | None) -> str:
     """The name of the folder of a cache. It stands for the content.
 
     Args:
-        digest: changes where a picture of the source changes.
+        digest: changes where an image of the source changes.
     """
     side = "full" if shorter_side is None else str(shorter_side)
     return f"pictures-{_FORMAT}-{digest[:24]}-{channels}x{side}"
 
 
 def reduced(pixels: Pixels, shorter_side: int | None) -> Pixels:
-    """A picture whose shorter side is at most `shorter_side` pixels, by PIL's bilinear filter, which antialiases.
+    """An image whose shorter side is at most `shorter_side` pixels, by PIL's bilinear filter, which antialiases.
 
     PIL computes with integers, so that all machines give the same pixels.
 
     Args:
         pixels: (height, width, channels) uint8, with 1, 3 or 4 channels.
-        shorter_side: None: the picture stays as it is.
+        shorter_side: None: the image stays as it is.
     """
     height, width, channels = pixels.shape
     size = reduced_size(height, width, shorter_side)
@@ -273,7 +273,7 @@ def reduced(pixels: Pixels, shorter_side: int | None) -> Pixels:
 
 
 def reduced_size(height: int, width: int, shorter_side: int | None) -> tuple[int, int]:
-    """(height, width) of a picture after `reduced`."""
+    """(height, width) of an image after `reduced`."""
     shorter = min(height, width)
     if shorter_side is None or shorter <= shorter_side:
         return height, width

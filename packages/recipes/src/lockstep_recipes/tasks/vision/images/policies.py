@@ -1,4 +1,4 @@
-"""RandAugment and TrivialAugment: random operations of geometry and colour on a picture and its targets.
+"""RandAugment and TrivialAugment: random operations of geometry and colour on an image and its targets.
 
 Both draw from the 14 operations of RandAugment's paper: Identity, AutoContrast, Equalize, Rotate, Solarize, Color,
 Posterize, Contrast, Brightness, Sharpness, ShearX, ShearY, TranslateX, TranslateY. The operations of geometry move mask
@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep_recipes.tasks.vision.pictures import color
-from lockstep_recipes.tasks.vision.pictures.geometry import Matrix, about, affine, rotation
-from lockstep_recipes.tasks.vision.pictures.options import AugmentOptions
-from lockstep_recipes.tasks.vision.pictures.picture import Picture
+from lockstep_recipes.tasks.vision.images import color
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage
+from lockstep_recipes.tasks.vision.images.geometry import Matrix, about, affine, rotation
+from lockstep_recipes.tasks.vision.images.options import AugmentOptions
 
 _STRONGEST = 30  # magnitudes are 0 to 30
 
@@ -84,8 +84,8 @@ TRIVIALAUGMENT = _operations(blend=0.99, shear=0.99, move=32, of_side=False, rot
 
 
 def rand_augment(
-    picture: Picture, *, operations: int, magnitude: float, options: AugmentOptions, mask_fill: int
-) -> Picture:
+    picture: AnnotatedImage, *, operations: int, magnitude: float, options: AugmentOptions, mask_fill: int
+) -> AnnotatedImage:
     """`operations` operations of RandAugment, drawn with replacement, at one magnitude from 0 to 30."""
     for which, sign in torch.rand(operations, 2).tolist():
         operation = _pick(RANDAUGMENT, which)
@@ -93,7 +93,7 @@ def rand_augment(
     return picture
 
 
-def trivial_augment(picture: Picture, *, options: AugmentOptions, mask_fill: int) -> Picture:
+def trivial_augment(picture: AnnotatedImage, *, options: AugmentOptions, mask_fill: int) -> AnnotatedImage:
     """One operation of TrivialAugment at a magnitude that is drawn from 0, 1, ... 30."""
     which, level, sign = torch.rand(3).tolist()
     magnitude = int(level * (_STRONGEST + 1))
@@ -107,13 +107,13 @@ def _pick(operations: dict[str, _Colour | _Geometry], share: float) -> _Colour |
 
 def _apply(
     operation: _Colour | _Geometry,
-    picture: Picture,
+    picture: AnnotatedImage,
     magnitude: float,
     *,
     negative: bool,
     options: AugmentOptions,
     mask_fill: int,
-) -> Picture:
+) -> AnnotatedImage:
     strength = operation.least + (operation.greatest - operation.least) * magnitude / _STRONGEST
     if operation.signed and negative:
         strength = -strength

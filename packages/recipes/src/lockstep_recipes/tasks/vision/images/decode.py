@@ -1,4 +1,4 @@
-"""From the bytes of a picture file to pixels, upright, with one or three channels.
+"""From the bytes of an image file to pixels, upright, with one or three channels.
 
 simplejpeg decodes ordinary JPEG files. It uses libjpeg-turbo, as PIL does, with less work around it. PIL decodes
 everything else: other formats, CMYK, damaged files, and every file where simplejpeg is not installed.
@@ -29,9 +29,9 @@ _REPAIR = f"repair or remove the file, or {SKIP}"
 
 
 def decode(data: bytes, *, channels: int = 3, where: str = "") -> Pixels:
-    """The pixels of a picture file.
+    """The pixels of an image file.
 
-    The result is upright: the orientation in the file's EXIF data is applied. Grey pictures, palettes, CMYK and bits
+    The result is upright: the orientation in the file's EXIF data is applied. Grey images, palettes, CMYK and bits
     become RGB or grey. An alpha channel is dropped, and the colours below it stay as the file has them. Grey values of
     16 bits are scaled to 8 bits and rounded. Of an animation, the first frame is read.
 
@@ -44,12 +44,12 @@ def decode(data: bytes, *, channels: int = 3, where: str = "") -> Pixels:
         uint8 array (height, width, channels), contiguous and writable.
 
     Raises:
-        DataError: the data is empty, no picture, truncated or damaged; or the picture has more than
+        DataError: the data is empty, no image, truncated or damaged; or the image has more than
             `PIL.Image.MAX_IMAGE_PIXELS` pixels.
         UsageError: `channels` is neither 1 nor 3.
     """
     if channels not in (1, 3):
-        raise UsageError(f"pictures cannot be read with {channels} channels", remedy="use 1 (grey) or 3 (RGB)")
+        raise UsageError(f"images cannot be read with {channels} channels", remedy="use 1 (grey) or 3 (RGB)")
     pixels = _decode_jpeg(data, channels)
     if pixels is not None:
         return turned(pixels, _jpeg_orientation(data))
@@ -59,14 +59,14 @@ def decode(data: bytes, *, channels: int = 3, where: str = "") -> Pixels:
 
 
 def image_size(data: bytes, *, where: str = "") -> tuple[int, int]:
-    """(height, width) in pixels of the upright picture, read from the header of the file.
+    """(height, width) in pixels of the upright image, read from the header of the file.
 
     Args:
         data: the bytes of the file. The pixels may be missing.
         where: name of the file, for messages.
 
     Raises:
-        DataError: the data is empty or no picture, or the picture is too large.
+        DataError: the data is empty or no image, or the image is too large.
     """
     header = _jpeg_header(data)
     if header is not None:
@@ -132,7 +132,7 @@ def _jpeg_orientation(data: bytes) -> int:
         try:
             with Image.open(io.BytesIO(data)) as image:
                 return orientation_of(image)
-        except Exception:  # simplejpeg has read the picture, so only its description is broken
+        except Exception:  # simplejpeg has read the image, so only its description is broken
             return 1
 
 
@@ -174,9 +174,9 @@ def _needs_heif(data: bytes) -> bool:
 
 @contextlib.contextmanager
 def opened(data: bytes, where: str) -> Iterator[PILImage.Image]:
-    """The picture as PIL's image. Errors in the block become DataErrors.
+    """The image as PIL's image. Errors in the block become DataErrors.
 
-    PIL warns about damaged descriptions of pictures that it can read. These warnings are not shown.
+    PIL warns about damaged descriptions of images that it can read. These warnings are not shown.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -184,7 +184,7 @@ def opened(data: bytes, where: str) -> Iterator[PILImage.Image]:
         raise DataError("the file is empty", where=where or None, remedy=_REPAIR)
     if _needs_heif(data):
         remedy = f"pip install 'torch-lockstep[heic]', or save it as JPEG, or {SKIP}"
-        raise DataError("this is a HEIC picture, which needs pillow-heif", where=where or None, remedy=remedy)
+        raise DataError("this is a HEIC image, which needs pillow-heif", where=where or None, remedy=remedy)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -194,13 +194,13 @@ def opened(data: bytes, where: str) -> Iterator[PILImage.Image]:
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        what = f"this is no picture that can be read: {len(data)} bytes that begin with {data[:16]!r}"
+        what = f"this is no image that can be read: {len(data)} bytes that begin with {data[:16]!r}"
         raise DataError(what, where=where or None, remedy=_REPAIR) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        remedy = "make the picture smaller. If it is meant to be this large, set PIL.Image.MAX_IMAGE_PIXELS"
-        raise DataError(f"the picture is too large: {error}", where=where or None, remedy=remedy) from error
+        remedy = "make the image smaller. If it is meant to be this large, set PIL.Image.MAX_IMAGE_PIXELS"
+        raise DataError(f"the image is too large: {error}", where=where or None, remedy=remedy) from error
     except Exception as error:  # PIL's readers raise errors of many kinds
-        what = f"the picture is truncated or damaged: {type(error).__name__}: {error}"
+        what = f"the image is truncated or damaged: {type(error).__name__}: {error}"
         raise DataError(what, where=where or None, remedy=_REPAIR) from error
 
 
@@ -214,7 +214,7 @@ def orientation_of(image: PILImage.Image) -> int:
 
 
 def turned(pixels: Pixels, orientation: int) -> Pixels:
-    """The upright picture. Source of the numbers: EXIF 2.32, table 4, tag Orientation."""
+    """The upright image. Source of the numbers: EXIF 2.32, table 4, tag Orientation."""
     if orientation == 1:
         return pixels
     if orientation >= 5:  # rows and columns are exchanged
@@ -231,7 +231,7 @@ def _to_pixels(image: PILImage.Image, channels: int, where: str) -> Pixels:
         return np.repeat(_eight_bits(np.asarray(image), where)[..., None], channels, axis=2)
     if image.mode == "F":
         what = "the pixels are floating-point numbers, of which the range is not known"
-        raise DataError(what, where=where or None, remedy="save the picture with 8 or 16 bits a channel")
+        raise DataError(what, where=where or None, remedy="save the image with 8 or 16 bits a channel")
     if image.mode in ("P", "PA") and "transparency" in image.info:
         image = image.convert("RGBA")  # PIL cannot drop the transparency of a palette in one step
     pixels = np.array(image.convert("L" if channels == 1 else "RGB"))
@@ -242,5 +242,5 @@ def _eight_bits(values: npt.NDArray[Any], where: str) -> Pixels:
     """Integers from 0 to 65535, scaled to 0 to 255 and rounded."""
     if values.min() < 0 or values.max() > 65535:
         what = f"grey values from {values.min()} to {values.max()} are outside of 16 bits"
-        raise DataError(what, where=where or None, remedy="save the picture with 8 or 16 bits a channel")
+        raise DataError(what, where=where or None, remedy="save the image with 8 or 16 bits a channel")
     return ((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)

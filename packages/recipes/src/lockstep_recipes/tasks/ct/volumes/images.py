@@ -1,4 +1,4 @@
-"""From slices in Hounsfield units to the pictures of a batch."""
+"""From slices in Hounsfield units to the images of a batch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from lockstep_recipes.tasks.ct.volumes.windows import Window, windowed
-from lockstep_recipes.tasks.vision.pictures.augment import eval_picture, train_picture
-from lockstep_recipes.tasks.vision.pictures.geometry import letterbox
-from lockstep_recipes.tasks.vision.pictures.options import AugmentOptions
-from lockstep_recipes.tasks.vision.pictures.picture import Picture, contiguous, stack_images
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, contiguous, stack_images
+from lockstep_recipes.tasks.vision.images.augment import eval_image, train_image
+from lockstep_recipes.tasks.vision.images.geometry import letterbox
+from lockstep_recipes.tasks.vision.images.options import AugmentOptions
 
 
-def slice_pictures(
+def slice_images(
     slices: npt.NDArray[np.int16],
     windows: tuple[Window, ...],
     size: int,
@@ -22,14 +22,14 @@ def slice_pictures(
     augment: AugmentOptions | None,
     keep_shape: bool = False,
 ) -> Tensor:
-    """Slices as pictures, with a channel for each HU window.
+    """Slices as images, with a channel for each HU window.
 
     Random changes are the same for all slices of the call: the same part is cut out, and all are turned round, made
     brighter and so on alike, or none is. Contrast is changed about the mean of each slice.
 
     Args:
         slices: int16 (n, rows, columns) in HU.
-        size: height and width of the pictures in pixels.
+        size: height and width of the images in pixels.
         augment: random changes, drawn from torch's global generator. Hue and saturation should stay 0, since channels
             are no colours. None: no random change.
         keep_shape: without `augment`: whether a slice that is no square keeps its shape, and is padded with 0 at the
@@ -42,13 +42,13 @@ def slice_pictures(
     pictures = []
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         for pixels in slices:  # one slice after another: the pixels of all would not fit into the processor's cache
-            picture = Picture.from_pixels(windowed(np.ascontiguousarray(pixels), windows))
+            picture = AnnotatedImage.from_pixels(windowed(np.ascontiguousarray(pixels), windows))
             if augment is not None and seed is not None:
                 torch.default_generator.manual_seed(seed)  # each slice draws the same numbers
-                picture = train_picture(picture, size, augment)
+                picture = train_image(picture, size, augment)
             elif keep_shape:
                 picture = contiguous(letterbox(picture, (size, size))[0])
             else:
-                picture = eval_picture(picture, size, resize=None)
+                picture = eval_image(picture, size, resize=None)
             pictures.append(picture.image)
     return stack_images(pictures)

@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.arrays import Array
-from lockstep_recipes.tasks.vision.pictures.decode import opened, orientation_of, turned
+from lockstep_recipes.tasks.vision.images.decode import opened, orientation_of, turned
 
 if TYPE_CHECKING:
     from PIL import Image as PILImage
@@ -50,14 +50,14 @@ def decode_mask(data: bytes, *, where: str = "") -> MaskValues:
     | grey of 1, 2, 4, 8, 16 or 32 bits | the grey value as the file has it: 0 and 1 for a file of 1 bit |
     | RGB | colours; an alpha channel is dropped, as for grey files |
 
-    The orientation in the file's EXIF data is applied, as it is for pictures.
+    The orientation in the file's EXIF data is applied, as it is for images.
 
     Args:
         data: the bytes of the file: PNG, TIFF, BMP or GIF.
         where: name of the file, for messages.
 
     Raises:
-        DataError: the data is empty, no picture, truncated or damaged; it is a JPEG or WebP file, which may have other
+        DataError: the data is empty, no image, truncated or damaged; it is a JPEG or WebP file, which may have other
             values than those that were saved; or its pixels are floating-point numbers, CMYK or the like.
     """
     with opened(data, where) as image:

@@ -16,7 +16,7 @@ _SLABS = 256  # slabs of a full cache, so that many processes can write at once
 _SMALLEST = 16 << 20
 _WITHOUT_LIMIT = 1 << 30
 _KEPT_FREE = 10 << 30  # bytes of the disk that stay free, or a twentieth of a smaller disk
-_TRY_AGAIN = 256  # pictures after which a process without a slab looks for a slab again
+_TRY_AGAIN = 256  # images after which a process without a slab looks for a slab again
 
 
 class FullError(Exception):
@@ -61,7 +61,7 @@ class Slabs:
             self.count = limit_bytes // max(1, self.slab_bytes)
         self._slab: _Slab | None = None
         self._first = 0  # slabs before are full
-        self._wait = 0  # pictures until this process looks for a slab again
+        self._wait = 0  # images until this process looks for a slab again
 
     def path(self, number: int) -> Path:
         """The file of a slab."""

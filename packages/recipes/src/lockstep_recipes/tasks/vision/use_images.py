@@ -1,11 +1,11 @@
 """Predictions of the exported model that lies beside this file. It needs torch, NumPy and Pillow, and nothing else.
 
-    python use_model.py PICTURE...        a line of JSON for each picture
+    python use_model.py PICTURE...        a line of JSON for each image
 
     import use_model
-    use_model.predict("picture.jpg")      a dict; for a list of pictures a list of dicts
+    use_model.predict("image.jpg")      a dict; for a list of images a list of dicts
 
-`lockstep export` copies this file. A picture is a path, an image of Pillow, or uint8 (height, width, channels). It is
+`lockstep export` copies this file. An image is a path, an image of Pillow, or uint8 (height, width, channels). It is
 prepared as an evaluation prepares it, as the .json file of this folder says. `model.pt2` computes the rest.
 """
 
@@ -26,16 +26,16 @@ from torch.nn import functional
 
 HERE = Path(__file__).resolve().parent
 BATCH = 8
-"""Pictures, or parts of pictures, that the model sees at a time, if it can see several."""
+"""Images, or parts of images, that the model sees at a time, if it can see several."""
 MOST_TRIED = 1024
-"""Pixels of the largest square with which a program is tried that refuses a picture."""
+"""Pixels of the largest square with which a program is tried that refuses an image."""
 
 Size = tuple[int, int]
 """(height, width) in pixels."""
 
 
 def predict(pictures: Any, *, folder: str | Path = HERE, device: str = "cpu") -> Any:
-    """The answer of the model for a picture, as a dict; for a list of pictures, as a list.
+    """The answer of the model for an image, as a dict; for a list of images, as a list.
 
     | model | keys |
     |---|---|
@@ -82,7 +82,7 @@ def _loaded(folder: Path, device: str) -> tuple[str, dict[str, Any], Callable[..
 def _too_small(
     given: Sequence[Any], read: Sequence[Tensor], about: dict[str, Any], run: Callable[..., Any]
 ) -> ValueError | None:
-    """The error about the first picture that is smaller than the program takes. None: no picture is.
+    """The error about the first image that is smaller than the program takes. None: no image is.
 
     The limits of a program follow from guards that torch wrote while it traced the model, so the program is tried.
     """
@@ -98,8 +98,8 @@ def _too_small(
     for number, (picture, pixels) in enumerate(zip(given, read, strict=True)):
         height, width = pixels.shape[1:]
         if min(height, width) < least:
-            name = picture if isinstance(picture, str | Path) else f"picture {number}"
-            what = f"the picture has {width} x {height} pixels, and model.pt2 takes {least} x {least} or more"
+            name = picture if isinstance(picture, str | Path) else f"image {number}"
+            what = f"the image has {width} x {height} pixels, and model.pt2 takes {least} x {least} or more"
             return ValueError(f"{name}: {what}; enlarge it, or try `lockstep predict`, which has a lower limit")
     return None
 
@@ -127,7 +127,7 @@ def pixels_of(picture: Any, about: dict[str, Any]) -> Tensor:
         picture = picture.convert("RGBA")
     picture = picture.convert("L" if channels == 1 else "RGB")
     side, shorter = about.get("cache_size"), min(picture.size)
-    if side is not None and shorter > side:  # pictures of the training were kept at this size
+    if side is not None and shorter > side:  # images of the training were kept at this size
         width, height = ((length * side + shorter // 2) // shorter for length in picture.size)
         picture = picture.resize((width, height), Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(np.array(picture))
@@ -157,7 +157,7 @@ def in_batches(about: dict[str, Any], run: Callable[..., Any], **inputs: Sequenc
 
 
 def stacked(values: Sequence[Tensor]) -> Tensor:
-    """A batch. Pictures lie in memory by rows, as in Lockstep: in another order, results differ by rounding."""
+    """A batch. Images lie in memory by rows, as in Lockstep: in another order, results differ by rounding."""
     batch = torch.stack(list(values))
     is_colour = batch.dim() == 4 and batch.shape[1] > 1
     return batch.contiguous(memory_format=torch.channels_last) if is_colour else batch.contiguous()
@@ -177,7 +177,7 @@ def classified(about: dict[str, Any], run: Callable[..., Any], pictures: Sequenc
 
 
 def _centre(pixels: Tensor, size: int, about: dict[str, Any]) -> Tensor:
-    """The whole picture as a square; with `eval_resize`, the centre of a picture with this shorter side."""
+    """The whole image as a square; with `eval_resize`, the centre of an image with this shorter side."""
     if about["eval_resize"] is None:
         return resized(pixels, (size, size), about)
     (height, width), side = pixels.shape[1:], about["eval_resize"]
@@ -225,7 +225,7 @@ def _mask(numbers: Any, about: dict[str, Any]) -> Any:
 
 
 def _seen_size(size: Size, about: dict[str, Any]) -> Size:
-    """The size at which the model sees a picture or a window."""
+    """The size at which the model sees an image or a window."""
     if about["eval_window"] is not None:
         return size
     if about["eval_shape"] == "square" and about["size"] is not None:
@@ -300,9 +300,9 @@ def _why_none(rows: Sequence[Any], about: dict[str, Any]) -> str:
 
 
 def _in_square(pixels: Tensor, about: dict[str, Any]) -> tuple[Tensor, Size]:
-    """float32 (channels, size, size): the picture, and the height and width that it has in the square.
+    """float32 (channels, size, size): the image, and the height and width that it has in the square.
 
-    The rest is padding; models that see no padding get the picture stretched to the square.
+    The rest is padding; models that see no padding get the image stretched to the square.
     """
     side, (height, width) = about["size"], pixels.shape[1:]
     factor = min(side / height, side / width)

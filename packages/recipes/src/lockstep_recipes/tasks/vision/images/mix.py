@@ -1,4 +1,4 @@
-"""Mixup and cutmix of a picture with its partner.
+"""Mixup and cutmix of an image with its partner.
 
 Usual implementations mix the samples of a batch with each other, so the result depends on how the batch was cut into
 ranks and micro-batches. Here each sample is mixed by itself, with a partner that is drawn from the whole data set under

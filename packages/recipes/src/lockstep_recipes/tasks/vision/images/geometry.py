@@ -1,4 +1,4 @@
-"""Geometry of pictures: image, mask and boxes are moved alike. All images are uint8, before and after.
+"""Geometry of images: image, mask and boxes are moved alike. All images are uint8, before and after.
 
 Images are resized with antialiasing, masks take the value of the nearest pixel, boxes are moved and clipped. Functions
 that cut have `min_visible`: boxes are left out if a smaller share of their area than this is still inside.
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lockstep_recipes.tasks.vision.pictures.options import Interpolation
-from lockstep_recipes.tasks.vision.pictures.picture import Picture, rows
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, rows
+from lockstep_recipes.tasks.vision.images.options import Interpolation
 
 Size = tuple[int, int]
 """(height, width) in pixels."""
@@ -27,17 +27,17 @@ MIN_VISIBLE = 0.1
 _SUPPORT = {"bilinear": 1, "bicubic": 2}  # reach of the filter, in pixels of the smaller of both grids
 
 
-def crop(picture: Picture, region: Region, *, min_visible: float = MIN_VISIBLE) -> Picture:
-    """A part of the picture. The image is not copied.
+def crop(picture: AnnotatedImage, region: Region, *, min_visible: float = MIN_VISIBLE) -> AnnotatedImage:
+    """A part of the image. The image is not copied.
 
     Raises:
-        ValueError: the region is empty or not inside the picture.
+        ValueError: the region is empty or not inside the image.
     """
     top, left, height, width = region
     _, all_rows, all_columns = picture.image.shape
     inside = top >= 0 and left >= 0 and top + height <= all_rows and left + width <= all_columns
     if not inside or min(height, width) < 1:
-        raise ValueError(f"region {region} (top, left, height, width) of a picture of {picture.size}")
+        raise ValueError(f"region {region} (top, left, height, width) of an image of {picture.size}")
     boxes = picture.boxes
     moved = replace(
         picture,
@@ -48,8 +48,8 @@ def crop(picture: Picture, region: Region, *, min_visible: float = MIN_VISIBLE) 
     return moved if boxes is None else _clip_boxes(moved, min_visible)
 
 
-def resize(picture: Picture, size: Size, *, interpolation: Interpolation = "bilinear") -> Picture:
-    """The whole picture at another size.
+def resize(picture: AnnotatedImage, size: Size, *, interpolation: Interpolation = "bilinear") -> AnnotatedImage:
+    """The whole image at another size.
 
     Image pixels are within 2 levels of PIL's `resize`. Only bicubic interpolation that enlarges one side and reduces
     the other may differ more, because PIL and torch then begin with different sides.
@@ -65,18 +65,18 @@ def resize(picture: Picture, size: Size, *, interpolation: Interpolation = "bili
 
 
 def resize_crop(
-    picture: Picture,
+    picture: AnnotatedImage,
     size: Size,
     region: Region,
     *,
     interpolation: Interpolation = "bilinear",
     min_visible: float = MIN_VISIBLE,
-) -> Picture:
+) -> AnnotatedImage:
     """The same as `crop(resize(picture, size), region)`, without most of the pixels that the crop would drop.
 
     Args:
-        size: of the whole picture after resizing.
-        region: the part of the resized picture that is wanted.
+        size: of the whole image after resizing.
+        region: the part of the resized image that is wanted.
     """
     if size == picture.size:
         return crop(picture, region, min_visible=min_visible)
@@ -104,9 +104,14 @@ def scaled_size(size: Size, factor: float, *, most: Size | None = None) -> Size:
 
 
 def letterbox(
-    picture: Picture, frame: Size, *, interpolation: Interpolation = "bilinear", fill: int = 0, mask_fill: int = 0
-) -> tuple[Picture, Size]:
-    """The whole picture, resized so that it just fits into a frame, with padding at the right and at the bottom.
+    picture: AnnotatedImage,
+    frame: Size,
+    *,
+    interpolation: Interpolation = "bilinear",
+    fill: int = 0,
+    mask_fill: int = 0,
+) -> tuple[AnnotatedImage, Size]:
+    """The whole image, resized so that it just fits into a frame, with padding at the right and at the bottom.
 
     Args:
         frame: (height, width) of the result.
@@ -114,8 +119,8 @@ def letterbox(
         mask_fill: value of the mask in the padding.
 
     Returns:
-        the picture in its frame, and the (height, width) that it takes there, from the upper left corner on. So a point
-        (x, y) of the result is the point (x * old width / width, y * old height / height) of the picture.
+        the image in its frame, and the (height, width) that it takes there, from the upper left corner on. So a point
+        (x, y) of the result is the point (x * old width / width, y * old height / height) of the image.
     """
     inner = fitted_size(picture.size, frame)
     resized = resize(picture, inner, interpolation=interpolation)
@@ -125,7 +130,7 @@ def letterbox(
     return pad(resized, bottom=bottom, right=right, fill=fill, mask_fill=mask_fill), inner
 
 
-def flip(picture: Picture, *, vertical: bool = False) -> Picture:
+def flip(picture: AnnotatedImage, *, vertical: bool = False) -> AnnotatedImage:
     """Left and right exchanged; with `vertical`, top and bottom."""
     height, width = picture.size
     boxes = picture.boxes
@@ -141,9 +146,16 @@ def flip(picture: Picture, *, vertical: bool = False) -> Picture:
 
 
 def pad(
-    picture: Picture, *, top: int = 0, left: int = 0, bottom: int = 0, right: int = 0, fill: int = 0, mask_fill: int = 0
-) -> Picture:
-    """The picture with borders.
+    picture: AnnotatedImage,
+    *,
+    top: int = 0,
+    left: int = 0,
+    bottom: int = 0,
+    right: int = 0,
+    fill: int = 0,
+    mask_fill: int = 0,
+) -> AnnotatedImage:
+    """The image with borders.
 
     Args:
         top, left, bottom, right: widths of the borders in pixels, at least 0.
@@ -162,18 +174,18 @@ def pad(
         mask = padded
     if boxes is not None:
         boxes = boxes + boxes.new_tensor([left, top, left, top])
-    return Picture(image.permute(2, 0, 1), mask, boxes, picture.box_indices)
+    return AnnotatedImage(image.permute(2, 0, 1), mask, boxes, picture.box_indices)
 
 
 def affine(
-    picture: Picture, matrix: Matrix, *, fill: int = 0, mask_fill: int = 0, min_visible: float = MIN_VISIBLE
-) -> Picture:
-    """The picture moved by an affine map, within its old frame.
+    picture: AnnotatedImage, matrix: Matrix, *, fill: int = 0, mask_fill: int = 0, min_visible: float = MIN_VISIBLE
+) -> AnnotatedImage:
+    """The image moved by an affine map, within its old frame.
 
     The image is interpolated bilinearly. A box becomes the smallest upright rectangle around its moved corners.
 
     Args:
-        matrix: where points of the picture go, in pixels.
+        matrix: where points of the image go, in pixels.
         fill: grey level of places to which no pixel moves.
         mask_fill: value of the mask in these places.
 
@@ -208,7 +220,7 @@ def about(point: tuple[float, float], matrix: Matrix) -> Matrix:
 
 
 def rotation(degrees: float) -> Matrix:
-    """The rotation about the upper left corner, counter-clockwise as the picture is seen."""
+    """The rotation about the upper left corner, counter-clockwise as the image is seen."""
     cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     return (cosine, sine, 0.0), (-sine, cosine, 0.0)
 
@@ -269,7 +281,7 @@ def _origins(matrix: Matrix, size: Size) -> tuple[Tensor, Tensor]:
 # ---- boxes
 
 
-def _scale_boxes(picture: Picture, size: Size) -> Tensor | None:
+def _scale_boxes(picture: AnnotatedImage, size: Size) -> Tensor | None:
     if picture.boxes is None:
         return None
     down, across = size[0] / picture.size[0], size[1] / picture.size[1]
@@ -283,13 +295,13 @@ def _move_boxes(boxes: Tensor, matrix: Matrix) -> Tensor:
     return torch.stack([moved_x.amin(1), moved_y.amin(1), moved_x.amax(1), moved_y.amax(1)], dim=1)
 
 
-def _clip_boxes(picture: Picture, min_visible: float) -> Picture:
-    """The picture with boxes clipped to its frame, without those of which too little is inside."""
+def _clip_boxes(picture: AnnotatedImage, min_visible: float) -> AnnotatedImage:
+    """The image with boxes clipped to its frame, without those of which too little is inside."""
     boxes, indices = picture.boxes, picture.box_indices
     if boxes is None or indices is None:
         return picture
     clipped, kept = _visible(boxes, (0, 0, *picture.size), min_visible)
-    return Picture(picture.image, picture.mask, clipped[kept], indices[kept])
+    return AnnotatedImage(picture.image, picture.mask, clipped[kept], indices[kept])
 
 
 def any_box_in(boxes: Tensor, region: Region, *, min_visible: float = MIN_VISIBLE) -> bool:

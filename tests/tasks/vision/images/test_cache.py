@@ -25,10 +25,10 @@ from lockstep.core.data.cache_options import CacheOptions
 from lockstep.core.errors import DataError, UsageError
 from lockstep.sampling.of_data import labels_of
 from lockstep_recipes.tasks.vision.classification.options import ClassificationOptions
-from lockstep_recipes.tasks.vision.pictures import cache as cache_module
-from lockstep_recipes.tasks.vision.pictures import cache_slabs
-from lockstep_recipes.tasks.vision.pictures.cache import DecodedCache, folder_name, reduced
-from lockstep_recipes.tasks.vision.pictures.decode import decode
+from lockstep_recipes.tasks.vision.images import cache as cache_module
+from lockstep_recipes.tasks.vision.images import cache_slabs
+from lockstep_recipes.tasks.vision.images.cache import DecodedCache, folder_name, reduced
+from lockstep_recipes.tasks.vision.images.decode import decode
 from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedImages
 from lockstep_recipes.tasks.vision.readers.image_records import read_image_records
 from tests.processes import HANG_S
@@ -206,8 +206,8 @@ SLOWLY = """
 import sys, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from lockstep_recipes.tasks.vision.pictures.cache import DecodedCache
-from tests.tasks.vision.pictures.test_cache import get
+from lockstep_recipes.tasks.vision.images.cache import DecodedCache
+from tests.tasks.vision.images.test_cache import get
 cache = DecodedCache(Path(sys.argv[1]), 5000)
 for index in range(5000):
     get(cache, index)

@@ -1,4 +1,4 @@
-"""A picture with its targets, and batches of pictures."""
+"""An image with its targets, and batches of images."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lockstep.core.errors import DataError
 
 
 @dataclass(slots=True)
-class Picture:
-    """A picture, and what is known about places in it. Geometry changes all of it alike; colour changes `image` only.
+class AnnotatedImage:
+    """An image, and what is known about places in it. Geometry changes all of it alike; colour changes `image` only.
 
-    Coordinates count pixels from the upper left corner of the picture: the pixel in row r and column c covers the
+    Coordinates count pixels from the upper left corner of the image: the pixel in row r and column c covers the
     square from (c, r) to (c + 1, r + 1).
     """
 
@@ -30,14 +30,14 @@ class Picture:
     boxes: Tensor | None = None
     """float32 (n, 4): left, top, right and bottom edge of each box, in pixels."""
     box_indices: Tensor | None = None
-    """int64 (n): the places of these boxes among the boxes that the picture had at first. Boxes that lie outside after
+    """int64 (n): the places of these boxes among the boxes that the image had at first. Boxes that lie outside after
     a crop are left out."""
 
     @classmethod
     def from_pixels(
         cls, pixels: npt.NDArray[np.uint8], mask: Tensor | None = None, boxes: Tensor | None = None
-    ) -> Picture:
-        """A picture that shares the memory of decoded pixels.
+    ) -> AnnotatedImage:
+        """An image that shares the memory of decoded pixels.
 
         Args:
             pixels: uint8 (height, width, channels), writable.
@@ -45,12 +45,12 @@ class Picture:
             boxes: (n, 4) left, top, right, bottom, in pixels.
 
         Raises:
-            DataError: the mask has another size than the picture, or boxes have another shape or are not finite.
+            DataError: the mask has another size than the image, or boxes have another shape or are not finite.
         """
         size = pixels.shape[:2]
         if mask is not None and tuple(mask.shape) != size:
-            remedy = "give each picture a mask of its height and width"
-            raise DataError(f"the mask has {tuple(mask.shape)} pixels, the picture {size}", remedy=remedy)
+            remedy = "give each image a mask of its height and width"
+            raise DataError(f"the mask has {tuple(mask.shape)} pixels, the image {size}", remedy=remedy)
         if boxes is not None:
             boxes = boxes.to(torch.float32).reshape(-1, 4) if boxes.numel() == 0 else boxes.to(torch.float32)
             if boxes.ndim != 2 or boxes.shape[1] != 4 or not bool(boxes.isfinite().all()):
@@ -65,9 +65,9 @@ class Picture:
         return self.image.shape[1], self.image.shape[2]
 
 
-def contiguous(picture: Picture) -> Picture:
-    """The same picture, without gaps in memory: channels_last for the image."""
-    return Picture(
+def contiguous(picture: AnnotatedImage) -> AnnotatedImage:
+    """The same image, without gaps in memory: channels_last for the image."""
+    return AnnotatedImage(
         image=picture.image.permute(1, 2, 0).contiguous().permute(2, 0, 1),
         mask=None if picture.mask is None else picture.mask.contiguous(),
         boxes=picture.boxes,

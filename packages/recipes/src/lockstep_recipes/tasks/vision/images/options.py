@@ -42,7 +42,7 @@ class ColorJitterOptions(Section):
     saturation: Annotated[float, Field(ge=0)] = 0.0
     """As for brightness."""
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    """At 0.1, the hue moves by -0.1 to 0.1 of the colour circle. Takes 1 ms for a picture of 224x224 pixels."""
+    """At 0.1, the hue moves by -0.1 to 0.1 of the colour circle. Takes 1 ms for an image of 224x224 pixels."""
 
 
 class RandAugmentOptions(Section):
@@ -66,7 +66,7 @@ class RandomErasingOptions(Section):
     probability: Probability = 0.25
     """Probability of this change."""
     area: Shares = (0.02, 1 / 3)
-    """Smallest and largest rectangle, as share of the picture's area."""
+    """Smallest and largest rectangle, as share of the image's area."""
     ratio: Range = (0.3, 10 / 3)
     """Smallest and largest width, divided by height."""
     content: Literal["noise", "fill"] = "noise"
@@ -74,23 +74,23 @@ class RandomErasingOptions(Section):
 
 
 class AugmentOptions(Section):
-    """Changes of training pictures: crop, flips, one policy, colour, erasing, in this order."""
+    """Changes of training images: crop, flips, one policy, colour, erasing, in this order."""
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("randaugment", "trivialaugment"),)
 
     crop: Crop = "random_resized"
     """`random_resized`: a part of random area and shape is resized (Szegedy et al., arXiv:1409.4842).
-    `scale_jitter`: the picture keeps its shape, is scaled at random, and cut or padded at a random place (large scale
-    jittering of Ghiasi et al., arXiv:2012.07177). `shift`: the whole picture is resized and moved by up to `shift`
-    pixels. `resize`: the whole picture is resized. `fit`: the whole picture keeps its shape and is padded at the right
+    `scale_jitter`: the image keeps its shape, is scaled at random, and cut or padded at a random place (large scale
+    jittering of Ghiasi et al., arXiv:2012.07177). `shift`: the whole image is resized and moved by up to `shift`
+    pixels. `resize`: the whole image is resized. `fit`: the whole image keeps its shape and is padded at the right
     and at the bottom."""
     jitter: Range = (0.5, 2.0)
-    """scale_jitter: smallest and largest factor, relative to the scale at which the picture just fits in."""
+    """scale_jitter: smallest and largest factor, relative to the scale at which the image just fits in."""
     keep_boxes: bool = True
-    """random_resized, scale_jitter: a part without any box of a picture that has boxes is drawn anew, up to 10 times.
-    Then the whole picture is taken. No effect on pictures without boxes."""
+    """random_resized, scale_jitter: a part without any box of an image that has boxes is drawn again, up to 10 times.
+    Then the whole image is taken. No effect on images without boxes."""
     scale: Shares = (0.08, 1.0)
-    """random_resized: smallest and largest area, as share of the picture's area."""
+    """random_resized: smallest and largest area, as share of the image's area."""
     ratio: Range = (3 / 4, 4 / 3)
     """random_resized: smallest and largest width divided by height, relative to the shape of the result."""
     shift: Annotated[int, Field(ge=0)] = 4
@@ -108,7 +108,7 @@ class AugmentOptions(Section):
     random_erasing: RandomErasingOptions | None = None
     """A random rectangle is overwritten."""
     interpolation: Interpolation = "bilinear"
-    """The filter that resizes pictures. Both are antialiased."""
+    """The filter that resizes images. Both are antialiased."""
     fill: Annotated[int, Field(ge=0, le=255)] = 128
     """Grey level of places that geometry leaves empty."""
     min_visible: Probability = 0.1

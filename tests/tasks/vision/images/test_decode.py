@@ -12,11 +12,11 @@ import torch
 from PIL import Image, ImageOps
 
 from lockstep.core.errors import DataError, UsageError
-from lockstep_recipes.tasks.vision.pictures import decode as module
-from lockstep_recipes.tasks.vision.pictures.decode import decode, image_size
-from lockstep_recipes.tasks.vision.readers.image_files import is_picture
+from lockstep_recipes.tasks.vision.images import decode as module
+from lockstep_recipes.tasks.vision.images.decode import decode, image_size
+from lockstep_recipes.tasks.vision.readers.image_files import is_image
 from lockstep_recipes.tasks.vision.readers.image_shards import read_shards
-from tests.tasks.vision.pictures.pictures import colours, encode
+from tests.tasks.vision.images.images import colours, encode
 from tests.tasks.vision.readers.test_image_records import shard
 
 RGB = Image.fromarray(colours())
@@ -259,7 +259,7 @@ def test_heic_is_read_where_pillow_heif_is_installed(heic):
     install()
     assert np.array_equal(decode(data), np.asarray(RGB))
     assert image_size(data) == RGB.size[::-1]
-    assert is_picture("IMG_1.HEIC")
+    assert is_image("IMG_1.HEIC")
     assert registered == [True]
 
 
@@ -281,4 +281,4 @@ def test_heic_without_pillow_heif_is_an_error_that_names_it(heic, monkeypatch):
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     with pytest.raises(DataError, match=r"HEIC picture, which needs pillow-heif(?s:.*)torch-lockstep\[heic\]"):
         decode(heic[0], where="a.heic")
-    assert not is_picture("IMG_1.HEIC")
+    assert not is_image("IMG_1.HEIC")

@@ -1,6 +1,6 @@
-"""Mosaic: four pictures in one, with their masks and boxes.
+"""Mosaic: four images in one, with their masks and boxes.
 
-As in mixup (`pictures/mix.py`), each sample is changed by itself: the other pictures are drawn from the whole data set
+As in mixup (`pictures/mix.py`), each sample is changed by itself: the other images are drawn from the whole data set
 under the sample's own random numbers, so the result does not depend on ranks and micro-batches.
 """
 
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep_recipes.tasks.vision.pictures.augment import train_picture
-from lockstep_recipes.tasks.vision.pictures.geometry import Size
-from lockstep_recipes.tasks.vision.pictures.options import AugmentOptions
-from lockstep_recipes.tasks.vision.pictures.picture import Picture, rows
+from lockstep_recipes.tasks.vision.images.annotated import AnnotatedImage, rows
+from lockstep_recipes.tasks.vision.images.augment import train_image
+from lockstep_recipes.tasks.vision.images.geometry import Size
+from lockstep_recipes.tasks.vision.images.options import AugmentOptions
 
 _LEAST = 0.25  # of a side of the frame: the shortest side of a part
 
@@ -29,30 +29,32 @@ def draw_others(samples: int, probability: float) -> list[int]:
     return others if joins else []
 
 
-def mosaic(pictures: Sequence[Picture], size: int | Size, options: AugmentOptions, *, mask_fill: int = 255) -> Picture:
-    """Four training pictures in the quarters of one. Where the quarters meet is drawn at random.
+def mosaic(
+    pictures: Sequence[AnnotatedImage], size: int | Size, options: AugmentOptions, *, mask_fill: int = 255
+) -> AnnotatedImage:
+    """Four training images in the quarters of one. Where the quarters meet is drawn at random.
 
-    Each picture goes through `train_picture` by itself, at the size of its quarter. `scale_jitter` scales it as it
+    Each image goes through `train_image` by itself, at the size of its quarter. `scale_jitter` scales it as it
     would in the whole frame, so that objects keep their sizes, and cuts out the quarter.
 
     Source: Bochkovskiy et al. 2020, YOLOv4, arXiv:2004.10934, section 3.3.
 
     Args:
-        pictures: four, upper left, upper right, lower left and lower right. All have boxes or none; all have masks or
+        images: four, upper left, upper right, lower left and lower right. All have boxes or none; all have masks or
             none.
         size: side, or (height, width), of the result in pixels, at least 4.
-        options: of `train_picture`.
-        mask_fill: value of the mask where no pixel of a picture is.
+        options: of `train_image`.
+        mask_fill: value of the mask where no pixel of an image is.
 
     Returns:
-        a picture of this size, channels_last. Its `box_indices` are places in the joined list of the boxes of the four
-        pictures, as they were given: take labels from `torch.cat([labels of the first, ..., of the fourth])`.
+        an image of this size, channels_last. Its `box_indices` are places in the joined list of the boxes of the four
+        images, as they were given: take labels from `torch.cat([labels of the first, ..., of the fourth])`.
 
     Raises:
-        ValueError: there are not four pictures.
+        ValueError: there are not four images.
     """
     if len(pictures) != 4:
-        raise ValueError(f"a mosaic has 4 pictures, not {len(pictures)}")
+        raise ValueError(f"a mosaic has 4 images, not {len(pictures)}")
     height, width = frame = (size, size) if isinstance(size, int) else size
     down, across = (_LEAST + (1 - 2 * _LEAST) * torch.rand(2, dtype=torch.float64)).tolist()
     middle, centre = round(height * down), round(width * across)
@@ -63,7 +65,7 @@ def mosaic(pictures: Sequence[Picture], size: int | Size, options: AugmentOption
     mask = None if pictures[0].mask is None else pictures[0].mask.new_empty(frame)
     boxes, indices, before = [], [], 0
     for picture, ((top, bottom), (left, right)) in zip(pictures, places, strict=True):
-        part = train_picture(picture, (bottom - top, right - left), options, mask_fill=mask_fill, fit=frame)
+        part = train_image(picture, (bottom - top, right - left), options, mask_fill=mask_fill, fit=frame)
         image[top:bottom, left:right] = rows(part.image)
         if mask is not None and part.mask is not None:
             mask[top:bottom, left:right] = part.mask
@@ -71,6 +73,6 @@ def mosaic(pictures: Sequence[Picture], size: int | Size, options: AugmentOption
             boxes.append(part.boxes + part.boxes.new_tensor([left, top, left, top]))
             indices.append(part.box_indices + before)
             before += len(picture.boxes)
-    return Picture(
+    return AnnotatedImage(
         image.permute(2, 0, 1), mask, torch.cat(boxes) if boxes else None, torch.cat(indices) if indices else None
     )

@@ -1,0 +1,1 @@
+"""Images: decoding, geometry, colour, augmentation, normalisation. For every task that reads images."""
