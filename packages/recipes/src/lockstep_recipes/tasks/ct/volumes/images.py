@@ -1,4 +1,4 @@
-"""From slices in Hounsfield units to the images of a batch."""
+"""Convert slices in Hounsfield units to the images of a batch."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ def slice_images(
 ) -> Tensor:
     """Slices as images, with a channel for each HU window.
 
-    Random changes are the same for all slices of the call: the same part is cut out, and all are turned round, made
-    brighter and so on alike, or none is. Contrast is changed about the mean of each slice.
+    Random changes are the same for all slices of the call: the same crop, flip, brightness and so on. Contrast is changed about the mean of each slice.
 
     Args:
         slices: int16 (n, rows, columns) in HU.
         size: height and width of the images in pixels.
-        augment: random changes, drawn from torch's global generator. Hue and saturation should stay 0, since channels
-            are no colours. None: no random change.
-        keep_shape: without `augment`: whether a slice that is no square keeps its shape, and is padded with 0 at the
-            right and at the bottom, as `augment` does with `crop: fit`. Otherwise it is stretched to a square.
+        augment: random changes, drawn from torch's global generator. Hue and saturation should stay 0, since channels are not colours. None: no random changes.
+        keep_shape: without `augment`, whether a slice that is not square keeps its aspect ratio and is padded with 0 at the right and at the bottom, as `augment` does with `crop: fit`. Otherwise it is stretched to a square.
 
     Returns:
         uint8 (n, windows, size, size), channels_last in memory.
@@ -41,7 +38,7 @@ def slice_images(
     seed = None if augment is None else int(torch.randint(1 << 62, ()))
     pictures = []
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
-        for pixels in slices:  # one slice after another: the pixels of all would not fit into the processor's cache
+        for pixels in slices:  # one slice at a time: the pixels of all would not fit into the processor's cache
             picture = AnnotatedImage.from_pixels(windowed(np.ascontiguousarray(pixels), windows))
             if augment is not None and seed is not None:
                 torch.default_generator.manual_seed(seed)  # each slice draws the same numbers
