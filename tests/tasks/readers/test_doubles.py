@@ -98,7 +98,7 @@ def test_the_search_is_limited_and_says_so(folder, monkeypatch):
     assert lines(train) == []
     monkeypatch.undo()
     put(folder / "val/a/0.jpg", jpeg(0))
-    monkeypatch.setattr(doubles, "MOST_PICTURES", 10)
+    monkeypatch.setattr(doubles, "MOST_IMAGES", 10)
     found = lines(train, records(folder / "val"))
     assert "looked at 9 of 11" in found[-1] or "looked at 10 of 11" in found[-1]
     (folder / "train/a/again.jpg").unlink()
