@@ -309,7 +309,7 @@ def _read_parquet(path: Path) -> Table:
     try:
         columns = parquet.read_table(path, page_checksum_verification=True).to_pydict()
     except (OSError, pyarrow.ArrowException) as error:
-        remedy = "it is damaged, or of another format"
+        remedy = "the file is damaged, or is not Parquet"
         raise DataError(f"not readable as Parquet: {error}", where=str(path), remedy=remedy) from error
     return Table(columns, str(path))
 
@@ -340,7 +340,7 @@ def _data_set(source: Source) -> Any:
             return datasets.load_dataset(source.name, source.subset, split=source.split)
     except Exception as error:
         here = Path(source.name).absolute()
-        what = f"neither a file nor a folder ({here}), nor a data set that the Hugging Face hub gives now"
+        what = f"no file or folder ({here}), and no data set that the Hugging Face hub provides now"
         what = f"{what}: {first_line(error)}"
         hint = did_you_mean(here.name, os.listdir(here.parent)) if here.parent.is_dir() else ""
         remedy = f"{hint}Check the path or the name; offline, give a file or a folder made by `Dataset.save_to_disk`"
@@ -351,7 +351,7 @@ def _data_set(source: Source) -> Any:
 def _from_data_set(data: Any, name: str) -> Table:
     classes = {}
     for column, kind in data.features.items():
-        inner = getattr(kind, "feature", None)  # of a list of class numbers
+        inner = getattr(kind, "feature", None)  # for a list of class numbers
         if names := getattr(inner, "names", None) or getattr(kind, "names", None):
             classes[column] = list(names)
     return Table(data.to_dict(), name, classes=classes)

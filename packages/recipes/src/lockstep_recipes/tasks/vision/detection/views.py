@@ -1,4 +1,4 @@
-"""Views of an image for a detector: whole, or overlapping tiles, each fitted into a square; and the way back."""
+"""Views of an image for a detector: whole, or overlapping tiles, each fitted into a square; and the inverse mapping."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class View:
     picture: AnnotatedImage
     """A square with the boxes in it, and padding at the right and at the bottom."""
     shape: tuple[int, int]
-    """Height and width in pixels of the part that is no padding."""
+    """Height and width in pixels without padding."""
     scale: tuple[float, float]
     """Pixels of the square per pixel of the image: across, down."""
     offset: tuple[int, int]
-    """The place of the tile in the image, in pixels of the image: from the left, from the top."""
+    """The offset of the tile in the image, in pixels of the image: from the left, from the top."""
 
 
 def fitted(
@@ -51,7 +51,7 @@ def tiles(size: tuple[int, int], side: int, overlap: float) -> list[Region]:
     Args:
         size: height and width of the image in pixels.
         side: the longest side of a tile in pixels.
-        overlap: the least share of a tile that the next tile covers too.
+        overlap: the minimum fraction of a tile that overlaps the next tile.
 
     Returns:
         (top, left, height, width) in pixels.
@@ -61,11 +61,11 @@ def tiles(size: tuple[int, int], side: int, overlap: float) -> list[Region]:
 
 
 def views(picture: AnnotatedImage, size: int, options: DetectionOptions) -> list[View]:
-    """The whole image as one view; or with `options.tile`, overlapping tiles of at most so many pixels a side.
+    """The whole image as one view; or with `options.tile`, overlapping tiles of at most that many pixels per side.
 
     Args:
         size: side of each view in pixels.
-        options: a box is left out of a tile if a smaller share of its area is inside than `augment.min_visible`.
+        options: a box is removed from a tile if the fraction of its area inside the tile is below `augment.min_visible`.
     """
     tile, augment = options.tile, options.augment
     look: dict[str, Any] = {"fill": augment.fill, "interpolation": augment.interpolation}
@@ -82,7 +82,7 @@ def in_image(boxes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     """Boxes of views in pixels of the original images.
 
     Args:
-        boxes: (views, places, 4), in pixels of the views.
+        boxes: (views, entries, 4), in pixels of the views.
         scale, offset: (views, 2), as in `View`.
     """
     twice = torch.cat([scale, scale], -1)[:, None], torch.cat([offset, offset], -1)[:, None]
