@@ -1,1 +1,1 @@
-"""Images: decoding, geometry, colour, augmentation, normalisation. For every task that reads images."""
+"""Images: decoding, geometry, colour, augmentation, normalisation, for every task that reads images."""

@@ -1,7 +1,6 @@
-"""Geometry of images: image, mask and boxes are moved alike. All images are uint8, before and after.
+"""Geometry of images, applied consistently to image, mask and boxes. All images are uint8, before and after.
 
-Images are resized with antialiasing, masks take the value of the nearest pixel, boxes are moved and clipped. Functions
-that cut have `min_visible`: boxes are left out if a smaller share of their area than this is still inside.
+Images are resized with antialiasing, masks take the value of the nearest pixel, boxes are moved and clipped. Functions that crop have `min_visible`: boxes are removed if the fraction of their area inside the crop is smaller.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ Matrix = tuple[tuple[float, float, float], tuple[float, float, float]]
 """((a, b, c), (d, e, f)): the point (x, y) moves to (a x + b y + c, d x + e y + f)."""
 
 MIN_VISIBLE = 0.1
-_SUPPORT = {"bilinear": 1, "bicubic": 2}  # reach of the filter, in pixels of the smaller of both grids
+_SUPPORT = {"bilinear": 1, "bicubic": 2}  # radius of the filter, in pixels of the smaller grid
 
 
 def crop(picture: AnnotatedImage, region: Region, *, min_visible: float = MIN_VISIBLE) -> AnnotatedImage:
-    """A part of the image. The image is not copied.
+    """A region of the image. The image is not copied.
 
     Raises:
         ValueError: the region is empty or not inside the image.
@@ -37,7 +36,7 @@ def crop(picture: AnnotatedImage, region: Region, *, min_visible: float = MIN_VI
     _, all_rows, all_columns = picture.image.shape
     inside = top >= 0 and left >= 0 and top + height <= all_rows and left + width <= all_columns
     if not inside or min(height, width) < 1:
-        raise ValueError(f"region {region} (top, left, height, width) of an image of {picture.size}")
+        raise ValueError(f"region {region} (top, left, height, width) is empty or not inside the image of {picture.size}")
     boxes = picture.boxes
     moved = replace(
         picture,
@@ -49,10 +48,9 @@ def crop(picture: AnnotatedImage, region: Region, *, min_visible: float = MIN_VI
 
 
 def resize(picture: AnnotatedImage, size: Size, *, interpolation: Interpolation = "bilinear") -> AnnotatedImage:
-    """The whole image at another size.
+    """The whole image, resized.
 
-    Image pixels are within 2 levels of PIL's `resize`. Only bicubic interpolation that enlarges one side and reduces
-    the other may differ more, because PIL and torch then begin with different sides.
+    Image pixels are within 2 levels of PIL's `resize`. Only bicubic interpolation that enlarges one side and reduces the other may differ more, because PIL and torch then start with different sides.
     """
     if size == picture.size:
         return picture
@@ -75,8 +73,8 @@ def resize_crop(
     """The same as `crop(resize(picture, size), region)`, without most of the pixels that the crop would drop.
 
     Args:
-        size: of the whole image after resizing.
-        region: the part of the resized image that is wanted.
+        size: the size of the whole image after resizing.
+        region: the region of the resized image to return.
     """
     if size == picture.size:
         return crop(picture, region, min_visible=min_visible)
@@ -93,7 +91,7 @@ def resize_crop(
 
 
 def fitted_size(size: Size, frame: Size) -> Size:
-    """The largest size with the shape of `size` that fits into `frame`, in whole pixels, at least 1."""
+    """The largest size with the aspect ratio of `size` that fits into `frame`, in whole pixels, at least 1."""
     return scaled_size(size, min(frame[0] / size[0], frame[1] / size[1]), most=frame)
 
 
@@ -119,7 +117,7 @@ def letterbox(
         mask_fill: value of the mask in the padding.
 
     Returns:
-        the image in its frame, and the (height, width) that it takes there, from the upper left corner on. So a point
+        the image in its frame, and the (height, width) that it occupies there, from the upper left corner. So a point
         (x, y) of the result is the point (x * old width / width, y * old height / height) of the image.
     """
     inner = fitted_size(picture.size, frame)
@@ -131,7 +129,7 @@ def letterbox(
 
 
 def flip(picture: AnnotatedImage, *, vertical: bool = False) -> AnnotatedImage:
-    """Left and right exchanged; with `vertical`, top and bottom."""
+    """The image flipped left to right; with `vertical`, top to bottom."""
     height, width = picture.size
     boxes = picture.boxes
     if boxes is not None:
@@ -185,16 +183,15 @@ def affine(
     The image is interpolated bilinearly. A box becomes the smallest upright rectangle around its moved corners.
 
     Args:
-        matrix: where points of the image go, in pixels.
-        fill: grey level of places to which no pixel moves.
-        mask_fill: value of the mask in these places.
+        matrix: the map of points of the image, in pixels.
+        fill: grey level of areas without a source pixel. mask_fill: value of the mask in these areas.
 
     Raises:
         ValueError: the map cannot be inverted.
     """
     height, width = picture.size
     x, y = _origins(matrix, (height, width))
-    # Zero lies outside of the image for grid_sample, so grey levels are counted from `fill`.
+    # grid_sample fills the outside with zero, so grey levels are counted from `fill`.
     grid = torch.stack([x * (2 / width) - 1, y * (2 / height) - 1], dim=-1)[None]
     counted = rows(picture.image)[None].permute(0, 3, 1, 2).to(torch.float32).sub_(fill)
     sampled = functional.grid_sample(counted, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
@@ -213,7 +210,7 @@ def affine(
 
 
 def about(point: tuple[float, float], matrix: Matrix) -> Matrix:
-    """The map that does what `matrix` does, seen from `point` (x, y) instead of the upper left corner."""
+    """The same map as `matrix`, but relative to `point` (x, y) instead of the upper left corner."""
     (a, b, c), (d, e, f) = matrix
     x, y = point
     return (a, b, c + x - a * x - b * y), (d, e, f + y - d * x - e * y)
@@ -231,7 +228,7 @@ def rotation(degrees: float) -> Matrix:
 def _interpolate(
     image: Tensor, interpolation: Interpolation, *, size: Size | None = None, scale: tuple[float, float] | None = None
 ) -> Tensor:
-    # The batch dimension comes first: only then does torch see that the memory is channels_last (1.5 times as fast).
+    # With a batch dimension, torch recognises that the memory is channels_last (1.5 times as fast).
     batch = rows(image)[None].permute(0, 3, 1, 2)
     resized: Tensor = functional.interpolate(
         batch, size=size, scale_factor=scale, mode=interpolation, antialias=True, align_corners=False
@@ -250,7 +247,7 @@ def _upper_left(image: Tensor, size: Size, wanted: Size, interpolation: Interpol
     if needed == [height, width]:
         return _interpolate(image, interpolation, size=size)
     part = _interpolate(image[:, : needed[0], : needed[1]], interpolation, scale=scale)
-    # torch rounds the size down. Where that gives the old size, it copies the pixels without looking at the scale.
+    # torch rounds the size down. If that gives the old size, it copies the pixels and ignores the scale.
     enough = all(side >= count for side, count in zip(part.shape[1:], wanted, strict=True))
     copied = any(side == old and factor != 1 for side, old, factor in zip(part.shape[1:], needed, scale, strict=True))
     return part if enough and not copied else _interpolate(image, interpolation, size=size)
@@ -268,7 +265,7 @@ def _nearest(mask: Tensor, size: Size, region: Region) -> Tensor:
 
 
 def _origins(matrix: Matrix, size: Size) -> tuple[Tensor, Tensor]:
-    """Where the centres of the new pixels come from: x and y in pixels, each (height, width)."""
+    """The source positions of the centres of the new pixels: x and y in pixels, each (height, width)."""
     (a, b, c), (d, e, f) = matrix
     determinant = a * e - b * d
     if determinant == 0:
@@ -296,7 +293,7 @@ def _move_boxes(boxes: Tensor, matrix: Matrix) -> Tensor:
 
 
 def _clip_boxes(picture: AnnotatedImage, min_visible: float) -> AnnotatedImage:
-    """The image with boxes clipped to its frame, without those of which too little is inside."""
+    """The image with boxes clipped to its frame, without boxes that are mostly outside."""
     boxes, indices = picture.boxes, picture.box_indices
     if boxes is None or indices is None:
         return picture

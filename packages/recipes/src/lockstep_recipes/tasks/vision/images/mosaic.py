@@ -1,7 +1,6 @@
 """Mosaic: four images in one, with their masks and boxes.
 
-As in mixup (`pictures/mix.py`), each sample is changed by itself: the other images are drawn from the whole data set
-under the sample's own random numbers, so the result does not depend on ranks and micro-batches.
+As in mixup (`images/mix.py`), each sample is changed individually: the other images are drawn from the whole data set with the sample's own random numbers, so the result does not depend on ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from lockstep_recipes.tasks.vision.images.augment import train_image
 from lockstep_recipes.tasks.vision.images.geometry import Size
 from lockstep_recipes.tasks.vision.images.options import AugmentOptions
 
-_LEAST = 0.25  # of a side of the frame: the shortest side of a part
+_LEAST = 0.25  # the shortest side of a quarter, as a fraction of the frame's side
 
 
 def draw_others(samples: int, probability: float) -> list[int]:
-    """The indices of the three samples that join a sample in a mosaic, uniform over `samples` samples. Empty: the
-    sample stays alone.
+    """The indices of the three samples that are combined with a sample in a mosaic, uniform over `samples` samples. Empty: no mosaic.
 
-    Draws from torch's global generator: whether to join, and the three.
+    Draws from torch's global generator: whether to make a mosaic, and the three indices.
     """
     joins = float(torch.rand(())) < probability
     others: list[int] = torch.randint(samples, (3,)).tolist()
@@ -32,10 +30,9 @@ def draw_others(samples: int, probability: float) -> list[int]:
 def mosaic(
     pictures: Sequence[AnnotatedImage], size: int | Size, options: AugmentOptions, *, mask_fill: int = 255
 ) -> AnnotatedImage:
-    """Four training images in the quarters of one. Where the quarters meet is drawn at random.
+    """Four training images in the quarters of one. The point where the quarters meet is random.
 
-    Each image goes through `train_image` by itself, at the size of its quarter. `scale_jitter` scales it as it
-    would in the whole frame, so that objects keep their sizes, and cuts out the quarter.
+    Each image is processed by `train_image` separately, at the size of its quarter. `scale_jitter` scales it as for the whole frame, so that objects keep their sizes, and crops the quarter.
 
     Source: Bochkovskiy et al. 2020, YOLOv4, arXiv:2004.10934, section 3.3.
 
@@ -43,12 +40,11 @@ def mosaic(
         images: four, upper left, upper right, lower left and lower right. All have boxes or none; all have masks or
             none.
         size: side, or (height, width), of the result in pixels, at least 4.
-        options: of `train_image`.
-        mask_fill: value of the mask where no pixel of an image is.
+        options: options of `train_image`.
+        mask_fill: value of the mask outside the images.
 
     Returns:
-        an image of this size, channels_last. Its `box_indices` are places in the joined list of the boxes of the four
-        images, as they were given: take labels from `torch.cat([labels of the first, ..., of the fourth])`.
+        an image of this size, channels_last. Its `box_indices` are indices into the concatenated boxes of the four input images: take labels from `torch.cat([labels of the first, ..., of the fourth])`.
 
     Raises:
         ValueError: there are not four images.

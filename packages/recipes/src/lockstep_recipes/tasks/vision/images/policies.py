@@ -1,8 +1,7 @@
 """RandAugment and TrivialAugment: random operations of geometry and colour on an image and its targets.
 
 Both draw from the 14 operations of RandAugment's paper: Identity, AutoContrast, Equalize, Rotate, Solarize, Color,
-Posterize, Contrast, Brightness, Sharpness, ShearX, ShearY, TranslateX, TranslateY. The operations of geometry move mask
-and boxes with the image. As in the authors' code, rotations are about the centre, shears about the upper left corner.
+Posterize, Contrast, Brightness, Sharpness, ShearX, ShearY, TranslateX, TranslateY. Geometric operations move mask and boxes with the image. As in the authors' code, rotations are about the centre, and shears about the upper left corner.
 
 Sources: Cubuk et al., RandAugment, arXiv:1909.13719; Müller and Hutter, TrivialAugment, arXiv:2103.10158, table 1
 (wide). The ranges of RandAugment are those of torchvision's `RandAugment`, which has magnitudes from 0 to 30.
@@ -26,7 +25,7 @@ _STRONGEST = 30  # magnitudes are 0 to 30
 
 
 class _Colour(NamedTuple):
-    """An operation on the image alone."""
+    """An operation on only the image."""
 
     change: Callable[[Tensor, float], Tensor]
     """(image, strength) -> image"""
@@ -53,9 +52,9 @@ def _operations(
     """The operations of a policy by name.
 
     Args:
-        blend, shear, move, rotate: the greatest strength.
-        of_side: `move` is a share of the side, not a number of pixels.
-        bits: the fewest bits that `Posterize` keeps.
+        blend, shear, move, rotate: the maximum strength.
+        of_side: `move` is a fraction of the side, not a number of pixels.
+        bits: the minimum number of bits that `Posterize` keeps.
     """
 
     def pixels(far: float, side: int) -> float:

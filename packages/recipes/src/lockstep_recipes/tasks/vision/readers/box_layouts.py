@@ -1,4 +1,4 @@
-"""The arrangement of a folder of images with boxes: where its annotations are, and where its images are."""
+"""Find the annotations and the images in a folder of images with boxes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Layout:
-    """Where annotations and images are."""
+    """The locations of annotations and images."""
 
     kind: Literal["coco", "voc", "yolo"]
     annotations: Path
@@ -38,22 +38,22 @@ class Layout:
     pictures: tuple[Path, ...] = ()
     """YOLO: the images."""
     whole_folders: bool = True
-    """YOLO: whether the images are all those of some folders, not those of a list."""
+    """YOLO: whether the images are all images of some folders rather than a list."""
     names: tuple[str, ...] | None = None
     """YOLO: the names of the classes."""
 
 
 def find_layout(source: str, *, key: str, split: Split, images: str | None = None) -> Layout:
-    """Where the annotations and the images of a source are.
+    """Find the annotations and the images of a source.
 
     Args:
         source: a COCO file, a YAML file of YOLO, or a folder.
-        key: the config's key of the source, for errors.
-        split: which part to take where a folder has several.
+        key: the config key of the source, for errors.
+        split: the split to use if a folder has several.
         images: the folder of the images. None: a usual place.
 
     Raises:
-        DataError: there is no such source, or nothing that is known lies there.
+        DataError: there is no such source, or it has no known layout.
     """
     path = Path(source)
     layout = None
@@ -78,8 +78,7 @@ def evaluation_part(train: str) -> str | None:
     """The source of evaluation data that belongs to a source of training data, for a config without `data.eval`.
 
     Returns:
-        the same source, if it has a part for training and another one for evaluation, or names a part that cannot be
-        read: who reads the source then gets the error. Otherwise None.
+        the same source, if it has a training split and an evaluation split, or names a split that cannot be read (reading it then raises the error). Otherwise None.
     """
     path = Path(train)
     if not path.is_dir() and not (path.is_file() and path.suffix.lower() in _YAML):
@@ -124,7 +123,7 @@ def _of_folder(folder: Path, split: Split, images: str | None) -> Layout | None:
 
 
 def _json_of(folder: Path, split: Split) -> Path | None:
-    """The annotation file of a split: the one that has the split's name in its own, or the only one."""
+    """The annotation file of a split: the one whose name contains that of the split, or the only one."""
     files = [name for name in sorted(os.listdir(folder)) if name.lower().endswith(".json") and name[0] != "."]
     files = [name for name in files if not name.lower().startswith(_OTHER_KINDS)]
     for word in _words(split):
@@ -173,8 +172,7 @@ def _voc(folder: Path, annotations: Path, images: Path, split: Split) -> Layout 
 
 
 def _is_yolo(path: Path) -> bool:
-    """True if a YAML file describes a data set. A file with the usual name that cannot be read does: reading it says
-    what is wrong."""
+    """True if a YAML file describes a data set. Also true for an unreadable file with the usual name: reading it then reports the error."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -214,9 +212,9 @@ def _yolo_file(file: Path) -> Mapping[str, Any]:
     try:
         content = yaml.safe_load(file.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise DataError(f"this is no YAML that can be read: {error}", where=str(file), remedy=EXPECTED) from error
+        raise DataError(f"this is not readable as YAML: {error}", where=str(file), remedy=EXPECTED) from error
     if not isinstance(content, dict):
-        raise DataError("this is no YAML with `names`, `train` and `val`", where=str(file), remedy=EXPECTED)
+        raise DataError("this is not a YAML file with `names`, `train` and `val`", where=str(file), remedy=EXPECTED)
     return content
 
 
@@ -227,11 +225,11 @@ def _yolo_names(content: Mapping[str, Any], file: Path) -> tuple[str, ...] | Non
     if names is None or (isinstance(names, list) and names and len(set(map(str, names))) == len(names)):
         return None if names is None else tuple(str(name) for name in names)
     what = f"`names` is {names!r}"
-    raise DataError(what, where=str(file), remedy="give a list of different names, or names by number from 0 on")
+    raise DataError(what, where=str(file), remedy="give a list of distinct names, or names by number from 0")
 
 
 def _yolo_place(item: str, root: Path, folder: Path) -> Path:
-    """A folder or list of images. Files that Roboflow writes say `../train/images` and mean `train/images`."""
+    """A folder or list of images. Files written by Roboflow contain `../train/images` but mean `train/images`."""
     tried = [root / item, folder / item, folder / item.removeprefix("../")]
     return next((path for path in tried if path.exists()), tried[0])
 

@@ -35,18 +35,17 @@ class BoxedImage(NamedTuple):
     pixels: npt.NDArray[np.uint8]
     """(height, width, channels) uint8, upright."""
     boxes: npt.NDArray[np.float32]
-    """(n, 4) float32: left, top, right and bottom edge of each box in pixels of `pixels`, cut off at the edges of the
-    image."""
+    """(n, 4) float32: left, top, right and bottom edge of each box in pixels of `pixels`, clipped at the edges of the image."""
     labels: Array
     """(n) int64: class numbers, 0 to classes - 1."""
     crowd: Array
-    """(n) bool: whether a box stands for a group of objects. Training does not learn these boxes as objects."""
+    """(n) bool: whether a box marks a group of objects. Training does not learn these boxes as objects."""
     area: npt.NDArray[np.float32]
-    """(n) float32: area of each object in square pixels of the original image, as the annotation file says."""
+    """(n) float32: area of each object in square pixels of the original image, from the annotation file."""
     image_id: int | None
-    """The number of the image in the annotation file. None: no file numbers the image."""
+    """The id of the image in the annotation file. None: the image is not in a file."""
     name: str
-    """The path of the image, as the annotation file says."""
+    """The path of the image in the annotation file."""
     size: tuple[int, int]
     """(height, width) of the original image in pixels. `pixels` has this size, unless the cache reduces images."""
 
@@ -55,14 +54,14 @@ class BoxedImages(DecodedImages):
     """Decoded images with boxes: samples are `BoxedImage`.
 
     Args:
-        annotations: what is annotated. All sizes of images are known.
+        annotations: the annotations, with the sizes of all images.
         images: the files.
         classes: the names of the classes, by class number.
-        numbers: (classes of the file) the class number of each class of the file, or -1 for classes without number.
-        kept: `channels`, `cache` and `notes`, as for `DecodedImages`.
+        numbers: (classes of the file) the class number of each class of the file, or -1 for classes without a number.
+        kept: `channels`, `cache` and `notes` of `DecodedImages`.
     """
 
-    sample_labels = None  # an image has no label of its own: `labels` are those of the boxes
+    sample_labels = None  # an image itself has no label: `labels` are those of the boxes
 
     def __init__(
         self, annotations: Annotations, pictures: ImageFiles, *, classes: Sequence[str], numbers: Array, **kept: Any
@@ -89,8 +88,7 @@ class BoxedImages(DecodedImages):
         """A sample.
 
         Raises:
-            DataError: the file cannot be read, is no whole image, or has another size than the annotations say. The
-                error names the file.
+            DataError: the file cannot be read, is not a complete image, or its size differs from the annotations. The error names the file.
         """
         pixels, size = self.pixels(index), self.size(index)
         part = self.annotations.of_image(index)
@@ -128,10 +126,9 @@ class BoxedImages(DecodedImages):
         return dict(zip(self.classes, numbers.tolist(), strict=True))
 
     def ground_truth(self) -> dict[str, Any]:
-        """The annotations as pycocotools takes them: the content of a COCO file.
+        """The annotations in the form of pycocotools: the content of a COCO file.
 
-        Ids, boxes, areas and crowds are exactly those of the annotation file, boxes that reach over the edge included.
-        It holds Python objects for each annotation: make it where it is needed, and drop it afterwards.
+        Ids, boxes, areas and crowds are exactly those of the annotation file, including boxes that extend beyond the edge. It contains Python objects for each annotation: create it when needed, and drop it afterwards.
         """
         all_ = self.annotations
         names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
@@ -141,7 +138,7 @@ class BoxedImages(DecodedImages):
         images = zip(all_.image_ids.tolist(), all_.sizes.tolist(), strict=True)
         categories = zip(all_.category_ids.tolist(), all_.classes, strict=True)
         return {
-            "info": {},  # pycocotools copies this key of the ground truth to the results
+            "info": {},  # pycocotools copies this key from the ground truth to the results
             "images": [{"id": number, "height": height, "width": width} for number, (height, width) in images],
             "annotations": [dict(zip(names, row, strict=True)) for row in rows],
             "categories": [{"id": number, "name": name} for number, name in categories],
@@ -161,21 +158,19 @@ def read_boxed_images(
     | source | samples |
     |---|---|
     | `FILE.json`, or a folder with `annotations/*.json` and `images/` | COCO |
-    | a folder with `Annotations/*.xml`, `JPEGImages/` and perhaps `ImageSets/Main/*.txt` | Pascal VOC: `read_voc` |
+    | a folder with `Annotations/*.xml`, `JPEGImages/` and optionally `ImageSets/Main/*.txt` | Pascal VOC: `read_voc` |
     | `FILE.yaml`, or a folder with `data.yaml` or with `images/` and `labels/` | YOLO: `read_yolo` |
     | a folder with `train/`, and `val/`, `valid/` or `test/` | those of one of these folders |
 
     Args:
-        split: which part to read where a source has several.
+        split: the split to read if a source has several.
         options: its `images` and `eval_images`, `on_bad_boxes`, `difficult` and `channels`.
-        classes: the class names of the training data, or of the config; class numbers are places in this list. None:
-            the classes are those of the source: COCO by category id, VOC by letter, YOLO by number.
-        cache: keep decoded images on disk.
+        classes: the class names of the training data, or of the config; class numbers are indices into this list. None: the classes of the source: COCO by category id, VOC alphabetically, YOLO by number.
+        cache: options of the disk cache of decoded images.
 
     Raises:
         DataError: there is no such source; an image is missing; an annotation is bad (see `read_coco`, `read_voc`,
-            `read_yolo` and `on_bad_boxes`), or has a class that is not in `classes`; the four numbers of most boxes
-            seem to mean something else. The error names file, annotation and value.
+            `read_yolo` and `on_bad_boxes`), or has a class that is not in `classes`; the four numbers of most boxes seem to have a different meaning. The error names file, annotation and value.
     """
     key, on_bad = f"data.{split}", options.on_bad_boxes
     layout = find_layout(source, key=key, split=split, images=options.images_of(split))
@@ -185,7 +180,7 @@ def read_boxed_images(
     check_meaning(annotations, on_bad)
     annotations, notes = check_boxes(annotations, on_bad)
     if not len(annotations.ids):
-        raise DataError(f"{key} holds no box", where=source, remedy="give a source with annotations")
+        raise DataError(f"{key} does not contain any boxes", where=source, remedy="give a source with annotations")
     names = list(annotations.classes if classes is None else classes)
     numbers = _class_numbers(annotations, names)
     kept = {"channels": options.channels, "cache": cache, "notes": (*annotations.notes, *notes)}
@@ -206,14 +201,14 @@ def picture_files(annotations: Annotations, folder: Path, key: str) -> ImageFile
     """The images that a file names.
 
     Raises:
-        DataError: one of them is not there.
+        DataError: one of them does not exist.
     """
     pictures = ImageFiles(folder, [annotations.file_names[number] for number in range(len(annotations.image_ids))])
     missing = missing_files([pictures.path(index) for index in range(len(pictures))])
     if missing:
         path = Path(pictures.path(missing[0]))
         there = os.listdir(path.parent) if path.parent.is_dir() else []
-        more = f" ({len(missing)} of {len(pictures)} images are not there)" if len(missing) > 1 else ""
+        more = f" ({len(missing)} of {len(pictures)} images are missing)" if len(missing) > 1 else ""
         hint = did_you_mean(path.name, there) if there else f"there are no files in {path.parent}. "
         what = f"{key}: there is no file {path}{more}"
         remedy = f"{hint}Give the folder that the names of the images are relative to as task.images"
@@ -222,7 +217,7 @@ def picture_files(annotations: Annotations, folder: Path, key: str) -> ImageFile
 
 
 def _with_sizes(annotations: Annotations, pictures: ImageFiles) -> Annotations:
-    """The annotations with sizes of all images: those that the file does not give are read from the images."""
+    """The annotations with the sizes of all images. Sizes that are not in the file are read from the images."""
     unknown = np.flatnonzero((annotations.sizes <= 0).any(axis=1))
     if not len(unknown):
         return annotations
@@ -233,10 +228,10 @@ def _with_sizes(annotations: Annotations, pictures: ImageFiles) -> Annotations:
 
 
 def _class_numbers(annotations: Annotations, classes: Sequence[str]) -> Array:
-    """The place in `classes` of each class of the file, or -1.
+    """The index in `classes` of each class of the file, or -1.
 
     Raises:
-        DataError: an annotation has a class that is not there.
+        DataError: an annotation has a class that is not in `classes`.
     """
     places = {name: number for number, name in enumerate(classes)}
     numbers = np.array([places.get(name, -1) for name in annotations.classes], dtype=np.int64)
@@ -245,7 +240,7 @@ def _class_numbers(annotations: Annotations, classes: Sequence[str]) -> Array:
         first = int(lost[0])
         name = annotations.classes[annotations.labels[first]]
         more = f" ({len(lost)} annotations have such classes)" if len(lost) > 1 else ""
-        what = f"class {name!r} is not among the {len(classes)} classes that are trained{more}"
+        what = f"class {name!r} is not among the {len(classes)} classes of the training data{more}"
         remedy = unknown_class(name, classes, "Remove these annotations, or train with them")
         raise DataError(what, where=annotations.where(first), remedy=remedy)
     return numbers
@@ -253,7 +248,7 @@ def _class_numbers(annotations: Annotations, classes: Sequence[str]) -> Array:
 
 def _other_size(found: Sequence[int], said: tuple[int, int], where: str, annotations: Annotations) -> DataError:
     turned = tuple(found) == said[::-1]
-    why = "perhaps its EXIF data turns it: annotate the upright image, or remove the EXIF data. " if turned else ""
+    why = "its EXIF data may rotate it: annotate the upright image, or remove the EXIF data. " if turned else ""
     what = f"the image has {found[0]} x {found[1]} pixels (height x width), but {annotations.path} says"
-    remedy = f"{why}Boxes would be in wrong places: correct height and width, or bring back the annotated image"
+    remedy = f"{why}Boxes would be misplaced: correct height and width, or restore the annotated image"
     return DataError(f"{what} {said[0]} x {said[1]}", where=where, remedy=remedy)

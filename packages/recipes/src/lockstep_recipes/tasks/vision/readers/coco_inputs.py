@@ -1,4 +1,4 @@
-"""Images to predict, with the numbers that a COCO file gives them: rows of predictions are then its results."""
+"""Images to predict, with their ids in a COCO file, so that rows of predictions are COCO results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _JSON = ".json"
 
 @dataclass(frozen=True)
 class CocoNumbers:
-    """The numbers of one COCO file. Numbers of two files are never mixed: they may mean different images."""
+    """The ids of one COCO file. Ids of two files are never mixed: they may mean different images."""
 
     pictures: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     """By the real path of an image: its id, and its name in the file."""
@@ -33,16 +33,16 @@ class CocoNumbers:
 
 @dataclass(frozen=True)
 class RunSource:
-    """Data of a run, in which images to predict may occur."""
+    """Data of a run that may contain images to predict."""
 
     source: str
     split: Split
     images: str | None
-    """The folder of its images. None: a usual place."""
+    """The folder of its images. None: a usual location."""
 
 
 class UnlabelledImages(DecodedImages):
-    """Images to predict, as samples without boxes. A sample has an `image_id` only where `numbers` has the image.
+    """Images to predict, as samples without boxes. A sample has an `image_id` only if `numbers` has the image.
 
     Args:
         numbers: ids and names of images.
@@ -69,21 +69,19 @@ class UnlabelledImages(DecodedImages):
 def coco_inputs(arguments: Sequence[str], *, sources: Sequence[RunSource], channels: int) -> UnlabelledImages:
     """The images that arguments name: files, folders, patterns, shards, and the images of one COCO file.
 
-    The ids are those of the COCO file among the arguments. Without such a file, they are those of the first of
-    `sources` that is a COCO file with one of these images. Other images have no id.
+    The ids are those of the COCO file among the arguments. Without such a file, they are those of the first of `sources` that is a COCO file with one of these images. All other images have no id.
 
     Args:
-        sources: the data of the run. A source that is not there, or cannot be read, gives no ids.
+        sources: the data of the run. A source that does not exist or cannot be read does not provide ids.
 
     Raises:
-        DataError: the file is no COCO file, or an image of it is not there; there are two such files; shards stand
-            beside files.
-        UsageError: an argument names nothing.
+        DataError: the file is not a COCO file, or an image of it is missing; there are two such files; shards and files are mixed.
+        UsageError: an argument does not name anything.
     """
     files = [argument for argument in arguments if argument.lower().endswith(_JSON) and os.path.isfile(argument)]
     if len(files) > 1:
-        what = f"two COCO files, {files[0]} and {files[1]}: an image_id may mean one image in each of them"
-        raise DataError(what, where="INPUT", remedy="predict them one after another, into files of their own")
+        what = f"there are two COCO files, {files[0]} and {files[1]}, and an image_id may mean a different image in each"
+        raise DataError(what, where="INPUT", remedy="predict them one after another, into separate files")
     if not files:
         records = unlabelled_images(arguments)
         return UnlabelledImages(records, _numbers_of_run(records.pictures, sources), channels=channels)
@@ -96,7 +94,7 @@ def _of_file(file: Path, folders: Sequence[str | None]) -> tuple[list[str], Coco
     """The paths of the images of a COCO file, and their numbers.
 
     Args:
-        folders: where the images may be. None: a usual place. The first that holds the first image is taken.
+        folders: folders that may contain the images. None: the usual ones. The first that contains the first image is used.
     """
     found = read_coco_images(file, key="INPUT")
     places = [find_layout(str(file), key="INPUT", split="eval", images=folder).images for folder in folders]
@@ -104,8 +102,8 @@ def _of_file(file: Path, folders: Sequence[str | None]) -> tuple[list[str], Coco
     paths = [os.path.join(folder, name) for name in found.file_names]
     missing = missing_files(paths)
     if missing:
-        what = f"INPUT: there is no file {paths[missing[0]]} ({len(missing)} of {len(paths)} images are not there)"
-        remedy = "put the images beside the file, as in images/val/, or give their folder instead of the COCO file"
+        what = f"INPUT: there is no file {paths[missing[0]]} ({len(missing)} of {len(paths)} images are missing)"
+        remedy = "put the images next to the file, as in images/val/, or give their folder instead of the COCO file"
         raise DataError(what, where=f"{file}: image {found.ids[missing[0]]}", remedy=remedy)
     pairs = zip(found.ids, found.file_names, strict=True)
     by_path = {os.path.realpath(path): pair for path, pair in zip(paths, pairs, strict=True)}
@@ -113,8 +111,7 @@ def _of_file(file: Path, folders: Sequence[str | None]) -> tuple[list[str], Coco
 
 
 def _numbers_of_run(pictures: object, sources: Sequence[RunSource]) -> CocoNumbers:
-    """The numbers of the first COCO file of the run that has one of the images. Only a file whose folder of images
-    holds one of them is read."""
+    """The ids from the first COCO file of the run that has one of the images. Only a file whose image folder contains one of them is read."""
     if not isinstance(pictures, ImageFiles):
         return CocoNumbers()
     real = {os.path.realpath(pictures.path(index)) for index in range(len(pictures))}
@@ -125,7 +122,7 @@ def _numbers_of_run(pictures: object, sources: Sequence[RunSource]) -> CocoNumbe
             if layout.kind != "coco" or not any(path.startswith(below) for path in real):
                 continue
             found = read_coco_images(layout.annotations, key="data")
-        except DataError:  # a prediction does not need the data of the training
+        except DataError:  # a prediction does not need the training data
             continue
         by_path = {
             os.path.realpath(layout.images / name): (number, name)

@@ -1,4 +1,4 @@
-"""A data set of decoded images: encoded images of any source, a decoder, and a cache if it is wanted."""
+"""A data set of decoded images: encoded images of any source, a decoder, and an optional cache."""
 
 from __future__ import annotations
 
@@ -33,14 +33,13 @@ class DecodedImage(NamedTuple):
 
 
 class DecodedImages(Dataset[Any]):
-    """Decoded images, from which data sets make samples with labels, masks or boxes. With a cache the samples are the
-    same.
+    """Decoded images, from which data sets make samples with labels, masks or boxes. The cache does not change samples.
 
     Args:
         images: the encoded images.
         channels: 1 (grey) or 3 (RGB).
-        cache: None: each image is decoded whenever it is read. Otherwise in the first epoch only.
-        notes: remarks for people about the way in which the source was read.
+        cache: with a cache, images are decoded only in the first epoch. None: each image is decoded whenever it is read.
+        notes: remarks about how the source was read.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class DecodedImages(Dataset[Any]):
     ) -> None:
         self.pictures, self.channels = pictures, channels
         self.notes = tuple(notes)
-        """Remarks for people about the way in which the source was read."""
+        """Remarks about how the source was read."""
         self.cache = None if cache is None else open_cache(pictures, channels=channels, options=cache)
         """The cache, whose `summary` is a line for the log. None: there is no cache."""
 
@@ -64,12 +63,12 @@ class DecodedImages(Dataset[Any]):
         """The pixels of an image, from its file: (height, width, channels) uint8, upright.
 
         Raises:
-            DataError: the file cannot be read, or is no whole image. The error names the file.
+            DataError: the file cannot be read, or is not a complete image. The error names the file.
         """
         return decode(self.pictures.read(index), channels=self.channels, where=self.where(index))
 
     def pixels(self, index: int) -> npt.NDArray[np.uint8]:
-        """The same, from the cache if the image is there."""
+        """The same, from the cache if it contains the image."""
         return self.decoded(index) if self.cache is None else self.cache.pixels(index, lambda: self.decoded(index))
 
     def where(self, index: int) -> str:
@@ -89,7 +88,7 @@ class DecodedImages(DecodedImages):
 
 
 class Digested(Protocol):
-    """Images of which a digest changes where an image changes."""
+    """Images with a digest that changes if an image changes."""
 
     def __len__(self) -> int: ...
 
@@ -99,11 +98,10 @@ class Digested(Protocol):
 def open_cache(records: Digested, *, channels: int, options: CacheOptions) -> DecodedCache:
     """The cache of the decoded images of a source, in Lockstep's cache folder.
 
-    Its name changes with the place of the source, where a file of the source changes, and with the versions of the
-    decoders, whose pixels may differ by a level.
+    Its name changes with the location and the files of the source, and with the versions of the decoders, whose pixels may differ by a level.
     """
     versions = [_version(name) for name in _DECODERS]
-    versions += [found for found in [_version("pillow-heif")] if found]  # without it the cache is that of earlier days
+    versions += [found for found in [_version("pillow-heif")] if found]  # without it, the cache of earlier versions stays valid
     digest = hashlib.sha256(repr((records.digest(), len(records), versions)).encode()).hexdigest()
     folder = cache_root() / folder_name(digest, channels=channels, shorter_side=options.shorter_side)
     return DecodedCache(folder, len(records), channels=channels, options=options)

@@ -23,13 +23,13 @@ from lockstep_recipes.tasks.vision.readers.class_table import listed, unknown_cl
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 """Suffixes of image files, in lower case. Files may write them in upper case (ImageNet's end in .JPEG)."""
 HEIF_SUFFIXES = (".heic", ".heif")
-"""Suffixes of files that are images where `pillow-heif` is installed."""
+"""Suffixes of files that are images if `pillow-heif` is installed."""
 _OF_SYSTEMS = ("thumbs.db", "desktop.ini")  # files that file managers leave in folders
 _SHOWN = 8
-_HEAD = 65536  # bytes of a file in which its size is found
-_PNG_HEAD = 4096  # the same, of a PNG file
+_HEAD = 65536  # bytes of a file that contain its size
+_PNG_HEAD = 4096  # the same, for a PNG file
 _PNG = b"\x89PNG\r\n\x1a\n"
-_FEW = 32  # files of a folder that are looked for one by one
+_FEW = 32  # up to this many files of a folder are looked up one by one
 
 
 class EncodedImages(Protocol):
@@ -46,7 +46,7 @@ class EncodedImages(Protocol):
         ...
 
     def name(self, index: int) -> str:
-        """The name of an image in its source. It stays where the source is moved to another folder."""
+        """The name of an image in its source. It does not change if the source is moved to a different folder."""
         ...
 
     def where(self, index: int) -> str:
@@ -54,18 +54,17 @@ class EncodedImages(Protocol):
         ...
 
     def digest(self) -> str:
-        """Hexadecimal digits that change where an image changes: by place, size and times of the files, which are
-        not read. Sources at other places have other digits."""
+        """Hexadecimal digits that change if an image changes. They use path, size and times of the files, which are not read. Sources in different folders have different digits."""
         ...
 
 
 class ImageFiles:
-    """Images that are files.
+    """Images in files.
 
     Args:
         root: the folder that the names are relative to.
         names: paths below `root`, or absolute paths.
-        place: from an index to the place of an image in messages. None: its path.
+        place: returns the place of an image in messages by index. None: its path.
     """
 
     def __init__(self, root: Path, names: Sequence[str], place: Callable[[int], str] | None = None) -> None:
@@ -93,7 +92,7 @@ class ImageFiles:
         return self.path(index) if self.place is None else f"{self.place(index)} ({self.path(index)})"
 
     def digest(self) -> str:
-        # Names are relative to the folder: without it, images of another folder with equal sizes and times are alike.
+        # Names are relative to the folder: without it, images of a different folder with equal sizes and times look the same.
         digest = hashlib.sha256(f"{os.path.realpath(self.root)!a}|".encode())
         for index in range(len(self)):
             add_file(digest, self.path(index), name=self.names[index])
@@ -101,10 +100,9 @@ class ImageFiles:
 
 
 def add_file(digest: Any, path: str | Path, *, name: str) -> None:
-    """Add name, size and times of a file to a digest; of a file that is not there its name alone.
+    """Add name, size and times of a file to a digest; for a missing file, only its name.
 
-    Archives and reproducible builds set the time of change to a constant. The time of the inode cannot be set, so that
-    a file that takes the place of another is noticed.
+    Archives and reproducible builds set the modification time to a constant. The ctime cannot be set, so a file that replaces another one is noticed.
     """
     try:
         about = os.stat(path)
@@ -114,15 +112,13 @@ def add_file(digest: Any, path: str | Path, *, name: str) -> None:
 
 
 def size_of_file(path: str, *, where: str | None = None) -> tuple[int, int]:
-    """(height, width) in pixels of the upright image in a file, of which only the beginning is read if possible.
-
-    A PNG file may have its orientation behind the pixels.
+    """(height, width) in pixels of the upright image in a file. Only the start of the file is read if possible. A PNG file may have its orientation after the pixels.
 
     Args:
         where: the place of the image, for messages. None: its path.
 
     Raises:
-        DataError: the file cannot be read, or is no image.
+        DataError: the file cannot be read, or is not an image.
     """
     where = path if where is None else where
     with reading(where), open(path, "rb") as file:
@@ -141,33 +137,33 @@ def image_suffixes() -> tuple[str, ...]:
 
 
 def is_image(name: str) -> bool:
-    """True if a file has the suffix of an image. Hidden files are none: macOS puts `._name.jpg` beside `name.jpg`."""
+    """True if a file has the suffix of an image. Hidden files do not count: macOS puts `._name.jpg` next to `name.jpg`."""
     return name.lower().endswith(image_suffixes()) and not name.startswith(".")
 
 
 def left_out(names: Iterable[str], where: Path) -> tuple[str, ...]:
-    """A note that counts files that are no images by their endings. Empty: there is no such file.
+    """A note that counts files that are not images by suffix. Empty: there are no such files.
 
     Hidden files, and files that file managers leave behind, are not counted.
 
     Args:
-        names: of files in `where`, images among them.
+        names: the names of the files in `where`, including images.
     """
     others = [name for name in names if not is_image(name) and name[:1] != "." and name.lower() not in _OF_SYSTEMS]
     if not others:
         return ()
-    counts = Counter(os.path.splitext(name)[1].lower() or "without an ending" for name in others)
+    counts = Counter(os.path.splitext(name)[1].lower() or "without a suffix" for name in others)
     often = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
     shown = listed([f"{count:,} {ending}" for ending, count in often])
     heif = "; pip install 'torch-lockstep[heic]' reads .heic" if any(kind in counts for kind in HEIF_SUFFIXES) else ""
-    return (f"{len(others):,} files below {where} are no images and are left out: {shown}{heif}",)
+    return (f"{len(others):,} files below {where} are not images and are left out: {shown}{heif}",)
 
 
 def left_out_below(folders: Iterable[Path], *, labels: Sequence[str] = ()) -> tuple[str, ...]:
     """The notes of `left_out` for whole folders, at any depth.
 
     Args:
-        labels: endings of files that belong to the images.
+        labels: suffixes of files that belong to the images.
     """
     notes: list[str] = []
     for folder in folders:
@@ -177,8 +173,7 @@ def left_out_below(folders: Iterable[Path], *, labels: Sequence[str] = ()) -> tu
 
 
 def class_folders(root: Path) -> list[str]:
-    """The names of the folders in `root`, sorted by letter as torchvision and `datasets` sort them, without hidden
-    folders."""
+    """The names of the folders in `root`, sorted alphabetically as in torchvision and `datasets`, without hidden folders."""
     with os.scandir(root) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
@@ -201,7 +196,7 @@ def read_class_folders(
         raise DataError("there are no class folders", where=str(root), remedy=remedy)
     if (recipe := _other_recipe(folders)) is not None:
         shown = " and ".join(f"{name}/" for name in folders)
-        what = f"the folders {shown} are no classes: this is data for the recipe `{recipe}`"
+        what = f"the folders {shown} are not classes: this is data for the recipe `{recipe}`"
         remedy = f"train with `lockstep train {recipe}`; if these are two classes, rename the folders"
         raise DataError(what, where=str(root), remedy=remedy)
     known = list(classes) if classes is not None else folders
@@ -217,7 +212,7 @@ def read_class_folders(
     for folder in folders:
         found = [f"{folder}/{name}" for name in images_below(root / folder, others)]
         if not found:
-            raise DataError("no image in a class folder", where=str(root / folder), remedy=_remedy(root / folder))
+            raise DataError("a class folder has no images", where=str(root / folder), remedy=_remedy(root / folder))
         names += found
         counts.append(len(found))
     codes = np.repeat(np.array([known.index(folder) for folder in folders], dtype=np.int64), counts)
