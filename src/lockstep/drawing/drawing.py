@@ -1,6 +1,4 @@
-"""Draws for people: sheets of images with captions, masks in colour, boxes and legends. `diagrams` has curves.
-
-It uses Pillow only, with Pillow's own font.
+"""Draw figures: sheets of images with captions, coloured masks, boxes and legends. `diagrams` has curves. It uses only Pillow, with Pillow's own font.
 """
 
 from __future__ import annotations
@@ -19,22 +17,22 @@ ImageArray = npt.NDArray[np.uint8]
 """uint8 (height, width, 3), RGB."""
 
 _COMPRESSION = 4  # of 9
-_SIDE = 160  # pixels of the longer side of an image on a sheet, where nobody wishes another
-_TALLER = 1.25  # times the median height: the most of an image on a sheet
+_SIDE = 160  # default longer side of an image on a sheet, in pixels
+_TALLER = 1.25  # maximum height of an image on a sheet, relative to the median height
 _GAP = 8
 _TEXT = 12  # size of texts
-_LINE = 14  # pixels from a line of text to the next
+_LINE = 14  # height of a line of text in pixels
 _MOST_LINES = 5  # of a caption
-_SMALL_TEXT, _SMALL_LINE = 10, 12  # size of texts at boxes, and pixels that a line of it needs
-_LINES_IN_SIDE = 200  # the longer side of an image, in widths of the lines of boxes
-_USUAL_SIDE = 800  # pixels of the longer side up to which texts have their usual size
-_SEEN = 170  # of 255: how much the ground of a text at a box hides
+_SMALL_TEXT, _SMALL_LINE = 10, 12  # size of box captions, and height of a line in pixels
+_LINES_IN_SIDE = 200  # the longer side of an image, in line widths of boxes
+_USUAL_SIDE = 800  # up to this longer side in pixels, texts have their default size
+_SEEN = 170  # opacity of the background of a box caption, of 255
 _INK, _PAPER = (20, 20, 20), (255, 255, 255)
 _NARROW = 4  # pixels between images that belong together
-_DARK = 40  # a colour whose parts are all smaller is nearly black; whose parts are all larger than 255 - 40, white
-_NEAR = 60  # sum of the differences of red, green and blue, below which colours look alike
+_DARK = 40  # a colour with all components below this is nearly black; above 255 - 40, nearly white
+_NEAR = 60  # colours look alike if the sum of the differences of red, green and blue is smaller
 _GREY, _RED = (128, 128, 128), (230, 25, 25)
-_GOLDEN = 0.6180339887  # the golden section: its multiples divide a circle evenly
+_GOLDEN = 0.6180339887  # the golden ratio: its multiples divide a circle evenly
 
 
 def png(picture: ImageArray) -> bytes:
@@ -42,13 +40,13 @@ def png(picture: ImageArray) -> bytes:
     from PIL import Image
 
     file = io.BytesIO()
-    # The default level, 6, takes two to three times the time for files that are 2 % smaller.
+    # The default level, 6, takes two to three times as long for files that are 2 % smaller.
     Image.fromarray(picture).save(file, "PNG", compress_level=_COMPRESSION)
     return file.getvalue()
 
 
 def write(path: Path, picture: ImageArray) -> None:
-    """Write the image as a PNG file, whole or not at all. Its folder is made if it is not there.
+    """Write the image as a PNG file atomically. Its folder is created if it does not exist.
 
     Raises:
         OSError: the disk is full, or cannot be written.
@@ -63,18 +61,17 @@ def sheet(
 ) -> ImageArray:
     """Images side by side, row by row, with their captions below. Small images are enlarged, large ones reduced.
 
-    A row is as tall as its tallest image. An image that is taller than most is reduced, so that it fits beside the
-    others: to 1.25 times the median height.
+    A row is as tall as its tallest image. A very tall image is reduced to 1.25 times the median height.
 
     Args:
         images: arrays of uint8 (height, width, 3), of any sizes.
-        captions: a text for each image, of up to five lines. Longer lines are cut.
+        captions: a text for each image, of up to five lines. Longer lines are truncated.
         columns: images in a row.
-        side: the most pixels of the longer side of an image on the sheet. Images are enlarged up to 160 pixels.
-        width: a sheet that would be wider, in pixels, has half of the columns, or a quarter, down to a single column.
+        side: the maximum longer side of an image on the sheet, in pixels. Images are enlarged up to 160 pixels.
+        width: the maximum width of the sheet in pixels. If necessary, the number of columns is halved, down to a single column.
 
     Raises:
-        ValueError: an image is not such an array.
+        ValueError: an image is not a valid array.
     """
     from PIL import Image, ImageDraw
 
@@ -105,12 +102,11 @@ def sheet(
 
 
 def palette(count: int) -> npt.NDArray[np.uint8]:
-    """Colours for `count` classes: uint8 (count, 3). A class has the same colour for every `count`. The first 20 are
-    easy to tell apart."""
+    """Colours for `count` classes: uint8 (count, 3). A class has the same colour for every `count`. The first 20 are easy to distinguish."""
     steps = np.arange(count)
     hue = (steps * _GOLDEN) % 1.0 * 6  # neighbours are far from each other on the circle of hues
     strength, light = np.array([0.85, 0.55, 1.0])[steps // 7 % 3], np.array([0.95, 1.0, 0.6])[steps // 7 % 3]
-    place = (np.array([5.0, 3.0, 1.0]) + hue[:, None]) % 6  # from hue, strength and light to red, green, blue
+    place = (np.array([5.0, 3.0, 1.0]) + hue[:, None]) % 6  # from hue, saturation and lightness to red, green, blue
     fall = np.clip(np.minimum(place, 4 - place), 0, 1)
     colors: npt.NDArray[np.float64] = 255 * light[:, None] * (1 - strength[:, None] * fall)
     return colors.round().astype(np.uint8)
@@ -123,10 +119,10 @@ def colored_mask(image: Any, mask: Any, colors: Any, alpha: float = 0.5) -> Imag
         image: uint8 (height, width, channels) with 1 or 3 channels, or (height, width).
         mask: class numbers (height, width). Negative numbers are ignored pixels: they are hatched in grey.
         colors: uint8 (classes, 3), by class number.
-        alpha: the share of the mask's colour in a pixel. 1: the mask alone.
+        alpha: the opacity of the mask. 1: only the mask is visible.
 
     Raises:
-        ValueError: the mask has another size than the image, or a class without a colour.
+        ValueError: the mask and the image differ in size, or a class has no colour.
     """
     pixels, numbers = _rgb(image), np.asarray(mask)
     table = np.asarray(colors, dtype=np.float32).reshape(-1, 3)
@@ -150,17 +146,16 @@ def _hatched(height: int, width: int) -> npt.NDArray[np.float32]:
 
 
 def distinct(colors: Any) -> npt.NDArray[np.uint8]:
-    """Colours of classes that can be told apart in a drawing: uint8 (classes, 3).
+    """Distinguishable colours of classes for drawing: uint8 (classes, 3).
 
-    A colour stays if it is neither nearly black, which darkens an image like no class at all, nor nearly white, nor
-    near to the colour of an earlier class. The first black becomes grey. Others get the next free colour of `palette`.
+    A colour is replaced if it is nearly black (which only darkens an image), nearly white, or similar to the colour of an earlier class. The first black becomes grey. Otherwise the replacement is the next free colour of `palette`.
 
     Args:
-        colors: (classes, 3), as people gave them.
+        colors: (classes, 3), from the user.
     """
     found = np.asarray(colors, dtype=np.int64).reshape(-1, 3).copy()
     spare = np.concatenate([[_GREY], palette(2 * len(found) + 16)]).astype(np.int64)
-    nearest = np.full(len(spare), 3 * 255)  # from each spare colour to the nearest colour in use
+    nearest = np.full(len(spare), 3 * 255)  # distance of each spare colour to the nearest colour in use
     changed: list[int] = []
     for place, color in enumerate(found):
         earlier = np.delete(found[:place], changed, axis=0)
@@ -181,21 +176,16 @@ def distinct(colors: Any) -> npt.NDArray[np.uint8]:
 def with_boxes(
     image: Any, boxes: Any, texts: Sequence[str | Sequence[str]] = (), colors: Any = (), *, side: int | None = None
 ) -> ImageArray:
-    """An image with boxes, and with a text at each box that has room for it.
+    """An image with boxes, and with a caption for each box if there is space.
 
-    A text stands above its box, below it where there is no room, or inside a large box. It is no wider than the box,
-    and covers neither another text nor a large part of another box. Where this cannot be, the box has no text: a
-    `legend` tells its class. Later boxes are more important: they are drawn over earlier ones, and get their texts
-    first.
+    A caption is above its box, below it if there is no space above, or inside a large box. It is not wider than the box, and does not cover other captions or a large part of another box. If that is impossible, the box has no caption; a `legend` shows its class. Later boxes are more important: they are drawn over earlier ones, and get their captions first.
 
     Args:
         image: as in `colored_mask`.
-        boxes: (boxes, 4): left, top, right, bottom in pixels of `image`. Boxes are cut at the edge of the image.
-        texts: of each box: a text, or several of which the first that has room is drawn, such as `cell 0.93`, `0.93`.
-            Empty: no texts.
+        boxes: (boxes, 4): left, top, right, bottom in pixels of `image`. Boxes are clipped at the edge of the image.
+        texts: for each box a caption, or several alternatives such as `cell 0.93`, `0.93`; the first that fits is drawn. Empty: no captions.
         colors: uint8 (boxes, 3), or a single colour (3,). Empty: red.
-        side: the image is scaled so that its longer side has `side` pixels, before texts and lines are drawn. So
-            they stay readable. None: the image keeps its size.
+        side: the image is scaled so that its longer side has `side` pixels, before texts and lines are drawn, so that they stay readable. None: the image keeps its size.
 
     Lines are as wide as 1/200 of the longer side of the image, and at most a sixth of the shorter side of their box.
     Texts are larger in images of more than 800 pixels.
@@ -242,17 +232,17 @@ def with_boxes(
 
 
 def scale_of(longer: int) -> float:
-    """The factor by which texts are larger than usual in an image with a longer side of `longer` pixels: 1 or more."""
+    """The scale of texts in an image with a longer side of `longer` pixels: 1 or more."""
     return max(1.0, longer / _USUAL_SIDE)
 
 
 def _text_place(box: Any, wide: int, high: int, *, taken: Any, others: Any, far: Any) -> tuple[int, int] | None:
-    """The left upper corner of a text of `wide` x `high` pixels at a box, or None if there is no room.
+    """The upper left corner of a caption of `wide` x `high` pixels at a box, or None if there is no space.
 
     Args:
         box: left, top, right, bottom in pixels.
-        taken: (texts, 4): places of other texts, which must stay free.
-        others: (boxes, 4): boxes of which a text may hide a quarter at most.
+        taken: (texts, 4): rectangles of other captions, which must not be covered.
+        others: (boxes, 4): boxes; a caption may cover at most a quarter of each.
         far: the last pixels of the image.
     """
     left, top, right, bottom = box.tolist()
@@ -270,7 +260,7 @@ def _text_place(box: Any, wide: int, high: int, *, taken: Any, others: Any, far:
 
 
 def _common(one: Any, others: Any) -> Any:
-    """Pixels that a rectangle has in common with each of others: (others,)."""
+    """Pixels that a rectangle shares with each of the others: (others,)."""
     sides = np.minimum(one[2:], others[:, 2:]) - np.maximum(one[:2], others[:, :2]) + 1
     return sides.clip(min=0).prod(axis=1)
 
@@ -279,9 +269,9 @@ def side_by_side(pictures: Sequence[Any], titles: Sequence[str] = (), *, side: i
     """Images in one row with a narrow gap, such as image, truth and prediction.
 
     Args:
-        images: as `image` in `colored_mask`, of any sizes. They are scaled to the height of the first.
+        images: as in `colored_mask`, of any sizes. They are scaled to the height of the first.
         titles: a short text above each image. Empty: no texts.
-        side: width of the row in pixels: the images are scaled. None: the first image keeps its size.
+        side: width of the row in pixels, to which the images are scaled. None: the first image keeps its size.
     """
     from PIL import Image, ImageDraw
 
@@ -304,14 +294,14 @@ def side_by_side(pictures: Sequence[Any], titles: Sequence[str] = (), *, side: i
 def legend(
     names: Sequence[str], colors: Any, *, width: int, ignored: str | None = None, scale: float = 1.0
 ) -> ImageArray:
-    """Names beside their colours, in as many lines as they need: uint8 (height, `width`, 3).
+    """Names next to their colours, in as many lines as needed: uint8 (height, `width`, 3).
 
     Args:
-        names: of the classes.
+        names: the names of the classes.
         colors: uint8 (classes, 3).
-        width: in pixels.
+        width: the width in pixels.
         ignored: a name for hatched pixels, which comes last. None: there are none.
-        scale: of the texts; see `scale_of`.
+        scale: the scale of the texts; see `scale_of`.
     """
     from PIL import Image, ImageDraw
 
@@ -349,7 +339,7 @@ def _rgb(picture: Any) -> ImageArray:
     """The image with three channels.
 
     Raises:
-        ValueError: it is no uint8 array of (height, width), or of (height, width, channels) with 1 or 3 channels.
+        ValueError: it is not a uint8 array of (height, width), or of (height, width, channels) with 1 or 3 channels.
     """
     array = np.asarray(picture)
     if array.ndim == 2:
@@ -388,7 +378,7 @@ def _tile(picture: Any, side: int) -> Any:
         )
     image = Image.fromarray(np.ascontiguousarray(array))
     longer, least = max(image.size), min(side, _SIDE)
-    if longer <= least // 2:  # whole pixels of a small image stay sharp
+    if longer <= least // 2:  # an integer factor keeps the pixels of a small image sharp
         times = least // longer
         return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
     return _scaled(image, min(side, max(longer, least)))
@@ -402,7 +392,7 @@ def _at_most(image: Any, height: int) -> Any:
 
 
 def fitted(text: str, width: int, font: Any) -> str:
-    """`text`, cut where it is wider than `width` pixels."""
+    """`text`, truncated to `width` pixels."""
     if font.getlength(text) <= width:
         return text
     while text and font.getlength(f"{text}...") > width:

@@ -39,7 +39,7 @@ class Annotations:
     image_ids: Array
     """(images) int64: the id of each image in the file. Ids may have gaps."""
     file_names: PackedText
-    """(images): the path of each image, as the file says."""
+    """(images): the path of each image in the file."""
     sizes: Array
     """(images, 2) int64: height and width in pixels. 0 if the file does not contain them."""
     category_ids: Array
@@ -121,7 +121,7 @@ class CocoImages(NamedTuple):
     ids: list[int]
     """(images): the id of each image in the file."""
     file_names: list[str]
-    """(images): the path of each image, as the file says."""
+    """(images): the path of each image in the file."""
     category_ids: dict[str, int]
     """The id of each category by its name."""
 

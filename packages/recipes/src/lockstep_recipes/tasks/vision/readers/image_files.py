@@ -223,7 +223,7 @@ def read_class_folders(
 
 
 def _other_recipe(folders: Sequence[str]) -> str | None:
-    """The recipe for which data with these folders is made, by the usual names. None: the folders may be classes."""
+    """The recipe that data with these folder names is meant for. None: the folders may be classes."""
     kinds = {"masks": "segmentation", "annotations": "detection", "labels": "detection"}
     names = [name.lower() for name in folders]
     return (
@@ -237,7 +237,7 @@ def _remedy(folder: Path) -> str:
     found = f"its {len(others)} files end in {', '.join(kinds[:_SHOWN])}. " if others else ""
     if {kind.lower() for kind in kinds} & set(HEIF_SUFFIXES):
         found += "pip install 'torch-lockstep[heic]' reads .heic. "
-    return f"{found}Put images ({', '.join(image_suffixes())}) into it, or remove the folder"
+    return f"{found}Put images ({', '.join(image_suffixes())}) into the folder, or remove it"
 
 
 def images_below(folder: Path, others: list[str] | None = None) -> list[str]:
@@ -245,13 +245,13 @@ def images_below(folder: Path, others: list[str] | None = None) -> list[str]:
     Pipes and devices are left out.
 
     Args:
-        others: gets the names of the files that are no images.
+        others: collects the names of the files that are not images.
     """
     seen: set[str] = set()
     found: list[str] = []
     for place, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
-        if real in seen:  # a link to a folder above would never end
+        if real in seen:  # a link to a parent folder would never end
             folders.clear()
             continue
         seen.add(real)
@@ -265,9 +265,9 @@ def images_below(folder: Path, others: list[str] | None = None) -> list[str]:
 
 
 def missing_files(paths: Sequence[str]) -> list[int]:
-    """The places of the files that are not there, sorted.
+    """The indices of the missing files, sorted.
 
-    A folder of many files is listed once: asking for each takes minutes on a network file system.
+    A folder with many files is listed once, because checking each file takes minutes on a network file system.
     """
     by_folder: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for place, path in enumerate(paths):

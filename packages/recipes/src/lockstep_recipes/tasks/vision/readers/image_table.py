@@ -1,4 +1,4 @@
-"""Images that a table names, and images in the columns of a data set."""
+"""Images that are listed in a table, and images in the columns of a data set."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lockstep_recipes.tasks.vision.classification.options import ColumnsOptions
 
 IMAGE = ("image", "img", "path", "file", "filename", "file_name", "filepath", "file_path", "image_path", "picture")
-"""Usual names of columns that hold images or their paths."""
-_FOR_LISTS = "give each image one label, or name another column by task.columns.label"
+"""Usual names of columns with images or their paths."""
+_FOR_LISTS = "give each image one label, or set task.columns.label to a different column"
 
 Column = str | int | None
 
@@ -39,11 +39,11 @@ class TablePlaces:
 
 
 def read_paths(source: Source, given: ColumnsOptions) -> tuple[ImageFiles, Array, list[str]]:
-    """The images that a table names by path, the class number of each image, and the names of the classes.
+    """The images that a table lists by path, the class number of each image, and the names of the classes.
 
     Args:
         source: a table file. Paths in it are relative to its folder.
-        image, label: columns by name or place. None: the column with a usual name.
+        image, label: columns by name or index. None: the column with a usual name.
 
     Raises:
         DataError: the table cannot be read, has no such column, or lacks a label or an image. The error names file
@@ -70,7 +70,7 @@ def _column(given: Column, names: Sequence[str], *, usual_names: Sequence[str], 
 
 
 def _check_paths(values: Sequence[Any], *, root: Path, column: str, place: TablePlaces) -> None:
-    """Raise DataError for the first row whose file is not there."""
+    """Raise DataError for the first row whose file is missing."""
     for row, value in enumerate(values):
         if not isinstance(value, str) or not value.strip():
             what = f"no path in column {column!r}: {value!r}"
@@ -82,13 +82,13 @@ def _check_paths(values: Sequence[Any], *, root: Path, column: str, place: Table
     path = os.path.join(root, values[first])
     folder, name = os.path.split(path)
     hint = did_you_mean(name, os.listdir(folder)) if os.path.isdir(folder) else f"there is no folder {folder}. "
-    more = f" ({len(missing)} of {len(values)} rows name files that are not there)" if len(missing) > 1 else ""
+    more = f" ({len(missing)} of {len(values)} rows name missing files)" if len(missing) > 1 else ""
     remedy = f"{hint}Paths are relative to the folder of the table, {root}; task.columns.image is {column!r}"
     raise DataError(f"there is no file {path}{more}", where=place(first), remedy=remedy)
 
 
 class DataSetImages:
-    """Images in a column of a `datasets.Dataset`, as they were encoded: `datasets` does not decode them.
+    """Encoded images in a column of a `datasets.Dataset`, which does not decode them.
 
     Args:
         data: a data set with one column.
@@ -119,7 +119,7 @@ class DataSetImages:
     def size(self, index: int) -> int | None:
         """The bytes of an image, without reading it. None: there is no image."""
         column, row = self.data.data.column(self.column), index
-        if self.data._indices is not None:  # of a data set that was shuffled or filtered
+        if self.data._indices is not None:  # the data set was shuffled or filtered
             row = self.data._indices.column(0)[index].as_py()
         value = column[row]
         held = value["bytes"] if value.is_valid else None
@@ -156,7 +156,7 @@ def read_data_set(data: Any, given: ColumnsOptions, *, name: str) -> tuple[DataS
     """The images of a `datasets.Dataset`, the class number of each image, and the names of the classes.
 
     Args:
-        image: a column of type Image, by name or place. None: the only one, or the one with a usual name.
+        image: a column of type Image, by name or index. None: the only one, or the one with a usual name.
         label: a column with labels. None: the column with a usual name.
         name: the source, for messages.
 
@@ -182,14 +182,14 @@ def image_column(
 
     Args:
         data: a `datasets.Dataset`.
-        given: the column by name or place. None: the only column of type Image, or the one with a usual name.
+        given: the column by name or index. None: the only column of type Image, or the one with a usual name.
         role: the key in `task.columns`, for errors.
-        usual_names: of such columns, in lower case.
+        usual_names: the usual names of such columns, in lower case.
         name: the source, for messages.
         other: a column that has another role.
 
     Raises:
-        DataError: there is no such column, or it holds no images.
+        DataError: there is no such column, or it does not contain images.
     """
     from datasets import Image
 
@@ -202,7 +202,7 @@ def image_column(
     else:
         column = _column(None, pictures or columns, usual_names=usual_names, role=role, where=name)
     if column not in pictures:
-        what = f"column {column!r} holds {data.features[column]}, not images"
+        what = f"column {column!r} contains {data.features[column]}, not images"
         listed = f"set task.columns.{role} to one of: {', '.join(pictures)}"
         remedy = listed if pictures else f"cast it first: data.cast_column({column!r}, datasets.Image())"
         raise DataError(what, where=name, remedy=remedy)
@@ -218,14 +218,14 @@ def data_set_images(data: Any, column: str, *, name: str) -> DataSetImages:
 
 
 def holds_images(path: Path) -> bool:
-    """True if a Parquet file holds images themselves (a column of `bytes` and `path`), not only their paths."""
+    """True if a Parquet file contains images (a column of `bytes` and `path`), not only their paths."""
     try:
         import pyarrow.parquet
     except ImportError:
-        return False  # the reader of tables says what to install
+        return False  # the table reader reports what to install
     try:
         schema = pyarrow.parquet.read_schema(path)
     except (OSError, pyarrow.ArrowException):
-        return False  # the reader of tables says what is wrong with it
+        return False  # the table reader reports the fault
     kinds = [field.type for field in schema]
     return any(pyarrow.types.is_struct(kind) and kind.get_field_index("bytes") >= 0 for kind in kinds)

@@ -1,4 +1,4 @@
-"""The index of a tar shard: where each image lies, and its class. One pass over the headers makes it. It is kept."""
+"""The index of a tar shard: the offset and the class of each image. It is made in one pass over the headers, and cached."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from lockstep_recipes.tasks.readers.cache import digest_of
 from lockstep_recipes.tasks.vision.images.decode import reads_heif
 from lockstep_recipes.tasks.vision.readers.image_files import image_suffixes
 
-_FORMAT = 1  # of the kept files; a file of another format is made again
+_FORMAT = 1  # version of the index files; an index with a different version is made again
 
 
 @dataclass
 class ShardIndex:
-    """Facts about a shard that are known without reading its images."""
+    """What is known about a shard without reading its images."""
 
     size: int
     """Bytes of the shard when it was indexed."""
@@ -38,25 +38,22 @@ class ShardIndex:
     members: list[str]
     """Names of the members with images, in the order of the shard."""
     offsets: Array
-    """Where each image begins, in bytes: (images,) int64."""
+    """The offset of each image in bytes: (images,) int64."""
     sizes: Array
     """Bytes of each image: (images,) int64."""
     labels: list[str]
     """Names of the classes, sorted."""
     codes: Array
-    """The class of each image as its place in `labels`, or -1: (images,) int64."""
+    """The class of each image as its index in `labels`, or -1: (images,) int64."""
     others: int
-    """Number of members that belong to no image."""
+    """Number of members that do not belong to an image."""
 
 
 def load_index(shard: Path, label: str) -> ShardIndex:
-    """The index of a shard, from the file beside it or in the cache. Otherwise it is made, and kept in such a file.
-
-    The file is `.NAME.index` beside the shard, or, if that folder cannot be written, in Lockstep's cache. An index of a
-    shard with another size or time of change is made again.
+    """The index of a shard, from the file next to it or in the cache. If there is none, it is made and saved. The file is `.NAME.index` next to the shard, or in Lockstep's cache if that folder cannot be written. If size or modification time of the shard changed, the index is made again.
 
     Args:
-        label: the field of `KEY.json` that holds the class.
+        label: the field of `KEY.json` with the class.
 
     Raises:
         DataError: see `make_index`.
@@ -64,7 +61,7 @@ def load_index(shard: Path, label: str) -> ShardIndex:
     with reading(shard, "check the path"):
         about = os.stat(shard)
     key = {"format": _FORMAT, "label": label, "size": about.st_size, "time_ns": about.st_mtime_ns}
-    key |= {"heif": True} if reads_heif() else {}  # an index without it has no HEIC images
+    key |= {"heif": True} if reads_heif() else {}  # an index without this key has no HEIC images
     places = (shard.with_name(f".{shard.name}.index"), cache_root() / f"shard-{digest_of(str(shard.resolve()))}.index")
     for place in places:
         if (index := _read(place, key)) is not None:
@@ -76,14 +73,14 @@ def load_index(shard: Path, label: str) -> ShardIndex:
             _write(place, index, key)
             break
         except OSError:
-            continue  # without a kept index the next start reads the headers again
+            continue  # without a saved index, the next start reads the headers again
     return index
 
 
 def _read(place: Path, key: dict[str, Any]) -> ShardIndex | None:
-    """A kept index, or None: it is not there, it is damaged, or the shard has changed."""
+    """A saved index, or None: it does not exist, it is damaged, or the shard has changed."""
     try:
-        # From memory: a file that another process replaces meanwhile is then read whole.
+        # From memory, so that the file is read completely even if another process replaces it.
         with np.load(io.BytesIO(place.read_bytes()), allow_pickle=False) as kept:
             about = json.loads(str(kept["about"]))
             if about["key"] != key:
@@ -125,7 +122,7 @@ def make_index(shard: Path, label: str) -> ShardIndex:
     """The index of a shard, from its headers and its small members with classes.
 
     Raises:
-        DataError: the shard is no tar file, is truncated, or has bytes behind its end; a member is a link; a KEY has
+        DataError: the shard is not a tar file, is truncated, or has bytes after its end; a member is a link; a KEY has
             two images or none; a class is neither text nor a number. The error names shard and member.
     """
     keys: dict[str, _Key] = {}
@@ -142,7 +139,7 @@ def make_index(shard: Path, label: str) -> ShardIndex:
             where = f"{shard}, member {member.name}"
             if not member.isreg() or member.issparse():
                 remedy = "pack with `tar --hard-dereference --dereference` and without --sparse"
-                raise DataError("the member is no plain file", where=where, remedy=remedy)
+                raise DataError("the member is not a regular file", where=where, remedy=remedy)
             entry = keys.setdefault(f"{folder}/{stem}", _Key())
             if kind in suffixes:
                 if entry.picture is not None:
@@ -181,13 +178,13 @@ def _class_of_text(content: bytes, where: str) -> str | None:
     try:
         return content.decode().strip() or None
     except UnicodeDecodeError as error:
-        remedy = "a .cls member holds the class as text, such as 7"
+        remedy = "a .cls member must contain the class as text, such as 7"
         raise DataError("the class is not text", where=where, remedy=remedy) from error
 
 
 def _class_of_json(content: bytes, label: str, where: str) -> str | None:
     """The class in a JSON object, or None if it has no such field."""
-    remedy = f'a .json member holds an object such as {{"{label}": 7}}'
+    remedy = f'a .json member must contain an object such as {{"{label}": 7}}'
     try:
         value = json.loads(content)
     except ValueError as error:

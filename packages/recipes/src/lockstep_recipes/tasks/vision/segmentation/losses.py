@@ -1,7 +1,6 @@
-"""Losses of segmentation as sums over units that labels alone determine: valid pixels, or images with valid pixels.
+"""Segmentation losses as sums over units that depend only on labels: valid pixels, or images with valid pixels.
 
-Dice and Lovasz are no sums over pixels. They are defined here for each image, and summed over images, so that the
-loss of a global batch does not depend on how it is cut into ranks and micro-batches.
+Dice and Lovasz are not sums over pixels. Here they are defined per image and summed over images, so that the loss of a global batch does not depend on how it is split into ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from torch.nn import functional
 from lockstep import losses
 
 IGNORED = -1
-"""The class number of pixels that do not count."""
+"""The class number of ignored pixels."""
 
 
 def valid_pixels(masks: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -31,7 +30,7 @@ def valid_pixels(masks: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def images_with_labels(masks: Tensor) -> Tensor:
-    """The number of images of which at least one pixel has a class: masks (images, height, width)."""
+    """The number of images with at least one pixel that has a class: masks (images, height, width)."""
     return (masks != IGNORED).flatten(1).any(dim=1).sum()
 
 
@@ -80,13 +79,13 @@ def dice(logits: Tensor, masks: Tensor) -> Tensor:
 def lovasz(logits: Tensor, masks: Tensor) -> Tensor:
     """The Lovasz extension of 1 - IoU, as the mean over the classes that occur in an image; summed over images.
 
-    Source: Berman et al., The Lovasz-Softmax loss, arXiv:1705.08790, algorithm 1, for each image by itself.
+    Source: Berman et al., The Lovasz-Softmax loss, arXiv:1705.08790, algorithm 1, for each image separately.
 
     Args:
         logits: (images, classes, height, width).
         masks: integers (images, height, width).
     """
-    total = logits.sum() * 0  # a scalar with a gradient, also where no pixel is valid
+    total = logits.sum() * 0  # a scalar with a gradient, even if no pixel is valid
     for picture, mask in zip(logits, masks, strict=True):
         valid = mask != IGNORED
         labels = mask[valid].long()

@@ -1,4 +1,4 @@
-"""Texts and images that show data, predictions and results of segmentation to people."""
+"""Texts and figures that present data, predictions and results of segmentation."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 _SIDE = 720  # pixels of image, truth and prediction side by side
 _ALPHA = 0.55
-_LEGEND = 240  # pixels: the least width of a legend below an overlay
+_LEGEND = 240  # pixels: the minimum width of a legend below an overlay
 _DIGITS = 4
-_EXAMPLE = 64  # pixels: the shorter side of the example of an export, if images are seen at their own size
-_WIDER = 32  # pixels: the example of an export is no square
+_EXAMPLE = 64  # pixels: the shorter side of the example of an export, if images keep their own size
+_WIDER = 32  # pixels: the example of an export is not square
 
 
 class SegmentationPresenter(ImagePresenter):
-    """Shows image, truth and prediction side by side, and the IoU of each class. INPUT arguments are images and
+    """Presents image, truth and prediction side by side, and the IoU of each class. INPUT arguments are images and
     folders of images."""
 
     task: Segmentation
@@ -48,18 +48,18 @@ class SegmentationPresenter(ImagePresenter):
 
     @cached_property
     def _colors(self) -> Array:
-        """The colour of each class in drawings: uint8 (classes, 3). Mask files have the user's own colours."""
+        """The colour of each class in drawings: uint8 (classes, 3). Mask files use the user's own colours."""
         return drawing.distinct(self.task.about.colors)
 
     # ---- one sample
 
     def describe(self, output: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Height and width in pixels, and the share of the pixels of each class that occurs."""
+        """Height and width in pixels, and the fraction of pixels of each class that occurs."""
         classes = output["classes"]
         return {"height": classes.shape[0], "width": classes.shape[1], "shares": self._shares(classes.cpu().numpy())}
 
     def truth(self, sample: Any) -> dict[str, float] | None:
-        """The share of the valid pixels of each class that occurs."""
+        """The fraction of valid pixels of each class that occurs."""
         return None if sample.mask is None else self._shares(_part(sample)[1])
 
     def _shares(self, numbers: Array) -> dict[str, float]:
@@ -69,7 +69,7 @@ class SegmentationPresenter(ImagePresenter):
         return {name: round(count / total, _DIGITS) for name, count in pairs if count}
 
     def mistakes(self, output: Sequence[Mapping[str, Tensor]], batch: Mapping[str, Any]) -> Tensor | None:
-        """The share of the valid pixels of each image whose class is wrong; -inf where no pixel is valid."""
+        """The fraction of valid pixels of each image with a wrong class; -inf if no pixel is valid."""
         shares = []
         for part, mask in zip(output, batch["masks"], strict=True):
             valid = mask != IGNORED
@@ -99,7 +99,7 @@ class SegmentationPresenter(ImagePresenter):
         return drawing.stacked([row, drawing.legend(names, inks, width=side, ignored=ignored)])
 
     def caption(self, sample: Any, prepared: Mapping[str, Any], output: Mapping[str, Tensor] | None) -> str:
-        """The name of the image; of an evaluation also its pixel accuracy and mean IoU."""
+        """The name of the image. In evaluations, also its pixel accuracy and mean IoU."""
         lines = [str(sample.name)]
         if output is not None and sample.mask is not None:
             from lockstep_recipes.tasks.vision.segmentation import counts
@@ -108,7 +108,7 @@ class SegmentationPresenter(ImagePresenter):
             truth = torch.from_numpy(np.ascontiguousarray(_part(sample)[1]))
             found = counts.summarise(counts.confusion(output["classes"].cpu(), truth, len(classes)), classes)
             scores = (
-                f"pixel accuracy {found['pixel_accuracy']:.3f}, mIoU {found['miou']:.3f}" if found else "no valid pixel"
+                f"pixel accuracy {found['pixel_accuracy']:.3f}, mIoU {found['miou']:.3f}" if found else "no valid pixels"
             )
             lines.append(scores)
         return "\n".join(lines)
@@ -132,7 +132,7 @@ class SegmentationPresenter(ImagePresenter):
     # ---- an evaluation and a run
 
     def report(self, values: Mapping[str, Any], samples: Sequence[tuple[Any, Any]]) -> str:
-        """IoU, and shares of true and predicted pixels of each class."""
+        """IoU, and percentages of true and predicted pixels of each class."""
         if "confusion" not in values:
             return ""
         from lockstep_recipes.tasks.vision.segmentation.counts import by_class
@@ -152,7 +152,7 @@ class SegmentationPresenter(ImagePresenter):
         about = self.task.about
         lines = [f"classes: {', '.join(about.classes)}", *super().of_classes()]
         if about.unseen:
-            lines.append(f"  no training mask has these classes of the evaluation masks: {', '.join(about.unseen)}")
+            lines.append(f"  these classes of the evaluation masks do not occur in training masks: {', '.join(about.unseen)}")
         return lines
 
     def of_evaluation(self) -> list[str]:
@@ -175,7 +175,7 @@ class SegmentationPresenter(ImagePresenter):
         square = options.eval_shape == "square"
         if square:
             size = options.size_for_evaluation(task.about.size)
-        else:  # the program may refuse sizes below that of the example
+        else:  # the program may refuse smaller sizes than that of the example
             size = options.eval_window or options.eval_size or _EXAMPLE
         width = size if square else size + _WIDER
         return program_of_images(task.logits_of_equal, model, (options.channels, size, width), varies=not square)
@@ -191,7 +191,7 @@ class SegmentationPresenter(ImagePresenter):
 
 
 def _part(sample: Any) -> tuple[Array, Any]:
-    """Pixels and mask of an image; of a window those of its core, which the output has."""
+    """Pixels and mask of an image; for a window, those of its core, which the output covers."""
     if not isinstance(sample, Window):
         return sample.pixels, sample.mask
     (top, left, _, _), (core_top, core_left, height, width) = sample.tile

@@ -43,19 +43,18 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class SegmentationAbout(About):
-    """The facts that the task keeps. `counts` are pixels of masks that were counted: see `MaskedImages.check`."""
+    """What the task stores with the run. `counts` are pixels of the counted masks: see `MaskedImages.check`."""
 
     colors: list[list[int]]
     """Red, green and blue of each class, 0 to 255, for images."""
     masks: int
     """Training masks that were counted."""
     unseen: list[str] = field(default_factory=list)
-    """Classes that occur in evaluation masks, and in no training mask. A model cannot learn them."""
+    """Classes that occur in evaluation masks but in no training mask, so a model cannot learn them."""
     mask_kind: MaskKind = "palette"
     """The kind of the mask files of the training data: ids with a palette, ids as grey values, or colours."""
     ids: list[int] = field(default_factory=list)
-    """The id of each class in these files; with `color`, `colors` are their values. Predicted masks have the same
-    values. Empty in runs of earlier versions: the class numbers."""
+    """The id of each class in these files; with `color`, their values are `colors`. Predicted masks use the same values. Empty in runs of earlier versions, which use the class numbers."""
 
 
 @final
@@ -65,15 +64,13 @@ class Segmentation(ImageTask):
     A training batch is a dict of `images`: uint8 (images, channels, size, size), and `masks`: int16 (images, size,
     size), with -1 for ignored pixels. Evaluation batches have images of different sizes: `images` and `masks` are
     lists of tensors, `masks` at the original resolution; `places` is a list of tuples: height and width to which the
-    logits are resized, and top, left, height and width of the part of them that the mask has; `tolerances` is a list of
-    int, the distances in pixels at which boundaries match. Numbers in lists stay on the host.
+    logits are resized, and top, left, height and width of the region that the mask covers; `tolerances` is a list of int, the distances in pixels at which boundaries match. Numbers in lists stay on the host.
 
     The output for an image is a dict of `classes`: (height, width) class numbers, at the original resolution.
 
     Args:
-        train, eval: sources of images with masks: see `readers.masked_images.read_masked_images`. Without `eval`, the
-            evaluation part of the folder `train` is used, if it has such a part.
-        cache: keep decoded images on disk, as `data.cache` says.
+        train, eval: sources of images with masks: see `readers.masked_images.read_masked_images`. Without `eval`, the evaluation split of the folder `train` is used, if there is one.
+        cache: options of the disk cache of decoded images (`data.cache`).
     """
 
     presenter = SegmentationPresenter
@@ -92,10 +89,10 @@ class Segmentation(ImageTask):
         return replace(self.about, unseen=self._check_evaluation())
 
     def _check_evaluation(self) -> list[str]:
-        """Look for faults in the evaluation data before the first step.
+        """Check the evaluation data for faults before the first step.
 
         Returns:
-            the classes that occur in evaluation masks, and in no training mask.
+            the classes that occur in evaluation masks but in no training mask.
         """
         data, about = self._eval, self.about
         if data is None:
@@ -108,7 +105,7 @@ class Segmentation(ImageTask):
         data, options = self.read(self.train_source, "train", None), self.options
         names = list(data.classes)
         if len(names) < 2:
-            remedy = "give two classes or more; the background is a class too"
+            remedy = "give two classes or more; the background is also a class"
             raise DataError(f"there is only the class {names[0]!r}", where=self.train_source, remedy=remedy)
         counted = data.check(len(data) if isinstance(options.class_weights, str) else masked_images.MOST_CHECKED)
         classes, pixels = self.models.classes(names), self.models.pixels()
@@ -142,8 +139,7 @@ class Segmentation(ImageTask):
     # ---- from an image to a batch
 
     def prepare(self, sample: MaskedImage | Window, epoch: int, training: bool) -> dict[str, Any]:
-        """In training the augmented image and its mask. In evaluation the resized image, or the window, with the mask
-        at the original resolution."""
+        """In training, the augmented image and its mask. In evaluation, the resized image, or the window, with the mask at the original resolution."""
         mask = sample.mask
         if training:
             if mask is None:
@@ -200,7 +196,7 @@ class Segmentation(ImageTask):
     # ---- from a batch to a loss
 
     def weight(self, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """Valid pixels, with class weights their weights; for `dice` and `lovasz` images with valid pixels."""
+        """The number of valid pixels, or with class weights the sum of their weights; for `dice` and `lovasz`, the number of images with valid pixels."""
         masks = batch["masks"]
         stacks = [masks] if isinstance(masks, Tensor) else [mask.unsqueeze(0) for mask in masks]
         weights = self._weights.tensor
@@ -229,7 +225,7 @@ class Segmentation(ImageTask):
         return self._by_head(sums), outputs
 
     def _by_head(self, values: dict[str, Tensor]) -> Any:
-        """A single value is that of the head `loss`."""
+        """A single value belongs to the head `loss`."""
         return next(iter(values.values())) if len(values) == 1 else values
 
     def _losses(self, logits: Tensor, masks: Tensor, *, training: bool) -> dict[str, Tensor]:
@@ -251,7 +247,7 @@ class Segmentation(ImageTask):
     def predict(self, model: nn.Module, batch: Batch) -> list[dict[str, Tensor]]:
         """For each image `classes`: (height, width) class numbers at the original resolution.
 
-        Images that are larger than `eval_window` are computed window by window."""
+        Images that are larger than `eval_window` are processed window by window."""
         if isinstance(batch["masks"], Tensor):
             logits = resized(self._logits(model, batch["images"]), batch["masks"].shape[-2:])
             return [self._output(of_picture) for of_picture in logits]
@@ -263,13 +259,12 @@ class Segmentation(ImageTask):
     def _scores(
         self, model: nn.Module, batch: Batch, *, tiled: list[Any] | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """The place of each image in the batch, and its logits (classes, height, width) at the original resolution.
+        """The index of each image in the batch, and its logits (classes, height, width) at the original resolution.
 
-        Images of the same size are computed together. Others are not padded to a common size, because the result for
-        an image would then depend on the others.
+        Images of the same size are processed together. They are not padded to a common size, because the result for an image would then depend on other images.
 
         Args:
-            tiled: gets the outputs of images that are computed window by window. None: there are no such images.
+            tiled: collects the outputs of images that are processed window by window. None: there are no such images.
         """
         images, places = batch["images"], batch["places"]
         groups: dict[Size, list[int]] = {}
@@ -330,7 +325,7 @@ class Segmentation(ImageTask):
 
 
 def _update(metrics: MetricCollection, output: Sequence[Mapping[str, Tensor]], batch: Batch) -> None:
-    """Feed a batch. Batches of training have no tolerances: boundaries would wait for the device in every step."""
+    """Update with a batch. Training batches do not have tolerances, because boundaries would wait for the device in every step."""
     predicted = [part["classes"] for part in output]
     if "tolerances" in batch:
         metrics.update(predicted, batch["masks"], batch["tolerances"])
@@ -346,6 +341,6 @@ def resized(logits: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _ids(classes: Sequence[str], known: Mapping[str, int]) -> list[int]:
-    """The id of each class. Classes of a pretrained model that the data lack get the numbers after all known ids."""
+    """The id of each class. Classes of a pretrained model that are not in the data get the numbers after all known ids."""
     free = itertools.count(max(known.values()) + 1)
     return [known[name] if name in known else next(free) for name in classes]

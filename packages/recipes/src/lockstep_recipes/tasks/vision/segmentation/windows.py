@@ -1,4 +1,4 @@
-"""Windows that overlap, and their cores that do not: together the cores cover an image, each pixel once."""
+"""Overlapping windows, and their disjoint cores, which together cover each pixel of an image once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Tile(NamedTuple):
     """A window of an image."""
 
     window: Region
-    """(top, left, height, width) in pixels of the image: what the model sees."""
+    """(top, left, height, width) in pixels of the image: the input of the model."""
     core: Region
-    """(top, left, height, width) in pixels of the image: the part of the window whose result counts."""
+    """(top, left, height, width) in pixels of the image: the region of the window whose result is used."""
 
 
 class Window(NamedTuple):
@@ -39,13 +39,12 @@ class Window(NamedTuple):
 def tiles(size: tuple[int, int], *, side: int, overlap: float) -> list[Tile]:
     """The windows of an image, row by row. The core of a window ends in the middle of its overlap with the next.
 
-    Source: the overlap-tile strategy of Ronneberger et al., arXiv:1505.04597, figure 2; at the border of the image
-    windows move inwards, where the paper mirrors the image.
+    Source: the overlap-tile strategy of Ronneberger et al., arXiv:1505.04597, figure 2; at the border of the image, windows are moved inwards, while the paper mirrors the image.
 
     Args:
         size: (height, width) of the image in pixels.
-        side: height and width of a window. A side of the image that is shorter is taken whole.
-        overlap: the least overlap of neighbours, as a share of `side`.
+        side: height and width of a window. If a side of the image is shorter, the window covers it.
+        overlap: the minimum overlap of neighbours, as a fraction of `side`.
     """
     rows, columns = (windows_along(length, side, overlap) for length in size)
     return [
@@ -75,7 +74,7 @@ class Windows(Dataset[Window]):
 
     def __getitem__(self, index: int) -> Window:
         number, place = self._place(index)
-        if self._last is None or self._last[0] != number:  # neighbours are read one after the other
+        if self._last is None or self._last[0] != number:  # neighbours are read one after another
             self._last = (number, self.pictures[number])
         sample = self._last[1]
         tile = self.tiles[number][place]
@@ -85,7 +84,7 @@ class Windows(Dataset[Window]):
         return Window(sample.pixels[inside], mask, sample.name, tile, sample.pixels.shape[:2])
 
     def where(self, index: int) -> str:
-        """The file of a window's image, and the window's place in it."""
+        """The file of a window's image, and the position of the window in it."""
         number, place = self._place(index)
         top, left, height, width = self.tiles[number][place].window
         where = getattr(self.pictures, "where", str)(number)
