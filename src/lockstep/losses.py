@@ -1,6 +1,8 @@
 """Overlap losses for segmentation: Dice per sample, and Dice over the global batch.
 
-Dice is a ratio of sums. Computed per micro-batch, it depends on how the batch is split, and no factor corrects that. `dice` is a ratio per sample, summed over samples, as `Task.loss` returns it. `overlaps` and `batch_dice` compute a ratio over the global batch: `Task.embed` returns the sums of each sample, and `Task.loss` gets those of all samples.
+Dice is a ratio of sums. Computed per micro-batch, it depends on how the batch is split, and no factor corrects that.
+`dice` is a ratio per sample, summed over samples, as `Task.loss` returns it. `overlaps` and `batch_dice` compute a
+ratio over the global batch: `Task.embed` returns the sums of each sample, and `Task.loss` gets those of all samples.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def overlaps(probabilities: Tensor, targets: Tensor, *, valid: Tensor | None = N
     Args:
         probabilities: from 0 to 1, of shape (samples, classes, ...), such as `logits.softmax(dim=1)`, or
             `logits.sigmoid()` if classes overlap, or if there is only one class.
-        targets: from 0 to 1, of the same shape; or class numbers of shape (samples, ...). With one class, targets of shape (samples, ...) are 1 where a pixel has the class.
+        targets: from 0 to 1, of the same shape; or class numbers of shape (samples, ...). With one class, targets of
+            shape (samples, ...) are 1 where a pixel has the class.
         valid: true where a pixel counts, of shape (samples, ...). None: all count.
 
     Raises:

@@ -14,7 +14,11 @@ from lockstep.drawing.drawing import ImageArray, fitted, font_of, legend, palett
 _GAP = 8
 _LINE = 14  # height of a line of text in pixels
 _INK, _PAPER = (20, 20, 20), (255, 255, 255)
-_MOST_NAMES, _MOST_NUMBERS, _MOST_CLASSES = 60, 20, 2000  # maximum number of classes to show names, show numbers, draw the matrix
+_MOST_NAMES, _MOST_NUMBERS, _MOST_CLASSES = (
+    60,
+    20,
+    2000,
+)  # maximum number of classes to show names, show numbers, draw the matrix
 _NAME_WIDTH = 110  # width of a class name next to a matrix, in pixels
 _MOST_CURVES, _MOST_PANELS = 5, 6  # curves per diagram, diagrams per figure
 _GREY, _PALE = (128, 128, 128), (225, 225, 225)
@@ -93,7 +97,8 @@ def panels(
     x_label: str = "",
     y_label: str = "",
 ) -> ImageArray:
-    """Several diagrams of `curves`, two in a row, with at most five curves each, so that curves can be distinguished. A group with more curves has several diagrams. At most six diagrams are drawn; the remaining curves are named below.
+    """Several diagrams of `curves`, two in a row, with at most five curves each, so that curves can be distinguished. A
+    group with more curves has several diagrams. At most six diagrams are drawn; the remaining curves are named below.
 
     Args:
         groups: by name of a group, its curves, as in `curves`. The name is part of the title; it may be empty.
@@ -142,14 +147,16 @@ def _text(text: str, width: int) -> ImageArray:
 
 
 def confusion_matrix(counts: Any, names: Sequence[str] = ()) -> ImageArray | None:
-    """A confusion matrix: a row for each true class, a column for each predicted class. Darker cells are larger fractions of their row.
+    """A confusion matrix: a row for each true class, a column for each predicted class. Darker cells are larger
+    fractions of their row.
 
     Args:
         counts: numbers (classes, classes).
         names: the names of the classes. Empty: their numbers.
 
     Returns:
-        None for more than 2000 classes. With up to 60 classes, names are next to the matrix; with up to 20, counts are in its cells.
+        None for more than 2000 classes. With up to 60 classes, names are next to the matrix; with up to 20, counts are
+        in its cells.
     """
     from PIL import Image, ImageDraw
 

@@ -1,5 +1,5 @@
-"""Draw figures: sheets of images with captions, coloured masks, boxes and legends. `diagrams` has curves. It uses only Pillow, with Pillow's own font.
-"""
+"""Draw figures: sheets of images with captions, coloured masks, boxes and legends. `diagrams` has curves. It uses only
+Pillow, with Pillow's own font."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def sheet(
         captions: a text for each image, of up to five lines. Longer lines are truncated.
         columns: images in a row.
         side: the maximum longer side of an image on the sheet, in pixels. Images are enlarged up to 160 pixels.
-        width: the maximum width of the sheet in pixels. If necessary, the number of columns is halved, down to a single column.
+        width: the maximum width of the sheet in pixels. If necessary, the number of columns is halved, down to a single
+            column.
 
     Raises:
         ValueError: an image is not a valid array.
@@ -102,7 +103,8 @@ def sheet(
 
 
 def palette(count: int) -> npt.NDArray[np.uint8]:
-    """Colours for `count` classes: uint8 (count, 3). A class has the same colour for every `count`. The first 20 are easy to distinguish."""
+    """Colours for `count` classes: uint8 (count, 3). A class has the same colour for every `count`. The first 20 are
+    easy to distinguish."""
     steps = np.arange(count)
     hue = (steps * _GOLDEN) % 1.0 * 6  # neighbours are far from each other on the circle of hues
     strength, light = np.array([0.85, 0.55, 1.0])[steps // 7 % 3], np.array([0.95, 1.0, 0.6])[steps // 7 % 3]
@@ -148,7 +150,8 @@ def _hatched(height: int, width: int) -> npt.NDArray[np.float32]:
 def distinct(colors: Any) -> npt.NDArray[np.uint8]:
     """Distinguishable colours of classes for drawing: uint8 (classes, 3).
 
-    A colour is replaced if it is nearly black (which only darkens an image), nearly white, or similar to the colour of an earlier class. The first black becomes grey. Otherwise the replacement is the next free colour of `palette`.
+    A colour is replaced if it is nearly black (which only darkens an image), nearly white, or similar to the colour of
+    an earlier class. The first black becomes grey. Otherwise the replacement is the next free colour of `palette`.
 
     Args:
         colors: (classes, 3), from the user.
@@ -178,14 +181,19 @@ def with_boxes(
 ) -> ImageArray:
     """An image with boxes, and with a caption for each box if there is space.
 
-    A caption is above its box, below it if there is no space above, or inside a large box. It is not wider than the box, and does not cover other captions or a large part of another box. If that is impossible, the box has no caption; a `legend` shows its class. Later boxes are more important: they are drawn over earlier ones, and get their captions first.
+    A caption is above its box, below it if there is no space above, or inside a large box. It is not wider than the
+    box, and does not cover other captions or a large part of another box. If that is impossible, the box has no
+    caption; a `legend` shows its class. Later boxes are more important: they are drawn over earlier ones, and get their
+    captions first.
 
     Args:
         image: as in `colored_mask`.
         boxes: (boxes, 4): left, top, right, bottom in pixels of `image`. Boxes are clipped at the edge of the image.
-        texts: for each box a caption, or several alternatives such as `cell 0.93`, `0.93`; the first that fits is drawn. Empty: no captions.
+        texts: for each box a caption, or several alternatives such as `cell 0.93`, `0.93`; the first that fits is
+            drawn. Empty: no captions.
         colors: uint8 (boxes, 3), or a single colour (3,). Empty: red.
-        side: the image is scaled so that its longer side has `side` pixels, before texts and lines are drawn, so that they stay readable. None: the image keeps its size.
+        side: the image is scaled so that its longer side has `side` pixels, before texts and lines are drawn, so that
+            they stay readable. None: the image keeps its size.
 
     Lines are as wide as 1/200 of the longer side of the image, and at most a sixth of the shorter side of their box.
     Texts are larger in images of more than 800 pixels.

@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def loading(folder: Path) -> str:
-    """A line of Python that loads the model of the adapters in a folder. For your own task, make the base model yourself."""
+    """A line of Python that loads the model of the adapters in a folder. For your own task, make the base model
+    yourself."""
     place, base = str(folder), "MODEL"
     names = ["from peft import PeftConfig, PeftModel"]
     if (folder / "config.json").exists():  # for a classifier, with its labels

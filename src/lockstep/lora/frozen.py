@@ -24,12 +24,16 @@ _MANY = 1_000_000  # from this many frozen parameters, the log suggests `trained
 def trained_only(model: M, name: str | None = None, *, keep: str | Sequence[str] = ()) -> M:
     """Leave the frozen weights of a model out of its `state_dict` and checkpoints: for `Task.model`.
 
-    Their names and values are hashed. A run only resumes with the same frozen weights, which `Task.model` creates each time. So they must not change: if training changes them, the run ends with an error. Buffers stay in the `state_dict`.
+    Their names and values are hashed. A run only resumes with the same frozen weights, which `Task.model` creates each
+    time. So they must not change: if training changes them, the run ends with an error. Buffers stay in the
+    `state_dict`.
 
     Args:
         model: changed in place. Its tensors may be on the meta device.
-        name: the name of the frozen weights, for errors. None: where transformers loaded them from, or the name of the class.
-        keep: patterns (`*` and `?`) for names of frozen parameters that stay in the `state_dict`, because they change without an optimizer, such as those of an EMA teacher.
+        name: the name of the frozen weights, for errors. None: where transformers loaded them from, or the name of the
+            class.
+        keep: patterns (`*` and `?`) for names of frozen parameters that stay in the `state_dict`, because they change
+            without an optimizer, such as those of an EMA teacher.
 
     Returns:
         `model`.
@@ -41,13 +45,17 @@ def trained_only(model: M, name: str | None = None, *, keep: str | Sequence[str]
     frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
     if not frozen or len(frozen) == len(parameters):
         what = f"{'all' if frozen else 'none'} of the {len(parameters)} parameters are frozen"
-        remedy = "freeze the parameters that do not train with parameter.requires_grad_(False), or return the model itself"
+        remedy = (
+            "freeze the parameters that do not train with parameter.requires_grad_(False), or return the model itself"
+        )
         raise UsageError(what, where="lockstep.trained_only", remedy=remedy)
     names, patterns = names_of_parameters(model), [keep] if isinstance(keep, str) else keep
     for pattern in patterns:
         if not any(matches(names[key], [pattern]) for key in frozen):
             remedy = f"use patterns over names such as: {listed(list(frozen), 5)}"
-            raise UsageError(f"{pattern!r} does not match any frozen parameter", where="trained_only(keep=...)", remedy=remedy)
+            raise UsageError(
+                f"{pattern!r} does not match any frozen parameter", where="trained_only(keep=...)", remedy=remedy
+            )
     changing = {id(parameter) for key, parameter in frozen.items() if matches(names[key], patterns)}
     name = name or str(getattr(model, "name_or_path", "") or type(model).__name__)
     hashed = {key: one for key, one in frozen.items() if id(one) not in changing and _UNUSED not in f".{key}."}
@@ -87,7 +95,8 @@ def digest_of(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 class FrozenBase(nn.Module):
-    """Replaces the frozen weights in a model's state: a checkpoint contains their name and digest instead of their values.
+    """Replaces the frozen weights in a model's state: a checkpoint contains their name and digest instead of their
+    values.
 
     Args:
         name: the name of the model that has these weights.
@@ -119,8 +128,11 @@ class FrozenBase(nn.Module):
         if torch.equal(state["digest"].cpu(), self.digest.cpu()):
             return
         then, now = (bytes(digest.tolist()).hex() for digest in (state["digest"], self.digest))
-        what = f"the adapters belong to the weights of {state['model']} (digest {then}), but {self.name} has the digest {now}"
-        remedy = f"let {self.where} give the frozen weights that the run began with (weights that are made at random "
+        what = (
+            f"the adapters belong to the weights of {state['model']} (digest {then}), but {self.name} has the "
+            f"digest {now}"
+        )
+        remedy = f"let {self.where} return the frozen weights that the run started with (random initial weights "
         remedy += "differ each time), or start again with --fresh"
         raise UsageError(what, where=self.where, remedy=remedy)
 

@@ -14,7 +14,8 @@ _LOOKED_AT = 1000  # positions
 _MOST_COUNTED = 1 << 21  # maximum number of draws of an epoch to count for the log
 _WHERE = "the attribute `order` of the training data"
 PURE = (
-    "make it depend only on its arguments, position by position: for random numbers, use lockstep.WeightedSampler or hashes of (seed, epoch, position), not a generator with a state"
+    "make it depend only on its arguments, position by position: for random numbers, use "
+    "lockstep.WeightedSampler or hashes of (seed, epoch, position), not a generator with a state"
 )
 
 
@@ -63,7 +64,7 @@ class CheckedOrder:
         if len(outside):
             place = outside[0]
             what = f"at position {positions[place]} of epoch {epoch} it returns sample {found[place]}, "
-            what += f"and the data set has the samples 0 to {self.samples - 1}"
+            what += f"but the data set has the samples 0 to {self.samples - 1}"
             raise DataError(what, where=_WHERE, remedy="return indices into the data set")
         return found.astype(np.int64)
 

@@ -94,7 +94,9 @@ def _refuse_hidden_orders(data: Any) -> None:
     for part in inside:
         order = getattr(part, "order", None)
         if order is not None and not getattr(order, "is_permutation", False):
-            what = f"the {type(part).__name__} inside a {type(data).__name__} has an `order`, which uses its own indices"
+            what = (
+                f"the {type(part).__name__} inside a {type(data).__name__} has an `order`, which uses its own indices"
+            )
             remedy = f"set `order` of the {type(data).__name__}, or remove it"
             raise UsageError(what, where="the training data", remedy=remedy)
         _refuse_hidden_orders(part)
@@ -104,19 +106,19 @@ def _refuse_samplers(order: Any) -> None:
     if isinstance(order, Sampler):
         remedy = (
             "for WeightedRandomSampler(weights, num_samples), write lockstep.WeightedSampler(weights, num_samples); "
-            "for your own sampler, write a class with `length` and __call__(positions, *, seed, epoch): docs/sampling.md"
+            "for your own sampler, write a class with `length` and __call__(positions, *, seed, epoch): "
+            "docs/sampling.md"
         )
-        what = (
-            f"it is a {type(order).__name__}, a sampler of torch, which gives its samples one after the other: ranks "
-        )
-        what += "and restarts cannot ask it for a position"
+        what = f"it is a {type(order).__name__}, a torch sampler, which returns samples one after another: ranks "
+        what += "and resumed runs cannot query a position"
         raise UsageError(what, where="the attribute `order` of the training data", remedy=remedy)
 
 
 def labels_of(data: Any) -> npt.NDArray[Any]:
     """The label of each sample: (samples,).
 
-    They are the attribute `labels` or `targets` of the data set, as in torchvision, or `sample_labels` if those have a different meaning.
+    They are the attribute `labels` or `targets` of the data set, as in torchvision, or `sample_labels` if those have a
+    different meaning.
 
     Raises:
         UsageError: the labels are unknown, or are not one label per sample.
@@ -128,7 +130,9 @@ def labels_of(data: Any) -> npt.NDArray[Any]:
     remedy = "set the attribute `labels` of the data set to an array of one label for each sample, or `sample_weights` "
     remedy += "to weights; data.balance is for data with one class for each sample"
     if found is None:
-        what = f"the labels of the samples are unknown: {type(data).__name__} has no attribute with one label per sample"
+        what = (
+            f"the labels of the samples are unknown: {type(data).__name__} has no attribute with one label per sample"
+        )
         raise UsageError(what, where="data.balance", remedy=remedy)
     try:
         labels = np.asarray(found.detach().cpu() if hasattr(found, "detach") else found)

@@ -18,7 +18,8 @@ _DRAW = 0x3E1647  # part of the seeds of draws, so that they differ from the see
 class WeightedSampler:
     """The order of a data set whose samples are drawn with replacement: `data.order = WeightedSampler(weights)`.
 
-    The draw at a position is a hash of (seed, epoch, position), looked up in the cumulative sum of the weights. So it does not depend on other draws, and each rank computes only the draws that it needs. The probabilities are those of
+    The draw at a position is a hash of (seed, epoch, position), looked up in the cumulative sum of the weights. So it
+    does not depend on other draws, and each rank computes only the draws that it needs. The probabilities are those of
     torch's `WeightedRandomSampler(weights, num_samples, replacement=True)`; the draws themselves differ.
 
     Args:

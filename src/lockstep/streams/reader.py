@@ -45,7 +45,8 @@ class Mark:
 class Reader:
     """The samples of a source by position, in ascending order. To go back, it reads again from a mark.
 
-    Before each sample, the global generators are seeded by its position, so that all readers of a stream get the same samples, wherever they started.
+    Before each sample, the global generators are seeded by its position, so that all readers of a stream get the same
+    samples, wherever they started.
 
     Args:
         source: see `Stream`.
@@ -58,7 +59,11 @@ class Reader:
         self.marks = [Mark(0, 0, 0, None, "")]
         self.new: list[Mark] = []
         """Marks made since they were last collected."""
-        self.position, self.number, self.within = _NOWHERE, 0, 0  # of the next sample; `_NOWHERE`: the stream must be opened
+        self.position, self.number, self.within = (
+            _NOWHERE,
+            0,
+            0,
+        )  # of the next sample; `_NOWHERE`: the stream must be opened
         self._opened: Any = None  # a copy of the source
         self._iterator: Iterator[Any] = iter(())
         self._recent: collections.deque[Any] = collections.deque(maxlen=0)  # the samples before `position`
@@ -103,9 +108,9 @@ class Reader:
             frame = frame_of_task(error)
             what = f"the stream failed at sample {at:,}: {type(error).__name__}: {error}"
             remedy = (
-                "correct it, or catch the error there and go on with the next sample: data.on_error=skip leaves out "
+                "correct the source, or catch the error there and continue with the next sample: data.on_error=skip "
             )
-            remedy += "what Task.prepare cannot use, and no part of a stream"
+            remedy += "only skips errors of Task.prepare, not of a stream"
             raise TrainingError(what, where=f"{frame.filename}:{frame.lineno}", remedy=remedy) from error
 
     @property
@@ -199,7 +204,7 @@ class Reader:
             raise DataError(f"{at} differs from the sample when the state was saved", where=WHERE, remedy=remedy)
         worker = torch.utils.data.get_worker_info()
         if worker is None or worker.id == 0:
-            text = f"note: a state of the stream does not lead to {at}, before which it was taken (a buffer that is not"
+            text = f"note: a saved state of the stream does not lead to {at}, where it was saved (a buffer that is not"
             text += f" part of the state?); {self.within:,} samples of this pass are read again"
             print(text, file=sys.stderr, flush=True)
         without = Mark(known.position, known.number, known.within, None, known.digest)

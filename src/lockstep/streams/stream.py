@@ -35,14 +35,21 @@ class InTurn:
 class Stream(Dataset[Any]):
     """Training data that is read sequentially: `return lockstep.Stream(samples)` in `Task.train_data`.
 
-    Step t uses the samples t·G to t·G + G - 1 of the stream, for a global batch of G, whatever the number of ranks. Each rank and each of its workers reads the whole stream, but prepares and processes only its own samples. So decode in `Task.prepare`, which only gets the samples of its rank, not in the stream, and do not divide the stream among ranks or workers. When the source ends, it restarts (a new pass).
+    Step t uses the samples t·G to t·G + G - 1 of the stream, for a global batch of G, whatever the number of ranks.
+    Each rank and each of its workers reads the whole stream, but prepares and processes only its own samples. So decode
+    in `Task.prepare`, which only gets the samples of its rank, not in the stream, and do not divide the stream among
+    ranks or workers. When the source ends, it restarts (a new pass).
 
-    A checkpoint contains the position in the stream. A resumed run starts at the last state before this position, if the source has `state_dict()` and `load_state_dict(state)`, as torchdata defines them; otherwise it reads the pass again from its start. Either way it checks that the sample there is the same. `set_epoch(pass)` is called at the start of each pass, if the source has it.
+    A checkpoint contains the position in the stream. A resumed run starts at the last state before this position, if
+    the source has `state_dict()` and `load_state_dict(state)`, as torchdata defines them; otherwise it reads the pass
+    again from its start. Either way it checks that the sample there is the same. `set_epoch(pass)` is called at the
+    start of each pass, if the source has it.
 
     Args:
         samples: an iterable that restarts with each `iter()`, such as an `IterableDataset`; or a function without
             arguments that returns an iterable or an iterator. Each pass reads a copy (`copy.deepcopy`) of it.
-        length: the number of samples of a pass, if known. An epoch is then a pass. None: there are no epochs, and the config needs `train.steps`.
+        length: the number of samples of a pass, if known. An epoch is then a pass. None: there are no epochs, and the
+            config needs `train.steps`.
         state_every: the number of samples between two saved states.
 
     Raises:
@@ -90,7 +97,10 @@ class Stream(Dataset[Any]):
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Read the samples of a micro-batch. Restoring the generators takes ten times as long as reading one."""
         self._ahead.clear()
-        with contextlib.suppress(Exception), restored_generators(_CPU):  # the caller that requests the sample gets its error
+        with (
+            contextlib.suppress(Exception),
+            restored_generators(_CPU),
+        ):  # the caller that requests the sample gets its error
             for index in indices:
                 self._ahead[index] = self.reader.read(index)
 
@@ -121,12 +131,12 @@ class Stream(Dataset[Any]):
         self.marks = [mark]
 
     def lines(self) -> list[str]:
-        """Lines for the beginning of the log."""
+        """Lines for the head of the log."""
         epochs = "no epochs" if self.length is None else f"an epoch is a pass of {self.length:,} samples"
         resume = "a resumed run reads from the last state before its position"
         if not has_state(self.reader.source):
-            resume = "without state_dict and load_state_dict, a start that goes on reads the pass again from its "
-            resume += "beginning, and ends with an error if the stream does not repeat itself"
+            resume = "without state_dict and load_state_dict, a resumed run reads the pass again from its "
+            resume += "start, and ends with an error if the stream is not repeatable"
         return [f"stream: {epochs}; every rank and worker reads all samples; {resume}"]
 
 
@@ -170,7 +180,10 @@ class StreamPlace(Part):
 def check(config: RunConfig, stream: Stream) -> None:
     """Raise UsageError if the run needs epochs, but the stream has none."""
     if stream.length is None and not config.train.steps:
-        remedy = "set train.steps and train.eval_every_steps, or give the number of samples of a pass: Stream(samples, length)"
+        remedy = (
+            "set train.steps and train.eval_every_steps, or give the number of samples of a pass: Stream(samples, "
+            "length)"
+        )
         raise UsageError("a stream of unknown length has no epochs", where="train.epochs", remedy=remedy)
     if config.data.balance is not None or config.data.samples_per_epoch is not None:
         key = "data.balance" if config.data.balance is not None else "data.samples_per_epoch"

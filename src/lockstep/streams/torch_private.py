@@ -11,7 +11,8 @@ import torch
 
 @contextlib.contextmanager
 def outside_workers() -> Iterator[None]:
-    """Within this context, `torch.utils.data.get_worker_info()` is None, so an iterable does not divide its samples among workers."""
+    """Within this context, `torch.utils.data.get_worker_info()` is None, so an iterable does not divide its samples
+    among workers."""
     worker: Any = torch.utils.data._utils.worker
     info, worker._worker_info = worker._worker_info, None
     try:

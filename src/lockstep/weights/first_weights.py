@@ -34,7 +34,10 @@ def load_weights(
 ) -> list[str]:
     """Copy weights by name into the parameters and persistent buffers of `model`, in their dtype and on their device.
 
-    The file must contain exactly the tensors of the model's state_dict, with their shapes, except names that match a pattern in `skip`. Prefixes that wrappers add to all names in a file (`module.`) are removed. For tied parameters, one name is enough. All tensors are checked before the first is loaded, so on an error nothing is loaded. If the model is sharded, every rank reads its own rows.
+    The file must contain exactly the tensors of the model's state_dict, with their shapes, except names that match a
+    pattern in `skip`. Prefixes that wrappers add to all names in a file (`module.`) are removed. For tied parameters,
+    one name is enough. All tensors are checked before the first is loaded, so on an error nothing is loaded. If the
+    model is sharded, every rank reads its own rows.
 
     Args:
         model: the model of the task, possibly sharded, but not inside DDP.
@@ -48,7 +51,8 @@ def load_weights(
         names of the model that were skipped, sorted, without names that are tied to a loaded name.
 
     Raises:
-        UsageError: there is no such file, it is damaged or from a different model, or a pattern does not match anything.
+        UsageError: there is no such file, it is damaged or from a different model, or a pattern does not match
+            anything.
     """
     with contextlib.ExitStack() as opened:
         own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
@@ -82,7 +86,8 @@ def _names_to_load(
         skip: shell patterns of names to leave out.
 
     Raises:
-        UsageError: a pattern does not match anything, a tensor is missing, unknown or has a different shape, or nothing remains.
+        UsageError: a pattern does not match anything, a tensor is missing, unknown or has a different shape, or nothing
+            remains.
     """
     for pattern in skip:
         if not any(fnmatchcase(name, pattern) for name in own.keys() | stored.keys()):
@@ -157,7 +162,8 @@ def _open(path: Path, opened: contextlib.ExitStack) -> Any:
         return opened.enter_context(safe_open(path, framework="pt"))
     except FileNotFoundError as error:
         remedy = (
-            f"give a safetensors or torch.save file, or a folder with {_WEIGHTS} or {_INDEX} and the files that it lists"
+            f"give a safetensors or torch.save file, or a folder with {_WEIGHTS} or {_INDEX} and the files that "
+            "it lists"
         )
         raise UsageError(f"there is no {path}", where="train.init_from", remedy=remedy) from error
     except (OSError, SafetensorError) as error:

@@ -19,7 +19,8 @@ from lockstep.weights.torch_file import TorchFile
 
 
 class InitFrom(Beginning):
-    """Weights of a different run, or of a safetensors or `torch.save` file, which may contain a state of the optimizer."""
+    """Weights of a different run, or of a safetensors or `torch.save` file, which may contain a state of the
+    optimizer."""
 
     def __init__(self, train: TrainConfig) -> None:
         self.train = train

@@ -1,5 +1,5 @@
-"""`torch.save` files of plain training scripts, with weights and possibly the state of an optimizer. They are read with `weights_only`: only tensors and plain values. Code that a file requests is never called.
-"""
+"""`torch.save` files of plain training scripts, with weights and possibly the state of an optimizer. They are read with
+`weights_only`: only tensors and plain values. Code that a file requests is never called."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ def read(path: Path) -> TorchFile:
 def unwrapped(names: Iterable[str], own: Container[str] | Iterable[str]) -> dict[str, str]:
     """The names in a file, by their names without the prefixes that wrappers add to all of them.
 
-    DDP and DataParallel add `module.`, torch.compile `_orig_mod.` (also in the middle of a name), and Lightning modules often `model.`.
+    DDP and DataParallel add `module.`, torch.compile `_orig_mod.` (also in the middle of a name), and Lightning modules
+    often `model.`.
 
     Args:
         own: the names in the model. A prefix of one of them belongs to the model.
@@ -129,9 +130,13 @@ def _load(path: Path) -> Any:
         if match is None:
             raise _damaged(path, error) from error
         raise UsageError(
-            f"{path} cannot be read safely: it would call {match[1]}. A torch.save file can run arbitrary code this way, so Lockstep reads only tensors and plain values (weights_only=True)",
+            f"{path} cannot be read safely: it would call {match[1]}. A torch.save file can run arbitrary code this "
+            "way, so Lockstep reads only tensors and plain values (weights_only=True)",
             where=WHERE,
-            remedy=f"if you trust the file, load it with the code that wrote it, and save only its state dicts. {_remedy()}",
+            remedy=(
+                "if you trust the file, load it with the code that wrote it, and save only its state dicts. "
+                f"{_remedy()}"
+            ),
         ) from error
     except Exception as error:  # a damaged zip file or pickle may raise any exception
         raise _damaged(path, error) from error

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from lockstep.core.task import Task
 
 Weight = Callable[[Any], Any] | str | None
-"""What a mean loss is averaged over: a function that counts the units of a batch from its labels only; `samples`; or None: Lockstep finds the unit by experiment, see `adapters.units`."""
+"""What a mean loss is averaged over: a function that counts the units of a batch from its labels only; `samples`; or
+None: Lockstep finds the unit by experiment, see `adapters.units`."""
 
 
 def lightning(
@@ -30,7 +31,8 @@ def lightning(
 ) -> Task:
     """Make a task from an unchanged LightningModule (PyTorch Lightning 2).
 
-    `training_step` returns a mean loss. The batch, `configure_optimizers` and `self.log` keep their Lightning meaning, over the global batch and all ranks. This function does not import Lightning; the module's own code does.
+    `training_step` returns a mean loss. The batch, `configure_optimizers` and `self.log` keep their Lightning meaning,
+    over the global batch and all ranks. This function does not import Lightning; the module's own code does.
 
     Args:
         module: the LightningModule. Each training run starts with a copy of it.
@@ -65,7 +67,8 @@ def transformers(
 
     Args:
         model: the model. Each training run starts with a copy of it.
-        args: TrainingArguments, a mapping of some of them, or the path of a YAML file with them. They become config keys. The defaults are those of transformers 5.
+        args: TrainingArguments, a mapping of some of them, or the path of a YAML file with them. They become config
+            keys. The defaults are those of transformers 5.
         train_dataset, eval_dataset: map-style data sets.
         data_collator: from a list of samples to a dict of tensors. None: as in Trainer.
         processing_class: the tokenizer, for the default collator.
@@ -73,7 +76,8 @@ def transformers(
         preprocess_logits_for_metrics: gets the outputs and labels of a batch, and returns the outputs to keep.
         model_init: makes the model, instead of `model`.
         weight: the units of the model's loss; see `Weight`.
-        further: other arguments of transformers' Trainer, such as `callbacks`. An error names those that are set and what to use instead.
+        further: other arguments of transformers' Trainer, such as `callbacks`. An error names those that are set and
+            what to use instead.
 
     Raises:
         UsageError: an argument is not supported, or the unit of the loss cannot be determined.

@@ -40,7 +40,8 @@ _NOT_FINITE = "EarlyStopping(check_finite=True): a result that is not finite doe
 
 
 def translate(given: Any, keys: Keys, faults: list[str], ignored: list[str]) -> None:
-    """Turn callbacks into `keys`. Add to `faults` what is not supported, and to `ignored` what does not change any step."""
+    """Turn callbacks into `keys`. Add to `faults` what is not supported, and to `ignored` what does not change any
+    step."""
     for one in given if isinstance(given, list | tuple) else [given] if given else []:
         names = _names(type(one))
         kind = next((name for name in names if name in KEPT), "")
@@ -81,7 +82,8 @@ def _changed(one: Any) -> dict[str, Any]:
 
 
 def argument(one: Any, name: str) -> Any:
-    """An argument of a Lightning callback, which stores it under its name, or under its name with a leading underscore."""
+    """An argument of a Lightning callback, which stores it under its name, or under its name with a leading
+    underscore."""
     return getattr(one, name) if hasattr(one, name) else getattr(one, f"_{name}")
 
 

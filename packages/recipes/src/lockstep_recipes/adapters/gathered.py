@@ -64,7 +64,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _joined(parts: Sequence[Tensor], batches: int) -> Any:
-    """The tensors of all batches, the same number from each batch, as an array or a tuple of arrays. Rows of different lengths are padded with -100."""
+    """The tensors of all batches, the same number from each batch, as an array or a tuple of arrays. Rows of different
+    lengths are padded with -100."""
     width = len(parts) // max(1, batches)
     columns = [_column(parts[place::width]) for place in range(width)]
     return columns[0] if width == 1 else tuple(columns)

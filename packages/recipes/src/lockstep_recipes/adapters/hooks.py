@@ -20,7 +20,10 @@ _REMEDIES = {
     "on_train_batch_end": _PART.format("`after_step`"),
     "on_train_end": _PART.format("`end`"),
     "on_fit_end": _PART.format("`end`"),
-    "on_validation_epoch_end": "log the metric object in validation_step, self.log('acc', self.acc): it is computed once, over the samples of all ranks. For anything else, write a Part with `after_evaluation`",
+    "on_validation_epoch_end": (
+        "log the metric object in validation_step, self.log('acc', self.acc): it is computed once, over the "
+        "samples of all ranks. For anything else, write a Part with `after_evaluation`"
+    ),
     "on_after_backward": _PART.format("`before_update`, which has the gradients of the global batch"),
     "on_before_optimizer_step": _PART.format("`before_update`, which has the gradients of the global batch"),
     "on_before_zero_grad": _PART.format("`after_step`"),
@@ -71,7 +74,8 @@ def check(values: Sequence[tuple[Any, type]], ignore: Sequence[str]) -> list[str
         a line for the log, if hooks are left out.
 
     Raises:
-        UsageError: a hook would be skipped (the error names all of them with their lines), or the gradient of a parameter has a hook.
+        UsageError: a hook would be skipped (the error names all of them with their lines), or the gradient of a
+            parameter has a hook.
     """
     faults, left_out = [], []
     for value, base in values:
@@ -105,8 +109,12 @@ def check_automatic(module: Any) -> None:
 
 
 def check_parameters(value: Any) -> None:
-    """Raises UsageError if gradients of parameters have hooks: a copy of the module loses them, and they would see sums over micro-batches."""
+    """Raises UsageError if gradients of parameters have hooks: a copy of the module loses them, and they would see sums
+    over micro-batches."""
     for name, one in value.named_parameters() if isinstance(value, nn.Module) else ():
         for hook in (one._backward_hooks or one._post_accumulate_grad_hooks or {}).values():
-            remedy = "for a mask, multiply the weight by it in forward; for anything else, write a lockstep.Part with `before_update`"
+            remedy = (
+                "for a mask, multiply the weight by it in forward; for anything else, write a lockstep.Part with "
+                "`before_update`"
+            )
             raise refused(f"the gradient of {name} has a hook, which would not be called", line_of(hook), remedy)

@@ -31,7 +31,8 @@ _TRIED = 100_000  # steps of a scheduler that are tried before training; this ta
 
 
 class LoggedValues(Presenter):
-    """Presents evaluation samples by what validation_step logs for their batch, and other samples by what predict_step returns."""
+    """Presents evaluation samples by what validation_step logs for their batch, and other samples by what predict_step
+    returns."""
 
     def describe(self, output: Any) -> dict[str, Any]:
         if isinstance(output, dict) and output.keys() == {"values", "weights", "calls"}:
@@ -208,7 +209,10 @@ class LightningTask(Foreign):
         before = [name for name, one in module.named_parameters() if one.requires_grad]
         trained = optimizers.trained(module, self._configured_optimizer(module)[0])
         if names := [name for name in before if name not in trained]:
-            self.notes.append(f"these parameters do not train, because they are frozen or not in the optimizer: {optimizers.names_of(names)}")
+            self.notes.append(
+                "these parameters do not train, because they are frozen or not in the optimizer: "
+                f"{optimizers.names_of(names)}"
+            )
         return trained
 
     def _pristine(self) -> Any:

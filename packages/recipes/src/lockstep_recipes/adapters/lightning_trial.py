@@ -83,17 +83,22 @@ def tried(
             f"the loss of training_step is a mean over {found.units['']}, as {len(samples)} samples show"
         )
     elif "" in found.units and found.units[""] is None:
-        found.notes.append(f"{where}: the loss is not a mean over samples or labels, so eval/loss depends on batch.micro")
+        found.notes.append(
+            f"{where}: the loss is not a mean over samples or labels, so eval/loss depends on batch.micro"
+        )
     for name in [name for name, unit in found.units.items() if unit is None]:
         found.units[name] = units.SAMPLES
         if name:
             found.notes.append(
-                f"{where}: {name!r} is not a mean over samples or labels: Lockstep logs its mean over micro-batches, which depends on batch.micro; for an exact value log a torchmetrics metric"
+                f"{where}: {name!r} is not a mean over samples or labels: Lockstep logs its mean over micro-batches, "
+                "which depends on batch.micro; for an exact value log a torchmetrics metric"
             )
     for name, metric in found.metrics.items():
         if training and not metric_sync.has_fixed_size(metric):
             found.notes.append(
-                f"{where}: {name!r} is not logged during training, because a {type(metric).__name__} keeps all samples: log it in validation_step, or give it a state of fixed size, for example with thresholds=100"
+                f"{where}: {name!r} is not logged during training, because a {type(metric).__name__} keeps all "
+                "samples: log it in validation_step, or give it a state of fixed size, for example with "
+                "thresholds=100"
             )
     found.units |= fixed
     return found

@@ -69,7 +69,8 @@ class Marked(Dataset[Any]):
 
 
 def reads_at_once(data: Any) -> bool:
-    """True if a data set returns samples only through `__getitems__`, the batched access that torch's DataLoader calls."""
+    """True if a data set returns samples only through `__getitems__`, the batched access that torch's DataLoader
+    calls."""
     by_index = getattr(type(data), "__getitem__", None)
     return by_index in (None, Dataset.__getitem__) and hasattr(data, "__getitems__")
 

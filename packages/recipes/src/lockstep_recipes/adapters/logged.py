@@ -54,8 +54,12 @@ class Record:
                 self.log_dict(value)
                 return
             if id(value) not in self._watched:
-                what = f"self.log({name!r}) got a {type(value).__name__}, which is not a torchmetrics.Metric of the module"
-                remedy = "make it a torchmetrics.Metric, and keep it as an attribute of the module or in an nn.ModuleDict"
+                what = (
+                    f"self.log({name!r}) got a {type(value).__name__}, which is not a torchmetrics.Metric of the module"
+                )
+                remedy = (
+                    "make it a torchmetrics.Metric, and keep it as an attribute of the module or in an nn.ModuleDict"
+                )
                 raise refused(what, users_line(), remedy)
             self.metrics[name] = value
         elif isinstance(value, Tensor) and value.numel() == 1:
@@ -104,7 +108,8 @@ class Record:
                     metric.reset()
 
     def output(self, samples: int, counts: Mapping[str, Any], purpose: str, device: torch.device) -> dict[str, Any]:
-        """What is sent to the metrics, with samples along the first dimension: values, their weights, and the arguments of metrics.
+        """What is sent to the metrics, with samples along the first dimension: values, their weights, and the arguments
+        of metrics.
 
         Args:
             counts: the number of units by name, for values that are not averaged over samples.
@@ -123,7 +128,9 @@ class Record:
 
 
 def metrics_of(names: Sequence[str], objects: Mapping[tuple[str, str], Metric], where: str) -> Metrics | None:
-    """The metrics that take such outputs: means of the values `names`, and copies of the logged metrics. Each step has its own copies: training and evaluation may log different metrics under the same name. A name that an output lacks has no result: training and evaluation may log different names.
+    """The metrics that take such outputs: means of the values `names`, and copies of the logged metrics. Each step has
+    its own copies: training and evaluation may log different metrics under the same name. A name that an output lacks
+    has no result: training and evaluation may log different names.
 
     Args:
         where: the line of the step, for errors.

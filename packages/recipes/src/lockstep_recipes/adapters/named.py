@@ -16,7 +16,8 @@ _OPTIONS = ("datamodule", "trainer", "weight", "ignore")
 
 
 def adapt(found: Any, module: ModuleType, where: str) -> Callable[..., Task] | None:
-    """A function from the keys of the section `task` to a task. None: `found` is not something that this package handles.
+    """A function from the keys of the section `task` to a task. None: `found` is not something that this package
+    handles.
 
     This is the entry point of the group `lockstep.adapters`.
 

@@ -61,8 +61,8 @@ def parse(returned: Any, where: str) -> tuple[torch.optim.Optimizer, dict[str, A
 
 
 class Rates:
-    """The factor on all learning rates after each number of updates, read from a torch scheduler. A copy of the scheduler steps ahead of training on groups without parameters, so none of its state is saved.
-    """
+    """The factor on all learning rates after each number of updates, read from a torch scheduler. A copy of the
+    scheduler steps ahead of training on groups without parameters, so none of its state is saved."""
 
     serve: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """Within the context it returns, functions of the scheduler may ask the module for its trainer."""
@@ -141,7 +141,8 @@ class _Step:
 
 
 def with_all(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer with the first rates of its scheduler. The parameters that it leaves out are a separate, frozen group."""
+    """The optimizer with the first rates of its scheduler. The parameters that it leaves out are a separate, frozen
+    group."""
     for group in optimizer.param_groups:
         group["lr"] = group.get("initial_lr", group["lr"])
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -153,7 +154,8 @@ def with_all(optimizer: torch.optim.Optimizer, module: nn.Module) -> torch.optim
 
 
 def holder(made: Iterable[nn.Module], groups: Sequence[Mapping[str, Any]], new: Callable[[], nn.Module]) -> nn.Module:
-    """The module whose parameters are in `groups`: one of `made`, or a new one that gets them in order, because `verify` lets an optimizer update copies.
+    """The module whose parameters are in `groups`: one of `made`, or a new one that gets them in order, because
+    `verify` lets an optimizer update copies.
 
     Raises:
         UsageError: they are parameters of a different model.

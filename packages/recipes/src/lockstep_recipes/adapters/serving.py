@@ -14,7 +14,9 @@ from lockstep.core import this_process
 from lockstep.core.foreign_task import Clock, refused, users_line
 from lockstep_recipes.adapters.logged import Record, metrics_in
 
-_OWN_RANK = "all ranks have the same data, and Lockstep gives each rank its samples; to print once, use trainer.is_global_zero"
+_OWN_RANK = (
+    "all ranks have the same data, and Lockstep gives each rank its samples; to print once, use trainer.is_global_zero"
+)
 _REMEDIES = {
     "world_size": "the result would depend on the number of ranks: use the global batch, batch.global",
     **dict.fromkeys(("global_rank", "local_rank", "node_rank"), _OWN_RANK),
@@ -49,7 +51,8 @@ class NoNumber:
 
 
 def arguments_after_batch(step: Callable[..., Any]) -> list[Any]:
-    """The positional arguments of a step after the batch, as in Lightning: the number of the batch and, if the step requires it, that of the loader."""
+    """The positional arguments of a step after the batch, as in Lightning: the number of the batch and, if the step
+    requires it, that of the loader."""
     parameters = inspect.signature(step).parameters.values()
     placed = [one for one in parameters if one.kind <= one.VAR_POSITIONAL]
     takes = len(placed) > 1 or any(one.kind is one.VAR_POSITIONAL for one in placed)
@@ -58,7 +61,8 @@ def arguments_after_batch(step: Callable[..., Any]) -> list[Any]:
 
 
 class ServedTrainer:
-    """The attributes of Lightning's Trainer that do not depend on ranks. All others are errors that name the user's line."""
+    """The attributes of Lightning's Trainer that do not depend on ranks. All others are errors that name the user's
+    line."""
 
     def __init__(self, clock: Clock, plan: dict[str, Any], stage: str = "", optimizer: Any = None) -> None:
         """
@@ -83,7 +87,8 @@ class ServedTrainer:
         self.is_global_zero = self.global_rank == 0
 
     def of_data(self, devices: int, nodes: int) -> ServedTrainer:
-        """The trainer that data code sees. It has the devices of the Trainer's arguments, which multiply `batch.global`, and does not have a rank."""
+        """The trainer that data code sees. It has the devices of the Trainer's arguments, which multiply
+        `batch.global`, and does not have a rank."""
         del self.global_rank, self.local_rank
         self.num_devices, self.num_nodes, self.world_size = devices, nodes, devices * nodes
         return self
@@ -128,7 +133,8 @@ class Parts:
 
 @contextlib.contextmanager
 def served(parts: Parts, trainer: ServedTrainer, record: Record | None = None, data: Any = None) -> Iterator[None]:
-    """Within this context, the modules log into `record`, and they and the DataModule `data` see `trainer`. Everything is restored afterwards."""
+    """Within this context, the modules log into `record`, and they and the DataModule `data` see `trainer`. Everything
+    is restored afterwards."""
     record = Record() if record is None else record
     own = {"log": record.log, "log_dict": record.log_dict, "all_gather": _no_gather, "print": _print}
     own["optimizers"] = lambda use_pl_optimizer=True: trainer.optimizers[0]

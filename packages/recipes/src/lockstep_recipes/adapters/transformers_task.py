@@ -65,7 +65,9 @@ class TransformersTask(Foreign):
             remedy = "give model=, or model_init=, a function that makes it"
             raise UsageError("give one of the two", where="adapters.transformers(model, model_init)", remedy=remedy)
         if model is not None and not hasattr(model, "config"):
-            remedy = "give a transformers model (an object with a `config`); for any other model write a Task: docs/tasks.md"
+            remedy = (
+                "give a transformers model (an object with a `config`); for any other model write a Task: docs/tasks.md"
+            )
             raise UsageError(f"the model is a {type(model).__name__}", where="adapters.transformers", remedy=remedy)
         _check_sets(train_dataset, eval_dataset)
         self.made_model, self.model_init, self.processing_class = model, model_init, processing_class
@@ -164,7 +166,9 @@ class TransformersTask(Foreign):
         try:
             scheduler = get_scheduler(args.lr_scheduler_type, optimizer, steps, self._steps, args.lr_scheduler_kwargs)
         except (TypeError, ValueError) as error:
-            raise refused(f"{args.lr_scheduler_type}: {error}", where, "give the arguments that the scheduler takes") from error
+            raise refused(
+                f"{args.lr_scheduler_type}: {error}", where, "give the arguments that the scheduler takes"
+            ) from error
         return Rates(optimizer, {"scheduler": scheduler, "interval": "step", "frequency": 1}, where)
 
     # ---- data

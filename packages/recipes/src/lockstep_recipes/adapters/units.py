@@ -1,6 +1,7 @@
 """The units of a mean: find out what a batch's loss is averaged over, by splitting a few samples in several ways.
 
-However a batch is split, its mean over units is the mean of the shards' means, weighted by the number of units in each shard (n1, n2). That does not hold for any other unit, unless all samples have the same number of it.
+However a batch is split, its mean over units is the mean of the shards' means, weighted by the number of units in each
+shard (n1, n2). That does not hold for any other unit, unless all samples have the same number of it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Unit:
     """What a mean is averaged over."""
 
     kind: str = "samples"
-    """`samples`; `labels`: labels that are not -100; `shifted`: the same without the first label of each row, as causal models count; `ones`: the ones of a mask."""
+    """`samples`; `labels`: labels that are not -100; `shifted`: the same without the first label of each row, as causal
+    models count; `ones`: the ones of a mask."""
     path: Path = ()
     """The path of the tensor in the batch."""
 
@@ -60,7 +62,8 @@ class Unit:
         return ((found[..., 1:] if self.kind == "shifted" else found) != IGNORED).sum()
 
     def filled(self, given: Given) -> Any:
-        """Change a batch without units so that its mean is finite. The mean is then multiplied by zero: all ranks do the same passes."""
+        """Change a batch without units so that its mean is finite. The mean is then multiplied by zero: all ranks do
+        the same passes."""
         return _replaced(given.batch, self.path, lambda found: torch.full_like(found, self.kind == "ones"))
 
     def __str__(self) -> str:
@@ -156,7 +159,8 @@ SCALES = (1.0, 8.0, 64.0)
 
 @contextlib.contextmanager
 def scaled(module: torch.nn.Module, factor: float) -> Iterator[None]:
-    """Within this context, the matrices of a module are multiplied by `factor`, so that the losses of its samples differ more."""
+    """Within this context, the matrices of a module are multiplied by `factor`, so that the losses of its samples
+    differ more."""
     kept = [
         (p, p.detach().clone()) for p in module.parameters() if factor != 1 and p.ndim > 1 and p.is_floating_point()
     ]
@@ -170,10 +174,12 @@ def scaled(module: torch.nn.Module, factor: float) -> Iterator[None]:
 
 
 class Rounding(TorchFunctionMode):
-    """Within this context, the floating-point formats of all results are recorded: code may compute in a coarser format than that of its weights, as norms in transformers do."""
+    """Within this context, the floating-point formats of all results are recorded: code may compute in a coarser format
+    than that of its weights, as norms in transformers do."""
 
     near = _NEAR * torch.finfo(torch.float64).eps
-    """The relative tolerance of a mean, from the coarsest format so far. Half precision counts as single: a batch and its halves mostly round the same way."""
+    """The relative tolerance of a mean, from the coarsest format so far. Half precision counts as single: a batch and
+    its halves mostly round the same way."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -266,9 +272,11 @@ def of_loss(fits: Fits, last: Trial, where: str, *, near: float) -> Unit:
         raise refused("the loss is a sum over samples, not a mean", where, "return the mean")
     if unit is None:
         raise refused(
-            "the loss is not a mean over samples, over labels that are not -100, or over the ones of a mask, so the divisor for a global batch that is split into shards is unknown",
+            "the loss is not a mean over samples, over labels that are not -100, or over the ones of a mask, so the "
+            "divisor for a global batch that is split into shards is unknown",
             where,
-            f"{ask} that uses only its labels; if the loss draws random numbers and is a mean over samples, give weight='samples' (on the command line task.weight=samples)",
+            f"{ask} that uses only its labels; if the loss draws random numbers and is a mean over samples, give "
+            "weight='samples' (on the command line task.weight=samples)",
         )
     return unit
 
@@ -285,7 +293,8 @@ def check_no_ignored(given: Given, unit: Any, known: Collection[Path], where: st
     for path in sorted(with_ignored(given.batch) - {*known}, key=str) if unit == SAMPLES else ():
         place = "".join(f"[{key!r}]" for key in path)
         raise DataError(
-            f"batch{place} contains -100, the label that losses ignore, but no sample that was tried had it there, so it is unknown whether the loss is a mean over samples or over labels",
+            f"batch{place} contains -100, the label that losses ignore, but no sample that was tried had it there, so "
+            "it is unknown whether the loss is a mean over samples or over labels",
             where=where,
             remedy="give weight=, a function from a batch to its number of labels, or weight='samples'",
         )

@@ -31,16 +31,25 @@ def shards(
         str,
         typer.Argument(
             metavar="DATA",
-            help="A folder of images or of shards, a table (.csv, .jsonl, .parquet, ...), a folder or a name that `datasets` reads, or FILE.py:FUNCTION, a function that returns a data set or any iterable.",
+            help=(
+                "A folder of images or of shards, a table (.csv, .jsonl, .parquet, ...), a folder or a name that "
+                "`datasets` reads, or FILE.py:FUNCTION, a function that returns a data set or any iterable."
+            ),
         ),
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder, or an address such as s3://BUCKET/FOLDER.")],
     format: Annotated[
-        Format | None, typer.Option(help="Format of the shards. Default: tar for images and arrays, jsonl for chats, otherwise parquet.")
+        Format | None,
+        typer.Option(
+            help="Format of the shards. Default: tar for images and arrays, jsonl for chats, otherwise parquet."
+        ),
     ] = None,
-    shard_size: Annotated[str, typer.Option(help="Approximate size of a shard, before Parquet compresses it.")] = "64MB",
+    shard_size: Annotated[
+        str, typer.Option(help="Approximate size of a shard, before Parquet compresses it.")
+    ] = "64MB",
     shuffle: Annotated[
-        int | None, typer.Option(metavar="SEED", help="Shuffle all samples with this seed. DATA needs a length and an index.")
+        int | None,
+        typer.Option(metavar="SEED", help="Shuffle all samples with this seed. DATA needs a length and an index."),
     ] = None,
     debug: Debug = False,
 ) -> None:
@@ -65,7 +74,10 @@ def shards(
             try:
                 done = write(samples, out, kind=kind, shard_bytes=size, shuffle=shuffle, source=data, tell=tell)
             except KeyboardInterrupt:
-                print(f"\nstopped; run the same command again to continue after the last complete shard of {out}", file=sys.stderr)
+                print(
+                    f"\nstopped; run the same command again to continue after the last complete shard of {out}",
+                    file=sys.stderr,
+                )
                 raise
         index = done.index
         kept = f", {done.resumed:,} of them written earlier" if done.resumed else ""

@@ -29,7 +29,8 @@ class Shards(Dataset[Any]):
     """Samples in shards: JSON lines, Parquet, Arrow (Feather), tar (WebDataset) or MDS (MosaicML Streaming).
 
     A sample is the value of a JSON line; a dict of Python values by column (Parquet, Arrow, MDS); or a dict of bytes by
-    extension with `__key__` (tar). Samples have an index, so any number of ranks and workers read the same data, and a run resumes at any step. An epoch reads the shards one after another: see `ShardOrder`.
+    extension with `__key__` (tar). Samples have an index, so any number of ranks and workers read the same data, and a
+    run resumes at any step. An epoch reads the shards one after another: see `ShardOrder`.
 
     Example:
         lockstep_recipes.Shards("s3://bucket/folder", window=100_000, cache="2GB")
@@ -38,10 +39,14 @@ class Shards(Dataset[Any]):
         source: a shard; a folder of shards; a pattern with `*` or `{000..012}`; or a list of these. Local paths,
             http(s) addresses, and addresses of any file system that fsspec knows (`s3://`, `gs://`, `hf://`,
             `memory://`).
-        window: samples are shuffled within windows of this many positions of the epoch. A different window gives a different order. None: as many samples as 128 MiB of the shards contain on average.
-        cache: how many bytes of blocks each process keeps in memory, as a number or a text such as `2GB`. It should hold the samples of two windows; otherwise blocks are read repeatedly.
-        disk: how many bytes of remote shards this machine keeps in Lockstep's cache folder, such as `100GB`, for all processes and all runs. None: nothing is kept on disk, and each process reads from the network.
-        storage_options: options of fsspec for the file system, such as `{"endpoint_url": ...}` for S3. For HTTP: `{"headers": ...}`.
+        window: samples are shuffled within windows of this many positions of the epoch. A different window gives a
+            different order. None: as many samples as 128 MiB of the shards contain on average.
+        cache: how many bytes of blocks each process keeps in memory, as a number or a text such as `2GB`. It should
+            hold the samples of two windows; otherwise blocks are read repeatedly.
+        disk: how many bytes of remote shards this machine keeps in Lockstep's cache folder, such as `100GB`, for all
+            processes and all runs. None: nothing is kept on disk, and each process reads from the network.
+        storage_options: options of fsspec for the file system, such as `{"endpoint_url": ...}` for S3. For HTTP:
+            `{"headers": ...}`.
 
     Raises:
         DataError: there is no such shard, or one is damaged.
@@ -116,7 +121,8 @@ class Shards(Dataset[Any]):
         return shard, index - (self.ends[shard - 1] if shard else 0)
 
     def _here(self) -> tuple[Files, Kept]:
-        """Files and cached blocks of this process: a forked loader worker does not share connections with its parent."""
+        """Files and cached blocks of this process: a forked loader worker does not share connections with its
+        parent."""
         if self._process is None or self._process[0] != os.getpid():
             kept = Kept(self.cache_bytes)
             disk = None if self.disk_bytes is None else Disk(self.disk_bytes)
@@ -150,7 +156,10 @@ class Shards(Dataset[Any]):
                 what = f"the block is damaged: {type(error).__name__}: {error}"
                 raise DataError(what, where=at, remedy="copy or write the shard again") from error
             if len(block) != end - first:
-                what = f"the block has {len(block)} samples instead of the {end - first} that were counted: the shard has changed"
+                what = (
+                    f"the block has {len(block)} samples instead of the {end - first} that were counted: the "
+                    "shard has changed"
+                )
                 raise DataError(what, where=at, remedy="start again, or write the shards again")
             if block.nbytes > kept.limit:
                 raise _too_large(block.nbytes, kept.limit, at)

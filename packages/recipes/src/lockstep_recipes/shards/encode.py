@@ -19,7 +19,8 @@ SUFFIXES = {"parquet": ".parquet", "tar": ".tar", "jsonl": ".jsonl"}
 
 
 def columns(sample: Any) -> dict[str, Any]:
-    """A sample as values by name. A tuple has the names 0, 1, ...; a text is named text, and any other value is named value."""
+    """A sample as values by name. A tuple has the names 0, 1, ...; a text is named text, and any other value is named
+    value."""
     if isinstance(sample, Mapping):
         return {str(name): value for name, value in sample.items()}
     if hasattr(sample, "_asdict"):
@@ -30,7 +31,8 @@ def columns(sample: Any) -> dict[str, Any]:
 
 
 def fitting(sample: Any) -> str:
-    """The best format for samples like this: tar for arrays, images and members; JSON lines for nested values that JSON supports; otherwise Parquet."""
+    """The best format for samples like this: tar for arrays, images and members; JSON lines for nested values that JSON
+    supports; otherwise Parquet."""
     values = columns(sample)
     if "__key__" in values or any(map(_is_array, values.values())) or any(map(_is_image, values.values())):
         return "tar"

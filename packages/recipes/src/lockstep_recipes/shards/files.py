@@ -1,4 +1,5 @@
-"""Read bytes of shards: from local files, any file system that fsspec supports, and HTTP servers with range requests."""
+"""Read bytes of shards: from local files, any file system that fsspec supports, and HTTP servers with range
+requests."""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ class Files:
         else:
             data = self._from_far(place.url, start, stop)
         if len(data) != stop - start:
-            what = f"bytes {start} to {stop} are incomplete: the shard is truncated, or has changed since it was counted"
+            what = (
+                f"bytes {start} to {stop} are incomplete: the shard is truncated, or has changed since it was counted"
+            )
             raise DataError(what, where=place.url, remedy="copy or write the shard again, and start again")
         return data
 

@@ -113,7 +113,8 @@ def _of_one(files: Files, source: str) -> list[Shard]:
     if scheme(source) in ("http", "https"):
         if any(letter in source.partition("?")[0] for letter in "*["):
             remedy = (
-                "name the shards with braces, such as 'https://HOST/shard-{000..012}.tar'; or give the folder that contains "
+                "name the shards with braces, such as 'https://HOST/shard-{000..012}.tar'; or give the folder "
+                "that contains "
             )
             raise UsageError("a web server does not list files", where=source, remedy=f"{remedy}{INDEX}")
         if format_of(source.partition("?")[0]) is None:  # HTTP does not list folders
@@ -152,11 +153,14 @@ def _of_one(files: Files, source: str) -> list[Shard]:
 
 
 def _of_state(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Shard]:
-    """The shards of a folder that `datasets` saved. It may also contain results of `map` and `filter`: `cache-*.arrow`."""
+    """The shards of a folder that `datasets` saved. It may also contain results of `map` and `filter`:
+    `cache-*.arrow`."""
     names = _saved_names(files.read(listed[STATE], 0, listed[STATE].size), f"{folder}/{STATE}")
     for name in names:
         if name not in listed:
-            raise DataError(f"{STATE} lists this shard, but the file does not exist", where=f"{folder}/{name}", remedy=_COPY)
+            raise DataError(
+                f"{STATE} lists this shard, but the file does not exist", where=f"{folder}/{name}", remedy=_COPY
+            )
     return [_shard(listed[name]) for name in names]
 
 
@@ -188,9 +192,7 @@ def _check_folder(files: Files, folder: str, listed: Mapping[str, Place]) -> Non
     caches = sorted(name for name in listed if name.startswith("cache-") and name.endswith(".arrow"))
     if "dataset_info.json" in listed and caches:
         what = f"`datasets` keeps results of map and filter among the files of this data set: {caches[0]}"
-        raise DataError(
-            what, where=folder, remedy=f"name the files to read, such as '{folder}/NAME-train*.arrow'"
-        )
+        raise DataError(what, where=folder, remedy=f"name the files to read, such as '{folder}/NAME-train*.arrow'")
     for name, kind in _TABLES.items():
         if _is_folder(files, f"{folder}/{name}") and any(format_of(one) == "parquet" for one in listed):
             what = f"a {kind} table: {name} determines which of its files count, and old files may still be there"
@@ -257,7 +259,11 @@ def _of_index(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Sh
         is_own = "lockstep" in index
         if is_own and index["lockstep"] != VERSION:
             remedy = "read it with the version of Lockstep that wrote it, or write it again"
-            raise DataError(f"the index has version {index['lockstep']}, which this Lockstep does not read", where=url, remedy=remedy)
+            raise DataError(
+                f"the index has version {index['lockstep']}, which this Lockstep does not read",
+                where=url,
+                remedy=remedy,
+            )
         found = [(_own if is_own else _of_mds)(folder, entry, index) for entry in entries]
     except (ValueError, KeyError, TypeError) as error:
         remedy = "write the shards with `lockstep shards`, or remove this file: Lockstep counts shards without an index"
@@ -265,7 +271,9 @@ def _of_index(files: Files, folder: str, listed: Mapping[str, Place]) -> list[Sh
     for shard in found:
         name = posixpath.basename(shard.place.url)
         if listed and (name not in listed and "/" not in shard.place.url.removeprefix(f"{folder}/")):
-            raise DataError(f"{INDEX} lists this shard, but the file does not exist", where=shard.place.url, remedy=_COPY)
+            raise DataError(
+                f"{INDEX} lists this shard, but the file does not exist", where=shard.place.url, remedy=_COPY
+            )
         if name in listed and listed[name].size != shard.place.size:
             raise changed(shard.place, listed[name])
     tags = {name: one.tag for name, one in listed.items()}

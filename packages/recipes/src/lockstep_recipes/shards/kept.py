@@ -23,7 +23,8 @@ class Kept:
     def get(self, key: Hashable, load: Callable[[], tuple[Any, int]]) -> Any:
         """The value of a key. If it is not in the cache, `load` returns it with its size in bytes.
 
-        Threads that need the same value at the same time may each load it: no thread waits for the network access of another.
+        Threads that need the same value at the same time may each load it: no thread waits for the network access of
+        another.
         """
         with self._lock:
             if key in self._values:

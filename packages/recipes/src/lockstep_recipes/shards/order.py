@@ -17,7 +17,11 @@ _SHARDS, _WINDOWS = 0x05A4D5, 0x0F1D05  # words in the keys, so that shards and 
 class ShardOrder:
     """The order of an epoch, as a pure function of seed, epoch and position: the same on any number of ranks.
 
-    The shards of an epoch are permuted by (seed, epoch). The samples of all shards in this order are split into windows of `window` positions, and each window is shuffled. So samples at neighbouring positions are in the few shards that a window touches. A sample moves by less than `window` positions from its position in the sequence of shards. Therefore a batch combines only samples that are near each other in one shard, or in shards that are neighbours in this epoch.
+    The shards of an epoch are permuted by (seed, epoch). The samples of all shards in this order are split into windows
+    of `window` positions, and each window is shuffled. So samples at neighbouring positions are in the few shards that
+    a window touches. A sample moves by less than `window` positions from its position in the sequence of shards.
+    Therefore a batch combines only samples that are near each other in one shard, or in shards that are neighbours in
+    this epoch.
 
     Args:
         counts: the number of samples of each shard.

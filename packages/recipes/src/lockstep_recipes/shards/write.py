@@ -1,4 +1,5 @@
-"""Write any data set or iterable as shards. Each shard is complete or absent, so an interrupted write continues where it stopped."""
+"""Write any data set or iterable as shards. Each shard is complete or absent, so an interrupted write continues where
+it stopped."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class _Folder:
     def __init__(self, out: str, options: Mapping[str, Any]) -> None:
         self.out, self.system = out.rstrip("/"), None
         if scheme(out) in ("http", "https"):
-            raise UsageError("cannot write to HTTP addresses", where=out, remedy="give a folder, or an address such as s3://")
+            raise UsageError(
+                "cannot write to HTTP addresses", where=out, remedy="give a folder, or an address such as s3://"
+            )
         if scheme(out):
             self.system = Files(options, Kept(1)).system(out)
         else:
@@ -70,7 +73,9 @@ class _Folder:
                 with atomic.staged_file(Path(self.out, name)) as staging:
                     staging.write_bytes(data)
             except OSError as error:  # the disk is full, or another writer removed its files
-                remedy = "free disk space, and run only one writing command; then run the same command again to continue"
+                remedy = (
+                    "free disk space, and run only one writing command; then run the same command again to continue"
+                )
                 what = f"cannot be written: {error.strerror}"
                 raise DataError(what, where=f"{self.out}/{name}", remedy=remedy) from error
         else:
@@ -114,8 +119,10 @@ def write(
         tell: gets the name of a finished shard, and its number of samples.
 
     Raises:
-        UsageError: the folder contains other files, or shards of a different source; or `shuffle` is set but the samples do not have a length.
-        DataError: there are no samples, the format cannot store one, or the samples differ from those that were written earlier.
+        UsageError: the folder contains other files, or shards of a different source; or `shuffle` is set but the
+            samples do not have a length.
+        DataError: there are no samples, the format cannot store one, or the samples differ from those that were written
+            earlier.
     """
     folder = _Folder(out, options or {})
     state = _begun(folder, {"source": source, "shard_bytes": shard_bytes, "shuffle": shuffle}, kind)
@@ -186,11 +193,15 @@ def _begun(folder: _Folder, settings: Mapping[str, Any], kind: str | None) -> di
             raise UsageError(what, where=folder.out, remedy="give an empty or a new folder")
         found = {key: state["written"].get(key) for key in settings}
         if found != settings or (kind or state["format"]) != state["format"]:
-            what = f"the folder contains shards that were written with different settings: {found}, {state.get('format')}"
+            what = (
+                f"the folder contains shards that were written with different settings: {found}, {state.get('format')}"
+            )
             raise UsageError(what, where=folder.out, remedy="give a different folder, or empty this one")
         if missing := [shard["name"] for shard in state["shards"] if shard["name"] not in names]:
             what = f"{len(missing)} of the shards that were written are missing, such as {missing[0]}"
-            raise DataError(what, where=folder.out, remedy="restore them, or empty this folder and write all shards again")
+            raise DataError(
+                what, where=folder.out, remedy="restore them, or empty this folder and write all shards again"
+            )
         if INDEX in names and PROGRESS in names:
             folder.remove(PROGRESS)
         return state
@@ -239,5 +250,7 @@ def _after(samples: Any, shuffle: int | None, begin: int, last: str, out: str) -
         found = itertools.islice(iter(samples), max(0, begin - 1), None)
     if begin and digest_of(next(found, None)) != last:
         what = f"sample {begin - 1} differs from the one that was written: the source has changed"
-        raise DataError(what, where=out, remedy="give a source that returns the same samples each time, or empty this folder")
+        raise DataError(
+            what, where=out, remedy="give a source that returns the same samples each time, or empty this folder"
+        )
     return found

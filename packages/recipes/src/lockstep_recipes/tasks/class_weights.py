@@ -45,7 +45,8 @@ class OnDevice:
         self._copy = tensor
 
     def like(self, other: Tensor) -> Tensor | None:
-        """The tensor on the device of `other`, in its number format, except for 16-bit formats, which would round it."""
+        """The tensor on the device of `other`, in its number format, except for 16-bit formats, which would round
+        it."""
         if self.tensor is None or self._copy is None:
             return None
         dtype = torch.promote_types(other.dtype, torch.float32)

@@ -1,4 +1,5 @@
-"""Hugging Face models for any kind of classification: from the hub, from a local folder, or new from an architecture."""
+"""Hugging Face models for any kind of classification: from the hub, from a local folder, or new from an
+architecture."""
 
 from __future__ import annotations
 
@@ -147,7 +148,8 @@ def make_model(
     Args:
         auto: a class of transformers such as `AutoModelForSequenceClassification`.
         name: the pretrained model. None: all weights are new.
-        what: what the model does, for the error message. new_head: replace the last layer of the pretrained model. A missing last layer is always new.
+        what: what the model does, for the error message. new_head: replace the last layer of the pretrained model. A
+            missing last layer is always new.
         dtype: the number format of the weights. In half precision, small updates are lost to rounding.
 
     Returns:
@@ -185,7 +187,9 @@ def make_model(
 def save_for_image_pipeline(model: Any, processor: Mapping[str, Any], folder: Path) -> list[str]:
     """Write the configs of a model and of its image processor, which `transformers.pipeline` reads.
 
-    transformers builds the model from the config. If that resulted in different layers (BatchNorm instead of GroupNorm), it would initialise them, and only log this. In that case the config gets a different name, so that transformers does not find it.
+    transformers builds the model from the config. If that resulted in different layers (BatchNorm instead of
+    GroupNorm), it would initialise them, and only log this. In that case the config gets a different name, so that
+    transformers does not find it.
 
     Args:
         processor: keys of `preprocessor_config.json`.
@@ -197,7 +201,8 @@ def save_for_image_pipeline(model: Any, processor: Mapping[str, Any], folder: Pa
     warnings = []
     if len(processor["image_mean"]) == 1:
         warnings.append(
-            "transformers.pipeline converts every image to RGB, but this model takes grey images. Use AutoImageProcessor and the model directly, with grey images (PIL mode L)"
+            "transformers.pipeline converts every image to RGB, but this model takes grey images. Use "
+            "AutoImageProcessor and the model directly, with grey images (PIL mode L)"
         )
     with torch.device("meta"):
         theirs = type(model)(copy.deepcopy(model.config)).state_dict()
@@ -209,12 +214,16 @@ def save_for_image_pipeline(model: Any, processor: Mapping[str, Any], folder: Pa
     (folder / OTHER_LAYERS).write_text(config_for_pipeline(model).to_json_string())
     return [
         *warnings,
-        f"transformers cannot load this model: its {type(model).__name__} has {missing[0]}, which this model lacks. The config is therefore named {OTHER_LAYERS}; docs/images.md shows how to load it. Models trained with task.batch_norm=batch, sync or frozen load as usual; model.pt2 and use_model.py do not need transformers",
+        f"transformers cannot load this model: its {type(model).__name__} has {missing[0]}, which this model lacks. "
+        f"The config is therefore named {OTHER_LAYERS}; docs/images.md shows how to load it. Models trained with "
+        "task.batch_norm=batch, sync or frozen load as usual; model.pt2 and use_model.py do not need transformers",
     ]
 
 
 def config_for_pipeline(model: Any) -> Any:
     """The config of `model` with the name of its class, which `transformers.pipeline` needs."""
     config: Any = copy.deepcopy(model.config)
-    config.architectures = [type(getattr(model, "get_base_model", lambda: model)()).__name__]  # the model inside peft's model
+    config.architectures = [
+        type(getattr(model, "get_base_model", lambda: model)()).__name__
+    ]  # the model inside peft's model
     return config

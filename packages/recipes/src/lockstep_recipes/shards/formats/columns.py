@@ -73,7 +73,8 @@ class Parquet:
 
 
 class Arrow:
-    """Arrow's IPC format, as a file (Feather) or as a stream (`datasets`). A block is one or more record batches, and the head is the schema. A file with dictionaries is one block, because they may be anywhere."""
+    """Arrow's IPC format, as a file (Feather) or as a stream (`datasets`). A block is one or more record batches, and
+    the head is the schema. A file with dictionaries is one block, because they may be anywhere."""
 
     suffixes = (".arrow", ".feather", ".ipc")
 

@@ -1,6 +1,7 @@
 """MDS, the format of MosaicML's StreamingDataset, version 2.
 
-A shard starts with the number of samples (uint32), then the byte offset of each sample and the end of the last one (uint32 each). A sample starts with the size (uint32) of each column without a fixed size; the values follow.
+A shard starts with the number of samples (uint32), then the byte offset of each sample and the end of the last one
+(uint32 each). A sample starts with the size (uint32) of each column without a fixed size; the values follow.
 `index.json` contains the columns and their encodings. The source of `mosaicml-streaming` defines the format.
 """
 
@@ -64,7 +65,9 @@ def _offsets(data: bytes, place: Place) -> Offsets:
     expected = place.about["samples"]
     if len(numbers) != expected + 2 or numbers[0] != expected:
         found = int(numbers[0]) if len(numbers) else 0
-        raise damaged(f"the shard has {found} samples according to its header, but {expected} according to index.json", place)
+        raise damaged(
+            f"the shard has {found} samples according to its header, but {expected} according to index.json", place
+        )
     return numbers[1:]
 
 
@@ -124,7 +127,9 @@ def decoded(encoding: str, data: bytes) -> Any:
         inner = "jpeg" if kind.startswith("jpeg") else kind[5:-1]
         return [decoded(inner, part) for part in _list(data[4:] if kind.startswith("list") else data)]
     if kind not in _DECODERS:
-        remedy = "write the shards again with a different encoding: `lockstep shards` accepts a function that makes samples"
+        remedy = (
+            "write the shards again with a different encoding: `lockstep shards` accepts a function that makes samples"
+        )
         raise DataError(f"columns with the encoding {encoding!r} are not supported", remedy=remedy)
     return _DECODERS[kind](data)
 

@@ -26,7 +26,8 @@ def members(shard: object, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
         shard: the name of the shard, for errors.
 
     Raises:
-        DataError: the shard is not a tar file, ends too early, or has further bytes after its end mark. Many zeros count too: they may be the padding of a truncated copy.
+        DataError: the shard is not a tar file, ends too early, or has further bytes after its end mark. Many zeros
+            count too: they may be the padding of a truncated copy.
     """
     last, end = "", 0
     remedy = "copy or make the shard again"
@@ -71,7 +72,8 @@ def behind(member: tarfile.TarInfo) -> int:
 
 
 def parts(name: str) -> tuple[str, str] | None:
-    """KEY and extension of a member. As in WebDataset, its name is split at the first dot after the last slash. None: the member does not belong to a sample."""
+    """KEY and extension of a member. As in WebDataset, its name is split at the first dot after the last slash. None:
+    the member does not belong to a sample."""
     folder, slash, file = name.rpartition("/")
     stem, dot, extension = file.partition(".")
     if not stem or not dot or (stem.startswith("__") and stem.endswith("__")):
@@ -101,12 +103,20 @@ class Tar:
                 key, extensions, begin = found[0], set[str](), member.offset
                 if key in seen:
                     remedy = "pack the members of a sample next to each other: `tar --sort=name`"
-                    raise DataError(f"KEY {key} occurs twice, with other members in between", where=f"{place.url}{at}", remedy=remedy)
+                    raise DataError(
+                        f"KEY {key} occurs twice, with other members in between",
+                        where=f"{place.url}{at}",
+                        remedy=remedy,
+                    )
                 seen.add(key)
             if found[1] in extensions:
                 raise damaged(f"a second member of KEY {key} with the extension {found[1]}", place, at)
             if found[1] == "__key__":
-                raise DataError("__key__ is not allowed as an extension", where=f"{place.url}{at}", remedy="give it a different extension")
+                raise DataError(
+                    "__key__ is not allowed as an extension",
+                    where=f"{place.url}{at}",
+                    remedy="give it a different extension",
+                )
             extensions.add(found[1])
             end = behind(member)
         counted.add(bool(extensions), begin, end)

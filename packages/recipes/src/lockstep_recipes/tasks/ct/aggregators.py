@@ -1,6 +1,8 @@
 """Combine the features of slices into one vector per volume, with the weight of each slice.
 
-All aggregators have the same interface: `forward(features, counts, positions, longest)` takes the slices of all volumes one after another, and returns a vector per volume and a weight per slice. The weights of a volume sum to 1. The result of a volume does not depend on the other volumes.
+All aggregators have the same interface: `forward(features, counts, positions, longest)` takes the slices of all volumes
+one after another, and returns a vector per volume and a weight per slice. The weights of a volume sum to 1. The result
+of a volume does not depend on the other volumes.
 """
 
 from __future__ import annotations
@@ -129,7 +131,10 @@ class AttentionPooling(nn.Module):
 class TransformerAggregator(nn.Module):
     """A transformer encoder over the slices of a volume and a class token, whose last state is the volume's vector.
 
-    The layers normalise before attention and before the two linear layers (Xiong et al. 2020, arXiv:2002.04745). Each slice gets the encoding of its position in millimetres, relative to the middle between the first and the last slice of the sample. The attention of a slice is the weight that the class token gives it in the last layer, as the mean over the heads, without the class token's weight on itself.
+    The layers normalise before attention and before the two linear layers (Xiong et al. 2020, arXiv:2002.04745). Each
+    slice gets the encoding of its position in millimetres, relative to the middle between the first and the last slice
+    of the sample. The attention of a slice is the weight that the class token gives it in the last layer, as the mean
+    over the heads, without the class token's weight on itself.
 
     Raises:
         UsageError: see `make_aggregator`.
@@ -138,7 +143,11 @@ class TransformerAggregator(nn.Module):
     def __init__(self, features: int, width: int, *, layers: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
         if width % heads or width % 2:
-            what = f"a width of {width} is not a multiple of {heads} heads" if width % heads else f"the width {width} is odd"
+            what = (
+                f"a width of {width} is not a multiple of {heads} heads"
+                if width % heads
+                else f"the width {width} is odd"
+            )
             raise UsageError(what, where="task.aggregator.width", remedy="use an even multiple of the number of heads")
         self.width = width
         self.project = nn.Linear(features, width)

@@ -59,7 +59,8 @@ def _square(picture: Array) -> Array:
 
 
 def risk_curve(risks: Array, labels: Array | None, outcomes: Outcomes) -> drawing.ImageArray | None:
-    """The risks of one volume over the horizons, one curve per event, starting with risk 0 at year 0. Discs show the known labels at 0 and 1.
+    """The risks of one volume over the horizons, one curve per event, starting with risk 0 at year 0. Discs show the
+    known labels at 0 and 1.
 
     Args:
         risks: (questions).

@@ -55,7 +55,8 @@ def risks_of_volume(task: VolumeRisk, model: nn.Module) -> Program:
 
 
 def write_export(task: VolumeRisk, model: nn.Module, folder: Path) -> None:
-    """Write `volume_risk.json`, the code that resamples the slice distance, and the config of the backbone as `config.json` for transformers.
+    """Write `volume_risk.json`, the code that resamples the slice distance, and the config of the backbone as
+    `config.json` for transformers.
 
     Args:
         model: as `task.model` makes it.

@@ -1,14 +1,22 @@
 """Features of slices from a frozen backbone: computed once for each slice, and kept on disk.
 
-While the backbone is frozen and pixels are not augmented, the feature vector of a slice is always the same. So it is cached, and a later batch neither decodes the slice nor runs the backbone for it. The choice of slices of a sample may be random: each slice has its own entry.
+While the backbone is frozen and pixels are not augmented, the feature vector of a slice is always the same. So it is
+cached, and a later batch neither decodes the slice nor runs the backbone for it. The choice of slices of a sample may
+be random: each slice has its own entry.
 
 Who does what, and when:
 
-- A loader worker chooses the slices of a sample, and looks up their features (`KeptFeatures.look_up`). It reads pixels only for slices without features.
+- A loader worker chooses the slices of a sample, and looks up their features (`KeptFeatures.look_up`). It reads pixels
+  only for slices without features.
 - The model computes the missing features (`VolumeRiskModel.slice_features`), and the task's loss writes them
-  (`KeptFeatures.update`). There is no separate pass over the data, so slices that training does not use are never computed. The first batches of a process find nothing, because workers learn only from the first `update` which backbone it is.
-- Caching does not change a single bit of the result. A rank whose features are all cached does not run the backbone. If the forward pass of the backbone is a collective (FSDP), the ranks agree on the number of chunks, and a rank without missing features runs chunks of zeros.
-- When the backbone starts to train, `update` stops the look-ups. Training batches are prepared ahead of time, so the task must not look up features for epochs in which the backbone trains.
+  (`KeptFeatures.update`). There is no separate pass over the data, so slices that training does not use are never
+  computed. The first batches of a process find nothing, because workers learn only from the first `update` which
+  backbone it is.
+- Caching does not change a single bit of the result. A rank whose features are all cached does not run the backbone. If
+  the forward pass of the backbone is a collective (FSDP), the ranks agree on the number of chunks, and a rank without
+  missing features runs chunks of zeros.
+- When the backbone starts to train, `update` stops the look-ups. Training batches are prepared ahead of time, so the
+  task must not look up features for epochs in which the backbone trains.
 """
 
 from __future__ import annotations
@@ -61,7 +69,8 @@ def batch_entries(rows: Sequence[SliceRows]) -> dict[str, Any]:
     """The entries that `VolumeRiskModel` and `KeptFeatures.update` need in a batch, in addition to the missing slices.
 
     Returns:
-        `to_keep`: for each volume its key and the numbers of the slices whose features are missing. If some are cached, also `features` (N, width) and `is_kept` (N), for all volumes one after another.
+        `to_keep`: for each volume its key and the numbers of the slices whose features are missing. If some are cached,
+        also `features` (N, width) and `is_kept` (N), for all volumes one after another.
     """
     entries: dict[str, Any] = {"to_keep": [(row.key, row.missing) for row in rows]}
     known = next((row.features for row in rows if row.features is not None), None)
@@ -76,9 +85,13 @@ def batch_entries(rows: Sequence[SliceRows]) -> dict[str, Any]:
 class KeptFeatures:
     """Feature vectors by volume and slice, in files that all processes of a machine read and write without locks.
 
-    The folder's name identifies everything that determines a vector: `setting`, the weights of the backbone, and its output for a test image, which reveals a different number format, compiler or device. A file contains the vectors of one volume, each with its CRC. So a vector is either complete or absent, even if a process is killed. Two processes that write the same vector write the same bytes.
+    The folder's name identifies everything that determines a vector: `setting`, the weights of the backbone, and its
+    output for a test image, which reveals a different number format, compiler or device. A file contains the vectors of
+    one volume, each with its CRC. So a vector is either complete or absent, even if a process is killed. Two processes
+    that write the same vector write the same bytes.
 
-    The object is created before the loader's workers start, and all of them use it: shared memory tells them which folder to use.
+    The object is created before the loader's workers start, and all of them use it: shared memory tells them which
+    folder to use.
 
     Args:
         setting: what determines the pixels of a slice: windows, size, resampling.
@@ -109,7 +122,8 @@ class KeptFeatures:
     def look_up(self, key: str, numbers: Sequence[int]) -> SliceRows:
         """The cached features of some slices of a volume.
 
-        In evaluations with averaged weights, do not look up features: averages of equal weights differ in the last bits.
+        In evaluations with averaged weights, do not look up features: averages of equal weights differ in the last
+        bits.
 
         Args:
             key: identifies the content of the volume; letters, digits, `-` and `_`.
@@ -144,7 +158,9 @@ class KeptFeatures:
     def update(self, model: VolumeRiskModel, batch: Mapping[str, Any], features: Tensor) -> None:
         """Write the features that a batch lacked. The task's loss calls this in every forward pass.
 
-        For a batch without the entry `to_keep`, this does nothing. The first call with a frozen backbone hashes all weights, and runs the backbone on a test image. If forward passes are collectives, all ranks make this first call in the same forward pass.
+        For a batch without the entry `to_keep`, this does nothing. The first call with a frozen backbone hashes all
+        weights, and runs the backbone on a test image. If forward passes are collectives, all ranks make this first
+        call in the same forward pass.
 
         Args:
             features: of all slices of the batch: what `VolumeRiskModel.slice_features` returned.
@@ -169,7 +185,8 @@ class KeptFeatures:
         except OSError as error:
             self.stopped = f"cannot be written ({error.strerror or error})"
             warnings.warn(
-                f"the cache of features {self.folder}: {self.stopped}; training continues, and computes missing features in every epoch",
+                f"the cache of features {self.folder}: {self.stopped}; training continues, and computes missing "
+                "features in every epoch",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -38,7 +38,8 @@ class Fold(NamedTuple):
 def folds_of(patients: Sequence[str], values: Array, count: int, *, seed: int) -> npt.NDArray[np.int64]:
     """The fold of each row, from 0. All rows of a patient are in one fold.
 
-    Iterative stratification (Sechidis, Tsoumakas, Vlahavas, ECML PKDD 2011, algorithm 1): the rarest answer is distributed first. A patient has the answers of all of their rows. The result does not depend on the order of rows.
+    Iterative stratification (Sechidis, Tsoumakas, Vlahavas, ECML PKDD 2011, algorithm 1): the rarest answer is
+    distributed first. A patient has the answers of all of their rows. The result does not depend on the order of rows.
 
     Args:
         patients: the patient of each row.

@@ -22,7 +22,8 @@ Reduction = Literal["question", "patient"]
 
 
 def positive_weights(labels: Tensor) -> Tensor:
-    """Known negatives / known positives of each question: (Q,) float32. 1 if either is missing. With these weights, the positives and the negatives of a question contribute equally to the loss.
+    """Known negatives / known positives of each question: (Q,) float32. 1 if either is missing. With these weights, the
+    positives and the negatives of a question contribute equally to the loss.
 
     Args:
         labels: the training labels, (n, Q).
@@ -71,7 +72,8 @@ def survival_loss(logits: Tensor, labels: Tensor, outcomes: Sequence[Sequence[in
     Blanks between a and b are interval censoring (Kalbfleisch and Prentice 2002, section 3.9).
 
     Args:
-        logits: of the risks until each horizon, (B, Q), not decreasing within an outcome: from the head `hazard` or `monotone`.
+        logits: of the risks until each horizon, (B, Q), not decreasing within an outcome: from the head `hazard` or
+            `monotone`.
         labels: (B, Q), without a no after a yes.
         outcomes: for each outcome the numbers of its questions, from the nearest horizon to the farthest.
     """

@@ -30,13 +30,15 @@ class RiskMetrics(Metric):
     Each rank keeps the risks and labels of its samples. Rank 0 gets those of all ranks, and computes the scores in
     float64 and in the order of the samples. So the scores do not depend on the number of ranks.
 
-    Undefined scores are left out: the AUC and the average precision of a question with labels of only one class, or with a risk that is not finite.
+    Undefined scores are left out: the AUC and the average precision of a question with labels of only one class, or
+    with a risk that is not finite.
 
     Args:
         questions: names of the questions.
         outcomes: by name of an event, its horizons in years with the indices of their questions, ascending, as
             `tasks.ct.volume_table.horizons` gives them. Events with a single horizon have no concordance index.
-        patients: the patient of each evaluation sample, by the index of the sample. The bootstrap draws patients. None: each sample counts as its own patient.
+        patients: the patient of each evaluation sample, by the index of the sample. The bootstrap draws patients. None:
+            each sample counts as its own patient.
         threshold: the risk threshold for sensitivity and specificity.
         resamples: number of bootstrap resamples. 0: no intervals.
         seed: the seed of the bootstrap.
@@ -90,8 +92,10 @@ class RiskMetrics(Metric):
         Returns:
             numbers `SCORE/QUESTION`, with the scores `auc`, `auc_low`, `auc_high` (the bootstrap interval),
             `average_precision`, `brier`, `sensitivity`, `specificity`; `auc`, the mean over the questions with an AUC;
-            `concordance/EVENT`, `concordance_low/EVENT`, `concordance_high/EVENT`: Harrell's index, where the
-            risk of a sample is its mean risk over the horizons; `falling_risks`: the number of patients whose risk of an event decreases from a horizon to a later one, if events have several horizons. Also tensors that are not logged as numbers, with NaN for undefined values: `label_counts` (questions, 3): known, positive and negative
+            `concordance/EVENT`, `concordance_low/EVENT`, `concordance_high/EVENT`: Harrell's index, where the risk of a
+            sample is its mean risk over the horizons; `falling_risks`: the number of patients whose risk of an event
+            decreases from a horizon to a later one, if events have several horizons. Also tensors that are not logged
+            as numbers, with NaN for undefined values: `label_counts` (questions, 3): known, positive and negative
             labels; `calibration` (questions, bins, 3): see `scores.calibration`; `roc` (questions, 101): the
             sensitivity at false-positive rates 0, 0.01, ... 1; `risks_not_finite` (questions, 1): number of such risks
             with known labels; `patients` (1, 2): the number of patients, and again `falling_risks`.
@@ -183,7 +187,8 @@ class RiskMetrics(Metric):
 
 
 class AnswerAccuracy(Metric):
-    """The fraction of known labels that are predicted correctly: the risk is at least `threshold` exactly if the event occurs. A risk that is not finite counts as wrong.
+    """The fraction of known labels that are predicted correctly: the risk is at least `threshold` exactly if the event
+    occurs. A risk that is not finite counts as wrong.
 
     `compute` returns `accuracy` over all known labels, and `accuracy/QUESTION` of each question with a known label.
     """

@@ -1,4 +1,5 @@
-"""The model for risks from a CT volume: a backbone processes each slice, and an aggregator combines them into one prediction."""
+"""The model for risks from a CT volume: a backbone processes each slice, and an aggregator combines them into one
+prediction."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from lockstep_recipes.tasks.vision.images.normalise import normalise
 Batch = Mapping[str, Any]
 
 FROZEN_CHUNK = 4
-"""The number of slices that pass through a frozen backbone together. It is fixed, and the last chunk is padded with zeros, so that the bits of a feature do not depend on the other slices in the chunk."""
+"""The number of slices that pass through a frozen backbone together. It is fixed, and the last chunk is padded with
+zeros, so that the bits of a feature do not depend on the other slices in the chunk."""
 
 
 class Risks(NamedTuple):
@@ -34,18 +36,24 @@ class VolumeRiskModel(nn.Module):
 
     A batch is a dict: `slices`: uint8 (M, channels, S, S), the slices of all volumes one after another; `counts`: int64
     (B), the number of slices of each volume; `positions`: float32 (N), millimetres along the axis. N is the sum of
-    `counts`. The entry `longest`, an int, is the largest of `counts`; without it, the host waits for the device to compute it.
+    `counts`. The entry `longest`, an int, is the largest of `counts`; without it, the host waits for the device to
+    compute it.
 
-    Without cached features, M is N. With cached features (see `features`), a batch also has `features`, float (N, width), and `is_kept`, bool (N), which marks the slices with a cached feature. Then `slices` contains only the remaining slices, (0, channels, S, S) if all features are cached.
+    Without cached features, M is N. With cached features (see `features`), a batch also has `features`, float (N,
+    width), and `is_kept`, bool (N), which marks the slices with a cached feature. Then `slices` contains only the
+    remaining slices, (0, channels, S, S) if all features are cached.
 
-    Frozen submodules of the backbone are in evaluation mode while the rest trains. A completely frozen backbone runs without gradients, in chunks of `FROZEN_CHUNK` slices.
+    Frozen submodules of the backbone are in evaluation mode while the rest trains. A completely frozen backbone runs
+    without gradients, in chunks of `FROZEN_CHUNK` slices.
 
     Args:
         backbone: computes feature vectors of slices.
         aggregator: see `aggregators`.
         head: see `heads`.
         mean, std: of each channel, as fractions of 255, for `tasks.vision.images.normalise.normalise`.
-        slices_per_chunk: the maximum number of slices that pass through a trainable backbone together. The activations of all chunks but the last are recomputed in the backward pass, with the same dropout. None: all slices pass at once, and their activations are kept.
+        slices_per_chunk: the maximum number of slices that pass through a trainable backbone together. The activations
+            of all chunks but the last are recomputed in the backward pass, with the same dropout. None: all slices pass
+            at once, and their activations are kept.
     """
 
     def __init__(
@@ -63,7 +71,8 @@ class VolumeRiskModel(nn.Module):
         self.mean, self.std = list(mean), list(std)
         self.slices_per_chunk = slices_per_chunk
         self.largest_over_ranks: Callable[[int], int] = _same
-        """The maximum of a number over all ranks. A strategy whose forward passes are collectives sets this: ranks with fewer chunks then run chunks of zeros."""
+        """The maximum of a number over all ranks. A strategy whose forward passes are collectives sets this: ranks with
+        fewer chunks then run chunks of zeros."""
 
     def forward(self, batch: Batch, features: Tensor | None = None) -> Risks:
         """The prediction for each volume.
@@ -78,7 +87,8 @@ class VolumeRiskModel(nn.Module):
         return self.of_volumes(features, counts, batch["positions"], longest)
 
     def of_volumes(self, features: Tensor, counts: Tensor, positions: Tensor, longest: int) -> Risks:
-        """The prediction for each volume, from the features (N, width) of its slices. For the other arguments see the class."""
+        """The prediction for each volume, from the features (N, width) of its slices. For the other arguments see the
+        class."""
         pooled: Pooled = self.aggregator(features, counts, positions, longest)
         return Risks(self.head(pooled.vectors), pooled.attention)
 
@@ -125,7 +135,8 @@ class VolumeRiskModel(nn.Module):
     def _trained_chunks(self, slices: Tensor, size: int) -> Tensor:
         """Features (M, width) of slices (M, channels, S, S), computed in chunks of at most `size` slices.
 
-        Chunks are nearly equal. The backward pass starts with the last chunk: its activations are kept, and those of all other chunks are recomputed. So the memory of one chunk is enough.
+        Chunks are nearly equal. The backward pass starts with the last chunk: its activations are kept, and those of
+        all other chunks are recomputed. So the memory of one chunk is enough.
         """
         own = -(-len(slices) // size)
         chunks = self.largest_over_ranks(own)

@@ -70,7 +70,8 @@ class VolumeRiskOptions(TaskOptions):
     keep_volumes: Annotated[bool, DOES_NOT_DETERMINE] = True
     """Keep decoded volumes in Lockstep's cache folder. A sample then reads only its own slices."""
     check_volumes: Annotated[bool, DOES_NOT_DETERMINE] = True
-    """Read all volumes before the first step, so that unusable volumes are reported at once. This also fills the cache. Otherwise an unusable volume is an error when it is first used."""
+    """Read all volumes before the first step, so that unusable volumes are reported at once. This also fills the cache.
+    Otherwise an unusable volume is an error when it is first used."""
 
     # ---- slices
 
@@ -82,35 +83,42 @@ class VolumeRiskOptions(TaskOptions):
     max_slices: PositiveInt = 28
     """Maximum number of slices of a volume that pass through the model together."""
     train_slices: Literal["window", "stratified", "even"] = "stratified"
-    """Slices of a training sample. `window`: consecutive slices from a random position. `stratified`: a random slice from each of `max_slices` equal sections. `even`: evenly spaced slices, as in evaluations."""
+    """Slices of a training sample. `window`: consecutive slices from a random position. `stratified`: a random slice
+    from each of `max_slices` equal sections. `even`: evenly spaced slices, as in evaluations."""
     eval_slices: Literal["even", "all"] = "even"
     """Slices of an evaluation sample. `even`: evenly spaced. `all`: all slices, in groups of at most `max_slices`; the
     logits of the groups are averaged."""
     keep_shape: bool = False
     """Pad slices that are not square, instead of stretching them to a square."""
     mean: list[float] | None = None
-    """Mean of each channel, from 0 to 1, which is subtracted from pixels. None: ImageNet's for three channels, otherwise 0.5."""
+    """Mean of each channel, from 0 to 1, which is subtracted from pixels. None: ImageNet's for three channels,
+    otherwise 0.5."""
     std: list[PositiveFloat] | None = None
     """Standard deviation of each channel, by which pixels are divided. None: as for `mean`."""
     augment: AugmentOptions | None = AugmentOptions(scale=(0.6, 1.0), flip=0.0)
-    """Random augmentation of training volumes. All slices of a sample are changed in the same way. None: no augmentation."""
+    """Random augmentation of training volumes. All slices of a sample are changed in the same way. None: no
+    augmentation."""
 
     # ---- the model
 
     model: str | None = None
-    """A pretrained backbone: its name on the Hugging Face hub, or a local folder. None: a new backbone, described by `scratch`."""
+    """A pretrained backbone: its name on the Hugging Face hub, or a local folder. None: a new backbone, described by
+    `scratch`."""
     scratch: ScratchOptions = ScratchOptions()
     pooling: Literal["class_token", "mean"] | None = None
-    """The feature vector of a slice. None: the class token if the backbone has one, otherwise the mean of the patches."""
+    """The feature vector of a slice. None: the class token if the backbone has one, otherwise the mean of the
+    patches."""
     aggregator: AggregatorOptions = AggregatorOptions()
     head: Literal["question", "monotone", "hazard"] = "monotone"
-    """`monotone`: the risk of an event never decreases from a horizon to the next. `hazard`: a probability of the event in
-    each interval between horizons. `question`: a logit for each question, so that a risk within five years may be
+    """`monotone`: the risk of an event never decreases from a horizon to the next. `hazard`: a probability of the event
+    in each interval between horizons. `question`: a logit for each question, so that a risk within five years may be
     lower than that within one year."""
     slices_per_chunk: PositiveInt | None = None
-    """Maximum number of slices that pass through a trainable backbone together. Their activations are recomputed in the backward pass. None: all slices pass together, and activations stay in memory."""
+    """Maximum number of slices that pass through a trainable backbone together. Their activations are recomputed in the
+    backward pass. None: all slices pass together, and activations stay in memory."""
     frozen_epochs: Annotated[int, Field(ge=0)] = 0
-    """Epochs, counted from 0, in which `train.unfreeze` leaves the whole backbone frozen. In these epochs slices are not augmented, so the features of a slice do not change, and are computed once and cached."""
+    """Epochs, counted from 0, in which `train.unfreeze` leaves the whole backbone frozen. In these epochs slices are
+    not augmented, so the features of a slice do not change, and are computed once and cached."""
     keep_features: Annotated[bool, DOES_NOT_DETERMINE] = True
     """Cache features during `frozen_epochs`. The result is the same without the cache."""
 
@@ -123,7 +131,8 @@ class VolumeRiskOptions(TaskOptions):
     """Unit of the loss. `question`: the known label (with `survival`: the event with a known label). `patient`: the
     volume with a known label, whose terms are averaged."""
     positive_weights: Literal["balanced"] | dict[str, PositiveFloat] | None = None
-    """Factor of the loss of positive labels: `balanced` (negatives / positives of the question in the training data), or a factor by question. None: 1. Only for the loss `answers`."""
+    """Factor of the loss of positive labels: `balanced` (negatives / positives of the question in the training data),
+    or a factor by question. None: 1. Only for the loss `answers`."""
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """The risk from which sensitivity and specificity count a prediction as positive."""
     resamples: Annotated[int, Field(ge=0)] = 1000

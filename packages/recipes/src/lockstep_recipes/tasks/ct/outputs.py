@@ -18,7 +18,8 @@ def mean_of_groups(logits: Tensor, attention: Tensor, counts: Tensor, groups: Te
         groups: int64 (volumes), the number of groups of each volume.
 
     Returns:
-        logits (volumes, questions); weights (slices), which sum to 1 for each volume; and the number of slices of each volume, int64 (volumes).
+        logits (volumes, questions); weights (slices), which sum to 1 for each volume; and the number of slices of each
+        volume, int64 (volumes).
     """
     of_group = torch.repeat_interleave(groups, output_size=len(counts))
     means = logits.new_zeros(len(groups), logits.shape[1]).index_add(0, of_group, logits) / groups[:, None]

@@ -32,7 +32,8 @@ Output = Mapping[str, Tensor]
 
 
 class VolumeRiskPresenter(Presenter):
-    """Presents the slices of a volume with their attention weights, its risks over the horizons, and scores by question.
+    """Presents the slices of a volume with their attention weights, its risks over the horizons, and scores by
+    question.
 
     INPUT arguments are files and folders of volumes, folders of DICOM series, and tables. Images show the first
     window of `task.windows`.
@@ -82,7 +83,8 @@ class VolumeRiskPresenter(Presenter):
         return {"risks/*.png": drawing.png(self._drawn(sample, output, labels=None))}
 
     def picture(self, sample: VolumeSample, prepared: Prepared, output: Output | None) -> drawing.ImageArray:
-        """The slices with their weights, and below them the risks over the horizons. For a training sample: the slices as the model sees them."""
+        """The slices with their weights, and below them the risks over the horizons. For a training sample: the slices
+        as the model sees them."""
         if output is None:
             places = np.linspace(0, len(prepared.pictures) - 1, min(len(prepared.pictures), drawings.MOST_SLICES))
             chosen = places.round().astype(np.int64)

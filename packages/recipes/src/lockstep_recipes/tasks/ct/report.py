@@ -48,7 +48,9 @@ def risk_report(values: Mapping[str, Tensor], questions: Sequence[str], *, thres
     if FALLING in values:
         falling, patients = int(values[FALLING]), int(values["patients"][0, 0])
         advice = "; task.head=monotone or hazard prevents this" if falling else ""
-        lines.append(f"  patients whose risk decreases from a horizon to a later one: {falling:,} of {patients:,}{advice}")
+        lines.append(
+            f"  patients whose risk decreases from a horizon to a later one: {falling:,} of {patients:,}{advice}"
+        )
     if few:
         reasons.append(f"  fewer than {_FEW} labels of yes or no, so the intervals are too narrow: {', '.join(few)}")
     return "\n".join([*lines, *reasons])

@@ -1,6 +1,7 @@
 """Scores of predicted risks against yes/no labels, in NumPy and float64.
 
-Every function takes arrays of one question without unknown labels. scikit-learn computes the same numbers. It is not used, because an interval needs thousands of weighted AUCs, which it would compute one after another.
+Every function takes arrays of one question without unknown labels. scikit-learn computes the same numbers. It is not
+used, because an interval needs thousands of weighted AUCs, which it would compute one after another.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def concordant_pairs(risks: Array, cases: Array, controls: Array, weights: Array
 
 
 def auc(risks: Array, labels: Array, weights: Array | None = None) -> Array:
-    """The area under the ROC curve: the fraction of pairs of a positive and a negative row in which the positive row has the higher risk (Hanley and McNeil 1982, doi:10.1148/radiology.143.1.7063747).
+    """The area under the ROC curve: the fraction of pairs of a positive and a negative row in which the positive row
+    has the higher risk (Hanley and McNeil 1982, doi:10.1148/radiology.143.1.7063747).
 
     Args:
         risks, labels: (n).
@@ -107,7 +109,8 @@ def event_times(labels: Array, horizons: Sequence[float]) -> tuple[Array, Array]
 
 
 def average_precision(risks: Array, labels: Array) -> float:
-    """The sum of the precision at each threshold, times the recall that this threshold adds. NaN if only one class is present."""
+    """The sum of the precision at each threshold, times the recall that this threshold adds. NaN if only one class is
+    present."""
     true, false = _counts_above(risks, labels)
     if not len(true) or not true[-1] or not false[-1]:
         return np.nan
@@ -116,7 +119,8 @@ def average_precision(risks: Array, labels: Array) -> float:
 
 
 def roc(risks: Array, labels: Array, false_positive_rates: Array) -> Array:
-    """The sensitivity at given false-positive rates, by linear interpolation between the points of the ROC curve. NaN if only one class is present."""
+    """The sensitivity at given false-positive rates, by linear interpolation between the points of the ROC curve. NaN
+    if only one class is present."""
     true, false = _counts_above(risks, labels)
     if not len(true) or not true[-1] or not false[-1]:
         return np.full(len(false_positive_rates), np.nan)
@@ -139,7 +143,8 @@ def brier(risks: Array, labels: Array) -> float:
 
 
 def sensitivity_and_specificity(risks: Array, labels: Array, threshold: float) -> tuple[float, float]:
-    """The fraction of positive rows with at least the risk `threshold`, and of negative rows below it. NaN without such rows."""
+    """The fraction of positive rows with at least the risk `threshold`, and of negative rows below it. NaN without such
+    rows."""
     said = risks >= threshold
     shares = (part.mean() if len(part) else np.nan for part in (said[labels == 1], ~said[labels == 0]))
     sensitivity, specificity = (float(share) for share in shares)
@@ -147,7 +152,8 @@ def sensitivity_and_specificity(risks: Array, labels: Array, threshold: float) -
 
 
 def calibration(risks: Array, labels: Array, bins: int) -> Array:
-    """Predicted risks and observed frequencies, in bins between quantiles of the risks. There are fewer bins if a bin would have less than 5 rows. Equal risks are in the same bin.
+    """Predicted risks and observed frequencies, in bins between quantiles of the risks. There are fewer bins if a bin
+    would have less than 5 rows. Equal risks are in the same bin.
 
     Returns:
         (bins, 3): mean risk, fraction of positive labels, number of rows. Bins without rows have NaN, NaN, 0.

@@ -102,10 +102,14 @@ class VolumeRisk(KeptTask):
 
     If features are cached, `features.batch_entries` adds its keys, and `slices` contains only the remaining slices.
 
-    An output is a dict of `risks`: (volumes, questions), probabilities; and, for the `max_slices` slices with the largest attention weights, from feet to head: `attention`: (volumes, `max_slices`), whose sum over all slices of a volume is 1; `slices`: int64, their numbers in the volume, -1 for entries without a slice; `positions`: float32, millimetres.
+    An output is a dict of `risks`: (volumes, questions), probabilities; and, for the `max_slices` slices with the
+    largest attention weights, from feet to head: `attention`: (volumes, `max_slices`), whose sum over all slices of a
+    volume is 1; `slices`: int64, their numbers in the volume, -1 for entries without a slice; `positions`: float32,
+    millimetres.
 
     Args:
-        train, eval: tables of volumes: see `tasks.ct.volume_table.read_volume_table`. Without `eval`, the evaluation rows of `train` are used, if the table or `fold` determines them.
+        train, eval: tables of volumes: see `tasks.ct.volume_table.read_volume_table`. Without `eval`, the evaluation
+            rows of `train` are used, if the table or `fold` determines them.
         fold: `2/5`: the second of five folds of the patients of `train` is for evaluation.
     """
 
@@ -174,7 +178,8 @@ class VolumeRisk(KeptTask):
 
     @cached_property
     def outcomes(self) -> list[list[int]]:
-        """The questions of each event by their numbers, from the nearest horizon to the farthest. A question without a time is a separate event."""
+        """The questions of each event by their numbers, from the nearest horizon to the farthest. A question without a
+        time is a separate event."""
         timed = [[place for _, place in times] for times in horizons(self.questions).values()]
         known = {place for group in timed for place in group}
         return [*timed, *([place] for place in range(len(self.questions)) if place not in known)]
@@ -195,7 +200,8 @@ class VolumeRisk(KeptTask):
         return VolumeRiskModel(backbone, aggregator, head, slices_per_chunk=options.slices_per_chunk, **normalisation)
 
     def tensor_plan(self) -> dict[str, str]:
-        """The tensor-parallel plan of a vision transformer of transformers: attention and feed-forward layers are sharded."""
+        """The tensor-parallel plan of a vision transformer of transformers: attention and feed-forward layers are
+        sharded."""
         return {
             "backbone.network.*.attention.[qkv]_proj": "colwise",
             "backbone.network.*.attention.o_proj": "rowwise",
@@ -213,7 +219,8 @@ class VolumeRisk(KeptTask):
     # ---- from a volume to a batch
 
     def prepare(self, sample: VolumeSample, epoch: int, training: bool) -> Prepared:
-        """The slices of a sample. In training they are chosen at random, and augmented from the epoch `frozen_epochs`."""
+        """The slices of a sample. In training they are chosen at random, and augmented from the epoch
+        `frozen_epochs`."""
         options, count = self.options, len(sample.slices)
         if training:
             groups = [choose_slices(count, options.max_slices, how=options.train_slices)]

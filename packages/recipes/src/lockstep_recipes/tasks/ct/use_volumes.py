@@ -6,7 +6,8 @@
     use_model.predict("volume.npz")       a dict; use_model.predict((slices, positions)) does the same
 
 A volume is `slices`: (n, rows, columns) in Hounsfield units from feet to head, rows from front to back, columns from
-the right of the patient to the left; and `positions`: (n) in millimetres. `lockstep export` copies this file. Slices are prepared as in an evaluation, according to `volume_risk.json`. `model.pt2` computes the rest.
+the right of the patient to the left; and `positions`: (n) in millimetres. `lockstep export` copies this file. Slices
+are prepared as in an evaluation, according to `volume_risk.json`. `model.pt2` computes the rest.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ def horizons(questions: Sequence[str]) -> dict[str, list[tuple[float, int]]]:
     Times are numbers with y (years), m (months) or d (days) at the end of the name.
 
     Returns:
-        By event, its times in years with the indices of the questions, ascending. Events with one time are included; questions without a time are not.
+        By event, its times in years with the indices of the questions, ascending. Events with one time are included;
+        questions without a time are not.
     """
     groups: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for place, question in enumerate(questions):
@@ -99,12 +100,15 @@ def check_horizons(values: Array, questions: Sequence[str], table: Table) -> Non
         row, early_name, late_name = min(faults)
         rows_ = sorted({fault[0] for fault in faults})
         more = f" ({len(rows_)} such rows: {', '.join(map(table.where, rows_[:_SHOWN]))})" if len(rows_) > 1 else ""
-        what = f"{early_name} is 1 but {late_name} is 0: an event within the shorter time is also within the longer one{more}"
+        what = (
+            f"{early_name} is 1 but {late_name} is 0: an event within the shorter time is also within the longer "
+            f"one{more}"
+        )
         raise DataError(what, where=table.where(row), remedy="correct the labels; leave unknown labels blank")
 
 
 def one_sided(values: Array, questions: Sequence[str]) -> list[str]:
-    """A note on questions for which one of the answers never occurs."""
+    """A note on questions with an answer that never occurs."""
     notes = []
     for answer, name in ((1, "yes"), (0, "no")):
         lacking = [

@@ -42,7 +42,8 @@ class VolumeSample:
     """A raw sample."""
 
     slices: Slices
-    """int16 (n, rows, columns) in HU, from feet to head. `slices[places]` is an array of the chosen slices: only these are read from the cache."""
+    """int16 (n, rows, columns) in HU, from feet to head. `slices[places]` is an array of the chosen slices: only these
+    are read from the cache."""
     positions: npt.NDArray[np.float32]
     """float32 (n): distance from the first slice in millimetres, ascending."""
     labels: npt.NDArray[np.float32]
@@ -164,7 +165,8 @@ class VolumeTable(Dataset[VolumeSample]):
         return f"{sample.name}: {'; '.join(sample.notes)}" if sample.notes else None
 
     def digest(self) -> str:
-        """Hexadecimal digits that change if a volume or a label changes. They use size and time of the files, which are not read."""
+        """Hexadecimal digits that change if a volume or a label changes. They use size and time of the files, which are
+        not read."""
         digest = hashlib.sha256(repr((self.questions, self.patients, self.options)).encode())
         digest.update(np.ascontiguousarray(self.labels).data)
         for path, name in zip(self.paths, self.names, strict=True):
@@ -183,7 +185,9 @@ def read_volume_table(
 ) -> VolumeTable:
     """The volumes of a table: CSV, TSV, JSON (lines), Parquet.
 
-    Which rows are read: with `fold`, those of the fold (evaluation) or of all other folds (training). Otherwise, if the table has a column `split`, those with `train`, `training`, or `val`, `validation`, `valid`, `eval`, `test`. Otherwise all. In training, rows without any known label are left out, and a note reports it.
+    Which rows are read: with `fold`, those of the fold (evaluation) or of all other folds (training). Otherwise, if the
+    table has a column `split`, those with `train`, `training`, or `val`, `validation`, `valid`, `eval`, `test`.
+    Otherwise all. In training, rows without any known label are left out, and a note reports it.
 
     Args:
         source: the table. Paths in it are relative to its folder.
@@ -194,7 +198,8 @@ def read_volume_table(
             table.
 
     Raises:
-        DataError: there is no such source or column; a label is not 0, 1 or blank; a path does not exist; an event is 1 at one horizon and 0 at a later one; no row remains. Errors name file, line and column.
+        DataError: there is no such source or column; a label is not 0, 1 or blank; a path does not exist; an event is 1
+            at one horizon and 0 at a later one; no row remains. Errors name file, line and column.
         UsageError: the fold is invalid, or a leaking column is used as an input.
     """
     table = Source.parse(source).read()
@@ -240,9 +245,12 @@ def _no_rows(table: Table, key: str, split: Split) -> DataError:
     has = ", ".join(f"{value!r} in {count:,} row{'s' * (count > 1)}" for value, count in counts.most_common())
     wanted = TRAIN[0] if split == "train" else " or ".join(EVAL)
     remedy = (
-        f"write {wanted} into {column!r} for the rows of this split, name a different table in {key}, or set data.fold=1/5, which splits the patients of all rows and ignores this column"
+        f"write {wanted} into {column!r} for the rows of this split, name a different table in {key}, or set "
+        "data.fold=1/5, which splits the patients of all rows and ignores this column"
     )
-    return DataError(f"{key} contains no volume for {split}: column {column!r} has {has}", where=table.name, remedy=remedy)
+    return DataError(
+        f"{key} contains no volume for {split}: column {column!r} has {has}", where=table.name, remedy=remedy
+    )
 
 
 def has_parts(source: str) -> bool:

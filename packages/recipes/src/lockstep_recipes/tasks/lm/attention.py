@@ -25,7 +25,8 @@ class Pieces(NamedTuple):
 
 
 def begins_of(positions: Tensor) -> Tensor:
-    """`Pieces.begins` from positions in documents, (rows, tokens). Each padding token has position 0, and is its own document."""
+    """`Pieces.begins` from positions in documents, (rows, tokens). Each padding token has position 0, and is its own
+    document."""
     begins = (positions.flatten() == 0).nonzero().flatten()
     return torch.cat([begins, torch.tensor([positions.numel()])]).int()
 
@@ -34,7 +35,8 @@ class Groups(NamedTuple):
     """Documents of similar length, each treated as a separate row. Positions are counted over all rows."""
 
     taken: Tensor
-    """The position of each entry of the groups, one group after another. A shorter document repeats its last position."""
+    """The position of each entry of the groups, one group after another. A shorter document repeats its last
+    position."""
     back: Tensor
     """The index of each position in the groups: (positions)."""
     shapes: list[tuple[int, int]]
@@ -129,7 +131,8 @@ def use(model: nn.Module, kind: str) -> None:
 
 
 def finds_documents(model: nn.Module) -> bool:
-    """True if a model must find documents by their positions: some layers see a window of tokens instead of all earlier tokens, or its attention does not accept a mask of tokens by tokens."""
+    """True if a model must find documents by their positions: some layers see a window of tokens instead of all earlier
+    tokens, or its attention does not accept a mask of tokens by tokens."""
     config = getattr(model, "config", None)
     has_windows = config is not None and getattr(config.get_text_config(), "sliding_window", None)
     return bool(has_windows) or getattr(config, "_attn_implementation", None) in _OF_TRANSFORMERS.values()
@@ -164,7 +167,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: bool
 
 
 def _by_document(query: Tensor, key: Tensor, value: Tensor, groups: Groups) -> Tensor:
-    """Attention of each document separately. On a CPU, this is faster than a mask, which also computes what it hides."""
+    """Attention of each document separately. On a CPU, this is faster than a mask, which also computes what it
+    hides."""
     sizes = [count * longest for count, longest in groups.shapes]
     flat = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     parts = [torch.split(part.index_select(0, groups.taken), sizes) for part in flat]

@@ -29,7 +29,8 @@ def write(
     """The text of `README.md`: use, data, training, results and versions, as far as the run's folder has them.
 
     Args:
-        step: the step of the weights: the card contains only the results of this step. None: unknown, and the card has no results.
+        step: the step of the weights: the card contains only the results of this step. None: unknown, and the card has
+            no results.
     """
     run_dir = task.folder.parent if task.folder is not None else None
     entries = _entries(run_dir / "metrics.jsonl") if run_dir is not None else []

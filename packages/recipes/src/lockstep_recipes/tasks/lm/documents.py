@@ -41,7 +41,8 @@ class Part(NamedTuple):
     counts: bool
     """True if the tokens of the segment are learned."""
     said: tuple[tuple[int, int], ...] | None = None
-    """Start and end of the message contents, in characters. The rest was written by a chat template, and is not counted in bits per byte. None: everything is content."""
+    """Start and end of the message contents, in characters. The rest was written by a chat template, and is not counted
+    in bits per byte. None: everything is content."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,9 @@ def _of_table(table: Table, options: LmOptions, render: Render | None) -> Iterat
             texts = [_text(column[row], where, name) for name, column in values]
             prompt = "\n".join(text for text in texts if text)
             answer = _text(columns["answer"][0][row], where, roles["answer"][0])
-            if bool(prompt.strip()) != bool(answer.strip()):  # an empty answer would teach the model to stop immediately
+            if bool(prompt.strip()) != bool(
+                answer.strip()
+            ):  # an empty answer would teach the model to stop immediately
                 role = "answer" if prompt.strip() else "prompt"
                 what = f"the row has no {role} (column {' or '.join(map(repr, roles[role]))})"
                 raise DataError(what, where=where, remedy="complete the row, or remove it")
@@ -277,7 +280,8 @@ def _until_answer(before: list[dict[str, str]], end: str, render: Render, where:
 def _within(whole: str, messages: list[dict[str, str]], end: str, begin: str, at: int) -> tuple[Part, int] | None:
     """The learned segment of the last of `messages`, and its start in the text of the whole chat. None: not found.
 
-    Some templates write an answer differently if more messages follow, for example with an empty thought only after the last message. So the answer is searched for, with the same template text before and after it.
+    Some templates write an answer differently if more messages follow, for example with an empty thought only after the
+    last message. So the answer is searched for, with the same template text before and after it.
 
     Args:
         end, begin: the text of only these messages, and the text up to the generation prompt of the answer.
@@ -304,7 +308,8 @@ def _answer(text: str, message: dict[str, str]) -> Part:
 
 
 def _said(text: str, messages: list[dict[str, str]]) -> tuple[tuple[int, int], ...]:
-    """Start and end of the content of each message in the text that a template wrote. Content that the template changed is not found."""
+    """Start and end of the content of each message in the text that a template wrote. Content that the template changed
+    is not found."""
     found, at = [], 0
     for content in (message["content"] for message in messages):
         bare = content.strip()
@@ -321,7 +326,8 @@ def _said(text: str, messages: list[dict[str, str]]) -> tuple[tuple[int, int], .
 def divided(documents: list[Document], share: float, seed: int) -> tuple[list[Document], list[Document]]:
     """Documents for training, and documents held back for evaluation.
 
-    Whole documents are drawn. With fewer than ten plain texts, the end of each is held back, starting after a line break.
+    Whole documents are drawn. With fewer than ten plain texts, the end of each is held back, starting after a line
+    break.
     """
     if len(documents) < _FEW and all(document.is_plain for document in documents):
         kept, held = [], []

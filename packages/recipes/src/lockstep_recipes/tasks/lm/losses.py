@@ -1,6 +1,7 @@
 """Cross-entropy of the next token, for all tokens at once, or in chunks so that all logits are never in memory.
 
-On a mesh, the last layer may be sharded over the vocabulary. Each rank then has the logits of its words, and ranks exchange two numbers per token (Shoeybi et al. 2019, arXiv:1909.08053, section 3). No rank has the logits of all words.
+On a mesh, the last layer may be sharded over the vocabulary. Each rank then has the logits of its words, and ranks
+exchange two numbers per token (Shoeybi et al. 2019, arXiv:1909.08053, section 3). No rank has the logits of all words.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def by_token(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def total_in_chunks(head: nn.Linear, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
     """`total(head(hidden), targets)`, with only the logits of `chunk` tokens in memory at a time.
 
-    The gradient of each chunk is computed with its loss, so logits are computed once. The sum is the same up to rounding. All chunks are one call of `head`, so that FSDP gathers its weights once, and equally often on all ranks.
+    The gradient of each chunk is computed with its loss, so logits are computed once. The sum is the same up to
+    rounding. All chunks are one call of `head`, so that FSDP gathers its weights once, and equally often on all ranks.
 
     Args:
         hidden: (tokens, width).
@@ -119,7 +121,8 @@ class _InChunks(torch.autograd.Function):
 
 
 def _with_gradient(logits: Tensor, targets: Tensor, group: Any) -> tuple[Tensor, Tensor]:
-    """`total(logits, targets)`, and its gradient with respect to the logits: those of this rank's words, if a group shards them."""
+    """`total(logits, targets)`, and its gradient with respect to the logits: those of this rank's words, if a group
+    shards them."""
     learned = (targets != NOT_LEARNED).to(logits.dtype)[:, None]
     if group is not None:
         sums, chosen, place, is_here, _ = _agreed(logits, targets, group)
@@ -166,8 +169,9 @@ def _agreed(logits: Tensor, targets: Tensor, group: Any, *more: Tensor) -> tuple
         more: numbers of this rank, (tokens), to share with all ranks.
 
     Returns:
-        the logarithm of the sum of exponentials over all words, and the logit of the target, 0 if it is not learned: (tokens). The index of the target among this rank's words, and whether it is one of them: (tokens, 1).
-        `more` of each rank: (ranks, numbers, tokens).
+        the logarithm of the sum of exponentials over all words, and the logit of the target, 0 if it is not learned:
+        (tokens). The index of the target among this rank's words, and whether it is one of them: (tokens, 1). `more` of
+        each rank: (ranks, numbers, tokens).
     """
     width = logits.shape[-1]
     place = (targets - group.rank * width)[:, None]

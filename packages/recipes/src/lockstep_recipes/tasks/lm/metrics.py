@@ -13,7 +13,9 @@ from torchmetrics import Metric
 class TokenScores(Metric):
     """Sums over tokens, which are divided at the end, so there is no mean of means.
 
-    `perplexity` is exp(nats / tokens). `bits_per_byte` is nats / ln 2 / bytes of text, which is comparable across tokenizers. `accuracy` is the fraction of tokens that were the most probable. With questions, `exact_match` is the fraction that was answered with the correct number.
+    `perplexity` is exp(nats / tokens). `bits_per_byte` is nats / ln 2 / bytes of text, which is comparable across
+    tokenizers. `accuracy` is the fraction of tokens that were the most probable. With questions, `exact_match` is the
+    fraction that was answered with the correct number.
     """
 
     higher_is_better = None  # perplexity should be low, accuracy high

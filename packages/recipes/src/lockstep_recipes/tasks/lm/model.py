@@ -66,7 +66,8 @@ class SmallModel(nn.Module):
         return self.lm_head
 
     def _begin(self, module: nn.Module) -> None:
-        """New weights as in GPT-2 (Radford et al. 2019, section 2.3): in deep models, the outputs of layers start smaller."""
+        """New weights as in GPT-2 (Radford et al. 2019, section 2.3): in deep models, the outputs of layers start
+        smaller."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         if isinstance(module, Attention | FeedForward):
@@ -87,7 +88,8 @@ class SmallModel(nn.Module):
         Args:
             input_ids: (samples, tokens).
             position_ids: (samples, tokens), counted from 0 in each document. None: a row is one document.
-            attention_mask: (samples, 1, tokens, tokens seen), true if a token sees another; or what `attention.mask_for` returns. None: each token sees itself and all earlier tokens.
+            attention_mask: (samples, 1, tokens, tokens seen), true if a token sees another; or what
+                `attention.mask_for` returns. None: each token sees itself and all earlier tokens.
             past_key_values: keys and values of the tokens before these.
             use_cache: return the keys and values of all tokens.
         """

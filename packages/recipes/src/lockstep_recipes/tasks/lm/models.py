@@ -96,7 +96,8 @@ def most_tokens(config: Any) -> int | None:
 
 
 def make_model(options: LmOptions, config: Any, *, trained: bool) -> tuple[nn.Module, list[str]]:
-    """A language model, with trainable weights in float32, and the names of the weights that the pretrained model lacks.
+    """A language model, with trainable weights in float32, and the names of the weights that the pretrained model
+    lacks.
 
     Args:
         trained: a checkpoint provides the weights.
@@ -117,7 +118,8 @@ def make_model(options: LmOptions, config: Any, *, trained: bool) -> tuple[nn.Mo
 
 
 def cut_tokens(model: Any) -> None:
-    """Change the plan of a model so that the ranks of a tensor group shard the tokens inside its blocks (sequence parallelism).
+    """Change the plan of a model so that the ranks of a tensor group shard the tokens inside its blocks (sequence
+    parallelism).
 
     Attention in transformers depends on the shape of its input, so it gets all tokens.
 
@@ -142,7 +144,8 @@ def called(model: nn.Module, ids: Tensor, positions: Tensor | None = None, mask:
 
     Args:
         ids, positions: (samples, tokens). No positions: a row is one document.
-        mask: (samples, 1, tokens, tokens seen), true if a token sees another. None: each token sees itself and all earlier tokens.
+        mask: (samples, 1, tokens, tokens seen), true if a token sees another. None: each token sees itself and all
+            earlier tokens.
         options: `past_key_values` and `use_cache`.
     """
     given = {} if positions is None else {"position_ids": positions}
@@ -167,7 +170,8 @@ def check_lengths(config: Any, length: int, packing: bool) -> None:
     """Check that documents in rows of `length` tokens get the same logits in any batch.
 
     Raises:
-        UsageError: transformers chunks attention by the position in a row, or chooses rotations by the longest document.
+        UsageError: transformers chunks attention by the position in a row, or chooses rotations by the longest
+            document.
     """
     text = config.get_text_config()
     chunk = getattr(text, "attention_chunk_size", None)
@@ -221,7 +225,9 @@ def check_head(model: nn.Module, vocab_size: int, name: str) -> None:
         model.train(was_training)
     if not is_same:
         remedy = "set task.loss_chunk=null"
-        raise UsageError(f"{name} computes its logits with more than its last layer", where="task.loss_chunk", remedy=remedy)
+        raise UsageError(
+            f"{name} computes its logits with more than its last layer", where="task.loss_chunk", remedy=remedy
+        )
 
 
 def check_no_leak(model: nn.Module, vocab_size: int, name: str, masked: bool = True) -> None:

@@ -48,9 +48,13 @@ class SmallOptions(Section):
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.width % (2 * self.heads):
-            raise ValueError(f"width must be a multiple of 2 * heads, but {self.width} is not a multiple of {2 * self.heads}")
+            raise ValueError(
+                f"width must be a multiple of 2 * heads, but {self.width} is not a multiple of {2 * self.heads}"
+            )
         if self.heads % self.shared_heads:
-            raise ValueError(f"heads must be a multiple of kv_heads, but {self.heads} is not a multiple of {self.kv_heads}")
+            raise ValueError(
+                f"heads must be a multiple of kv_heads, but {self.heads} is not a multiple of {self.kv_heads}"
+            )
         return self
 
     @property
@@ -73,30 +77,39 @@ class LmOptions(TableOptions):
     model: str | None = None
     """A pretrained model: a name on the Hugging Face hub, or a local folder."""
     config: str | dict[str, Any] | None = None
-    """A new transformers model: a name on the hub or a local folder with its config, or the keys of a config with `model_type`, such as `{model_type: gpt2, n_layer: 4}`."""
+    """A new transformers model: a name on the hub or a local folder with its config, or the keys of a config with
+    `model_type`, such as `{model_type: gpt2, n_layer: 4}`."""
     small: SmallOptions = SmallOptions()
     """Without `model` and `config`: the sizes of Lockstep's own small model."""
     lora: LoraOptions | None = None
-    """Low-rank adapters: `task.lora.rank=16` freezes the weights of `model`, and trains adapters. None: all weights train."""
+    """Low-rank adapters: `task.lora.rank=16` freezes the weights of `model`, and trains adapters. None: all weights
+    train."""
     tokenizer: str | None = None
-    """`bpe` or `characters`, which are trained on the training texts, or a name on the hub or a local folder. None: that of `model` or `config` if it is a name, otherwise `bpe`."""
+    """`bpe` or `characters`, which are trained on the training texts, or a name on the hub or a local folder. None:
+    that of `model` or `config` if it is a name, otherwise `bpe`."""
     vocab_size: Annotated[int, Field(ge=300)] = 4096
     """Maximum vocabulary size of a `bpe` tokenizer that is trained here."""
     length: Annotated[int, Field(ge=8)] = 256
     """Tokens of a row. Longer documents are split over rows."""
     packing: bool = True
-    """Pack several documents into a row. Attention and positions do not cross documents. Without packing, a row is a document or a piece of one, and rows are padded to the longest of their micro-batch."""
+    """Pack several documents into a row. Attention and positions do not cross documents. Without packing, a row is a
+    document or a piece of one, and rows are padded to the longest of their micro-batch."""
     attention: Literal["sdpa", "flex", "flash"] = "sdpa"
-    """How attention is limited to documents in packed rows. `sdpa`: with a mask of tokens by tokens. `flex` (torch's flex attention) and `flash` (flash attention, in 16 bits; transformers models need the package `flash-attn`) require CUDA and do not need that mask."""
+    """How attention is limited to documents in packed rows. `sdpa`: with a mask of tokens by tokens. `flex` (torch's
+    flex attention) and `flash` (flash attention, in 16 bits; transformers models need the package `flash-attn`) require
+    CUDA and do not need that mask."""
     columns: ColumnsOptions = ColumnsOptions()
     chat: bool = False
     """Format prompts and answers with the tokenizer's chat template."""
     after_prompt: str = "\n"
     """Text between a prompt and its answer, if they are not formatted with a chat template."""
     loss_chunk: PositiveInt | Literal["auto"] | None = "auto"
-    """Compute the loss and its gradient for this many tokens at a time, so that the logits of all tokens are never in memory. `auto`: a number that suits vocabulary and device, for Lockstep's own model and common transformers models; all tokens if `compute.compile=model` compiles the whole model. None: all tokens."""
+    """Compute the loss and its gradient for this many tokens at a time, so that the logits of all tokens are never in
+    memory. `auto`: a number that suits vocabulary and device, for Lockstep's own model and common transformers models;
+    all tokens if `compute.compile=model` compiles the whole model. None: all tokens."""
     cut_tokens: bool = False
-    """With `parallel.tensor`: between sharded layers (norms, dropout, sums), each rank of a group processes only its share of the tokens of a row, which saves memory (sequence parallelism): docs/mesh.md."""
+    """With `parallel.tensor`: between sharded layers (norms, dropout, sums), each rank of a group processes only its
+    share of the tokens of a row, which saves memory (sequence parallelism): docs/mesh.md."""
     loss_on: Literal["answers", "all"] = "answers"
     """Which tokens of prompts and answers, and of chats, are learned. For plain text, all are learned."""
     separator: Annotated[str, Field(min_length=1)] | None = None
@@ -104,7 +117,8 @@ class LmOptions(TableOptions):
     suffixes: Annotated[list[str], Field(min_length=1)] = Field(default=[".txt", ".md", ".rst"])
     """Suffixes of the text files to read from a folder."""
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Without `data.eval`: the fraction of documents that is held back for evaluation. With fewer than ten documents of plain text, the end of each is held back."""
+    """Without `data.eval`: the fraction of documents that is held back for evaluation. With fewer than ten documents of
+    plain text, the end of each is held back."""
     split_seed: Annotated[int, Field(ge=0)] = 0
     """Seed for choosing the documents that are held back."""
     subset: str | None = None
@@ -112,7 +126,8 @@ class LmOptions(TableOptions):
     prompts: list[Annotated[str, Field(min_length=1)]] | None = None
     """Prompts that every evaluation continues. None: the starts of three evaluation documents. []: none."""
     exact_match: Annotated[int, Field(ge=0)] = 0
-    """Number of evaluation questions that the model answers in each evaluation, with the most probable tokens. The result `exact_match` is the fraction of answers with the correct number: the one after ####, otherwise the last."""
+    """Number of evaluation questions that the model answers in each evaluation, with the most probable tokens. The
+    result `exact_match` is the fraction of answers with the correct number: the one after ####, otherwise the last."""
     new_tokens: PositiveInt = 64
     """Maximum number of tokens that the model writes, in evaluations and for `lockstep predict`."""
     temperature: Annotated[float, Field(ge=0)] = 0.8
@@ -125,9 +140,13 @@ class LmOptions(TableOptions):
         if self.model is not None and self.config is not None:
             raise ValueError("give either model (pretrained weights) or config (new weights), not both")
         if self.model is not None and self.tokenizer in TRAINED_TOKENIZERS:
-            raise ValueError(f"tokenizer {self.tokenizer} is new, but the weights of model belong to a different vocabulary")
+            raise ValueError(
+                f"tokenizer {self.tokenizer} is new, but the weights of model belong to a different vocabulary"
+            )
         if self.lora is not None and self.is_small:
-            raise ValueError("lora needs a pretrained model: set model; to use a run, export it first: lockstep export RUN FOLDER")
+            raise ValueError(
+                "lora needs a pretrained model: set model; to use a run, export it first: lockstep export RUN FOLDER"
+            )
         return self
 
     @property

@@ -24,7 +24,9 @@ class Pieces(NamedTuple):
 def cut(ends: Array, counts: Array, length: int) -> Pieces:
     """Split documents into pieces of at most `length` positions.
 
-    A document of n tokens has n - 1 positions, each of which predicts the next token. So consecutive pieces share a token, which the first predicts and the second sees, and each token is predicted once. Positions after the last learned token are left out, as are pieces in which nothing is learned.
+    A document of n tokens has n - 1 positions, and each position predicts the next token. So consecutive pieces share a
+    token, which the first predicts and the second sees, and each token is predicted once. Positions after the last
+    learned token are left out, as are pieces in which nothing is learned.
 
     Args:
         ends: the end of each document: (documents).
@@ -47,7 +49,9 @@ def cut(ends: Array, counts: Array, length: int) -> Pieces:
 def pack(lengths: Array, length: int) -> tuple[Array, Array]:
     """Rows of pieces, each of at most `length` positions.
 
-    Pieces are placed from longest to shortest, each in the row with the least sufficient space (best-fit decreasing; used for language models by Ding et al. 2024, arXiv:2404.10830). Pieces of equal length keep their order. The time is proportional to the number of pieces times the logarithm of `length`.
+    Pieces are placed from longest to shortest, each in the row with the least sufficient space (best-fit decreasing;
+    used for language models by Ding et al. 2024, arXiv:2404.10830). Pieces of equal length keep their order. The time
+    is proportional to the number of pieces times the logarithm of `length`.
 
     Args:
         lengths: the number of positions of each piece, from 1 to `length`.

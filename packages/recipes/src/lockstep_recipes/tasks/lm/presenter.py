@@ -34,7 +34,8 @@ class LmPresenter(Presenter):
     task: LanguageModel
 
     def inputs(self, arguments: Sequence[str]) -> Prompts:
-        """The prompts of each argument: the rows of a table, the lines of a text file or of standard input (`-`), those of all files in a folder, or the argument itself. Blank lines and rows are left out."""
+        """The prompts of each argument: the rows of a table, the lines of a text file or of standard input (`-`), those
+        of all files in a folder, or the argument itself. Blank lines and rows are left out."""
         found: list[tuple[str, str]] = []
         blank: list[str] = []
         remedy = "give a text that the model continues"
@@ -79,7 +80,8 @@ class LmPresenter(Presenter):
         return [(text, table.where(row)) for row, text in zip(rows, texts, strict=True)]
 
     def describe(self, output: dict[str, Tensor]) -> dict[str, Any]:
-        """The generated texts. For evaluation rows, the number of tokens, the perplexity and the fraction of correct tokens."""
+        """The generated texts. For evaluation rows, the number of tokens, the perplexity and the fraction of correct
+        tokens."""
         texts = [self.task.decoded(tokens) for tokens in output["written"] if int(tokens[0]) != writing.NO_PROMPT]
         if not int(output["tokens"]):
             return {"text": texts[0] if texts else ""}
@@ -127,7 +129,8 @@ class LmPresenter(Presenter):
     def _of_rows(self, name: str, rows: Rows) -> list[str]:
         tokens, plan, length = rows.tokens, rows.plan, rows.length
         lines = [
-            f"{name}: {len(tokens.places):,} documents, {tokens.bytes:,} bytes, {len(tokens.ids):,} tokens ({int(tokens.counts.sum()):,} to learn)"
+            f"{name}: {len(tokens.places):,} documents, {tokens.bytes:,} bytes, {len(tokens.ids):,} tokens "
+            f"({int(tokens.counts.sum()):,} to learn)"
         ]
         padding = 1 - int(plan.sizes.sum()) / (len(rows) * length)
         how = "several documents in a row" if rows.packed else "one document per row, before micro-batches are formed"

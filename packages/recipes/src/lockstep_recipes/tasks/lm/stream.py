@@ -27,7 +27,8 @@ def is_prompt(argument: str) -> bool:
 class Stream:
     """Writes a text to stdout, each character as soon as all of its bytes are available.
 
-    `DecodeStream` of tokenizers returns the pieces. Together they are the text that `decode` returns for all tokens. (The TextStreamer of transformers restarts after each line break, and tokenizers such as Llama's then drop a space.)
+    `DecodeStream` of tokenizers returns the pieces. Together they are the text that `decode` returns for all tokens.
+    (The TextStreamer of transformers restarts after each line break, and tokenizers such as Llama's then drop a space.)
 
     Args:
         task: has the tokenizer, at the latest when the model starts to write.

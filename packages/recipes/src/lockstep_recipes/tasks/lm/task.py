@@ -166,7 +166,8 @@ class LanguageModel(Task):
         return Prompt(text, (*start, *ids), where)
 
     def _prompts(self, found: Tokens) -> list[Prompt]:
-        """The prompts of evaluations: those of the options, or the text before the first answer of some documents, or the starts of plain texts."""
+        """The prompts of evaluations: those of the options, or the text before the first answer of some documents, or
+        the starts of plain texts."""
         if self.options.prompts is not None:
             return [self.prompt(text) for text in self.options.prompts]
         return [self._beginning(found, number) for number in range(min(_BEGINNINGS, len(found.ends)))]
@@ -181,7 +182,8 @@ class LanguageModel(Task):
         return [prompt for prompt in asked if number_in(prompt.answer or "") is not None]
 
     def _beginning(self, found: Tokens, number: int) -> Prompt:
-        """The text before the first answer of a document, with all learned tokens as the answer. For a plain text, its start."""
+        """The text before the first answer of a document, with all learned tokens as the answer. For a plain text, its
+        start."""
         start, _ = tokens.start_and_end(self.tokenizer)
         begin, end = (int(found.ends[number - 1]) if number else 0), int(found.ends[number])
         learned = found.counts[begin + len(start) : end]
@@ -214,7 +216,8 @@ class LanguageModel(Task):
         """The number of tokens whose loss is computed at a time. None: all. The same on all ranks.
 
         Raises:
-            UsageError: chunks are requested and the whole model is compiled, but chunks call a submodule that is not compiled.
+            UsageError: chunks are requested and the whole model is compiled, but chunks call a submodule that is not
+                compiled.
         """
         chosen = self.options.loss_chunk
         if getattr(model, "_compiled_call_impl", None) is not None:
@@ -240,7 +243,9 @@ class LanguageModel(Task):
         """Pad rows to `task.length`, or without packing to the longest of them.
 
         Returns:
-            `input_ids` and `targets`: (rows, tokens). `bytes`: (rows). If rows contain several documents: `documents` and `positions`, (rows, tokens). If rows have prompts: the result of `writing.prepare_prompts`, and `prompts`, the number of prompts of each row.
+            `input_ids` and `targets`: (rows, tokens). `bytes`: (rows). If rows contain several documents: `documents`
+            and `positions`, (rows, tokens). If rows have prompts: the result of `writing.prepare_prompts`, and
+            `prompts`, the number of prompts of each row.
         """
         width = max(len(row.ids) for row in samples)
         if self.options.packing and width:
@@ -304,7 +309,8 @@ class LanguageModel(Task):
         """Sums over the learned tokens of each row, and the texts that the model writes.
 
         Returns:
-            `nats` (the loss), `tokens`, `right` (the most probable token was correct), `bytes`: (rows). `written`: tokens for each prompt of a row, (rows, prompts, tokens), negative for missing tokens.
+            `nats` (the loss), `tokens`, `right` (the most probable token was correct), `bytes`: (rows). `written`:
+            tokens for each prompt of a row, (rows, prompts, tokens), negative for missing tokens.
         """
         targets = batch["targets"]
         output = {"tokens": (targets != NOT_LEARNED).sum(dim=1), "bytes": batch["bytes"]}
@@ -317,7 +323,8 @@ class LanguageModel(Task):
         return output | (self._matches(batch, output["written"]) if self.options.exact_match else {})
 
     def _matches(self, batch: Batch, written: Tensor) -> dict[str, Tensor]:
-        """`asked` and `matched`: the number of questions of each row, and how many were answered with the correct number."""
+        """`asked` and `matched`: the number of questions of each row, and how many were answered with the correct
+        number."""
         asked, matched = (torch.zeros(len(written), dtype=torch.int64, device=written.device) for _ in range(2))
         answers = iter(batch["answers"])
         for row, count in enumerate(batch["prompts"]):

@@ -27,7 +27,8 @@ _BLOCK = 2**20  # characters to tokenise at a time
 def train_tokenizer(options: LmOptions, read: Callable[[], list[Document]], digest: str) -> Any:
     """A tokenizer of the training texts, trained once per machine.
 
-    `bpe` merges the most frequent pairs of bytes within words (Radford et al. 2019, section 2.2), so it can encode every text. `characters` has the characters of the training texts.
+    `bpe` merges the most frequent pairs of bytes within words (Radford et al. 2019, section 2.2), so it can encode
+    every text. `characters` has the characters of the training texts.
 
     Args:
         read: the training documents.
@@ -114,7 +115,7 @@ class Tokens(OfFolder):
         self.bytes: int = about["bytes"]
         """Size of the texts in UTF-8."""
         self.digest: str = about["digest"]
-        """The digest of all tokens and of which are learned."""
+        """The digest of all tokens, including which of them are learned."""
         self.ids = mapped(folder / "ids.npy")
         """int32 (tokens)."""
         self.sizes = mapped(folder / "sizes.npy")
@@ -194,7 +195,8 @@ def _writes_before(tokenizer: Any) -> bool:
 
 
 def _joined(document: Document) -> _Joined:
-    """The segments of a chat as a single text: with such a tokenizer, separate segments would have additional spaces."""
+    """The segments of a chat as a single text: with such a tokenizer, separate segments would have additional
+    spaces."""
     said: list[tuple[int, int]] = []
     at = 0
     for part in document.parts:

@@ -37,7 +37,8 @@ def prepare_prompts(
 ) -> dict[str, Tensor]:
     """A batch of prompts: `prompt_ids` and `prompt_mask` (prompts, tokens), padded on the left, and `draws`.
 
-    `draws` are the random numbers for the new tokens: (prompts, new tokens), from 0 to 1. They depend only on the prompt, so a text is the same in any batch, on any rank.
+    `draws` are the random numbers for the new tokens: (prompts, new tokens), from 0 to 1. They depend only on the
+    prompt, so a text is the same in any batch, on any rank.
 
     Args:
         greedy: true for prompts that are continued with the most probable tokens; their random numbers are 0.
@@ -129,7 +130,8 @@ def _write_alone(
 
 
 def _mask_of(mask: Tensor, queries: int) -> Tensor:
-    """Turn a mask by token into the mask of the last `queries` tokens. Padding sees itself, so that it does not become NaN."""
+    """Turn a mask by token into the mask of the last `queries` tokens. Padding sees itself, so that it does not become
+    NaN."""
     total = mask.shape[1]
     causal = torch.ones(queries, total, dtype=torch.bool, device=mask.device).tril(total - queries)
     itself = torch.eye(total, dtype=torch.bool, device=mask.device)[total - queries :]

@@ -34,7 +34,8 @@ def import_peft() -> Any:
 
 
 def adapt(model: nn.Module, missing: list[str], options: LmOptions, lora: LoraOptions) -> nn.Module:
-    """Freeze a model, and insert adapters. Its `state_dict` then contains the trainable weights, and a digest of the rest.
+    """Freeze a model, and insert adapters. Its `state_dict` then contains the trainable weights, and a digest of the
+    rest.
 
     Args:
         model: a transformers model, changed in place. Its tensors may be on the meta device.
@@ -45,8 +46,12 @@ def adapt(model: nn.Module, missing: list[str], options: LmOptions, lora: LoraOp
     """
     has_values = not next(model.parameters()).is_meta
     if has_values and options.model is None:
-        remedy = "set task.model to a name or a folder; to use a Lockstep run, export it first: lockstep export RUN FOLDER"
-        raise UsageError("adapters need a pretrained model, but task.config makes a new one", where="task.lora", remedy=remedy)
+        remedy = (
+            "set task.model to a name or a folder; to use a Lockstep run, export it first: lockstep export RUN FOLDER"
+        )
+        raise UsageError(
+            "adapters need a pretrained model, but task.config makes a new one", where="task.lora", remedy=remedy
+        )
     _refuse(missing, options.model)
     digest = digest_of(model.state_dict()) if has_values else torch.empty(16, dtype=torch.uint8)
     base = FrozenBase(str(options.model), digest, where="task.model")

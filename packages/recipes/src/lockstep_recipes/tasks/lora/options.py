@@ -20,7 +20,8 @@ class LoraOptions(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout of the input of adapters."""
     targets: Annotated[list[str], Field(min_length=1)] | str | None = None
-    """Layers that get adapters: suffixes of their names, `all-linear` (all linear layers but the last), or a regular expression. None: peft's default for the architecture."""
+    """Layers that get adapters: suffixes of their names, `all-linear` (all linear layers but the last), or a regular
+    expression. None: peft's default for the architecture."""
     base_dtype: Literal["fp32", "bf16"] = "fp32"
     """The number format of the frozen weights. bf16 halves their memory. Adapters are float32."""
     dora: bool = False

@@ -37,7 +37,9 @@ def digest_of(*parts: object, files: tuple[Path, ...] = ()) -> str:
 def cached(kind: str, key: str, make: Callable[[Path], None]) -> Path:
     """The folder `kind-key` of the cache, which `make` fills if it does not exist.
 
-    One process of this machine makes the folder, and all others wait for its file lock, as long as it takes. No collective is involved. The folder gets its name when it is complete and on disk, so after a kill it is complete or absent.
+    One process of this machine makes the folder, and all others wait for its file lock, as long as it takes. No
+    collective is involved. The folder gets its name when it is complete and on disk, so after a kill it is complete or
+    absent.
 
     Args:
         make: fills an empty folder. Its exceptions are passed on, except OSError.

@@ -1,4 +1,5 @@
-"""Find duplicate samples, and evaluation samples that are also training samples, and report them in the head of the log.
+"""Find duplicate samples, and evaluation samples that are also training samples, and report them in the head of the
+log.
 
 Every search has a limit. If it is reached, a line reports how much was compared.
 """
@@ -98,7 +99,8 @@ def samples_of(data: Any) -> Samples | None:
 
 
 def of_images(training: Samples | None, evaluation: Samples | None) -> list[str]:
-    """Lines about images that are equal byte by byte, in the training data and between training and evaluation, and about files that the training data names twice.
+    """Lines about images that are equal byte by byte, in the training data and between training and evaluation, and
+    about files that the training data names twice.
 
     Files are compared by their sizes, then by their bytes. At most `MOST_IMAGES` images are looked at, spread over
     the data, and at most `MOST_BYTES` are read. An image that cannot be read is not compared.
@@ -186,7 +188,8 @@ class TextRows(NamedTuple):
 
 
 def of_texts(training: TextRows, evaluation: TextRows | None) -> list[str]:
-    """Lines about texts that are equal: in the training data, and between training and evaluation. At most `MOST_TEXTS` texts are compared, spread over the data, and at most 64 MiB of them."""
+    """Lines about texts that are equal: in the training data, and between training and evaluation. At most `MOST_TEXTS`
+    texts are compared, spread over the data, and at most 64 MiB of them."""
     parts = [training] if evaluation is None else [training, evaluation]
     counts = [part.total for part in parts]
     groups, seen = _Groups(), 0

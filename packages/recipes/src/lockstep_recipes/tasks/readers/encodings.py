@@ -64,7 +64,9 @@ def decoded(path: Path) -> tuple[str, str | None]:
         place = error.start + len(mark)
     if mark and encoding != "utf-8":
         what = f"not {encoding.upper()}, although its byte order mark says so: byte {place} does not start a character"
-        raise DataError(what, where=str(path), remedy="the file is damaged or truncated; write it again, preferably as UTF-8")
+        raise DataError(
+            what, where=str(path), remedy="the file is damaged or truncated; write it again, preferably as UTF-8"
+        )
     what, remedy = _explained(raw, place, path.name)
     raise DataError(what, where=str(path), remedy=remedy)
 

@@ -14,7 +14,8 @@ def find_files(arguments: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
     """The files that `arguments` name, each once, in the order of first occurrence.
 
     An argument is a file, a folder (its files of these kinds, also in folders within it, sorted by path) or a pattern
-    with `*`, `?`, `[...]` or `**` (the files of these kinds and the folders that match, sorted by path). A file that is named directly may have any suffix. In folders, names that start with a dot are left out, as are pipes and devices.
+    with `*`, `?`, `[...]` or `**` (the files of these kinds and the folders that match, sorted by path). A file that is
+    named directly may have any suffix. In folders, names that start with a dot are left out, as are pipes and devices.
 
     Args:
         suffixes: the accepted suffixes, in lower case, such as `.jpg`.
@@ -30,7 +31,8 @@ def find_files(arguments: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
 
 
 def special_files(folder: str | Path) -> set[str]:
-    """The names in a folder that are neither files nor broken links, such as pipes: opening a pipe may block forever."""
+    """The names in a folder that are neither files nor broken links, such as pipes: opening a pipe may block
+    forever."""
     with os.scandir(folder) as entries:
         return {entry.name for entry in entries if not entry.is_file() and os.path.exists(entry.path)}
 

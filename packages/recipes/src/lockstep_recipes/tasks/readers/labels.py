@@ -22,7 +22,8 @@ class Labelled(Protocol):
     names: list[str]
     """The names of the labels."""
     codes: Array
-    """The label of each sample as its index in `names`, or -1: (samples,). With several labels: 0 and 1, (samples, names)."""
+    """The label of each sample as its index in `names`, or -1: (samples,). With several labels: 0 and 1, (samples,
+    names)."""
 
     def __len__(self) -> int: ...
 
@@ -108,7 +109,8 @@ def _name(value: Any) -> str:
 
 
 def sorted_names(names: Iterable[str]) -> list[str]:
-    """Names sorted by value if all are numbers, otherwise alphabetically: the same order in every process and on every machine."""
+    """Names sorted by value if all are numbers, otherwise alphabetically: the same order in every process and on every
+    machine."""
     names = sorted(names)
     try:
         values = {name: float(name) for name in names}
@@ -147,8 +149,9 @@ def split(labels: Array, fraction: float, seed: int) -> tuple[Array, Array]:
     """Sorted rows for training, and sorted rows for evaluation: `fraction` of every class, drawn by a permutation of
     `seed`.
 
-    Each class contributes its fraction, rounded up or down so that the sum is the fraction of all samples, as far as possible. A
-    class with a single sample stays in training. With several labels per text, a class is a combination of labels.
+    Each class contributes its fraction, rounded up or down so that the sum is the fraction of all samples, as far as
+    possible. A class with a single sample stays in training. With several labels per text, a class is a combination of
+    labels.
     """
     classes = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
     sizes = np.bincount(classes)

@@ -12,7 +12,8 @@ import numpy.typing as npt
 class PackedText:
     """A sequence of texts, such as a million file names.
 
-    Forked loader workers share the two arrays. They would copy a list of `str` page by page, because reading a `str` writes its reference count.
+    Forked loader workers share the two arrays. They would copy a list of `str` page by page, because reading a `str`
+    writes its reference count.
 
     Args:
         texts: any text that a file name may be, even if it is not UTF-8.

@@ -66,9 +66,11 @@ class Source:
     header: bool = True
     """CSV: whether the first line names the columns. Otherwise the columns are named 0, 1, ..."""
     delimiter: str | None = None
-    """CSV delimiter. None: a tab for .tsv, otherwise a comma. If the header does not contain it, the one of `;`, tab, `,` and `|` that splits the header into columns; `Table.notes` then reports it."""
+    """CSV delimiter. None: a tab for .tsv, otherwise a comma. If the header does not contain it, the one of `;`, tab,
+    `,` and `|` that splits the header into columns; `Table.notes` then reports it."""
     quoting: str | None = None
-    """CSV: `minimal` (a field may be in double quotes) or `none` (quotes are ordinary characters). None: `none` for .tsv, otherwise `minimal`."""
+    """CSV: `minimal` (a field may be in double quotes) or `none` (quotes are ordinary characters). None: `none` for
+    .tsv, otherwise `minimal`."""
 
     @staticmethod
     def parse(text: str, split: str = "train", **options: Any) -> Source:
@@ -119,7 +121,8 @@ class Source:
         return files
 
     def data_set(self) -> Any:
-        """The `datasets.Dataset` of a source that is not a file: from a saved folder, or from the hub (offline: from the hub's cache).
+        """The `datasets.Dataset` of a source that is not a file: from a saved folder, or from the hub (offline: from
+        the hub's cache).
 
         Raises:
             DataError: there is no such data set or split, or `datasets` is not installed.
@@ -163,7 +166,8 @@ class Source:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text, as editors count them. (`str.splitlines` would also split at form feeds and Unicode separators.)"""
+    """The lines of a text, as editors count them. (`str.splitlines` would also split at form feeds and Unicode
+    separators.)"""
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     return lines[:-1] if lines[-1] == "" else lines
 
@@ -176,7 +180,10 @@ def _read_csv(path: Path, *, header: bool, delimiter: str | None, usual: str, qu
     if delimiter is None:
         delimiter = _delimiter_of(text, usual, quoting) if header else usual
         if delimiter != usual:
-            notes.append(f"the delimiter of {path.name} is {_shown(delimiter)}, according to its header; task.delimiter overrides it")
+            notes.append(
+                f"the delimiter of {path.name} is {_shown(delimiter)}, according to its header; task.delimiter "
+                "overrides it"
+            )
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True, quoting=quoting)
     rows: list[list[str]] = []
     lines: list[int] = []
@@ -228,14 +235,17 @@ def _shown(delimiter: str) -> str:
 def _remedy_for_ragged(row: Sequence[str], quoted: bool) -> str:
     """The remedy for a row with a different number of fields."""
     if not quoted:
-        return 'texts must not contain the delimiter or a line break; if texts are in "quotes", set task.quoting=minimal'
+        return (
+            'texts must not contain the delimiter or a line break; if texts are in "quotes", set task.quoting=minimal'
+        )
     remedy = 'put texts that contain the delimiter or line breaks into "quotes", and double the quotes in them'
     has_quotes = any('"' in field or "\n" in field for field in row)
     return f"{remedy}; {_LETTERS}" if has_quotes else remedy
 
 
 def _notes_on_quotes(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """A note if quotes were read as ordinary characters but seem to enclose fields: all fields with quotes look like those of a CSV writer."""
+    """A note if quotes were read as ordinary characters but seem to enclose fields: all fields with quotes look like
+    those of a CSV writer."""
     with_quotes = [field for row in rows for field in row if '"' in field]
     quoted = [field for field in with_quotes if len(field) > 1 and field[0] == field[-1] == '"']
     if not quoted or len(quoted) < len(with_quotes) or any('"' in field[1:-1].replace('""', "") for field in quoted):

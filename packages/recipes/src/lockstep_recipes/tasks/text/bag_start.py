@@ -1,6 +1,8 @@
 """The n-grams of a new bag of embeddings, and its initial weights: naive Bayes, from counts of the training texts.
 
-A linear model that has seen thousands of texts for a few epochs is not yet better than counting (naive Bayes with tokens weighted by rarity), so training starts there (Wang and Manning 2012, "Baselines and bigrams"). Rare words share character n-grams with more frequent words.
+A linear model that has seen thousands of texts for a few epochs is not yet better than counting (naive Bayes with
+tokens weighted by rarity), so training starts there (Wang and Manning 2012, "Baselines and bigrams"). Rare words share
+character n-grams with more frequent words.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from lockstep_recipes.tasks.text.data import TextData
 from lockstep_recipes.tasks.text.embedding_bag import EmbeddingBagConfig, EmbeddingBagForSequenceClassification
 
 _SMOOTHING = 0.3  # added to counts, in texts
-_FEW = 300.0  # with this many texts, the counts of a class get half weight; measured, like the next, in benchmarks/RESULTS.md
+# With this many texts, the counts of a class get half weight; measured, like the next, in benchmarks/RESULTS.md.
+_FEW = 300.0
 _CONFIDENCE = 3.0  # at full weight, a logit is this multiple of the mean log-odds of a text's tokens
 _BLOCK = 2**12  # texts to count at a time
 _LETTERS = range(3, 6)  # characters of an n-gram, with the marks of token boundaries
@@ -25,8 +28,8 @@ _NGRAM_IMPORTANCE = 0.5  # of an n-gram, relative to an equally frequent token
 
 
 def ngrams_of(token: str) -> list[str]:
-    """The distinct n-grams of 3 to 5 characters of a WordPiece token, except the token itself, from short to long. `<` marks the start of a word, so tokens inside words do not have it, and `>` the end of the token.
-    """
+    """The distinct n-grams of 3 to 5 characters of a WordPiece token, except the token itself, from short to long. `<`
+    marks the start of a word, so tokens inside words do not have it, and `>` the end of the token."""
     letters = (token.removeprefix("##") if token.startswith("##") else "<" + token) + ">"
     sizes = [size for size in _LETTERS if size < len(letters)]
     found = [letters[at : at + size] for size in sizes for at in range(len(letters) - size + 1)]
@@ -36,7 +39,8 @@ def ngrams_of(token: str) -> list[str]:
 def ngram_rows(config: EmbeddingBagConfig, tokens: Sequence[str], special: Sequence[int]) -> Array:
     """The rows of the embeddings of each token's n-grams: those of the buckets, which follow those of the tokens.
 
-    The bucket of an n-gram is the CRC-32 of its UTF-8 bytes, modulo the number of buckets. A token with fewer n-grams than `ngrams_per_token` is filled up with the row of the padding token; of a token with more, the first are used.
+    The bucket of an n-gram is the CRC-32 of its UTF-8 bytes, modulo the number of buckets. A token with fewer n-grams
+    than `ngrams_per_token` is filled up with the row of the padding token; of a token with more, the first are used.
 
     Args:
         special: numbers of the special tokens. They do not have n-grams.
@@ -54,7 +58,10 @@ def ngram_rows(config: EmbeddingBagConfig, tokens: Sequence[str], special: Seque
 def begin_with_counts(model: nn.Module, data: TextData, tokens: Sequence[str], special: Sequence[int]) -> None:
     """Add the weights of naive Bayes to those of a new bag of embeddings. On the meta device, do nothing.
 
-    The importance of a token is its inverse document frequency, and that of an n-gram half of it. The embeddings are the log-odds of the classes, randomly rotated into the embedding space, and the classifier rotates them back. The fewer texts a class has, the less is added: counts from a few texts are misleading, and training that starts from them gives worse results.
+    The importance of a token is its inverse document frequency, and that of an n-gram half of it. The embeddings are
+    the log-odds of the classes, randomly rotated into the embedding space, and the classifier rotates them back. The
+    fewer texts a class has, the less is added: counts from a few texts are misleading, and training that starts from
+    them gives worse results.
 
     Args:
         data: the training texts.
@@ -97,7 +104,8 @@ def _log_share(counts: Array, texts: Array) -> Array:
 
 
 def _counts(data: TextData, tokens: int, classes: int, ngrams: Array | None) -> tuple[Array, Array, Array]:
-    """The number of texts that contain a token, by token and class; of texts in each class; of texts that contain a token.
+    """The number of texts that contain a token, by token and class; of texts in each class; of texts that contain a
+    token.
 
     Buckets of n-grams are counted as tokens.
     """

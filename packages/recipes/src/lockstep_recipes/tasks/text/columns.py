@@ -29,7 +29,9 @@ class Columns:
 def read(source: Source, given: ColumnsOptions, *, needs_label: bool = True) -> tuple[Table, Columns]:
     """A table, and the columns that `choose` finds.
 
-    If the user names no column, and neither of two columns has a usual name, their values decide: labels are few and repeat, texts differ. If the name of the label column is one of its labels, it is a first row rather than a header. `Table.notes` then reports the choice.
+    If the user names no column, and neither of two columns has a usual name, their values decide: labels are few and
+    repeat, texts differ. If the name of the label column is one of its labels, it is a first row rather than a header.
+    `Table.notes` then reports the choice.
 
     Raises:
         DataError: see `choose`.
@@ -43,7 +45,10 @@ def read(source: Source, given: ColumnsOptions, *, needs_label: bool = True) -> 
             raise
     note = f"column {label!r} is used as the label, because its values repeat; task.columns.label overrides this"
     if source.header and source.name.endswith((".csv", ".tsv")) and label in table.columns[label]:
-        note = f"the first row is used as a sample, because {label!r} is one of the labels; task.header=false makes this explicit"
+        note = (
+            f"the first row is used as a sample, because {label!r} is one of the labels; task.header=false makes "
+            "this explicit"
+        )
         place = list(table.columns).index(label)
         table = replace(source, header=False).read()
         label = list(table.columns)[place]
@@ -52,7 +57,8 @@ def read(source: Source, given: ColumnsOptions, *, needs_label: bool = True) -> 
 
 
 def _label_by_values(table: Table) -> str | None:
-    """Of two columns, the one with the labels: it has at most half as many distinct values as rows, and shorter ones than the other column, whose values mostly differ."""
+    """Of two columns, the one with the labels: it has at most half as many distinct values as rows, and shorter ones
+    than the other column, whose values mostly differ."""
     if len(table.columns) != 2:
         return None
     columns = {name: [str(value) for value in values] for name, values in table.columns.items()}

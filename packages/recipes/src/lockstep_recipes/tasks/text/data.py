@@ -72,7 +72,8 @@ class Texts(OfFolder):
         self.notes: list[str] = about["told"]
         """Remarks about how the texts were read."""
         self.codes: Array = mapped(folder / "codes.npy")
-        """The label of each text as its index in `names`, or -1: (texts,). With several labels per text: 0 and 1, (texts, names)."""
+        """The label of each text as its index in `names`, or -1: (texts,). With several labels per text: 0 and 1,
+        (texts, names)."""
         self._places: Array = mapped(folder / "places.npy")
 
     def __len__(self) -> int:
@@ -135,7 +136,9 @@ def _store(rows: Table, columns: Columns, options: TextOptions, folder: Path) ->
     gone = set(blank)
     kept = [row for row in range(len(rows)) if row not in gone]
     if not kept:
-        raise DataError("no texts", where=rows.name, remedy=f"column {' + '.join(columns.text)} does not contain any text")
+        raise DataError(
+            "no texts", where=rows.name, remedy=f"column {' + '.join(columns.text)} does not contain any text"
+        )
     values, classes = [rows.columns[columns.label][row] for row in kept], rows.classes.get(columns.label)
 
     def where(number: int) -> str:

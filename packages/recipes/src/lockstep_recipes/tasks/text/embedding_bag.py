@@ -1,6 +1,9 @@
 """A bag of embeddings as a Hugging Face model. Of all models without pretrained weights, it learns most from few texts.
 
-The class scores of a text are a linear function of a weighted mean of the embeddings of its tokens and of the character n-grams inside them: fastText (Joulin et al. 2017, arXiv:1607.01759; Bojanowski et al. 2017, arXiv:1607.04606), with fixed weights. This file is copied into exported models, so that `trust_remote_code=True` loads them without Lockstep. Therefore it does not import anything from the package.
+The class scores of a text are a linear function of a weighted mean of the embeddings of its tokens and of the character
+n-grams inside them: fastText (Joulin et al. 2017, arXiv:1607.01759; Bojanowski et al. 2017, arXiv:1607.04606), with
+fixed weights. This file is copied into exported models, so that `trust_remote_code=True` loads them without Lockstep.
+Therefore it does not import anything from the package.
 """
 
 from __future__ import annotations
@@ -76,7 +79,8 @@ class EmbeddingBagForSequenceClassification(PreTrainedModel):
         return SequenceClassifierOutput(logits=self.classifier(mean))
 
 
-# These names go into config.json, where transformers looks up classes that it lacks. `register` makes it copy this file.
+# These names go into config.json, where transformers looks up classes that it lacks. `register` makes it copy this
+# file.
 AUTO_MAP = {
     "AutoConfig": "embedding_bag.EmbeddingBagConfig",
     "AutoModelForSequenceClassification": "embedding_bag.EmbeddingBagForSequenceClassification",

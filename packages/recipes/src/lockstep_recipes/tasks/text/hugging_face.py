@@ -51,7 +51,8 @@ def load_tokenizer(name: str | Path, where: str = "task.model") -> Any:
 def mask_for(model: nn.Module, mask: Tensor, has_padding: bool) -> Tensor | None:
     """The mask to pass to a model, from a mask of 0 and 1 by text and token.
 
-    Given such a mask, transformers checks for padding in every forward pass, which waits for the device. Here this is already known, and the mask has the form that transformers would convert it to: None without padding.
+    Given such a mask, transformers checks for padding in every forward pass, which waits for the device. Here this is
+    already known, and the mask has the form that transformers would convert it to: None without padding.
     """
     config = getattr(model, "config", None)
     kind, attention = getattr(config, "model_type", ""), getattr(config, "_attn_implementation", "")
@@ -61,7 +62,8 @@ def mask_for(model: nn.Module, mask: Tensor, has_padding: bool) -> Tensor | None
 
 
 def train_tokenizer(texts: Iterable[str], *, digest: str, vocab_size: int, lowercase: bool) -> Any:
-    """A WordPiece tokenizer with at most about `vocab_size` tokens, trained once per machine, with the same result on all machines.
+    """A WordPiece tokenizer with at most about `vocab_size` tokens, trained once per machine, with the same result on
+    all machines.
 
     Args:
         digest: the digest of the texts.
@@ -99,7 +101,9 @@ def train_tokenizer(texts: Iterable[str], *, digest: str, vocab_size: int, lower
 def digest_of_tokenizer(tokenizer: Any) -> str:
     """A digest that is equal for tokenizers that produce the same tokens."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    state = {name: value for name, value in state.items() if name not in ("truncation", "padding")}  # they are from the last call
+    state = {
+        name: value for name, value in state.items() if name not in ("truncation", "padding")
+    }  # they are from the last call
     return digest_of(json.dumps(state, sort_keys=True), tokenizer.truncation_side, version_of("tokenizers"))
 
 
@@ -115,7 +119,8 @@ def load_config(name: str | Path) -> Any:
 def new_config(options: TextOptions, tokenizer: Any, *, classes: int) -> Any:
     """The config of a new model for texts of `max_length` tokens, as `options.scratch` describes it.
 
-    The size of a bag's embeddings is the number of classes, limited to 16 to 100: a larger size does not change class scores.
+    The size of a bag's embeddings is the number of classes, limited to 16 to 100: a larger size does not change class
+    scores.
 
     Raises:
         UsageError: the architecture or a key is unknown. The error lists all that are known.
@@ -127,7 +132,9 @@ def new_config(options: TextOptions, tokenizer: Any, *, classes: int) -> Any:
     def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
         values: dict[str, Any] = {"vocab_size": len(tokenizer)}
         if "max_position_embeddings" in names or "max_position_embeddings" in kind.attribute_map:
-            values["max_position_embeddings"] = options.max_length + 2  # RoBERTa counts from the number of its padding token
+            values["max_position_embeddings"] = (
+                options.max_length + 2
+            )  # RoBERTa counts from the number of its padding token
         roles = {"pad": "pad", "bos": "cls", "eos": "sep", "cls": "cls", "sep": "sep", "decoder_start": "pad"}
         always = ("pad", "bos", "eos", "decoder_start")
         named = {role: other for role, other in roles.items() if role in always or f"{role}_token_id" in names}

@@ -71,7 +71,10 @@ def of_absent_labels(data: TextData, labels: Sequence[str]) -> list[str]:
     absent = [label for label, count in _counts(data, labels).items() if not count]
     if not absent:
         return []
-    return [f"  not evaluated, because no evaluation text has them: {len(absent)} of {len(labels)} labels ({listed(absent)})"]
+    return [
+        f"  not evaluated, because no evaluation text has them: {len(absent)} of {len(labels)} labels "
+        f"({listed(absent)})"
+    ]
 
 
 def _counts(data: TextData, labels: Sequence[str]) -> dict[str, int]:

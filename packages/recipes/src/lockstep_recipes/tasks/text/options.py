@@ -70,7 +70,9 @@ class TextOptions(TableOptions):
     @model_validator(mode="after")
     def _adapters_have_a_base(self) -> Self:
         if self.lora is not None and self.model is None:
-            raise ValueError("lora needs a pretrained model: set model; to use a run, export it first: lockstep export RUN FOLDER")
+            raise ValueError(
+                "lora needs a pretrained model: set model; to use a run, export it first: lockstep export RUN FOLDER"
+            )
         return self
 
     def suggestions(self) -> dict[str, dict[str, Any]]:

@@ -68,7 +68,8 @@ class TextPresenter(Presenter):
         return {"text": sample.text} | ({} if sample.pair is None else {"text_pair": sample.pair})
 
     def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
-        """Precision, recall and F1 by class, the confusion matrix (with many classes, the most frequent confusions), samples."""
+        """Precision, recall and F1 by class, the confusion matrix (with many classes, the most frequent confusions),
+        samples."""
         counts, labels = values["confusion"], self.task.labels
         matrix = [] if self.task.options.multi_label else [confusion.confusions(counts, labels)]
         shown = "\n".join(self._line(sample, output) for sample, output in samples)

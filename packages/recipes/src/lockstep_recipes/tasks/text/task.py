@@ -58,7 +58,8 @@ class Text(Task):
         self._tokens: dict[Path, Tokens] = {}
 
     def setup(self, folder: Path, trained: bool) -> None:
-        """Save the tokenizer and the model's config, which contains the label names, in `folder`, in the format of Hugging Face."""
+        """Save the tokenizer and the model's config, which contains the label names, in `folder`, in the format of
+        Hugging Face."""
         self._trained = trained
         if not (folder / "config.json").exists():
             config, tokenizer, length = self.config, self.tokenizer, self.options.max_length
@@ -193,7 +194,9 @@ class Text(Task):
         ids, types, labels = map(list, zip(*samples, strict=True))
         masks = [torch.ones_like(tokens) if len(tokens) else tokens.new_zeros(1) for tokens in ids]
         padding = self.tokenizer.pad_token_id
-        ids = [tokens if len(tokens) else tokens.new_full((1,), padding) for tokens in ids]  # a text may not have any tokens
+        ids = [
+            tokens if len(tokens) else tokens.new_full((1,), padding) for tokens in ids
+        ]  # a text may not have any tokens
         pad = {"batch_first": True, "padding_side": self.tokenizer.padding_side}
         batch: Batch = {"input_ids": pad_sequence(ids, padding_value=float(padding), **pad)}
         batch["attention_mask"] = pad_sequence(masks, **pad)
@@ -262,7 +265,8 @@ class Text(Task):
         return probabilities.masked_fill(~batch["attention_mask"].any(dim=1, keepdim=True), math.nan)
 
     def metrics(self) -> Metrics:
-        """`accuracy` (with several labels per text, all of them must be correct), `macro_f1`, and the matrix `confusion`."""
+        """`accuracy` (with several labels per text, all of them must be correct), `macro_f1`, and the matrix
+        `confusion`."""
         from torchmetrics import classification
 
         from lockstep_recipes.tasks.class_metrics import ConfusionByLabel, class_metrics

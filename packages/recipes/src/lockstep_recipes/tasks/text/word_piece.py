@@ -1,6 +1,10 @@
 """The vocabulary of a new WordPiece tokenizer, the same in every process.
 
-`tokenizers.trainers.WordPieceTrainer` numbers the characters inside words (`##a`) in the order of a hash table, which each process seeds differently, and merges equally frequent pairs in the order of these numbers. So each process trains a different vocabulary. `BpeTrainer` does the same work, and its result depends only on the counts if its alphabet is given. Here each character becomes a symbol of that alphabet, with a different symbol inside words, and the trained tokens are converted back.
+`tokenizers.trainers.WordPieceTrainer` numbers the characters inside words (`##a`) in the order of a hash table, which
+each process seeds differently, and merges equally frequent pairs in the order of these numbers. So each process trains
+a different vocabulary. `BpeTrainer` does the same work, and its result depends only on the counts if its alphabet is
+given. Here each character becomes a symbol of that alphabet, with a different symbol inside words, and the trained
+tokens are converted back.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ _MOST = 10_000  # repetitions of a word in a text
 
 
 def train(texts: Iterable[str], *, normalizer: Any, pre_tokenizer: Any, size: int, special: Sequence[str]) -> list[str]:
-    """The tokens of a vocabulary, in order: special tokens, characters, characters inside words, and pairs in the order in which they were merged (most frequent first; among equally frequent ones, the pair whose tokens have the lower numbers).
+    """The tokens of a vocabulary, in order: special tokens, characters, characters inside words, and pairs in the order
+    in which they were merged (most frequent first; among equally frequent ones, the pair whose tokens have the lower
+    numbers).
 
     Args:
         normalizer, pre_tokenizer: those of `tokenizers`, which split a text into words.

@@ -145,7 +145,8 @@ class AutoModels(Models):
     size_keys: ClassVar[tuple[str, ...]] = ("size",)
     """The keys of a processor for the size of images; the first one that exists is used."""
     unused: ClassVar[tuple[str, ...]] = ()
-    """Substrings of the names of parameters that the logits do not depend on. They get no gradient, which DDP would refuse."""
+    """Substrings of the names of parameters that the logits do not depend on. They get no gradient, which DDP would
+    refuse."""
     problem: ClassVar[str | None] = None
     """`problem_type` of the config, which is for classification."""
 

@@ -16,7 +16,10 @@ def _from_epoch_0(sizes: dict[int | float, int]) -> dict[int | float, int]:
         raise ValueError("does not give a size for epoch 0; write {0: 128, 20: 160}, with epochs counted from 0")
     shares = [place for place in sizes if isinstance(place, float)]
     if shares and (max(sizes) >= 1 or len(shares) < len(sizes) - 1):
-        what = "the keys are neither epochs nor fractions; write {0: 128, 20: 160} or {0: 128, 0.5: 160}, with fractions below 1"
+        what = (
+            "the keys are neither epochs nor fractions; write {0: 128, 20: 160} or {0: 128, 0.5: 160}, with "
+            "fractions below 1"
+        )
         raise ValueError(what)
     return dict(sorted(sizes.items()))
 
@@ -33,11 +36,14 @@ BatchNormChoice = Literal["batch", "sync", "frozen", "group"]
 class ImageOptions(TaskOptions):
     """Sizes of images, their channels, augmentation and normalisation.
 
-    The size is a pure function of the epoch, so a run that resumes at any step has the same sizes as an uninterrupted run. Small images in the first epochs save time: Howard, https://www.fast.ai/posts/2018-04-30-dawnbench-fastai.html.
+    The size is a pure function of the epoch, so a run that resumes at any step has the same sizes as an uninterrupted
+    run. Small images in the first epochs save time: Howard, https://www.fast.ai/posts/2018-04-30-dawnbench-fastai.html.
     """
 
     image_size: ImageSize = None
-    """Height and width of training images in pixels. `{0: 128, 20: 160}`: 128 pixels from epoch 0, and 160 pixels from epoch 20. `{0: 128, 0.4: 160}`: 160 pixels after 0.4 of the epochs, rounded to whole epochs; the run stores these epochs. None: the size that suits the model."""
+    """Height and width of training images in pixels. `{0: 128, 20: 160}`: 128 pixels from epoch 0, and 160 pixels from
+    epoch 20. `{0: 128, 0.4: 160}`: 160 pixels after 0.4 of the epochs, rounded to whole epochs; the run stores these
+    epochs. None: the size that suits the model."""
     image_size_between: Literal["step", "linear"] = "step"
     """How the size changes between the epochs of `image_size`: in steps, or linearly."""
     image_size_multiple: PositiveInt = 32
@@ -45,18 +51,21 @@ class ImageOptions(TaskOptions):
     eval_size: PositiveInt | None = None
     """Height and width of evaluation images in pixels. None: the last size of `image_size`."""
     eval_resize: PositiveInt | None = None
-    """In evaluations, the shorter side of an image is resized to this many pixels, and the centre is cropped. None: the whole image is resized to `eval_size`, whatever its aspect ratio."""
+    """In evaluations, the shorter side of an image is resized to this many pixels, and the centre is cropped. None: the
+    whole image is resized to `eval_size`, whatever its aspect ratio."""
 
     channels: Literal[1, 3] = 3
     """1 for grey images, 3 for RGB."""
     mean: list[float] | None = None
-    """Mean of each channel, from 0 to 1, which is subtracted from pixels. None: that of the pretrained model; for a new model ImageNet's, or 0.5 for grey images."""
+    """Mean of each channel, from 0 to 1, which is subtracted from pixels. None: that of the pretrained model; for a new
+    model ImageNet's, or 0.5 for grey images."""
     std: list[PositiveFloat] | None = None
     """Standard deviation of each channel, by which pixels are divided. None: as for `mean`."""
     augment: AugmentOptions = AugmentOptions()
     """Random augmentation of training images."""
     batch_norm: BatchNormChoice = "batch"
-    """Statistics that BatchNorm layers use. `batch`: those of the micro-batch of a rank. `sync`: those of all ranks, on CUDA. `frozen`: the running statistics of the pretrained model. `group`: replace BatchNorm by GroupNorm."""
+    """Statistics that BatchNorm layers use. `batch`: those of the micro-batch of a rank. `sync`: those of all ranks, on
+    CUDA. `frozen`: the running statistics of the pretrained model. `group`: replace BatchNorm by GroupNorm."""
 
     @model_validator(mode="after")
     def _one_number_for_each_channel(self) -> Self:
@@ -83,9 +92,7 @@ class ImageOptions(TaskOptions):
         if not self._shares:
             return self
         if epochs is None:
-            what = (
-                f"image_size: {self._shares[-1]} is a fraction of the run, but the number of epochs is unknown here"
-            )
+            what = f"image_size: {self._shares[-1]} is a fraction of the run, but the number of epochs is unknown here"
             raise ValueError(f"{what}; write epochs, or set train.epochs and train.min_steps=null")
         assert isinstance(self.image_size, dict)
         sizes = {min(math.floor(share * epochs + 0.5), epochs - 1): size for share, size in self.image_size.items()}
@@ -149,7 +156,8 @@ def size_at(sizes: dict[int, int], epoch: int, *, multiple: int | None) -> int:
 
     Args:
         sizes: sizes by their first epoch, sorted. The first key is 0.
-        multiple: between two epochs, the size changes linearly, and is rounded (half up) to a multiple of this many pixels. At the epochs of `sizes` it is not rounded. None: the size is a step function.
+        multiple: between two epochs, the size changes linearly, and is rounded (half up) to a multiple of this many
+            pixels. At the epochs of `sizes` it is not rounded. None: the size is a step function.
     """
     before = max(start for start in sizes if start <= epoch)
     after = min((start for start in sizes if start > epoch), default=None)

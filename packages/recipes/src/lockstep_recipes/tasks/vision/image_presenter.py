@@ -82,7 +82,8 @@ class ImagePresenter(Presenter):
         }
 
     def export(self, model: nn.Module, folder: Path) -> list[str]:
-        """Write a JSON file with `preparation`. For a transformers model, also write what `transformers.pipeline` needs: its config and the config of an image processor."""
+        """Write a JSON file with `preparation`. For a transformers model, also write what `transformers.pipeline`
+        needs: its config and the config of an image processor."""
         written = self.preparation()
         (folder / self.task.kept).write_text(json.dumps(written, indent=1))
         return self.task.models.export(model, written, folder)

@@ -69,7 +69,8 @@ class ImageTask(KeptTask):
 
     @contextlib.contextmanager
     def partner(self, index: int, purpose: str) -> Iterator[None]:
-        """A training sample that is combined with another one: a DataError in the block names the sample and the purpose."""
+        """A training sample that is combined with another one: a DataError in the block names the sample and the
+        purpose."""
         try:
             yield
         except DataError as error:
@@ -120,7 +121,8 @@ class ImageTask(KeptTask):
 
 
 def logits_of(model: nn.Module, images: Tensor) -> Tensor:
-    """The class scores of normalised images (batch, channels, height, width): (batch, classes), or for segmentation (batch, classes, h, w), where h and w may be smaller than those of the images.
+    """The class scores of normalised images (batch, channels, height, width): (batch, classes), or for segmentation
+    (batch, classes, h, w), where h and w may be smaller than those of the images.
 
     Position embeddings of transformers models are interpolated to the size of the images.
     """

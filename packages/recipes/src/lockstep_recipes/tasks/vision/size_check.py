@@ -19,7 +19,9 @@ _State = dict[str, Any]
 
 
 def check_image_sizes(model: nn.Module, sizes: Sequence[int], *, channels: int, forward: _Forward, where: str) -> None:
-    """Run copies of `model` on one black image of each size. The copies and the images are on the meta device, where nothing is computed. Models that depend on values cannot run there, so they run on the CPU. Nothing is checked if the model itself is on the meta device.
+    """Run copies of `model` on one black image of each size. The copies and the images are on the meta device, where
+    nothing is computed. Models that depend on values cannot run there, so they run on the CPU. Nothing is checked if
+    the model itself is on the meta device.
 
     Args:
         sizes: heights and widths in pixels.
@@ -27,7 +29,8 @@ def check_image_sizes(model: nn.Module, sizes: Sequence[int], *, channels: int, 
         where: the config key of the sizes, for the error message.
 
     Raises:
-        UsageError: the model cannot take a size (the error names the nearest size that it can take), or its results depend on the sizes of earlier images, so that a resumed run would differ.
+        UsageError: the model cannot take a size (the error names the nearest size that it can take), or its results
+            depend on the sizes of earlier images, so that a resumed run would differ.
     """
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         return
@@ -47,7 +50,10 @@ def check_image_sizes(model: nn.Module, sizes: Sequence[int], *, channels: int, 
         changed = next((name for name in alone if after.get(name) != alone[name]), None)
         if changed is not None:
             what = f"{changed} is {alone[changed]!r} after an image of {order[-1]} pixels, but {after.get(changed)!r}"
-            what = f"the model's state depends on the sizes of earlier images: {what} if an image of {order[0]} pixels came before"
+            what = (
+                f"the model's state depends on the sizes of earlier images: {what} if an image of {order[0]} "
+                "pixels came before"
+            )
             raise UsageError(what, where=where, remedy="use one size for training and evaluation, or a different model")
 
 

@@ -1,11 +1,11 @@
 """Predict with the exported model next to this file. Needs only torch, NumPy and Pillow.
 
-    python use_model.py PICTURE...        a line of JSON for each image
+    python use_model.py IMAGE...          a line of JSON for each image
 
-    import use_model
-    use_model.predict("image.jpg")      a dict; for a list of images a list of dicts
+    import use_model use_model.predict("image.jpg")        a dict; for a list of images a list of dicts
 
-`lockstep export` copies this file. An image is a path, a Pillow image, or uint8 (height, width, channels). It is prepared as in an evaluation, according to the .json file in this folder. `model.pt2` computes the rest.
+`lockstep export` copies this file. An image is a path, a Pillow image, or uint8 (height, width, channels). It is
+prepared as in an evaluation, according to the .json file in this folder. `model.pt2` computes the rest.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def predict(pictures: Any, *, folder: str | Path = HERE, device: str = "cpu") ->
     | model | keys |
     |---|---|
     | classification | `prediction`, `probability`, and `probabilities` by class |
-    | segmentation | `classes`: (height, width) class numbers of all pixels; `names`; `shares`: the fraction of pixels by class |
+    | segmentation | `classes`: (height, width) class numbers; `names`; `shares`: the fraction of pixels by class |
     | detection | `boxes`: dicts of `class`, `score` and `box`: left, top, right, bottom in pixels; the best first. |
     | | Without boxes, also `note`: whether the score threshold is the reason |
 

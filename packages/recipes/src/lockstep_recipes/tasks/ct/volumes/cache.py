@@ -35,7 +35,8 @@ class CachedVolume(NamedTuple):
     positions: npt.NDArray[np.float32]
     notes: tuple[str, ...]
     address: str
-    """Hexadecimal digits that change with the content of the files and the arguments of `cached_volume`, but not with names, places and times."""
+    """Hexadecimal digits that change with the content of the files and the arguments of `cached_volume`, but not with
+    names, places and times."""
 
 
 def cached_volume(
@@ -43,7 +44,9 @@ def cached_volume(
 ) -> CachedVolume:
     """A volume from the cache, which stores it if it is new.
 
-    The first process that needs it reads the file and writes the volume to Lockstep's cache folder; all others wait for it. Whenever a process is killed, a volume in the cache is complete or absent. If the disk is nearly full, the volume is kept only in memory, is read again the next time, and a warning reports it.
+    The first process that needs it reads the file and writes the volume to Lockstep's cache folder; all others wait for
+    it. Whenever a process is killed, a volume in the cache is complete or absent. If the disk is nearly full, the
+    volume is kept only in memory, is read again the next time, and a warning reports it.
 
     Args:
         path: see `read_volume`.
@@ -80,7 +83,9 @@ def cached_volume(
 def content_address(path: Path) -> str:
     """Hexadecimal SHA-256 of the contents of a file, or of all files in a folder, whatever their names are.
 
-    It is kept next to the cache under path, sizes and times of the files, so that unchanged files are read once. One of the times is the ctime, which programs cannot set: a file that was replaced by one with the same size and date is read again.
+    It is kept next to the cache under path, sizes and times of the files, so that unchanged files are read once. One of
+    the times is the ctime, which programs cannot set: a file that was replaced by one with the same size and date is
+    read again.
 
     Raises:
         DataError: a file cannot be read.

@@ -10,7 +10,8 @@ import torch
 
 Places = npt.NDArray[np.int64]
 TrainChoice = Literal["window", "stratified", "even"]
-"""`window`: consecutive slices from a random position. `stratified`: a random slice from each of several equal sections of the volume. `even`: as in evaluation."""
+"""`window`: consecutive slices from a random position. `stratified`: a random slice from each of several equal sections
+of the volume. `even`: as in evaluation."""
 """`even`: evenly spaced slices. `all`: all slices, in groups; see `slice_groups`."""
 
 
@@ -40,7 +41,8 @@ def choose_slices(count: int, most: int, *, how: TrainChoice) -> Places:
 def slice_groups(count: int, most: int, *, how: TrainChoice) -> list[Places]:
     """All slices of a volume in groups of at most `most`, for an evaluation that averages the logits of the groups.
 
-    Each slice is in one group, and sizes of groups differ by at most one. Groups resemble the samples of training: with `window`, a group has consecutive slices; otherwise it has slices from the whole volume.
+    Each slice is in one group, and sizes of groups differ by at most one. Groups resemble the samples of training: with
+    `window`, a group has consecutive slices; otherwise it has slices from the whole volume.
 
     Args:
         how: the choice in training.

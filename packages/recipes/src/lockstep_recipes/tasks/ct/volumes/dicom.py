@@ -31,7 +31,9 @@ def read_dicom(folder: Path, *, allow_gaps: bool = False) -> Volume:
     """The volume of the single CT series in a folder, at any depth.
 
     Slices are sorted by their position along the normal of the slices (ImagePositionPatient), whatever their file names
-    and instance numbers are. RescaleSlope and RescaleIntercept are applied slice by slice. These are notes: identical slices at the same position (one is used), gantry tilt, slices that are shifted to the side, and files that are not DICOM (they are left out).
+    and instance numbers are. RescaleSlope and RescaleIntercept are applied slice by slice. These are notes: identical
+    slices at the same position (one is used), gantry tilt, slices that are shifted to the side, and files that are not
+    DICOM (they are left out).
 
     Args:
         allow_gaps: whether missing slices are a note instead of an error. `Volume.positions` shows the gaps.

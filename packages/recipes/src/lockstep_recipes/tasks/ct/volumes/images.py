@@ -24,13 +24,16 @@ def slice_images(
 ) -> Tensor:
     """Slices as images, with a channel for each HU window.
 
-    Random changes are the same for all slices of the call: the same crop, flip, brightness and so on. Contrast is changed about the mean of each slice.
+    Random changes are the same for all slices of the call: the same crop, flip, brightness and so on. Contrast is
+    changed about the mean of each slice.
 
     Args:
         slices: int16 (n, rows, columns) in HU.
         size: height and width of the images in pixels.
-        augment: random changes, drawn from torch's global generator. Hue and saturation should stay 0, since channels are not colours. None: no random changes.
-        keep_shape: without `augment`, whether a slice that is not square keeps its aspect ratio and is padded with 0 at the right and at the bottom, as `augment` does with `crop: fit`. Otherwise it is stretched to a square.
+        augment: random changes, drawn from torch's global generator. Hue and saturation should stay 0, since channels
+            are not colours. None: no random changes.
+        keep_shape: without `augment`, whether a slice that is not square keeps its aspect ratio and is padded with 0 at
+            the right and at the bottom, as `augment` does with `crop: fit`. Otherwise it is stretched to a square.
 
     Returns:
         uint8 (n, windows, size, size), channels_last in memory.

@@ -74,8 +74,8 @@ def _read_nifti(path: Path) -> Volume:
 
 
 def _checked_voxels(path: Path, image: Any) -> Array:
-    """The voxels of a compressed file, which is read to its end because its checksum is there. nibabel itself stops after the last voxel, and does not notice changed bytes.
-    """
+    """The voxels of a compressed file, which is read to its end because its checksum is there. nibabel itself stops
+    after the last voxel, and does not notice changed bytes."""
     with gzip.open(path) as stream:
         voxels: Array = np.asanyarray(type(image).from_stream(stream).dataobj)
         while stream.read(_REST):
@@ -86,7 +86,8 @@ def _checked_voxels(path: Path, image: Any) -> Array:
 def _read_numpy(path: Path) -> Volume:
     """A volume of (slices, rows, columns) in HU, in the orientation of `Volume`.
 
-    A .npz contains it as `slices` or as its only array with three axes, and may contain `spacing` (slices, rows, columns, in mm) and `positions` (of the slices, in mm). Without these, distances are assumed to be 1 mm.
+    A .npz contains it as `slices` or as its only array with three axes, and may contain `spacing` (slices, rows,
+    columns, in mm) and `positions` (of the slices, in mm). Without these, distances are assumed to be 1 mm.
     """
     try:
         with path.open("rb") as file:  # NumPy leaves a damaged file open

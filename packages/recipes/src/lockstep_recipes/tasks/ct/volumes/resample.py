@@ -32,7 +32,8 @@ def resampled_slices(
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.float32]]:
     """Slices `distance_mm` apart, and their positions. If they already have this distance, the arguments are returned.
 
-    Values between slices are interpolated linearly. If the new distance is larger, values are averaged with a triangular filter that is two new distances wide. This reduces the noise of thin slices, and uses every slice.
+    Values between slices are interpolated linearly. If the new distance is larger, values are averaged with a
+    triangular filter that is two new distances wide. This reduces the noise of thin slices, and uses every slice.
 
     Args:
         slices: (n, rows, columns).

@@ -17,7 +17,9 @@ Voxels = npt.NDArray[np.int16]
 class Slices:
     """int16 (slices, rows, columns) in Hounsfield units, in memory or in a .npy file. Both behave alike.
 
-    `slices[7]`, `slices[3:9]` and `slices[places]` with an array of integers read only these slices. The file is read rather than memory-mapped: for a mapped file that is not in the page cache, Linux reads much more than each slice, and a disk error kills the process.
+    `slices[7]`, `slices[3:9]` and `slices[places]` with an array of integers read only these slices. The file is read
+    rather than memory-mapped: for a mapped file that is not in the page cache, Linux reads much more than each slice,
+    and a disk error kills the process.
 
     Args:
         source: the voxels, or the path of the file.

@@ -43,10 +43,12 @@ def oriented(voxels: Array, affine: Array, *, where: str, positions: Array | Non
     Args:
         voxels: (i, j, k) numbers in HU.
         affine: (4, 4) from voxel indices to millimetres, to the right, the front and the head (RAS), as in NIfTI.
-        where: the file or folder, for errors. positions: (k) ascending positions of slices along k in millimetres, if distances may be uneven. None: slice distances come from `affine`.
+        where: the file or folder, for errors. positions: (k) ascending positions of slices along k in millimetres, if
+            distances may be uneven. None: slice distances come from `affine`.
 
     Raises:
-        DataError: the voxels are not a volume (see `hounsfield`), the matrix has no orientation, or distances are uneven along an axis other than the one nearest to the axis of the body.
+        DataError: the voxels are not a volume (see `hounsfield`), the matrix has no orientation, or distances are
+            uneven along an axis other than the one nearest to the axis of the body.
     """
     nibabel = optional("nibabel", "nibabel is needed to read volumes", where=where, remedy=REMEDY)
     if voxels.ndim == 4 and voxels.shape[3] == 1:
@@ -98,7 +100,9 @@ def hounsfield(values: Array, *, where: str) -> npt.NDArray[np.int16]:
         raise DataError(f"voxels of type {values.dtype} are not Hounsfield units", where=where, remedy=remedy)
     hounsfield_units = np.empty(values.shape, dtype=np.int16)
     wrong = 0
-    for plane, kept in zip(values, hounsfield_units, strict=True):  # slice by slice, so that a large volume is in memory only once
+    for plane, kept in zip(
+        values, hounsfield_units, strict=True
+    ):  # slice by slice, so that a large volume is in memory only once
         if values.dtype.kind == "f":
             wrong += plane.size - int(np.isfinite(plane).sum())
             plane = np.rint(np.nan_to_num(plane))

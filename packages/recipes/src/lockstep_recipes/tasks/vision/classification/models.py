@@ -52,7 +52,8 @@ def models_for(options: ClassificationOptions, folder: Path | None, *, architect
 
 
 def median_side(records: ImageRecords) -> int:
-    """The median of the shorter sides of images in pixels. It uses the headers of about 100 evenly spaced images. 32 if none can be read."""
+    """The median of the shorter sides of images in pixels. It uses the headers of about 100 evenly spaced images. 32 if
+    none can be read."""
     sides = []
     for index in range(0, len(records), max(1, len(records) // _LOOKED_AT)):
         with contextlib.suppress(DataError):  # when the image is read, this is an error, or the image is skipped
@@ -115,7 +116,8 @@ class TransformersModels(AutoModels):
         square = {"height": side, "width": side}
         cut = {"size": {"shortest_edge": resize}, "crop_size": square}
         return {
-            "image_processor_type": "BitImageProcessor",  # it resizes, crops the centre and normalises, as Lockstep does
+            # It resizes, crops the centre and normalises, as Lockstep does.
+            "image_processor_type": "BitImageProcessor",
             "do_convert_rgb": len(about["mean"]) == 3,
             "do_center_crop": resize is not None,
             **({"size": square} if resize is None else cut),

@@ -66,7 +66,8 @@ class ClassificationOptions(TableOptions, ImageOptions):
     task: ClassVar[str] = "lockstep_recipes.tasks.vision.classification.task:Classification"
 
     model: str | None = None
-    """A pretrained model: its name on the Hugging Face hub, a local folder, or `timm:NAME`. None: a new model, described by `scratch`."""
+    """A pretrained model: its name on the Hugging Face hub, a local folder, or `timm:NAME`. None: a new model,
+    described by `scratch`."""
     scratch: ScratchOptions = ScratchOptions()
     new_head: bool = False
     """Replace the last layer of a model that already classifies."""
@@ -82,7 +83,8 @@ class ClassificationOptions(TableOptions, ImageOptions):
     mixup_alpha: Annotated[float, Field(ge=0)] = 0.0
     """Alpha of mixup: the mixing ratio is drawn from Beta(alpha, alpha). 0: no mixup."""
     cutmix_alpha: Annotated[float, Field(ge=0)] | Literal["auto"] = 0.0
-    """Alpha of cutmix: the mixing ratio is drawn from Beta(alpha, alpha). 0: no cutmix. `auto`: 0 if the training images are small, as for `augment.crop`, otherwise 1. If mixup is also set, each is used half the time."""
+    """Alpha of cutmix: the mixing ratio is drawn from Beta(alpha, alpha). 0: no cutmix. `auto`: 0 if the training
+    images are small, as for `augment.crop`, otherwise 1. If mixup is also set, each is used half the time."""
     mix_probability: Annotated[float, Field(ge=0, le=1)] = 1.0
     """The probability that a training sample is mixed with a partner, if `mixup_alpha` or `cutmix_alpha` is set."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -104,7 +106,8 @@ class ClassificationOptions(TableOptions, ImageOptions):
         Small images have few pixels to lose, so they are shifted instead of cropped, and cutmix is off.
 
         Args:
-            side: the median of the shorter sides of the training images in pixels, before they are resized. None: unknown, because no option is `auto`.
+            side: the median of the shorter sides of the training images in pixels, before they are resized. None:
+                unknown, because no option is `auto`.
         """
         small = side is not None and side <= SMALL
         architecture, crop, alpha = self.scratch.architecture, self.augment.crop, self.cutmix_alpha

@@ -57,7 +57,8 @@ class ClassificationPresenter(ImagePresenter):
         return (-chosen.clamp(min=torch.finfo(chosen.dtype).tiny).log()).masked_fill(labels < 0, -math.inf)
 
     def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
-        """Precision, recall and F1 by class, and the confusion matrix; with many classes, the most frequent confusions."""
+        """Precision, recall and F1 by class, and the confusion matrix; with many classes, the most frequent
+        confusions."""
         counts, classes = values.get("confusion"), self.task.classes
         if counts is None:
             return ""
@@ -68,7 +69,9 @@ class ClassificationPresenter(ImagePresenter):
         task, options = self.task, self.task.options
         lines = super().log_header()
         if options.batch_norm == "frozen" and not options.model:
-            lines.append("WARNING: task.batch_norm=frozen, but a new model does not have running statistics to normalise with")
+            lines.append(
+                "WARNING: task.batch_norm=frozen, but a new model does not have running statistics to normalise with"
+            )
         if options.asks_the_images:
             lines.append(self._decided())
         if options.mixup_alpha or task.decided.cutmix_alpha:

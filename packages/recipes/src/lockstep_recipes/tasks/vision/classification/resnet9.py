@@ -1,4 +1,5 @@
-"""The small networks of `image_folder`, without batch statistics: the result does not depend on how the batch is split."""
+"""The small networks of `image_folder`, without batch statistics: the result does not depend on how the batch is
+split."""
 
 from __future__ import annotations
 
@@ -29,8 +30,9 @@ class StandardizedConv2d(nn.Conv2d):
 class ResNet9(nn.Module):
     """Eight 3x3 convolutions (four of them in two residual blocks), and a linear layer on the means of the channels.
 
-    (batch, channels, height, width) -> (batch, classes) logits. Pooling halves the image three times, so a side must have 8 pixels or more. The layers are those of Page 2018, https://myrtle.ai/how-to-train-your-resnet/, with mean pooling at
-    the end, with GroupNorm and standardized weights instead of batch norm, and narrower.
+    (batch, channels, height, width) -> (batch, classes) logits. Pooling halves the image three times, so a side must
+    have 8 pixels or more. The layers are those of Page 2018, https://myrtle.ai/how-to-train-your-resnet/, with mean
+    pooling at the end, with GroupNorm and standardized weights instead of batch norm, and narrower.
 
     Args:
         width: channels after the first convolution, a multiple of 16. The last has 8 times as many.
@@ -59,7 +61,8 @@ class ResNet9(nn.Module):
 class ConvNet4(nn.Module):
     """Four 3x3 convolutions, each followed by max-pooling, and a linear layer on the means of the channels.
 
-    (batch, channels, height, width) -> (batch, classes) logits. The layers have GroupNorm and standardized weights, like those of `ResNet9`. Pooling rounds sides up, so an image may have any size.
+    (batch, channels, height, width) -> (batch, classes) logits. The layers have GroupNorm and standardized weights,
+    like those of `ResNet9`. Pooling rounds sides up, so an image may have any size.
 
     Args:
         width: channels after the first convolution, a multiple of 16. The next have 2, 4 and 4 times as many.

@@ -56,7 +56,9 @@ class Classification(ImageTask):
     `partner_labels`: int64 (samples), and `label_share`: float32 (samples), the weight of `labels` in the target.
 
     Args:
-        train, eval: `digits`, or a source of images: see `readers.image_records.read_image_records`. Without `eval`, the evaluation split of the folder `train` is used, if there is one; otherwise the fraction `options.eval_fraction` of the images in `train` is held back.
+        train, eval: `digits`, or a source of images: see `readers.image_records.read_image_records`. Without `eval`,
+            the evaluation split of the folder `train` is used, if there is one; otherwise the fraction
+            `options.eval_fraction` of the images in `train` is held back.
         cache: options of the disk cache of decoded images (`data.cache`).
     """
 
@@ -171,7 +173,8 @@ class Classification(ImageTask):
     # ---- from an image to a batch
 
     def prepare(self, sample: Sample, epoch: int, training: bool) -> dict[str, Any]:
-        """The image, uint8 (channels, size, size), and its label. In training, it is augmented and mixed with a partner."""
+        """The image, uint8 (channels, size, size), and its label. In training, it is augmented and mixed with a
+        partner."""
         image, label = self._labelled(sample, epoch, training)
         item = {"images": image, "labels": label}
         if training and (self.options.mixup_alpha or self.decided.cutmix_alpha):
@@ -240,7 +243,8 @@ class Classification(ImageTask):
         return loss, logits.detach().softmax(dim=-1)
 
     def _loss(self, logits: Tensor, batch: Batch, smoothing: float) -> Tensor:
-        """The sum of the cross-entropies. A mixed sample has the weighted mean of the cross-entropies for its own and its partner's label. That equals the cross-entropy with the mixed target, because it is linear in the target."""
+        """The sum of the cross-entropies. A mixed sample has the weighted mean of the cross-entropies for its own and
+        its partner's label. That equals the cross-entropy with the mixed target, because it is linear in the target."""
         weights = self._weights.like(logits)
 
         def cross_entropy(labels: Tensor, reduction: str) -> Tensor:

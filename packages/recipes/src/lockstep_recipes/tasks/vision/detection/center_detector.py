@@ -1,8 +1,9 @@
 """A small anchor-free detector: for each cell, a score for being the centre of an object, and the box around it.
 
-It trains from scratch in minutes, and needs only torch. The heads, and the targets in `center_losses`, are those of
-Liu et al. 2019, Training-Time-Friendly Network for Real-Time Object Detection, arXiv:1909.00700, which extends
-Zhou et al. 2019, Objects as Points, arXiv:1904.07850. The features come from a residual network with a feature pyramid (Lin et al. 2017, arXiv:1612.03144), whose finest level is used.
+It trains from scratch in minutes, and needs only torch. The heads, and the targets in `center_losses`, are those of Liu
+et al. 2019, Training-Time-Friendly Network for Real-Time Object Detection, arXiv:1909.00700, which extends Zhou et al.
+2019, Objects as Points, arXiv:1904.07850. The features come from a residual network with a feature pyramid (Lin et al.
+2017, arXiv:1612.03144), whose finest level is used.
 """
 
 from __future__ import annotations
@@ -140,14 +141,16 @@ def boxes_of(distances: Tensor) -> Tensor:
 def best_boxes(
     output: CenterOutput, *, size: tuple[int, int], most: int, overlap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The best boxes of each image: cells whose score is the highest in their 3x3 neighbourhood, then non-maximum suppression within each class.
+    """The best boxes of each image: cells whose score is the highest in their 3x3 neighbourhood, then non-maximum
+    suppression within each class.
 
     Args:
         size: height and width of the images in pixels, to which boxes are clipped.
         most: the maximum number of boxes per image. overlap: see `overlap.suppressed`.
 
     Returns:
-        boxes (images, `most`, 4) in pixels, scores (images, `most`), labels (images, `most`), the best first; entries without a box have the score 0 and the label -1.
+        boxes (images, `most`, 4) in pixels, scores (images, `most`), labels (images, `most`), the best first; entries
+        without a box have the score 0 and the label -1.
     """
     scores = output.logits.float().sigmoid()
     peaks = scores * (functional.max_pool2d(scores, 3, 1, 1) == scores)

@@ -1,6 +1,7 @@
 """Targets and losses of `CenterDetector`, as sums.
 
-Source: Liu et al. 2019, Training-Time-Friendly Network, arXiv:1909.00700, sections 3.2 and 3.3. Unlike there, each box has the same weight in the box loss.
+Source: Liu et al. 2019, Training-Time-Friendly Network, arXiv:1909.00700, sections 3.2 and 3.3. Unlike there, each box
+has the same weight in the box loss.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ class CenterTargets(NamedTuple):
     counts: Tensor
     """bool (images, 1, rows, columns): whether cells without a centre count as background."""
     owner: Tensor
-    """int64 (images, rows, columns): the box of each cell, counted over the batch. Cells without a box contain the number of boxes."""
+    """int64 (images, rows, columns): the box of each cell, counted over the batch. Cells without a box contain the
+    number of boxes."""
     share: Tensor
-    """(images, rows, columns): the weight of each cell in the loss of its box. The weights of a box sum to 1. Cells without a box have 0."""
+    """(images, rows, columns): the weight of each cell in the loss of its box. The weights of a box sum to 1. Cells
+    without a box have 0."""
 
 
 def center_targets(targets: Targets, *, classes: int, rows: int, columns: int, like: Tensor) -> CenterTargets:
     """The targets for an output of rows x columns cells.
 
-    Each box is a Gaussian around its centre that is as wide as the box. If several boxes cover a cell, it belongs to the smallest. A box whose cells all belong to smaller boxes has no cells.
+    Each box is a Gaussian around its centre that is as wide as the box. If several boxes cover a cell, it belongs to
+    the smallest. A box whose cells all belong to smaller boxes has no cells.
 
-    Nothing here waits for the device: all shapes follow from the shapes of `targets`. Boxes are drawn a few at a time, so that memory does not grow with boxes x cells.
+    Nothing here waits for the device: all shapes follow from the shapes of `targets`. Boxes are drawn a few at a time,
+    so that memory does not grow with boxes x cells.
     """
     pictures, boxes = len(targets.counts), targets.boxes.to(like)
     y, x = places(rows, columns, like)
@@ -47,7 +52,8 @@ def center_targets(targets: Targets, *, classes: int, rows: int, columns: int, l
     horizontal, column = _gaussian(x, boxes[:, 0], boxes[:, 2], reach[1])
     picture = targets.pictures
 
-    # The smallest box of each cell: boxes are numbered by size, and the lowest number wins. Cells that a box does not reach have the highest number. Floating-point numbers are several times faster here on a CPU.
+    # The smallest box of each cell: boxes are numbered by size, and the lowest number wins. Cells that a box does not
+    # reach have the highest number. Floating-point numbers are several times faster here on a CPU.
     none = len(boxes)
     order = area(boxes).argsort(stable=True)
     number = like.new_empty(none, 1)
@@ -107,7 +113,8 @@ def _covered(targets: Targets, y: Tensor, x: Tensor) -> Tensor:
 
 
 def center_losses(output: CenterOutput, targets: Targets) -> dict[str, Tensor]:
-    """`center`: the focal loss of the scores, summed over cells and classes. `box`: one minus the generalised overlap of the boxes, as a weighted mean over the cells of each true box, summed over true boxes."""
+    """`center`: the focal loss of the scores, summed over cells and classes. `box`: one minus the generalised overlap
+    of the boxes, as a weighted mean over the cells of each true box, summed over true boxes."""
     logits, distances = output
     wanted = center_targets(
         targets, classes=logits.shape[1], rows=logits.shape[2], columns=logits.shape[3], like=logits

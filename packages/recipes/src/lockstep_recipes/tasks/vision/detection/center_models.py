@@ -16,7 +16,11 @@ from lockstep_recipes.tasks.vision.detection.options import CENTER
 from lockstep_recipes.tasks.vision.image_models import Pixels
 
 _SIZE = 320  # default size in pixels
-_SIZES = {"width": (32, 16), "depth": (1, 1), "levels": (4, 1)}  # key: default, and the number that it must be a multiple of
+_SIZES = {
+    "width": (32, 16),
+    "depth": (1, 1),
+    "levels": (4, 1),
+}  # key: default, and the number that it must be a multiple of
 _BOX = 5.0  # as in the paper of `center_losses`, section 3.4
 
 

@@ -25,8 +25,8 @@ MOST = 100
 class CocoMap(Metric):
     """Average precision of boxes, exactly as pycocotools computes it on one process.
 
-    Each rank keeps at most 100 boxes per image and class, 22 bytes each, and 12 bytes per image. Rank 0
-    gets those of all ranks, and calls pycocotools class by class, so that only the objects of one class exist at a time.
+    Each rank keeps at most 100 boxes per image and class, 22 bytes each, and 12 bytes per image. Rank 0 gets those of
+    all ranks, and calls pycocotools class by class, so that only the objects of one class exist at a time.
 
     Args:
         truth: returns the images with their true boxes. It is called when the metric is computed.
@@ -67,8 +67,10 @@ class CocoMap(Metric):
 
         Returns:
             `mAP`, `mAP50`, `mAP75`: the means over classes, at IoU 0.50 to 0.95, 0.50 and 0.75; `mAP_small`,
-            `mAP_medium`, `mAP_large`: by area, below 32 x 32, below 96 x 96 and above; `mAR`: the mean recall with 100 boxes per image and class; `mAP/CLASS`: for each class. Sizes and classes without any true box are left out. All other values are -1 if there are no true boxes at all. `precision_recall`: (classes, 101), the precision at
-            IoU 0.50 where the recall is 0, 0.01, ... 1; -1 for classes without a true box.
+            `mAP_medium`, `mAP_large`: by area, below 32 x 32, below 96 x 96 and above; `mAR`: the mean recall with 100
+            boxes per image and class; `mAP/CLASS`: for each class. Sizes and classes without any true box are left out.
+            All other values are -1 if there are no true boxes at all. `precision_recall`: (classes, 101), the precision
+            at IoU 0.50 where the recall is 0, 0.01, ... 1; -1 for classes without a true box.
 
         Raises:
             DataError: an image is not in the data, or occurs twice.

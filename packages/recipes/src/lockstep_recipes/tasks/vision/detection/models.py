@@ -36,7 +36,8 @@ class Targets:
     ignored_counts: Tensor
     """int64 (images): the number of ignored regions of each image."""
     shapes: Tensor
-    """int64 (images, 2): height and width in pixels of each prepared image without padding. This area starts in the upper left corner. In training, an augmentation may leave empty areas inside."""
+    """int64 (images, 2): height and width in pixels of each prepared image without padding. This area starts in the
+    upper left corner. In training, an augmentation may leave empty areas inside."""
 
     @property
     def pictures(self) -> Tensor:
@@ -73,7 +74,9 @@ class Targets:
     def units(self) -> Tensor:
         """The sum over images of max(1, boxes of the image): float32 scalar.
 
-        This is the unit of losses that background contributes to. In an image with boxes, the unit is the box. An image without boxes counts as one, so that the model learns from it that nothing is there, even in a global batch without any box.
+        This is the unit of losses that background contributes to. In an image with boxes, the unit is the box. An image
+        without boxes counts as one, so that the model learns from it that nothing is there, even in a global batch
+        without any box.
         """
         return self.counts.clamp(min=1).sum().float()
 

@@ -32,7 +32,8 @@ class DetectionOptions(ImageOptions):
     task: ClassVar[str] = "lockstep_recipes.tasks.vision.detection.task:Detection"
 
     model: str | None = None
-    """A pretrained model: its name on the Hugging Face hub, or a local folder. None: a new model, described by `scratch`."""
+    """A pretrained model: its name on the Hugging Face hub, or a local folder. None: a new model, described by
+    `scratch`."""
     scratch: ScratchOptions = ScratchOptions()
     new_head: bool = False
     """Replace the last layers of a model that was trained for different classes."""
@@ -44,24 +45,31 @@ class DetectionOptions(ImageOptions):
     eval_images: str | None = None
     """The same for evaluation images. None: `images`."""
     on_bad_boxes: Literal["raise", "skip"] = "raise"
-    """What to do with a box that is not finite, has no area, or is outside its image: `raise` an error, or `skip` the box in training and evaluation. `skip` also accepts many boxes that extend beyond the edge."""
+    """What to do with a box that is not finite, has no area, or is outside its image: `raise` an error, or `skip` the
+    box in training and evaluation. `skip` also accepts many boxes that extend beyond the edge."""
     difficult: bool = False
     """Pascal VOC: treat difficult objects as ordinary objects. Otherwise they are ignored regions."""
     augment: AugmentOptions = AugmentOptions(crop="scale_jitter", jitter=(0.6, 1.5))
     mosaic: Probability = 0.0
     """Probability that a training image is a mosaic of four images: itself, and three drawn from the training data."""
     batch_norm: BatchNormChoice = "group"
-    """Statistics that BatchNorm layers use, as in all image tasks. Default for a transformers model: `frozen` with pretrained weights and `batch` without, because its exported files cannot express that GroupNorm replaces BatchNorm."""
+    """Statistics that BatchNorm layers use, as in all image tasks. Default for a transformers model: `frozen` with
+    pretrained weights and `batch` without, because its exported files cannot express that GroupNorm replaces
+    BatchNorm."""
     most_boxes: PositiveInt = 300
     """Maximum number of boxes of a prediction. pycocotools uses at most 100 per image and class."""
     score_threshold: Probability = 0.3
-    """Boxes with a lower score are neither drawn nor shown, and do not count as false positives. Metrics, and predictions in files, include boxes of every score."""
+    """Boxes with a lower score are neither drawn nor shown, and do not count as false positives. Metrics, and
+    predictions in files, include boxes of every score."""
     nms: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """Non-maximum suppression for `center` and for images in tiles: of two boxes of a class whose intersection over union is above this number, the one with the lower score is removed."""
+    """Non-maximum suppression for `center` and for images in tiles: of two boxes of a class whose intersection over
+    union is above this number, the one with the lower score is removed."""
     tile: PositiveInt | None = None
-    """In evaluations and predictions, an image with a side of more than this many pixels is split into tiles of at most this side, and the boxes of the tiles are merged. None: every image is processed as a whole."""
+    """In evaluations and predictions, an image with a side of more than this many pixels is split into tiles of at most
+    this side, and the boxes of the tiles are merged. None: every image is processed as a whole."""
     tile_overlap: Annotated[float, Field(ge=0, lt=1)] = 0.25
-    """Minimum fraction of a tile that overlaps the next tile. An object that is larger than the overlap may only be detected in pieces."""
+    """Minimum fraction of a tile that overlaps the next tile. An object that is larger than the overlap may only be
+    detected in pieces."""
 
     def images_of(self, split: Literal["train", "eval"]) -> str | None:
         """The folder of the images of a split, from `images` or `eval_images`."""

@@ -65,7 +65,8 @@ def suppressed(boxes: Tensor, labels: Tensor, most: float) -> Tensor:
 def remaining(boxes: Tensor, labels: Tensor, most: float, *, count: int | None = None) -> Tensor:
     """The boxes of an image that `suppressed` does not remove, with little memory for any number of boxes.
 
-    Boxes are processed in blocks. Each block is compared with the remaining boxes of earlier blocks, and then with itself.
+    Boxes are processed in blocks. Each block is compared with the remaining boxes of earlier blocks, and then with
+    itself.
 
     Args:
         boxes, labels, most: (n, 4), (n) and a number, as in `suppressed`.

@@ -30,8 +30,8 @@ Output = Mapping[str, Tensor]
 
 
 class DetectionPresenter(ImagePresenter):
-    """Presents image, true and detected boxes side by side, and the average precision of each class. INPUT arguments are
-    images, folders of images, and a COCO file that names images."""
+    """Presents image, true and detected boxes side by side, and the average precision of each class. INPUT arguments
+    are images, folders of images, and a COCO file that names images."""
 
     task: Detection
     image_side = _SIDE
@@ -57,7 +57,8 @@ class DetectionPresenter(ImagePresenter):
     # ---- one sample
 
     def describe(self, output: Output) -> dict[str, Any]:
-        """`boxes`: boxes with at least `score_threshold`, the best first, with class, score, and left, top, right and bottom in pixels of the original image. `best_score`: the highest score of any box; 0 without boxes."""
+        """`boxes`: boxes with at least `score_threshold`, the best first, with class, score, and left, top, right and
+        bottom in pixels of the original image. `best_score`: the highest score of any box; 0 without boxes."""
         boxes, scores, labels = _shown(output, self.task.options.score_threshold)
         return {
             "boxes": [
@@ -76,7 +77,8 @@ class DetectionPresenter(ImagePresenter):
     def rows(self, sample: BoxedImage, output: Output) -> list[dict[str, Any]]:
         """A row of COCO's results for each box of any score.
 
-        `image_id`, for images with an id in a COCO file; `file_name`; `category_id`, from the same file, or from the training data (-1: the file does not declare the class); `bbox` (left, top, width and height in pixels);
+        `image_id`, for images with an id in a COCO file; `file_name`; `category_id`, from the same file, or from the
+        training data (-1: the file does not declare the class); `bbox` (left, top, width and height in pixels);
         `score`; and `class`, its name.
         """
         from lockstep_recipes.tasks.vision.detection.coco_map import width_and_height
@@ -116,7 +118,8 @@ class DetectionPresenter(ImagePresenter):
         return boxes * boxes.new_tensor([width, height, width, height]), scores, labels
 
     def picture(self, sample: BoxedImage, prepared: Mapping[str, Any], output: Output | None) -> Any:
-        """The image, next to it the true boxes and the detected boxes with at least `score_threshold`, with a legend of the classes that occur. A training sample is shown as the model sees it."""
+        """The image, next to it the true boxes and the detected boxes with at least `score_threshold`, with a legend of
+        the classes that occur. A training sample is shown as the model sees it."""
         third = _SIDE // 3
         if output is None:
             view, labels = prepared["views"][0].picture, prepared["labels"][0]
@@ -137,7 +140,8 @@ class DetectionPresenter(ImagePresenter):
     def _drawn(
         self, image: Any, boxes: Tensor, labels: Tensor, scores: Tensor | None = None, side: int | None = None
     ) -> Any:
-        """The image with boxes in the colours of their classes; the best box is drawn last. Boxes with scores have captions."""
+        """The image with boxes in the colours of their classes; the best box is drawn last. Boxes with scores have
+        captions."""
         order = list(reversed(range(len(boxes))))
         colors = drawing.palette(len(self.task.classes))[labels.cpu().numpy()].reshape(-1, 3)[order]
         corners, texts = boxes.cpu().numpy()[order], []

@@ -33,8 +33,8 @@ def program(task: Detection, model: nn.Module) -> Program:
     """The program of a detector for squares.
 
     The inputs are `images`, float32 (squares, channels, size, size) from 0 to 255, and `shapes`, int64 (squares, 2):
-    height and width of each image without padding. Models that do not accept padding get images that are stretched to the whole square. The outputs are boxes, scores and labels as in `Detections`, before
-    non-maximum suppression.
+    height and width of each image without padding. Models that do not accept padding get images that are stretched to
+    the whole square. The outputs are boxes, scores and labels as in `Detections`, before non-maximum suppression.
     """
     size = task.options.size_for_evaluation(task.about.size)
     draw = torch.Generator().manual_seed(0)

@@ -71,7 +71,8 @@ class Detection(ImageTask):
     | `ids` | int64 (images) | their ids in the annotation file |
 
     An output is a dict of `boxes`: float32 (images, `most_boxes`, 4), left, top, right and bottom in pixels of the
-    original image; `scores`: float32 (images, `most_boxes`), descending; and `labels`: int64 (images, `most_boxes`), -1 for entries without a box.
+    original image; `scores`: float32 (images, `most_boxes`), descending; and `labels`: int64 (images, `most_boxes`), -1
+    for entries without a box.
 
     Args:
         train, eval: sources of images with boxes: see `tasks.vision.readers.boxed_images.read_boxed_images`.
@@ -223,7 +224,8 @@ class Detection(ImageTask):
         return self.models.forward(model, self.normalised(model, images), targets.shapes, targets if training else None)
 
     def _parts(self, model: nn.Module, batch: Batch, targets: Targets) -> Iterator[tuple[Any, Targets]]:
-        """The outputs of the views of a batch, and their targets. Tiles are processed a few at a time, to save memory."""
+        """The outputs of the views of a batch, and their targets. Tiles are processed a few at a time, to save
+        memory."""
         images, step = batch["images"], max(len(batch["ids"]), _VIEWS)
         for begin in range(0, len(images), step):
             part = targets.part(begin, begin + step)

@@ -67,9 +67,10 @@ def boxes_of(outputs: Outputs, *, scores: Literal["softmax", "sigmoid"], most: i
     """The best boxes of each image, chosen like transformers' image processors do.
 
     Args:
-        scores: `softmax`: each query has a box of its most probable class; the last logit means that there is no object.
-            `sigmoid`: each pair of a query and a class may be a box.
-        most: the maximum number of boxes per image. The result has this many entries, or as many as the model has boxes.
+        scores: `softmax`: each query has a box of its most probable class; the last logit means that there is no
+            object. `sigmoid`: each pair of a query and a class may be a box.
+        most: the maximum number of boxes per image. The result has this many entries, or as many as the model has
+            boxes.
     """
     predictions = outputs.predictions
     logits, queries = predictions.logits, predictions.logits.shape[1]

@@ -1,6 +1,8 @@
 """Losses of transformers' detectors, as sums over units that depend only on the labels.
 
-The detectors in transformers match each true box with a query, and divide their losses by the number of boxes of a batch on one rank. Here, the same matching and the same terms give sums instead, over all decoder layers. The engine divides them by the number of boxes of the global batch.
+The detectors in transformers match each true box with a query, and divide their losses by the number of boxes of a
+batch on one rank. Here, the same matching and the same terms give sums instead, over all decoder layers. The engine
+divides them by the number of boxes of the global batch.
 
 Sources: Carion et al., DETR, arXiv:2005.12872; Zhu et al., Deformable DETR, arXiv:2010.04159; Zhao et al., RT-DETR,
 arXiv:2304.08069; Peng et al., D-FINE, arXiv:2410.13842.
@@ -21,7 +23,8 @@ from lockstep.core.foreign_errors import optional
 
 Layer = dict[str, Tensor]
 Labels = list[dict[str, Tensor]]
-"""For each image: `class_labels`, int64 (boxes), and `boxes` (boxes, 4): centre, width and height, as fractions of the image's width and height."""
+"""For each image: `class_labels`, int64 (boxes), and `boxes` (boxes, 4): centre, width and height, as fractions of the
+image's width and height."""
 Matches = list[tuple[Tensor, Tensor]]
 """For each image: numbers of queries, and numbers of the true boxes that belong to them."""
 
@@ -61,7 +64,8 @@ def keep_predictions(
     outputs_coord: Tensor | None = None,
     **more: Any,
 ) -> tuple[None, dict[str, Predictions], None]:
-    """A loss function for a transformers model that does not compute a loss. The model's `loss_dict` then contains the predictions of all its layers."""
+    """A loss function for a transformers model that does not compute a loss. The model's `loss_dict` then contains the
+    predictions of all its layers."""
     kept = {key: value for key, value in more.items() if value is not None}
     return None, {"predictions": Predictions(logits, pred_boxes, outputs_class, outputs_coord, more=kept)}, None
 
@@ -146,7 +150,8 @@ class SoftmaxLosses(SetLosses):
 
 
 class FocalLosses(SetLosses):
-    """Deformable DETR, Conditional DETR and DAB-DETR: each class of each query is a binary decision, with focal loss."""
+    """Deformable DETR, Conditional DETR and DAB-DETR: each class of each query is a binary decision, with focal
+    loss."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config, kind="loss_deformable_detr", matcher="DeformableDetrHungarianMatcher")
@@ -201,7 +206,9 @@ class FineLosses(VarifocalLosses):
     Heads: those of RT-DETR; `corners`, the fine-grained localisation loss, whose unit is the box; and `distillation`,
     the decoupled distillation focal loss, whose unit is the image.
 
-    transformers balances queries with and without a box by square roots of their numbers in a batch, which are not sums over images. Here, the numbers of each image are used. The two are equal if all images of a batch have the same number of boxes.
+    transformers balances queries with and without a box by square roots of their numbers in a batch, which are not sums
+    over images. Here, the numbers of each image are used. The two are equal if all images of a batch have the same
+    number of boxes.
     """
 
     def __init__(self, config: Any) -> None:
@@ -295,7 +302,8 @@ def _two_stage_layers(predictions: Predictions, *, auxiliary: bool) -> tuple[lis
 def _unstack(stacked: Mapping[str, Tensor], *, but_last: bool) -> list[Layer]:
     """The layers of tensors (images, layers, ...). In D-FINE, the last layer is also the teacher of each layer.
 
-    D-FINE has one more layer of boxes than of distributions: that of its initial boxes. As in transformers, the first boxes are paired with the first distributions, and the rest is dropped.
+    D-FINE has one more layer of boxes than of distributions: that of its initial boxes. As in transformers, the first
+    boxes are paired with the first distributions, and the rest is dropped.
 
     Args:
         but_last: leave out the last layer of each tensor.

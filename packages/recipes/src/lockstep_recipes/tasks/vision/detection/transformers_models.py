@@ -152,7 +152,8 @@ class TransformersModels(AutoModels, DetectionModels):
         labels = labels_of(targets, predictions.logits.dtype)
         with torch.autocast(predictions.logits.device.type, enabled=False):
             sums = self._losses.sums(predictions, labels)
-        # A micro-batch without boxes does not denoise any, but DDP requires a gradient of every parameter on every rank.
+        # A micro-batch without boxes does not denoise any, but DDP requires a gradient of every parameter on every
+        # rank.
         embedding = getattr(getattr(model, "model", None), "denoising_class_embed", None)
         if embedding is not None and model.training and "denoising_meta_values" not in predictions.more:
             sums["class"] = sums["class"] + embedding.weight.sum() * 0
@@ -181,7 +182,8 @@ def _choose_trainable(model: Any, *, pretrained: bool) -> None:
     """Choose the weights of the backbone that train.
 
     Detectors of the DETR family train stages 2 to 4 of a pretrained ResNet (arXiv:2005.12872, appendix A.4).
-    transformers intends the same, but freezes every weight of its own ResNet, because it looks for the names of a different library. A new model does not have pretrained weights to preserve, so its whole backbone trains.
+    transformers intends the same, but freezes every weight of transformers' ResNet, because it looks for the names of a
+    different library. A new model does not have pretrained weights to preserve, so its whole backbone trains.
     """
     encoder = getattr(getattr(model, "model", None), "backbone", None)
     backbone: Any = getattr(encoder, "model", None)

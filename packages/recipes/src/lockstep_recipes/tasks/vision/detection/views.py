@@ -65,7 +65,8 @@ def views(picture: AnnotatedImage, size: int, options: DetectionOptions) -> list
 
     Args:
         size: side of each view in pixels.
-        options: a box is removed from a tile if the fraction of its area inside the tile is below `augment.min_visible`.
+        options: a box is removed from a tile if the fraction of its area inside the tile is below
+            `augment.min_visible`.
     """
     tile, augment = options.tile, options.augment
     look: dict[str, Any] = {"fill": augment.fill, "interpolation": augment.interpolation}

@@ -23,13 +23,15 @@ class AnnotatedImage:
     """
 
     image: Tensor
-    """uint8 (channels, height, width). In memory, the channels of a pixel are adjacent (channels_last). May be a view of a larger image."""
+    """uint8 (channels, height, width). In memory, the channels of a pixel are adjacent (channels_last). May be a view
+    of a larger image."""
     mask: Tensor | None = None
     """Integers (height, width): the class of each pixel."""
     boxes: Tensor | None = None
     """float32 (n, 4): left, top, right and bottom edge of each box, in pixels."""
     box_indices: Tensor | None = None
-    """int64 (n): the indices of these boxes among the original boxes of the image. Boxes that are outside after a crop are removed."""
+    """int64 (n): the indices of these boxes among the original boxes of the image. Boxes that are outside after a crop
+    are removed."""
 
     @classmethod
     def from_pixels(

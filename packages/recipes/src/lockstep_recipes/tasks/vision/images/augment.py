@@ -34,7 +34,8 @@ def train_image(
 ) -> AnnotatedImage:
     """A training image after the random changes that `options` describe. The input is not modified.
 
-    Crop, flips, and the geometry of RandAugment and TrivialAugment are applied to image, mask and boxes. Colour and erasing change only the image.
+    Crop, flips, and the geometry of RandAugment and TrivialAugment are applied to image, mask and boxes. Colour and
+    erasing change only the image.
 
     Args:
         size: side, or (height, width), of the result in pixels.
@@ -49,9 +50,10 @@ def train_image(
     """
     frame = (size, size) if isinstance(size, int) else size
     if picture.mask is not None:
-        limits = torch.iinfo(picture.mask.dtype)
+        dtype = picture.mask.dtype
+        limits = torch.iinfo(dtype)
         if not limits.min <= mask_fill <= limits.max:
-            raise ValueError(f"a mask of {picture.mask.dtype} cannot hold mask_fill={mask_fill}")
+            raise ValueError(f"a mask of {dtype} cannot hold mask_fill={mask_fill}")
     picture = _crop(picture, frame, options, mask_fill, fit=fit or frame)
     if options.flip and _happens(options.flip):
         picture = geometry.flip(picture)
@@ -80,7 +82,8 @@ def eval_image(
 
     Args:
         size: side of the result in pixels.
-        resize: length of the image's shorter side before the crop, usually 8/7 of `size`, at least `size`. None: the whole image is resized to `size`, whatever its aspect ratio.
+        resize: length of the image's shorter side before the crop, usually 8/7 of `size`, at least `size`. None: the
+            whole image is resized to `size`, whatever its aspect ratio.
 
     Raises:
         UsageError: `resize` is smaller than `size`.
@@ -133,8 +136,8 @@ def _resized_region(picture: AnnotatedImage, size: Size, options: AugmentOptions
 def _scale_jitter(
     picture: AnnotatedImage, size: Size, options: AugmentOptions, mask_fill: int, *, fit: Size
 ) -> AnnotatedImage:
-    """The image at a random scale. A side that is longer than the frame is cropped, and a shorter side is padded, both at random offsets.
-    """
+    """The image at a random scale. A side that is longer than the frame is cropped, and a shorter side is padded, both
+    at random offsets."""
     boxes, (height, width) = _boxes_to_keep(picture, options), picture.size
     fits = min(fit[0] / height, fit[1] / width)
     for _ in range(_ATTEMPTS):
@@ -161,13 +164,14 @@ def _scale_jitter(
 
 
 def _place(length: int, frame: int, share: float) -> tuple[int, int, int]:
-    """The start and the length of the part of a side to keep, and the padding before it. `share` (0 to 1) chooses the offset."""
+    """The start and the length of the part of a side to keep, and the padding before it. `share` (0 to 1) chooses the
+    offset."""
     begin = min(int(share * (abs(length - frame) + 1)), abs(length - frame))
     return (begin, frame, 0) if length > frame else (0, length, begin)
 
 
 def _boxes_to_keep(picture: AnnotatedImage, options: AugmentOptions) -> Tensor | None:
-    """The boxes, of which a crop must contain at least one. None: any crop is acceptable."""
+    """The boxes if a crop must contain at least one of them. None: any crop is acceptable."""
     boxes = picture.boxes
     return boxes if options.keep_boxes and boxes is not None and len(boxes) else None
 

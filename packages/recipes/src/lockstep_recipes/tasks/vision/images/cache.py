@@ -42,19 +42,24 @@ _NO_LIMITS = CacheOptions()
 class DecodedCache:
     """uint8 pixels by index, in files that any number of processes fill and read at the same time, without locking.
 
-    A process appends pixels to its own file (a slab), and then writes an entry to the index, which all processes map into memory. So an image is complete or absent in the cache, even if a process is killed.
+    A process appends pixels to its own file (a slab), and then writes an entry to the index, which all processes map
+    into memory. So an image is complete or absent in the cache, even if a process is killed.
 
-    After a reboot, the first reader of an image compares its pixels with their CRC, because the system may have written the entry to disk but not the pixels. Pixels that differ are decoded again.
+    After a reboot, the first reader of an image compares its pixels with their CRC, because the system may have written
+    the entry to disk but not the pixels. Pixels that differ are decoded again.
 
-    If the cache cannot be written (permissions, full disk, limit), the pixels are the same, but are decoded each time, and there is one warning. The cache stops growing before the disk is full, to leave space for checkpoints.
+    If the cache cannot be written (permissions, full disk, limit), the pixels are the same, but are decoded each time,
+    and there is one warning. The cache stops growing before the disk is full, to leave space for checkpoints.
 
-    An object may only be used by one thread of each process. The folder should be on a local disk: on a network file system, machines would not see each other's entries immediately, and a failed write may be noticed too late.
+    An object may only be used by one thread of each process. The folder should be on a local disk: on a network file
+    system, machines would not see each other's entries immediately, and a failed write may be noticed too late.
 
     Args:
         folder: a folder for only this cache. Its name must identify the content; see `folder_name`.
         count: number of images.
         channels: the number of channels of all images.
-        options: images that are larger than `shorter_side` are reduced before they are cached, and in the same way if they are not cached. Boxes and masks of an image must be scaled accordingly.
+        options: images that are larger than `shorter_side` are reduced before they are cached, and in the same way if
+            they are not cached. Boxes and masks of an image must be scaled accordingly.
     """
 
     def __init__(self, folder: Path, count: int, *, channels: int = 3, options: CacheOptions = _NO_LIMITS) -> None:
@@ -248,7 +253,8 @@ def folder_name(digest: str, *, channels: int, shorter_side: int | None) -> str:
 
 
 def reduced(pixels: Pixels, shorter_side: int | None) -> Pixels:
-    """An image reduced to a shorter side of at most `shorter_side` pixels, with PIL's antialiasing bilinear filter. PIL computes with integers, so the pixels are the same on all machines.
+    """An image reduced to a shorter side of at most `shorter_side` pixels, with PIL's antialiasing bilinear filter. PIL
+    computes with integers, so the pixels are the same on all machines.
 
     Args:
         pixels: (height, width, channels) uint8, with 1, 3 or 4 channels.
@@ -278,8 +284,8 @@ def _cannot_write(error: OSError) -> str:
 
 
 def _boot() -> int:
-    """A 32-bit number that identifies the current boot of this machine. If the system does not provide it, the number is random, and each process compares CRCs.
-    """
+    """A 32-bit number that identifies the current boot of this machine. If the system does not provide it, the number
+    is random, and each process compares CRCs."""
     try:
         return zlib.crc32(Path("/proc/sys/kernel/random/boot_id").read_bytes())
     except OSError:

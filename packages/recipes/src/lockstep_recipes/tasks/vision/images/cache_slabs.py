@@ -36,7 +36,9 @@ class _Slab:
 
 
 class Slabs:
-    """Appends to slabs, files with a fixed maximum size. A slab belongs to the process that has locked it. The number of slabs enforces the limit without coordination. A lock ends with its process, so that another process can use the rest of a slab after a kill. Bytes of a slab are written only once.
+    """Appends to slabs, files with a fixed maximum size. A slab belongs to the process that has locked it. The number
+    of slabs enforces the limit without coordination. A lock ends with its process, so that another process can use the
+    rest of a slab after a kill. Bytes of a slab are written only once.
 
     Args:
         folder: the folder of the slabs.
@@ -68,7 +70,8 @@ class Slabs:
         """Write bytes to the slab of this process.
 
         Returns:
-            the number of the slab, and the offset of the bytes in it. None: there is currently no slab for them, or they are larger than a slab.
+            the number of the slab, and the offset of the bytes in it. None: there is currently no slab for them, or
+            they are larger than a slab.
 
         Raises:
             FullError: the limit is reached, or too little disk space would stay free.

@@ -1,6 +1,9 @@
 """Colour operations on an image: uint8 (channels, height, width), 1 or 3 channels, channels_last in memory.
 
-The results are those of PIL's ImageEnhance and ImageOps, within 1 level: PIL truncates, these functions round. For an image of 224x224 pixels, PIL needs 0.2 ms to convert a tensor and back. Torch does most of the operations in about that time. `equalize` and `hue` take longer in torch, so they call PIL. To measure this, run `python benchmarks/image_pipeline.py --operations`.
+The results are those of PIL's ImageEnhance and ImageOps, within 1 level: PIL truncates, these functions round. For an
+image of 224x224 pixels, PIL needs 0.2 ms to convert a tensor and back. Torch does most of the operations in about that
+time. `equalize` and `hue` take longer in torch, so they call PIL. To measure this, run `python
+benchmarks/image_pipeline.py --operations`.
 """
 
 from __future__ import annotations

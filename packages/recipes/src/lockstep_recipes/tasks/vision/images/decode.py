@@ -1,6 +1,7 @@
 """Decode the bytes of an image file to upright pixels with one or three channels.
 
-simplejpeg decodes ordinary JPEG files. It uses libjpeg-turbo, as PIL does, with less overhead. PIL decodes everything else: other formats, CMYK, damaged files, and all files if simplejpeg is not installed.
+simplejpeg decodes ordinary JPEG files. It uses libjpeg-turbo, as PIL does, with less overhead. PIL decodes everything
+else: other formats, CMYK, damaged files, and all files if simplejpeg is not installed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def decode(data: bytes, *, channels: int = 3, where: str = "") -> Pixels:
     """The pixels of an image file.
 
     The result is upright: the orientation in the file's EXIF data is applied. Grey images, palettes, CMYK and bits
-    become RGB or grey. An alpha channel is dropped, and the colours stay as they are in the file. Grey values of 16 bits are scaled to 8 bits and rounded. The first frame of an animation is read.
+    become RGB or grey. An alpha channel is dropped, and the colours stay as they are in the file. Grey values of 16
+    bits are scaled to 8 bits and rounded. The first frame of an animation is read.
 
     Args:
         data: the bytes of the file, in any format that PIL reads.

@@ -1,6 +1,7 @@
 """Geometry of images, applied consistently to image, mask and boxes. All images are uint8, before and after.
 
-Images are resized with antialiasing, masks take the value of the nearest pixel, boxes are moved and clipped. Functions that crop have `min_visible`: boxes are removed if the fraction of their area inside the crop is smaller.
+Images are resized with antialiasing, masks take the value of the nearest pixel, boxes are moved and clipped. Functions
+that crop have `min_visible`: boxes are removed if the fraction of their area inside the crop is smaller.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def crop(picture: AnnotatedImage, region: Region, *, min_visible: float = MIN_VI
     _, all_rows, all_columns = picture.image.shape
     inside = top >= 0 and left >= 0 and top + height <= all_rows and left + width <= all_columns
     if not inside or min(height, width) < 1:
-        raise ValueError(f"region {region} (top, left, height, width) is empty or not inside the image of {picture.size}")
+        where = f"the image of {all_rows} x {all_columns} pixels"
+        raise ValueError(f"region {region} (top, left, height, width) is empty or not inside {where}")
     boxes = picture.boxes
     moved = replace(
         picture,
@@ -50,7 +52,8 @@ def crop(picture: AnnotatedImage, region: Region, *, min_visible: float = MIN_VI
 def resize(picture: AnnotatedImage, size: Size, *, interpolation: Interpolation = "bilinear") -> AnnotatedImage:
     """The whole image, resized.
 
-    Image pixels are within 2 levels of PIL's `resize`. Only bicubic interpolation that enlarges one side and reduces the other may differ more, because PIL and torch then start with different sides.
+    Image pixels are within 2 levels of PIL's `resize`. Only bicubic interpolation that enlarges one side and reduces
+    the other may differ more, because PIL and torch then start with different sides.
     """
     if size == picture.size:
         return picture

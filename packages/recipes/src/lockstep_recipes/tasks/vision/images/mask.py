@@ -57,7 +57,8 @@ def decode_mask(data: bytes, *, where: str = "") -> MaskValues:
         where: name of the file, for messages.
 
     Raises:
-        DataError: the data is empty, not an image, truncated or damaged; it is a JPEG or WebP file, which may not preserve the saved values; or its pixels are floating-point numbers, CMYK or similar.
+        DataError: the data is empty, not an image, truncated or damaged; it is a JPEG or WebP file, which may not
+            preserve the saved values; or its pixels are floating-point numbers, CMYK or similar.
     """
     with opened(data, where) as image:
         if image.format in _LOSSY:

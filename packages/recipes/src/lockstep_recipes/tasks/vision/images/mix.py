@@ -1,6 +1,8 @@
 """Mixup and cutmix of an image with its partner.
 
-Common implementations mix the samples of a batch with each other, so the result depends on how the batch is split into ranks and micro-batches. Here each sample is mixed individually, with a partner that is drawn from the whole data set with the sample's own random numbers.
+Common implementations mix the samples of a batch with each other, so the result depends on how the batch is split into
+ranks and micro-batches. Here each sample is mixed individually, with a partner that is drawn from the whole data set
+with the sample's own random numbers.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ def cutmix(image: Tensor, partner: Tensor, share: float) -> tuple[Tensor, float]
         share: from 0 to 1.
 
     Returns:
-        the mixed image, and the actual share of pixels of `image`. It differs from `share`, because the box is clipped at the borders and has whole pixels.
+        the mixed image, and the actual share of pixels of `image`. It differs from `share`, because the box is clipped
+        at the borders and has whole pixels.
     """
     height, width = image.shape[-2:]
     side = math.sqrt(1 - share)

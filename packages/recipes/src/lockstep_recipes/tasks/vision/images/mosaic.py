@@ -1,6 +1,7 @@
 """Mosaic: four images in one, with their masks and boxes.
 
-As in mixup (`images/mix.py`), each sample is changed individually: the other images are drawn from the whole data set with the sample's own random numbers, so the result does not depend on ranks and micro-batches.
+As in mixup (`images/mix.py`), each sample is changed individually: the other images are drawn from the whole data set
+with the sample's own random numbers, so the result does not depend on ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _LEAST = 0.25  # the shortest side of a quarter, as a fraction of the frame's si
 
 
 def draw_others(samples: int, probability: float) -> list[int]:
-    """The indices of the three samples that are combined with a sample in a mosaic, uniform over `samples` samples. Empty: no mosaic.
+    """The indices of the three samples that are combined with a sample in a mosaic, uniform over `samples` samples.
+    Empty: no mosaic.
 
     Draws from torch's global generator: whether to make a mosaic, and the three indices.
     """
@@ -32,7 +34,8 @@ def mosaic(
 ) -> AnnotatedImage:
     """Four training images in the quarters of one. The point where the quarters meet is random.
 
-    Each image is processed by `train_image` separately, at the size of its quarter. `scale_jitter` scales it as for the whole frame, so that objects keep their sizes, and crops the quarter.
+    Each image is processed by `train_image` separately, at the size of its quarter. `scale_jitter` scales it as for the
+    whole frame, so that objects keep their sizes, and crops the quarter.
 
     Source: Bochkovskiy et al. 2020, YOLOv4, arXiv:2004.10934, section 3.3.
 
@@ -44,13 +47,14 @@ def mosaic(
         mask_fill: value of the mask outside the images.
 
     Returns:
-        an image of this size, channels_last. Its `box_indices` are indices into the concatenated boxes of the four input images: take labels from `torch.cat([labels of the first, ..., of the fourth])`.
+        an image of this size, channels_last. Its `box_indices` are indices into the concatenated boxes of the four
+        input images: take labels from `torch.cat([labels of the first, ..., of the fourth])`.
 
     Raises:
         ValueError: there are not four images.
     """
-    if len(pictures) != 4:
-        raise ValueError(f"a mosaic has 4 images, not {len(pictures)}")
+    if (count := len(pictures)) != 4:
+        raise ValueError(f"a mosaic has 4 images, not {count}")
     height, width = frame = (size, size) if isinstance(size, int) else size
     down, across = (_LEAST + (1 - 2 * _LEAST) * torch.rand(2, dtype=torch.float64)).tolist()
     middle, centre = round(height * down), round(width * across)

@@ -57,7 +57,8 @@ def _constants(
     They are cached, because copying to a GPU makes the host wait.
     """
     key = (mean, std, images.device, dtype)
-    # Tensors of a different class, such as fake tensors that only have a shape, must not be cached for ordinary tensors.
+    # Tensors of a different class, such as fake tensors that only have a shape, must not be cached for ordinary
+    # tensors.
     kept = _CONSTANTS.get(key) if type(images) is Tensor else None
     if kept is None:
         with torch.inference_mode(False):

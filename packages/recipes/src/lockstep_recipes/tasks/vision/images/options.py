@@ -79,11 +79,16 @@ class AugmentOptions(Section):
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("randaugment", "trivialaugment"),)
 
     crop: Crop = "random_resized"
-    """`random_resized`: a region of random area and aspect ratio is resized (Szegedy et al., arXiv:1409.4842). `scale_jitter`: the image keeps its aspect ratio, is scaled at random, and cropped or padded at a random offset (large scale jittering of Ghiasi et al., arXiv:2012.07177). `shift`: the whole image is resized and moved by up to `shift` pixels. `resize`: the whole image is resized. `fit`: the whole image keeps its aspect ratio and is padded at the right and at the bottom."""
+    """`random_resized`: a region of random area and aspect ratio is resized (Szegedy et al., arXiv:1409.4842).
+    `scale_jitter`: the image keeps its aspect ratio, is scaled at random, and cropped or padded at a random offset
+    (large scale jittering of Ghiasi et al., arXiv:2012.07177). `shift`: the whole image is resized and moved by up to
+    `shift` pixels. `resize`: the whole image is resized. `fit`: the whole image keeps its aspect ratio and is padded at
+    the right and at the bottom."""
     jitter: Range = (0.5, 2.0)
     """scale_jitter: smallest and largest factor, relative to the scale at which the image just fits in."""
     keep_boxes: bool = True
-    """random_resized, scale_jitter: if an image has boxes, draw the crop again until it contains a box, up to 10 times, then use the whole image. No effect on images without boxes."""
+    """random_resized, scale_jitter: if an image has boxes, draw the crop again until it contains a box, up to 10 times,
+    then use the whole image. No effect on images without boxes."""
     scale: Shares = (0.08, 1.0)
     """random_resized: smallest and largest area, as a fraction of the image's area."""
     ratio: Range = (3 / 4, 4 / 3)

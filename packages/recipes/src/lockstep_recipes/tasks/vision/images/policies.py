@@ -1,7 +1,8 @@
 """RandAugment and TrivialAugment: random operations of geometry and colour on an image and its targets.
 
 Both draw from the 14 operations of RandAugment's paper: Identity, AutoContrast, Equalize, Rotate, Solarize, Color,
-Posterize, Contrast, Brightness, Sharpness, ShearX, ShearY, TranslateX, TranslateY. Geometric operations move mask and boxes with the image. As in the authors' code, rotations are about the centre, and shears about the upper left corner.
+Posterize, Contrast, Brightness, Sharpness, ShearX, ShearY, TranslateX, TranslateY. Geometric operations move mask and
+boxes with the image. As in the authors' code, rotations are about the centre, and shears about the upper left corner.
 
 Sources: Cubuk et al., RandAugment, arXiv:1909.13719; Müller and Hutter, TrivialAugment, arXiv:2103.10158, table 1
 (wide). The ranges of RandAugment are those of torchvision's `RandAugment`, which has magnitudes from 0 to 30.

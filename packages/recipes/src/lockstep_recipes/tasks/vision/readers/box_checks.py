@@ -24,14 +24,19 @@ _TINY = 4  # pixels: up to this longer side of an image, a box of a pixel is pla
 def check_meaning(annotations: Annotations, on_bad: OnBadBoxes) -> None:
     """Raise DataError if the numbers of boxes seem to have a different meaning than in the format.
 
-    This is the case if boxes seem to be fractions of the image (see `_are_shares`), if many boxes extend beyond the edge of their image, if most areas are those of boxes of left, top, right and bottom, or if most areas are larger than the box. Many means a tenth, or half of fewer than 20 boxes. `skip` accepts everything except boxes that are certainly fractions of the image, or certainly left, top, right and bottom.
+    This is the case if boxes seem to be fractions of the image (see `_are_shares`), if many boxes extend beyond the
+    edge of their image, if most areas are those of boxes of left, top, right and bottom, or if most areas are larger
+    than the box. Many means a tenth, or half of fewer than 20 boxes. `skip` accepts everything except boxes that are
+    certainly fractions of the image, or certainly left, top, right and bottom.
     """
     boxes, sizes = annotations.boxes, annotations.sizes[annotations.images]
     sound = np.isfinite(boxes).all(axis=1) & (boxes[:, 2:] > 0).all(axis=1)
     shares = _are_shares(boxes, sizes) & sound
     if shares.any() and (shares[sound].all() or (sound.sum() >= _FEWEST and shares.sum() > _MANY * sound.sum())):
         what = "are inside the first pixel of their image"
-        remedy = "are these fractions of width and height, from 0 to 1 (normalised)? Multiply them by the size in pixels"
+        remedy = (
+            "are these fractions of width and height, from 0 to 1 (normalised)? Multiply them by the size in pixels"
+        )
         raise _suspect(annotations, shares, int(sound.sum()), what, remedy)
     sound &= (annotations.area > 0) & (abs(boxes).max(axis=1, initial=0) < _MOST_AREA**0.5)
     number = int(sound.sum())
@@ -63,7 +68,8 @@ def check_meaning(annotations: Annotations, on_bad: OnBadBoxes) -> None:
 def _are_shares(boxes: Array, sizes: Array) -> Array:
     """True for boxes that seem to be fractions of their image, from 0 to 1: (n,) bool.
 
-    This means that all four numbers are 1 or less, or the box ends in the first pixel (VOC files contain corners), and the image has more than a few pixels.
+    This means that all four numbers are 1 or less, or the box ends in the first pixel (VOC files contain corners), and
+    the image has more than a few pixels.
 
     Args:
         boxes: (n, 4): left, top, width and height.
@@ -125,7 +131,8 @@ def check_boxes(annotations: Annotations, on_bad: OnBadBoxes) -> tuple[Annotatio
         notes.append(f"{bad.sum()} bad boxes are left out. The first, {annotations.where(first)}, {fault}")
     if over.any():
         notes.append(
-            f"{over.sum()} boxes extend beyond the edge of their image by more than a pixel, the first at {annotations.where(int(np.flatnonzero(over)[0]))}. Training clips them at the edge"
+            f"{over.sum()} boxes extend beyond the edge of their image by more than a pixel, the first at "
+            f"{annotations.where(int(np.flatnonzero(over)[0]))}. Training clips them at the edge"
         )
     return (_only(annotations, ~bad) if bad.any() else annotations), notes
 

@@ -1,6 +1,7 @@
 """Read boxes from one file per image, Pascal VOC (XML) or YOLO (text), as `Annotations`.
 
-Both get ids as in a COCO file: images, annotations and classes are numbered from 1, in the order of the sorted images, the objects in each file, and the class names.
+Both get ids as in a COCO file: images, annotations and classes are numbered from 1, in the order of the sorted images,
+the objects in each file, and the class names.
 """
 
 from __future__ import annotations
@@ -65,9 +66,11 @@ def read_voc(
     """Read boxes from Pascal VOC's XML files.
 
     VOC counts pixels from 1, and `xmax` is the last pixel of the object. So left = xmin - 1 and right = xmax: an object
-    of one pixel has a width of 1. If any xmin or ymin is 0 or less, the files count from 0. Edges are then used unchanged, and a note reports it.
+    of one pixel has a width of 1. If any xmin or ymin is 0 or less, the files count from 0. Edges are then used
+    unchanged, and a note reports it.
 
-    Objects that are `difficult` are marked as crowds: training ignores them, and evaluations count neither their detections nor their misses. (VOC's evaluation does the same.)
+    Objects that are `difficult` are marked as crowds: training ignores them, and evaluations count neither their
+    detections nor their misses. (VOC's evaluation does the same.)
 
     Args:
         folder: the folder of the XML files.
@@ -77,7 +80,8 @@ def read_voc(
         difficult: treat difficult objects as ordinary ones.
 
     Raises:
-        DataError: a file is not a VOC file, lacks its image, or has an object without a name or a box, or with a class that is not in `classes`; an image occurs twice in `stems`.
+        DataError: a file is not a VOC file, lacks its image, or has an object without a name or a box, or with a class
+            that is not in `classes`; an image occurs twice in `stems`.
     """
     there = sorted(name[:-4] for name in os.listdir(folder) if name.lower().endswith(".xml") and name[0] != ".")
     wanted = there if stems is None else list(stems)
@@ -107,7 +111,8 @@ def read_voc(
 def read_yolo(images: Sequence[Path], names: Sequence[str] | None, *, whole_folders: bool = True) -> Annotations:
     """Read boxes from YOLO's text files, with a line for each object: `class x y width height`.
 
-    x and y are the centre of the box. All four are fractions of the image's width and height. A line with three or more points (`class x y x y x y ...`) is a polygon, whose bounding box is used. An image without a text file has no
+    x and y are the centre of the box. All four are fractions of the image's width and height. A line with three or more
+    points (`class x y x y x y ...`) is a polygon, whose bounding box is used. An image without a text file has no
     objects. The text file of `.../images/a.jpg` is `.../labels/a.txt`.
 
     Args:

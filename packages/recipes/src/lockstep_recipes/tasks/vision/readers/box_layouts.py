@@ -78,7 +78,8 @@ def evaluation_part(train: str) -> str | None:
     """The source of evaluation data that belongs to a source of training data, for a config without `data.eval`.
 
     Returns:
-        the same source, if it has a training split and an evaluation split, or names a split that cannot be read (reading it then raises the error). Otherwise None.
+        the same source, if it has a training split and an evaluation split, or names a split that cannot be read
+        (reading it then raises the error). Otherwise None.
     """
     path = Path(train)
     if not path.is_dir() and not (path.is_file() and path.suffix.lower() in _YAML):
@@ -172,7 +173,8 @@ def _voc(folder: Path, annotations: Path, images: Path, split: Split) -> Layout 
 
 
 def _is_yolo(path: Path) -> bool:
-    """True if a YAML file describes a data set. Also true for an unreadable file with the usual name: reading it then reports the error."""
+    """True if a YAML file describes a data set. Also true for an unreadable file with the usual name: reading it then
+    reports the error."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):

@@ -35,7 +35,8 @@ class BoxedImage(NamedTuple):
     pixels: npt.NDArray[np.uint8]
     """(height, width, channels) uint8, upright."""
     boxes: npt.NDArray[np.float32]
-    """(n, 4) float32: left, top, right and bottom edge of each box in pixels of `pixels`, clipped at the edges of the image."""
+    """(n, 4) float32: left, top, right and bottom edge of each box in pixels of `pixels`, clipped at the edges of the
+    image."""
     labels: Array
     """(n) int64: class numbers, 0 to classes - 1."""
     crowd: Array
@@ -88,7 +89,8 @@ class BoxedImages(DecodedImages):
         """A sample.
 
         Raises:
-            DataError: the file cannot be read, is not a complete image, or its size differs from the annotations. The error names the file.
+            DataError: the file cannot be read, is not a complete image, or its size differs from the annotations. The
+                error names the file.
         """
         pixels, size = self.pixels(index), self.size(index)
         part = self.annotations.of_image(index)
@@ -128,7 +130,8 @@ class BoxedImages(DecodedImages):
     def ground_truth(self) -> dict[str, Any]:
         """The annotations in the form of pycocotools: the content of a COCO file.
 
-        Ids, boxes, areas and crowds are exactly those of the annotation file, including boxes that extend beyond the edge. It contains Python objects for each annotation: create it when needed, and drop it afterwards.
+        Ids, boxes, areas and crowds are exactly those of the annotation file, including boxes that extend beyond the
+        edge. It contains Python objects for each annotation: create it when needed, and drop it afterwards.
         """
         all_ = self.annotations
         names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
@@ -165,12 +168,14 @@ def read_boxed_images(
     Args:
         split: the split to read if a source has several.
         options: its `images` and `eval_images`, `on_bad_boxes`, `difficult` and `channels`.
-        classes: the class names of the training data, or of the config; class numbers are indices into this list. None: the classes of the source: COCO by category id, VOC alphabetically, YOLO by number.
+        classes: the class names of the training data, or of the config; class numbers are indices into this list. None:
+            the classes of the source: COCO by category id, VOC alphabetically, YOLO by number.
         cache: options of the disk cache of decoded images.
 
     Raises:
         DataError: there is no such source; an image is missing; an annotation is bad (see `read_coco`, `read_voc`,
-            `read_yolo` and `on_bad_boxes`), or has a class that is not in `classes`; the four numbers of most boxes seem to have a different meaning. The error names file, annotation and value.
+            `read_yolo` and `on_bad_boxes`), or has a class that is not in `classes`; the four numbers of most boxes
+            seem to have a different meaning. The error names file, annotation and value.
     """
     key, on_bad = f"data.{split}", options.on_bad_boxes
     layout = find_layout(source, key=key, split=split, images=options.images_of(split))
@@ -203,17 +208,17 @@ def picture_files(annotations: Annotations, folder: Path, key: str) -> ImageFile
     Raises:
         DataError: one of them does not exist.
     """
-    pictures = ImageFiles(folder, [annotations.file_names[number] for number in range(len(annotations.image_ids))])
-    missing = missing_files([pictures.path(index) for index in range(len(pictures))])
+    files = ImageFiles(folder, [annotations.file_names[number] for number in range(len(annotations.image_ids))])
+    missing = missing_files([files.path(index) for index in range(len(files))])
     if missing:
-        path = Path(pictures.path(missing[0]))
+        path = Path(files.path(missing[0]))
         there = os.listdir(path.parent) if path.parent.is_dir() else []
-        more = f" ({len(missing)} of {len(pictures)} images are missing)" if len(missing) > 1 else ""
+        more = f" ({len(missing)} of {len(files)} images are missing)" if len(missing) > 1 else ""
         hint = did_you_mean(path.name, there) if there else f"there are no files in {path.parent}. "
         what = f"{key}: there is no file {path}{more}"
         remedy = f"{hint}Give the folder that the names of the images are relative to as task.images"
         raise DataError(what, where=f"{annotations.path}: image {annotations.image_ids[missing[0]]}", remedy=remedy)
-    return pictures
+    return files
 
 
 def _with_sizes(annotations: Annotations, pictures: ImageFiles) -> Annotations:

@@ -46,7 +46,8 @@ class ClassTable:
     ignored: tuple[ClassEntry, ...] = ()
     """Pixels of these ids or colours do not belong to a class."""
     masks: Literal["ids", "colors"] | None = None
-    """The meaning of palette files: ids, or colours of classes. None: ids, unless the colours of the palette contradict."""
+    """The meaning of palette files: ids, or colours of classes. None: ids, unless the colours of the palette
+    contradict."""
     where: str = "task.classes"
     """The file or key that the table was read from, for messages."""
 
@@ -105,11 +106,13 @@ def read_class_table(classes: ClassesOption) -> ClassTable:
     | `{classes: ..., ignore: [void, 255], colors: {...}, masks: ids}` | the full form; see below |
     | `{train: ..., val: ..., names: [sky, road]}` | the `data.yaml` of a YOLO data set: its names |
 
-    `ignore` has names, ids or colours whose pixels do not belong to a class; `ignore_index: 255` is the same as `ignore:
-    [255]`. `masks` tells whether palette files contain `ids` or `colors`. A file is YAML or JSON with such content, or text with a name in each line, or `red green blue name`.
+    `ignore` has names, ids or colours whose pixels do not belong to a class; `ignore_index: 255` is the same as
+    `ignore: [255]`. `masks` tells whether palette files contain `ids` or `colors`. A file is YAML or JSON with such
+    content, or text with a name in each line, or `red green blue name`.
 
     Raises:
-        DataError: the file cannot be read; a name, an id or a colour is given twice or is invalid; there is no class. The error names file or key, and the value.
+        DataError: the file cannot be read; a name, an id or a colour is given twice or is invalid; there is no class.
+            The error names file or key, and the value.
     """
     where = classes if isinstance(classes, str) else "task.classes"
     table = _parse(_read_file(Path(classes)) if isinstance(classes, str) else classes, where)
@@ -135,7 +138,8 @@ def _has_folders(content: Mapping[Any, Any]) -> bool:
 
 
 def usual_color(number: int) -> Color:
-    """A colour for the class of a number: the colour map of PASCAL VOC. Neighbouring numbers have very different colours; 0 is black.
+    """A colour for the class of a number: the colour map of PASCAL VOC. Neighbouring numbers have very different
+    colours; 0 is black.
 
     Source: Everingham et al., The PASCAL Visual Object Classes development kit, 2012, `VOClabelcolormap`.
     """
@@ -185,7 +189,8 @@ def _lines(text: str, where: str) -> list[str] | dict[str, list[int]]:
 
 
 def _of_yolo(content: Any, where: str) -> Any:
-    """The names in the description of a YOLO data set (`data.yaml`), which also contains its folders; otherwise `content`."""
+    """The names in the description of a YOLO data set (`data.yaml`), which also contains its folders; otherwise
+    `content`."""
     if not isinstance(content, Mapping) or not {"train", "val", "nc"} & set(content) or "colors" in content:
         return content
     if any(not isinstance(content[key], str | list | int) for key in ("train", "val", "nc") if key in content):

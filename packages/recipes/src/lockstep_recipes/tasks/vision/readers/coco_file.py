@@ -1,6 +1,7 @@
 """Annotation files in the format of COCO: a JSON object with `images`, `annotations` and `categories`.
 
-Format: https://cocodataset.org/#format-data. Annotations become NumPy arrays while the file is read, so a file with a million annotations takes tens of megabytes afterwards, which forked loader workers share.
+Format: https://cocodataset.org/#format-data. Annotations become NumPy arrays while the file is read, so a file with a
+million annotations takes tens of megabytes afterwards, which forked loader workers share.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Annotations:
     boxes: Array
     """(annotations, 4) float64: left, top, width and height in pixels. NaN if the file has no box."""
     area: Array
-    """(annotations) float64: the area of the object in square pixels. Width x height if the file does not contain it."""
+    """(annotations) float64: the area of the object in square pixels. Width x height if the file does not contain
+    it."""
     crowd: Array
     """(annotations) bool: whether it marks a group of objects (`iscrowd`)."""
     starts: Array
@@ -72,7 +74,8 @@ class Annotations:
         return slice(int(self.starts[index]), int(self.starts[index + 1]))
 
     def segmentation(self, place: int) -> Any:
-        """The `segmentation` of an annotation in the file: a list of polygons, a run-length encoding (RLE) as a dict, or None.
+        """The `segmentation` of an annotation in the file: a list of polygons, a run-length encoding (RLE) as a dict,
+        or None.
 
         Args:
             place: the index of the annotation, 0 to annotations - 1.
@@ -87,8 +90,8 @@ class Annotations:
         image = int(self.images[place])
         if self.files is not None:
             return f"{self.files[image]}: box {place - self.starts[image] + 1}"
-        picture = self.file_names[image]
-        return f"{self.path}: annotation {self.ids[place]} (of {picture})"
+        name = self.file_names[image]
+        return f"{self.path}: annotation {self.ids[place]} (of {name})"
 
 
 def read_coco(path: str | Path, *, key: str, boxes: bool = True, segmentations: bool = False) -> Annotations:
@@ -102,7 +105,9 @@ def read_coco(path: str | Path, *, key: str, boxes: bool = True, segmentations: 
         segmentations: keep the `segmentation` of each annotation.
 
     Raises:
-        DataError: the file is missing, empty or not COCO's JSON; a section is missing or empty; an entry has no id or a number that is not an integer; ids occur twice; an annotation does not belong to an image, or its category is not declared; a box is not four numbers. The error names the file, the entry and the value.
+        DataError: the file is missing, empty or not COCO's JSON; a section is missing or empty; an entry has no id or a
+            number that is not an integer; ids occur twice; an annotation does not belong to an image, or its category
+            is not declared; a box is not four numbers. The error names the file, the entry and the value.
     """
     path = Path(path)
     reader = _Reader(path, boxes=boxes, segmentations=segmentations)
@@ -133,8 +138,8 @@ def read_coco_images(path: Path, *, key: str) -> CocoImages:
         key: a description of the file, for errors.
 
     Raises:
-        DataError: the file cannot be read, or is not COCO's JSON; `images` or `categories` is missing or empty; an entry
-            has no id or no name, or an id that occurs twice.
+        DataError: the file cannot be read, or is not COCO's JSON; `images` or `categories` is missing or empty; an
+            entry has no id or no name, or an id that occurs twice.
     """
     content = _load(path, key, lambda entry: None if "image_id" in entry else entry, ("images", "categories"))
     image_ids, names, category_ids, classes = _declared(content, path)
@@ -242,7 +247,8 @@ def _annotations(reader: _Reader, numbers: Array, path: Path, declared: dict[str
     notes = []
     if 0 in ids:
         notes.append(
-            f"{path}: an annotation has the id 0, and pycocotools counts a detection that matches it as wrong: number annotations from 1"
+            f"{path}: an annotation has the id 0, and pycocotools counts a detection that matches it as wrong: number "
+            "annotations from 1"
         )
     packed = None
     if reader.segmentations is not None:
@@ -292,7 +298,7 @@ def _load(path: Path, key: str, take: Callable[[dict[str, Any]], Any], parts: Se
     for part in parts:
         entries = content.get(part)
         if not isinstance(entries, list) or not entries:
-            state = "is missing" if entries is None else "is empty" if entries == [] else "is no list"
+            state = "is missing" if entries is None else "is empty" if entries == [] else "is not a list"
             what = f"{key}: `{part}` {state}"
             remedy = f"give a COCO annotation file, with lists of {', '.join(parts)}"
             raise DataError(what, where=str(path), remedy=remedy)

@@ -69,18 +69,22 @@ class UnlabelledImages(DecodedImages):
 def coco_inputs(arguments: Sequence[str], *, sources: Sequence[RunSource], channels: int) -> UnlabelledImages:
     """The images that arguments name: files, folders, patterns, shards, and the images of one COCO file.
 
-    The ids are those of the COCO file among the arguments. Without such a file, they are those of the first of `sources` that is a COCO file with one of these images. All other images have no id.
+    The ids are those of the COCO file among the arguments. Without such a file, they are those of the first of
+    `sources` that is a COCO file with one of these images. All other images have no id.
 
     Args:
         sources: the data of the run. A source that does not exist or cannot be read does not provide ids.
 
     Raises:
-        DataError: the file is not a COCO file, or an image of it is missing; there are two such files; shards and files are mixed.
+        DataError: the file is not a COCO file, or an image of it is missing; there are two such files; shards and files
+            are mixed.
         UsageError: an argument does not name anything.
     """
     files = [argument for argument in arguments if argument.lower().endswith(_JSON) and os.path.isfile(argument)]
     if len(files) > 1:
-        what = f"there are two COCO files, {files[0]} and {files[1]}, and an image_id may mean a different image in each"
+        what = (
+            f"there are two COCO files, {files[0]} and {files[1]}, and an image_id may mean a different image in each"
+        )
         raise DataError(what, where="INPUT", remedy="predict them one after another, into separate files")
     if not files:
         records = unlabelled_images(arguments)
@@ -94,7 +98,8 @@ def _of_file(file: Path, folders: Sequence[str | None]) -> tuple[list[str], Coco
     """The paths of the images of a COCO file, and their numbers.
 
     Args:
-        folders: folders that may contain the images. None: the usual ones. The first that contains the first image is used.
+        folders: folders that may contain the images. None: the usual ones. The first that contains the first image is
+            used.
     """
     found = read_coco_images(file, key="INPUT")
     places = [find_layout(str(file), key="INPUT", split="eval", images=folder).images for folder in folders]
@@ -111,7 +116,8 @@ def _of_file(file: Path, folders: Sequence[str | None]) -> tuple[list[str], Coco
 
 
 def _numbers_of_run(pictures: object, sources: Sequence[RunSource]) -> CocoNumbers:
-    """The ids from the first COCO file of the run that has one of the images. Only a file whose image folder contains one of them is read."""
+    """The ids from the first COCO file of the run that has one of the images. Only a file whose image folder contains
+    one of them is read."""
     if not isinstance(pictures, ImageFiles):
         return CocoNumbers()
     real = {os.path.realpath(pictures.path(index)) for index in range(len(pictures))}

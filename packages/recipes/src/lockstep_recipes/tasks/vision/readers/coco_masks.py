@@ -97,7 +97,8 @@ def category_numbers(annotations: Annotations, table: ClassTable, names: Sequenc
 class CocoMasks:
     """Masks drawn from annotations.
 
-    Pixels without annotation are `background`, or ignored if there is no such class. Annotations of groups (`iscrowd`) are drawn first, then all others in the order of the file. If annotations overlap, the later one is visible.
+    Pixels without annotation are `background`, or ignored if there is no such class. Annotations of groups (`iscrowd`)
+    are drawn first, then all others in the order of the file. If annotations overlap, the later one is visible.
 
     Args:
         annotations: read with segmentations.
@@ -146,7 +147,9 @@ class CocoMasks:
         """Check every segmentation, without drawing it.
 
         Raises:
-            DataError: a segmentation is missing; a polygon has fewer than three points, or a coordinate that is not a finite number; a segmentation is outside its image; an RLE belongs to an image of a different size; or most polygons seem to be fractions of their image. The error names the annotation.
+            DataError: a segmentation is missing; a polygon has fewer than three points, or a coordinate that is not a
+                finite number; a segmentation is outside its image; an RLE belongs to an image of a different size; or
+                most polygons seem to be fractions of their image. The error names the annotation.
         """
         found = self.annotations
         size, last = (0, 0), -1
@@ -274,7 +277,9 @@ def _check_rle(rle: dict[str, Any], size: Size) -> None:
 def _runs(counts: str) -> list[int]:
     """The lengths of the runs in a compressed RLE. A damaged text gives wrong numbers, which are checked later.
 
-    Source: `rleFrString` in https://github.com/cocodataset/cocoapi/blob/master/common/maskApi.c. Each character has five bits; the sixth means that the number continues. From the fourth number, the values are differences to the number two before.
+    Source: `rleFrString` in https://github.com/cocodataset/cocoapi/blob/master/common/maskApi.c. Each character has
+    five bits; the sixth means that the number continues. From the fourth number, the values are differences to the
+    number two before.
     """
     runs: list[int] = []
     value = place = 0

@@ -38,7 +38,8 @@ class DecodedImages(Dataset[Any]):
     Args:
         images: the encoded images.
         channels: 1 (grey) or 3 (RGB).
-        cache: with a cache, images are decoded only in the first epoch. None: each image is decoded whenever it is read.
+        cache: with a cache, images are decoded only in the first epoch. None: each image is decoded whenever it is
+            read.
         notes: remarks about how the source was read.
     """
 
@@ -98,10 +99,13 @@ class Digested(Protocol):
 def open_cache(records: Digested, *, channels: int, options: CacheOptions) -> DecodedCache:
     """The cache of the decoded images of a source, in Lockstep's cache folder.
 
-    Its name changes with the location and the files of the source, and with the versions of the decoders, whose pixels may differ by a level.
+    Its name changes with the location and the files of the source, and with the versions of the decoders, whose pixels
+    may differ by a level.
     """
     versions = [_version(name) for name in _DECODERS]
-    versions += [found for found in [_version("pillow-heif")] if found]  # without it, the cache of earlier versions stays valid
+    versions += [
+        found for found in [_version("pillow-heif")] if found
+    ]  # without it, the cache of earlier versions stays valid
     digest = hashlib.sha256(repr((records.digest(), len(records), versions)).encode()).hexdigest()
     folder = cache_root() / folder_name(digest, channels=channels, shorter_side=options.shorter_side)
     return DecodedCache(folder, len(records), channels=channels, options=options)

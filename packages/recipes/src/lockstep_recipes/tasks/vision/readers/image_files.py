@@ -54,7 +54,8 @@ class EncodedImages(Protocol):
         ...
 
     def digest(self) -> str:
-        """Hexadecimal digits that change if an image changes. They use path, size and times of the files, which are not read. Sources in different folders have different digits."""
+        """Hexadecimal digits that change if an image changes. They use path, size and times of the files, which are not
+        read. Sources in different folders have different digits."""
         ...
 
 
@@ -92,7 +93,8 @@ class ImageFiles:
         return self.path(index) if self.place is None else f"{self.place(index)} ({self.path(index)})"
 
     def digest(self) -> str:
-        # Names are relative to the folder: without it, images of a different folder with equal sizes and times look the same.
+        # Names are relative to the folder: without it, images of a different folder with equal sizes and times look the
+        # same.
         digest = hashlib.sha256(f"{os.path.realpath(self.root)!a}|".encode())
         for index in range(len(self)):
             add_file(digest, self.path(index), name=self.names[index])
@@ -102,7 +104,8 @@ class ImageFiles:
 def add_file(digest: Any, path: str | Path, *, name: str) -> None:
     """Add name, size and times of a file to a digest; for a missing file, only its name.
 
-    Archives and reproducible builds set the modification time to a constant. The ctime cannot be set, so a file that replaces another one is noticed.
+    Archives and reproducible builds set the modification time to a constant. The ctime cannot be set, so a file that
+    replaces another one is noticed.
     """
     try:
         about = os.stat(path)
@@ -112,7 +115,8 @@ def add_file(digest: Any, path: str | Path, *, name: str) -> None:
 
 
 def size_of_file(path: str, *, where: str | None = None) -> tuple[int, int]:
-    """(height, width) in pixels of the upright image in a file. Only the start of the file is read if possible. A PNG file may have its orientation after the pixels.
+    """(height, width) in pixels of the upright image in a file. Only the start of the file is read if possible. A PNG
+    file may have its orientation after the pixels.
 
     Args:
         where: the place of the image, for messages. None: its path.
@@ -137,7 +141,8 @@ def image_suffixes() -> tuple[str, ...]:
 
 
 def is_image(name: str) -> bool:
-    """True if a file has the suffix of an image. Hidden files do not count: macOS puts `._name.jpg` next to `name.jpg`."""
+    """True if a file has the suffix of an image. Hidden files do not count: macOS puts `._name.jpg` next to
+    `name.jpg`."""
     return name.lower().endswith(image_suffixes()) and not name.startswith(".")
 
 
@@ -173,7 +178,8 @@ def left_out_below(folders: Iterable[Path], *, labels: Sequence[str] = ()) -> tu
 
 
 def class_folders(root: Path) -> list[str]:
-    """The names of the folders in `root`, sorted alphabetically as in torchvision and `datasets`, without hidden folders."""
+    """The names of the folders in `root`, sorted alphabetically as in torchvision and `datasets`, without hidden
+    folders."""
     with os.scandir(root) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
@@ -217,8 +223,8 @@ def read_class_folders(
         counts.append(len(found))
     codes = np.repeat(np.array([known.index(folder) for folder in folders], dtype=np.int64), counts)
     with os.scandir(root) as entries:
-        beside = sum(is_image(entry.name) for entry in entries)
-    notes = (f"{beside} images in {root} are in no class folder and are left out",) if beside else ()
+        stray = sum(is_image(entry.name) for entry in entries)
+    notes = (f"{stray} images in {root} are not in a class folder and are left out",) if stray else ()
     return ImageFiles(root, names), codes, known, (*notes, *left_out(others, root))
 
 

@@ -1,6 +1,7 @@
 """Images with labels from folders, tables, data sets and tar shards, as map-style data sets of encoded images.
 
-A sample is the encoded file of an image. `images.decode` decodes it; `readers.decoded_images` does so for a whole data set, with a cache.
+A sample is the encoded file of an image. `images.decode` decodes it; `readers.decoded_images` does so for a whole data
+set, with a cache.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class ImageRecords(Dataset[ImageRecord]):
         return self.pictures.where(index)
 
     def digest(self) -> str:
-        """Hexadecimal digits that change if an image changes. They use path, size and times of the files, which are not read. This takes seconds for a million files."""
+        """Hexadecimal digits that change if an image changes. They use path, size and times of the files, which are not
+        read. This takes seconds for a million files."""
         return self.pictures.digest()
 
     def part(self, rows: Array) -> ImageRecords:
@@ -133,8 +135,11 @@ def read_image_records(
 
     Args:
         split: the split to read if a source has several and does not name one.
-        options: its `columns`, `subset`, `header`, `delimiter` and `quoting`. For shards, `columns.label` is the field of KEY.json (None: `label`).
-        classes: the class names of the training data; the labels are indices into this list. None: the classes of the source, sorted: folders alphabetically; other labels by value if all are numbers, otherwise alphabetically; a ClassLabel of a data set in its order.
+        options: its `columns`, `subset`, `header`, `delimiter` and `quoting`. For shards, `columns.label` is the field
+            of KEY.json (None: `label`).
+        classes: the class names of the training data; the labels are indices into this list. None: the classes of the
+            source, sorted: folders alphabetically; other labels by value if all are numbers, otherwise alphabetically;
+            a ClassLabel of a data set in its order.
 
     Raises:
         DataError: there is no such source; an image is missing (file and line); a class folder has no image; a
@@ -199,7 +204,9 @@ def open_data_set(text: str, split: Split, subset: str | None, *, what: str, rem
     """
     source = Source.parse(text, split="", subset=subset)
     path = Path(source.name)
-    is_path = path.is_absolute() or text.startswith(".") or text.count("/") > 1  # names on the hub do not look like this
+    is_path = (
+        path.is_absolute() or text.startswith(".") or text.count("/") > 1
+    )  # names on the hub do not look like this
     if path.is_file() or (is_path and not path.is_dir()):
         hint = did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else [])
         hint = "Unpack it first. " if path.is_file() and path.suffix.lower() in _ARCHIVES else hint
@@ -248,7 +255,8 @@ def evaluation_source(train: str) -> str | None:
     """The source of evaluation data that belongs to a source of training data, for a config without `data.eval`.
 
     Returns:
-        the same folder if it has a folder `val`, `validation`, `valid`, `eval` or `test` next to `train`, or such a split (of a folder that `datasets` saved). Otherwise None.
+        the same folder if it has a folder `val`, `validation`, `valid`, `eval` or `test` next to `train`, or such a
+        split (of a folder that `datasets` saved). Otherwise None.
     """
     folder = Path(train)
     if not folder.is_dir():

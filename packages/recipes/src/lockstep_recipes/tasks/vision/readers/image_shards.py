@@ -73,7 +73,8 @@ def find_shards(source: str) -> list[Path]:
 class ShardImages:
     """Images in tar shards. Each is read at its offset, so processes can share a file.
 
-    An object may only be used by one thread of each process. It keeps some files open, up to a fraction of the process limit.
+    An object may only be used by one thread of each process. It keeps some files open, up to a fraction of the process
+    limit.
 
     Args:
         shards: the tar files.
@@ -140,7 +141,7 @@ class ShardImages:
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # when Python exits, `os` may be gone
         for handle in self.__dict__.get("_open", {}).values():
-            try:  # noqa: SIM105 - `contextlib` may be gone too
+            try:  # noqa: SIM105 - `contextlib` may also be gone
                 close(handle)
             except OSError:
                 pass

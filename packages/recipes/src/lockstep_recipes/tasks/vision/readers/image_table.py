@@ -194,17 +194,17 @@ def image_column(
     from datasets import Image
 
     columns = [column for column in data.features if column != other]
-    pictures = [column for column in columns if isinstance(data.features[column], Image)]
+    found = [column for column in columns if isinstance(data.features[column], Image)]
     if given is not None:
         column = named(given, list(data.features), role, name)
-    elif len(pictures) == 1:
-        column = pictures[0]
+    elif len(found) == 1:
+        column = found[0]
     else:
-        column = _column(None, pictures or columns, usual_names=usual_names, role=role, where=name)
-    if column not in pictures:
+        column = _column(None, found or columns, usual_names=usual_names, role=role, where=name)
+    if column not in found:
         what = f"column {column!r} contains {data.features[column]}, not images"
-        listed = f"set task.columns.{role} to one of: {', '.join(pictures)}"
-        remedy = listed if pictures else f"cast it first: data.cast_column({column!r}, datasets.Image())"
+        listed = f"set task.columns.{role} to one of: {', '.join(found)}"
+        remedy = listed if found else f"cast it first: data.cast_column({column!r}, datasets.Image())"
         raise DataError(what, where=name, remedy=remedy)
     return column
 

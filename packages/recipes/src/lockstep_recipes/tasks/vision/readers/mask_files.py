@@ -157,7 +157,8 @@ def read_mask_folder(folder: Path, part: str = "") -> tuple[ImageFiles, ImageFil
         part: read `folder/images/PART` and `folder/masks/PART` instead.
 
     Raises:
-        DataError: one of the folders is missing; there is no image; an image has no mask; a mask has no image; or two files of a folder differ only in the suffix. The error names the file.
+        DataError: one of the folders is missing; there is no image; an image has no mask; a mask has no image; or two
+            files of a folder differ only in the suffix. The error names the file.
     """
     inside = [folder / name / part for name in (IMAGES, MASKS)]
     for place in inside:

@@ -69,7 +69,8 @@ class MaskLookup:
             where: the mask, for messages.
 
         Raises:
-            DataError: a value is neither a class nor ignored; the file has colours, but the table has none; or the palette of the file contradicts the colours of the table. The error names the value.
+            DataError: a value is neither a class nor ignored; the file has colours, but the table has none; or the
+                palette of the file contradicts the colours of the table. The error names the value.
         """
         if mask.in_color:
             return self._of_colors(mask.values, where)
@@ -96,7 +97,10 @@ class MaskLookup:
             found = np.unique(values[unknown])
             row, column = (int(place[0]) for place in np.nonzero(unknown))
             shown = listed([str(value) for value in found], _SHOWN)
-            what = f"the mask contains {shown}, which does not belong to a class: {int(unknown.sum())} pixels, the first in row {row}, "
+            what = (
+                f"the mask contains {shown}, which does not belong to a class: {int(unknown.sum())} pixels, the "
+                f"first in row {row}, "
+            )
             raise DataError(f"{what}column {column}", where=where, remedy=self._remedy(found))
         return numbers
 

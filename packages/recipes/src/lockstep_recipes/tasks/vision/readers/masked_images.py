@@ -45,7 +45,8 @@ class MaskedImage(NamedTuple):
     pixels: npt.NDArray[np.uint8]
     """(height, width, channels) uint8, upright."""
     mask: npt.NDArray[np.int16] | None
-    """The class number of each pixel, or -1 for an ignored pixel: (height, width) int16. None: the image has no mask."""
+    """The class number of each pixel, or -1 for an ignored pixel: (height, width) int16. None: the image has no
+    mask."""
     name: str
     """The name of the image in its source."""
 
@@ -103,7 +104,8 @@ class MaskedImages(DecodedImages):
         """A sample.
 
         Raises:
-            DataError: a file cannot be read, or is not a complete image; the mask and the image differ in size, or the mask contains a value that is not a class. The error names file and value.
+            DataError: a file cannot be read, or is not a complete image; the mask and the image differ in size, or the
+                mask contains a value that is not a class. The error names file and value.
         """
         pixels = self.pixels(index)
         name = self.pictures.name(index)
@@ -131,10 +133,14 @@ class MaskedImages(DecodedImages):
     def check(self, most: int = MOST_CHECKED) -> ClassPixels:
         """Check for faults before training, and count the pixels of each class.
 
-        The size of each mask is compared with that of its image, from the file headers: a few thousand pairs per second. For a data set of `datasets`, which has no files with headers, `most` rows are compared. Then `most` masks are read, a random but fixed choice, or all if there are fewer. Faults in all other masks are found when they are read.
+        The size of each mask is compared with that of its image, from the file headers: a few thousand pairs per
+        second. For a data set of `datasets`, which has no files with headers, `most` rows are compared. Then `most`
+        masks are read, a random but fixed choice, or all if there are fewer. Faults in all other masks are found when
+        they are read.
 
         Raises:
-            DataError: a mask and its image differ in size, a mask contains a value that is not a class, or a file cannot be read. `data.on_error` does not apply here, so that faults of a whole data set are found.
+            DataError: a mask and its image differ in size, a mask contains a value that is not a class, or a file
+                cannot be read. `data.on_error` does not apply here, so that faults of a whole data set are found.
         """
         with _without_skip():
             return self._checked(most)
@@ -159,12 +165,12 @@ class MaskedImages(DecodedImages):
             if (mask := self.masks.read(index).shape) != picture:
                 raise self._wrong_size(index, mask, picture, others=len(wrong) - 1)
 
-    def _wrong_size(self, index: int, mask: tuple[int, ...], picture: tuple[int, ...], *, others: int = 0) -> DataError:
+    def _wrong_size(self, index: int, mask: tuple[int, ...], image: tuple[int, ...], *, others: int = 0) -> DataError:
         assert self.masks is not None
         more = f"; {others} other masks also differ" if others else ""
-        what = f"the mask has {mask[0]}x{mask[1]} pixels (height x width), but its image {picture[0]}x{picture[1]}"
+        what = f"the mask has {mask[0]}x{mask[1]} pixels (height x width), but its image {image[0]}x{image[1]}"
         remedy = "save the mask with the size of its image"
-        if mask == picture[::-1]:
+        if mask == image[::-1]:
             remedy += "; the image may have an orientation in its EXIF data that the mask lacks"
         return DataError(what + more, where=f"{self.masks.where(index)}, mask of {self.where(index)}", remedy=remedy)
 
@@ -230,12 +236,17 @@ def read_masked_images(
 
     Args:
         split: the split to read if the source has several and does not name one.
-        options: its `classes`, `ignore`, `images` and `eval_images`, `columns`, `subset` and `channels`. Without `classes`: a file of the source with one of the names `CLASS_FILES`, in the folder of the split or its parent; for COCO files, `background` (pixels without annotation) and the categories.
-        names: the class names of the training data, for evaluation data: class numbers are indices into this list. None: the classes of the source.
-        cache: options of the disk cache of decoded images and masks. Evaluation data is never reduced to `shorter_side`, because it is evaluated at its original size.
+        options: its `classes`, `ignore`, `images` and `eval_images`, `columns`, `subset` and `channels`. Without
+            `classes`: a file of the source with one of the names `CLASS_FILES`, in the folder of the split or its
+            parent; for COCO files, `background` (pixels without annotation) and the categories.
+        names: the class names of the training data, for evaluation data: class numbers are indices into this list.
+            None: the classes of the source.
+        cache: options of the disk cache of decoded images and masks. Evaluation data is never reduced to
+            `shorter_side`, because it is evaluated at its original size.
 
     Raises:
-        DataError: there is no such source; an image or a mask is missing (file); the classes are unknown, or are not among `names`. Sizes and values of masks are not checked here, but by `MaskedImages.check`.
+        DataError: there is no such source; an image or a mask is missing (file); the classes are unknown, or are not
+            among `names`. Sizes and values of masks are not checked here, but by `MaskedImages.check`.
     """
     path, key = Path(source), f"data.{split}"
     masks: Masks
@@ -250,7 +261,9 @@ def read_masked_images(
         classes, foreign = options.classes, list[str]()
         if classes is None and folder is not None:
             classes, foreign = class_file(folder, path), foreign_files(folder, path)
-        foreign = [f"{file} describes the folders of a data set but does not name classes: it is not used" for file in foreign]
+        foreign = [
+            f"{file} describes the folders of a data set but does not name classes: it is not used" for file in foreign
+        ]
         notes = left_out_below(one.root for one in (pictures, files) if isinstance(one, ImageFiles))
         notes = (*notes, *(f"note: {text}" for text in foreign))
         if classes is None and (second := _second_of_two_ids(files)) is not None:
@@ -267,7 +280,8 @@ def read_masked_images(
 
 
 def unseen_classes(training: ClassPixels, evaluation: ClassPixels, classes: Sequence[str]) -> list[str]:
-    """Classes that occur in evaluation masks but in none of the training masks, so a model cannot learn them. Empty if not all training masks were counted.
+    """Classes that occur in evaluation masks but in none of the training masks, so a model cannot learn them. Empty if
+    not all training masks were counted.
 
     Args:
         classes: the names of the classes.

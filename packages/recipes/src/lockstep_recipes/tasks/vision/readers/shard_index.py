@@ -1,4 +1,5 @@
-"""The index of a tar shard: the offset and the class of each image. It is made in one pass over the headers, and cached."""
+"""The index of a tar shard: the offset and the class of each image. It is made in one pass over the headers, and
+cached."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class ShardIndex:
 
 
 def load_index(shard: Path, label: str) -> ShardIndex:
-    """The index of a shard, from the file next to it or in the cache. If there is none, it is made and saved. The file is `.NAME.index` next to the shard, or in Lockstep's cache if that folder cannot be written. If size or modification time of the shard changed, the index is made again.
+    """The index of a shard, from the file next to it or in the cache. If there is none, it is made and saved. The file
+    is `.NAME.index` next to the shard, or in Lockstep's cache if that folder cannot be written. If size or modification
+    time of the shard changed, the index is made again.
 
     Args:
         label: the field of `KEY.json` with the class.
@@ -105,7 +108,7 @@ def _write(place: Path, index: ShardIndex, key: dict[str, Any]) -> None:
 class _Key:
     """The members of one KEY."""
 
-    picture: tuple[str, int, int] | None = None
+    image: tuple[str, int, int] | None = None
     """Name, offset and bytes of the image."""
     cls: str | None = None
     """The class that KEY.cls names."""
@@ -142,26 +145,26 @@ def make_index(shard: Path, label: str) -> ShardIndex:
                 raise DataError("the member is not a regular file", where=where, remedy=remedy)
             entry = keys.setdefault(f"{folder}/{stem}", _Key())
             if kind in suffixes:
-                if entry.picture is not None:
+                if entry.image is not None:
                     remedy = f"KEY is {stem!r}, and ends at the first dot of a name; rename or remove one of them"
-                    raise DataError(f"a second image of KEY, after {entry.picture[0]}", where=where, remedy=remedy)
-                entry.picture = (member.name, member.offset_data, member.size)
+                    raise DataError(f"a second image of KEY, after {entry.image[0]}", where=where, remedy=remedy)
+                entry.image = (member.name, member.offset_data, member.size)
             else:
                 content = os.pread(file.fileno(), member.size, member.offset_data)
                 if kind == ".cls":
                     entry.cls = _class_of_text(content, where)
                 else:
                     entry.json = _class_of_json(content, label, where)
-    alone = next((key for key, entry in keys.items() if entry.picture is None and entry.label is not None), None)
+    alone = next((key for key, entry in keys.items() if entry.image is None and entry.label is not None), None)
     if alone is not None:
         remedy = f"add an image ({', '.join(suffixes)}), or remove the members of this KEY"
         raise DataError("a label without an image", where=f"{shard}, KEY {alone.lstrip('/')}", remedy=remedy)
-    found = [entry for entry in keys.values() if entry.picture is not None]
-    others += sum(entry.picture is None for entry in keys.values())
+    found = [entry for entry in keys.values() if entry.image is not None]
+    others += sum(entry.image is None for entry in keys.values())
     given = [entry.label for entry in found]
     labels = sorted({name for name in given if name is not None})
     places = {name: number for number, name in enumerate(labels)}
-    pictures = [entry.picture for entry in found if entry.picture is not None]
+    pictures = [entry.image for entry in found if entry.image is not None]
     return ShardIndex(
         size=about.st_size,
         time_ns=about.st_mtime_ns,

@@ -19,8 +19,9 @@ class PixelCounts(Metric):
     """Counts of pixels by (true class, predicted class), and counts of boundary pixels that match.
 
     `compute` returns `miou`, `pixel_accuracy`, `iou/NAME` of each class that is true or predicted somewhere,
-    `boundary_f1` if requested, and `confusion`: int64 (classes, classes), a row for each true class. All classes have the same weight in `miou`, whatever their number of pixels. Classes that neither occur nor are
-    predicted are left out of the means. A mean over nothing is left out: without a valid pixel, `compute` returns only `confusion`.
+    `boundary_f1` if requested, and `confusion`: int64 (classes, classes), a row for each true class. All classes have
+    the same weight in `miou`, whatever their number of pixels. Classes that neither occur nor are predicted are left
+    out of the means. A mean over nothing is left out: without a valid pixel, `compute` returns only `confusion`.
     """
 
     confusion: Tensor
@@ -61,7 +62,8 @@ class PixelCounts(Metric):
 def summarise(confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
     """`miou`, `pixel_accuracy` and `iou/NAME` from counts by (true class, predicted class).
 
-    The IoU of a class is the number of pixels where it is true and predicted, divided by those where it is true or predicted. Empty if nothing was counted.
+    The IoU of a class is the number of pixels where it is true and predicted, divided by those where it is true or
+    predicted. Empty if nothing was counted.
     """
     counts = confusion.double().cpu()
     if not counts.any():
@@ -86,9 +88,12 @@ def confusion(predicted: Tensor, mask: Tensor, classes: int) -> Tensor:
 def boundary_counts(predicted: Tensor, mask: Tensor, classes: int, tolerance: int) -> Tensor:
     """Counts of boundary pixels of each class: int64 (4, classes).
 
-    A boundary pixel of a class has the class, and a pixel above, below, left or right of it has a different class. Ignored pixels do not have a class in truth and prediction. A boundary pixel matches if the other mask has a boundary pixel of the same class within a disc of radius `tolerance`.
+    A boundary pixel of a class has the class, and a pixel above, below, left or right of it has a different class.
+    Ignored pixels do not have a class in truth and prediction. A boundary pixel matches if the other mask has a
+    boundary pixel of the same class within a disc of radius `tolerance`.
 
-    Source: Csurka et al., What is a good evaluation measure for semantic segmentation?, BMVC 2013, section 2.3; here, the counts are summed over images, while the paper takes the mean over images.
+    Source: Csurka et al., What is a good evaluation measure for semantic segmentation?, BMVC 2013, section 2.3; here,
+    the counts are summed over images, while the paper takes the mean over images.
 
     Returns:
         true boundary pixels, how many match, predicted boundary pixels, how many match.
@@ -116,8 +121,8 @@ def _by_class(labels: Tensor, classes: int) -> Tensor:
 def boundary_f1(counts: Tensor) -> float:
     """The mean over classes of 2 P R / (P + R), from the counts of `boundary_counts`.
 
-    R is the fraction of true boundary pixels that match, P that of predicted boundary pixels. Classes without any boundary
-    are left out.
+    R is the fraction of true boundary pixels that match, P that of predicted boundary pixels. Classes without any
+    boundary are left out.
     """
     true, true_matched, said, said_matched = counts.double().cpu()
     seen = (true + said) > 0
@@ -132,7 +137,8 @@ def tolerance_in_pixels(size: tuple[int, int], share: float) -> int:
 
 
 def _edges(labels: Tensor) -> Tensor:
-    """True where a neighbour of a pixel has a different class: bool (height, width). Ignored pixels do not count as neighbours."""
+    """True where a neighbour of a pixel has a different class: bool (height, width). Ignored pixels do not count as
+    neighbours."""
     edge = torch.zeros_like(labels, dtype=torch.bool)
     for one, other in (
         ((slice(None), slice(1, None)), (slice(None), slice(None, -1))),
@@ -162,7 +168,8 @@ def _dilated(pixels: Tensor, radius: int) -> Tensor:
 
 
 def by_class(values: Mapping[str, Any], classes: Sequence[str]) -> str:
-    """IoU, and percentages of true and predicted pixels of each class, as text for the log; or a warning that no pixel was counted."""
+    """IoU, and percentages of true and predicted pixels of each class, as text for the log; or a warning that no pixel
+    was counted."""
     counts: Tensor = values["confusion"].double()
     total = float(counts.sum())
     if not total:

@@ -1,6 +1,7 @@
 """Segmentation losses as sums over units that depend only on labels: valid pixels, or images with valid pixels.
 
-Dice and Lovasz are not sums over pixels. Here they are defined per image and summed over images, so that the loss of a global batch does not depend on how it is split into ranks and micro-batches.
+Dice and Lovasz are not sums over pixels. Here they are defined per image and summed over images, so that the loss of a
+global batch does not depend on how it is split into ranks and micro-batches.
 """
 
 from __future__ import annotations

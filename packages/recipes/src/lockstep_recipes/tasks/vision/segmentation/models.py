@@ -73,7 +73,8 @@ class TransformersModels(AutoModels):
     def processor(self, about: Mapping[str, Any]) -> dict[str, Any]:
         size, square = about["size"], about["eval_shape"] == "square"
         return {
-            "image_processor_type": "SegformerImageProcessor",  # it takes any size, and enlarges logits as Lockstep does
+            # It takes any size, and enlarges logits as Lockstep does.
+            "image_processor_type": "SegformerImageProcessor",
             "do_resize": size is not None,
             "do_reduce_labels": False,
             "do_convert_rgb": len(about["mean"]) == 3,

@@ -37,13 +37,15 @@ class SegmentationOptions(ImageOptions):
     task: ClassVar[str] = "lockstep_recipes.tasks.vision.segmentation.task:Segmentation"
 
     model: str | None = None
-    """A pretrained model: its name on the Hugging Face hub, or a local folder. None: a new model, described by `scratch`."""
+    """A pretrained model: its name on the Hugging Face hub, or a local folder. None: a new model, described by
+    `scratch`."""
     scratch: ScratchOptions = ScratchOptions()
     new_head: bool = False
     """Replace the last layer of a model that already segments."""
 
     classes: list[str] | dict[str | int, Any] | str | None = None
-    """Names of the classes in the order of their ids, a mapping of names to ids or colours `[r, g, b]`, or the path of a class file. None: those of the data. docs/segmentation.md lists the forms."""
+    """Names of the classes in the order of their ids, a mapping of names to ids or colours `[r, g, b]`, or the path of
+    a class file. None: those of the data. docs/segmentation.md lists the forms."""
     ignore: list[int | str | list[int]] = Field(default_factory=list)
     """Ids, names or colours in the masks that loss and metrics ignore."""
     images: str | None = None
@@ -55,19 +57,23 @@ class SegmentationOptions(ImageOptions):
     """Configuration of a data set on the hub."""
 
     losses: Annotated[dict[LossName, PositiveFloat], Field(min_length=1)] = {"cross_entropy": 1.0}  # noqa: RUF012
-    """Losses with their factors in the total loss: `cross_entropy`, `focal`, `dice`, `lovasz`. A single loss is named `loss` in the log; several have their own names."""
+    """Losses with their factors in the total loss: `cross_entropy`, `focal`, `dice`, `lovasz`. A single loss is named
+    `loss` in the log; several have their own names."""
     focal_gamma: Annotated[float, Field(ge=0)] = 2.0
     """The exponent of the focal loss. 0: cross-entropy."""
     class_weights: Literal["balanced", "balanced_sqrt"] | dict[str, PositiveFloat] | None = None
     """`balanced`: pixels / (classes x pixels of the class), counted in the training masks. `balanced_sqrt`: its square
-    root, which is more stable for rare classes. Or a weight by class. Cross-entropy and focal loss are then weighted means over pixels."""
+    root, which is more stable for rare classes. Or a weight by class. Cross-entropy and focal loss are then weighted
+    means over pixels."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Label smoothing: in training, cross-entropy spreads this fraction of each label evenly over all classes."""
 
     eval_shape: Literal["keep", "square"] = "keep"
-    """`keep`: evaluation images keep their aspect ratio, and `eval_size` is their shorter side. `square`: they are resized to a square of `eval_size`, for models with a fixed size."""
+    """`keep`: evaluation images keep their aspect ratio, and `eval_size` is their shorter side. `square`: they are
+    resized to a square of `eval_size`, for models with a fixed size."""
     eval_window: PositiveInt | None = None
-    """Side in pixels of the windows for evaluation and prediction at the original resolution. None: images are processed as a whole."""
+    """Side in pixels of the windows for evaluation and prediction at the original resolution. None: images are
+    processed as a whole."""
     eval_overlap: Annotated[float, Field(ge=0, le=0.9)] = 0.25
     """Minimum overlap of neighbouring windows, as a fraction of `eval_window`."""
     flip_at_evaluation: bool = False

@@ -108,7 +108,9 @@ class SegmentationPresenter(ImagePresenter):
             truth = torch.from_numpy(np.ascontiguousarray(_part(sample)[1]))
             found = counts.summarise(counts.confusion(output["classes"].cpu(), truth, len(classes)), classes)
             scores = (
-                f"pixel accuracy {found['pixel_accuracy']:.3f}, mIoU {found['miou']:.3f}" if found else "no valid pixels"
+                f"pixel accuracy {found['pixel_accuracy']:.3f}, mIoU {found['miou']:.3f}"
+                if found
+                else "no valid pixels"
             )
             lines.append(scores)
         return "\n".join(lines)
@@ -140,10 +142,10 @@ class SegmentationPresenter(ImagePresenter):
         return by_class(values, self.task.classes)
 
     def of_data(self, name: str, data: Any) -> list[str]:
-        pictures = data.pictures if isinstance(data, Windows) else data
+        images = data.pictures if isinstance(data, Windows) else data
         windows = f" in {len(data):,} windows" if isinstance(data, Windows) else ""
-        lines = [f"{name}: {len(pictures):,} images{windows}", *(f"  {note}" for note in pictures.notes)]
-        return lines if pictures.cache is None else [*lines, f"  {pictures.cache.summary()}"]
+        lines = [f"{name}: {len(images):,} images{windows}", *(f"  {note}" for note in images.notes)]
+        return lines if images.cache is None else [*lines, f"  {images.cache.summary()}"]
 
     def samples(self, data: Any) -> Samples | None:
         return super().samples(data.pictures if isinstance(data, Windows) else data)
@@ -152,7 +154,9 @@ class SegmentationPresenter(ImagePresenter):
         about = self.task.about
         lines = [f"classes: {', '.join(about.classes)}", *super().of_classes()]
         if about.unseen:
-            lines.append(f"  these classes of the evaluation masks do not occur in training masks: {', '.join(about.unseen)}")
+            lines.append(
+                f"  these classes of the evaluation masks do not occur in training masks: {', '.join(about.unseen)}"
+            )
         return lines
 
     def of_evaluation(self) -> list[str]:

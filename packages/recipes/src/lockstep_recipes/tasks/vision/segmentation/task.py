@@ -54,7 +54,8 @@ class SegmentationAbout(About):
     mask_kind: MaskKind = "palette"
     """The kind of the mask files of the training data: ids with a palette, ids as grey values, or colours."""
     ids: list[int] = field(default_factory=list)
-    """The id of each class in these files; with `color`, their values are `colors`. Predicted masks use the same values. Empty in runs of earlier versions, which use the class numbers."""
+    """The id of each class in these files; with `color`, their values are `colors`. Predicted masks use the same
+    values. Empty in runs of earlier versions, which use the class numbers."""
 
 
 @final
@@ -62,14 +63,16 @@ class Segmentation(ImageTask):
     """Each pixel has a class, or is ignored. Losses are sums over valid pixels, or over images; see `losses`.
 
     A training batch is a dict of `images`: uint8 (images, channels, size, size), and `masks`: int16 (images, size,
-    size), with -1 for ignored pixels. Evaluation batches have images of different sizes: `images` and `masks` are
-    lists of tensors, `masks` at the original resolution; `places` is a list of tuples: height and width to which the
-    logits are resized, and top, left, height and width of the region that the mask covers; `tolerances` is a list of int, the distances in pixels at which boundaries match. Numbers in lists stay on the host.
+    size), with -1 for ignored pixels. Evaluation batches have images of different sizes: `images` and `masks` are lists
+    of tensors, `masks` at the original resolution; `places` is a list of tuples: height and width to which the logits
+    are resized, and top, left, height and width of the region that the mask covers; `tolerances` is a list of int, the
+    distances in pixels at which boundaries match. Numbers in lists stay on the host.
 
     The output for an image is a dict of `classes`: (height, width) class numbers, at the original resolution.
 
     Args:
-        train, eval: sources of images with masks: see `readers.masked_images.read_masked_images`. Without `eval`, the evaluation split of the folder `train` is used, if there is one.
+        train, eval: sources of images with masks: see `readers.masked_images.read_masked_images`. Without `eval`, the
+            evaluation split of the folder `train` is used, if there is one.
         cache: options of the disk cache of decoded images (`data.cache`).
     """
 
@@ -139,7 +142,8 @@ class Segmentation(ImageTask):
     # ---- from an image to a batch
 
     def prepare(self, sample: MaskedImage | Window, epoch: int, training: bool) -> dict[str, Any]:
-        """In training, the augmented image and its mask. In evaluation, the resized image, or the window, with the mask at the original resolution."""
+        """In training, the augmented image and its mask. In evaluation, the resized image, or the window, with the mask
+        at the original resolution."""
         mask = sample.mask
         if training:
             if mask is None:
@@ -196,7 +200,8 @@ class Segmentation(ImageTask):
     # ---- from a batch to a loss
 
     def weight(self, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """The number of valid pixels, or with class weights the sum of their weights; for `dice` and `lovasz`, the number of images with valid pixels."""
+        """The number of valid pixels, or with class weights the sum of their weights; for `dice` and `lovasz`, the
+        number of images with valid pixels."""
         masks = batch["masks"]
         stacks = [masks] if isinstance(masks, Tensor) else [mask.unsqueeze(0) for mask in masks]
         weights = self._weights.tensor
@@ -261,7 +266,8 @@ class Segmentation(ImageTask):
     ) -> Iterator[tuple[int, Tensor]]:
         """The index of each image in the batch, and its logits (classes, height, width) at the original resolution.
 
-        Images of the same size are processed together. They are not padded to a common size, because the result for an image would then depend on other images.
+        Images of the same size are processed together. They are not padded to a common size, because the result for an
+        image would then depend on other images.
 
         Args:
             tiled: collects the outputs of images that are processed window by window. None: there are no such images.
@@ -325,7 +331,8 @@ class Segmentation(ImageTask):
 
 
 def _update(metrics: MetricCollection, output: Sequence[Mapping[str, Tensor]], batch: Batch) -> None:
-    """Update with a batch. Training batches do not have tolerances, because boundaries would wait for the device in every step."""
+    """Update with a batch. Training batches do not have tolerances, because boundaries would wait for the device in
+    every step."""
     predicted = [part["classes"] for part in output]
     if "tolerances" in batch:
         metrics.update(predicted, batch["masks"], batch["tolerances"])
@@ -341,6 +348,7 @@ def resized(logits: Tensor, size: Sequence[int]) -> Tensor:
 
 
 def _ids(classes: Sequence[str], known: Mapping[str, int]) -> list[int]:
-    """The id of each class. Classes of a pretrained model that are not in the data get the numbers after all known ids."""
+    """The id of each class. Classes of a pretrained model that are not in the data get the numbers after all known
+    ids."""
     free = itertools.count(max(known.values()) + 1)
     return [known[name] if name in known else next(free) for name in classes]

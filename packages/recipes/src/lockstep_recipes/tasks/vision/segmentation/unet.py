@@ -20,14 +20,15 @@ class UNet(nn.Module):
     (batch, channels, height, width) -> (batch, classes, ceil(height / stride), ceil(width / stride)) logits, for any
     height and width.
 
-    The blocks are residual (He et al., arXiv:1512.03385), the rest follows Ronneberger et al., arXiv:1505.04597. With `norm: group`, the result for an image does not depend on other images.
+    The blocks are residual (He et al., arXiv:1512.03385), the rest follows Ronneberger et al., arXiv:1505.04597. With
+    `norm: group`, the result for an image does not depend on other images.
 
     Args:
         width: channels of the first level. Each level has twice the channels of the level before, up to 8 times.
         depth: how many times the image is halved after the stem.
         blocks: residual blocks in each level of the encoder. Each level of the decoder has a single block.
-        stride: the stride of the stem, 1 or more. With 2, logits have half the height and width of the image, and a step takes
-            a quarter of the time.
+        stride: the stride of the stem, 1 or more. With 2, logits have half the height and width of the image, and a
+            step takes a quarter of the time.
         norm: GroupNorm or BatchNorm.
     """
 
@@ -94,7 +95,8 @@ class Block(nn.Module):
             features = torch.cat([features, skip], dim=1)
         inner = functional.relu(self.first_norm(self.first(features)), inplace=True)
         inner = self.second_norm(self.second(inner))
-        # As a convolution with a stride: otherwise the backward pass writes out of bounds for some numbers of channels, with channels_last on the CPU (torch 2.13).
+        # As a convolution with a stride: otherwise the backward pass writes out of bounds for some numbers of channels,
+        # with channels_last on the CPU (torch 2.13).
         return functional.relu(inner + self.shortcut(features[..., :: self.stride, :: self.stride]), inplace=True)
 
 

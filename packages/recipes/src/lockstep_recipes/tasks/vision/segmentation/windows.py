@@ -39,7 +39,8 @@ class Window(NamedTuple):
 def tiles(size: tuple[int, int], *, side: int, overlap: float) -> list[Tile]:
     """The windows of an image, row by row. The core of a window ends in the middle of its overlap with the next.
 
-    Source: the overlap-tile strategy of Ronneberger et al., arXiv:1505.04597, figure 2; at the border of the image, windows are moved inwards, while the paper mirrors the image.
+    Source: the overlap-tile strategy of Ronneberger et al., arXiv:1505.04597, figure 2; at the border of the image,
+    windows are moved inwards, while the paper mirrors the image.
 
     Args:
         size: (height, width) of the image in pixels.
