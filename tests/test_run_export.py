@@ -111,7 +111,7 @@ def test_an_export_says_the_same_without_lockstep(found, folder, name):
 @pytest.mark.exhaustive
 def test_a_picture_that_is_too_small_for_the_program_is_named(found, folder, tmp_path):
     Image.new("RGB", (40, 5)).save(tmp_path / "tiny.png")
-    said = "the picture has 40 x 5 pixels, and model.pt2 takes 9 x 9 or more; enlarge it, or try `lockstep predict`"
+    said = "the image has 40 x 5 pixels, but model.pt2 needs at least 9 x 9; enlarge it, or try `lockstep predict`"
     for pictures, name in (
         (tmp_path / "tiny.png", tmp_path / "tiny.png"),
         ([np.zeros((9, 9, 3), np.uint8), np.zeros((5, 40, 3), np.uint8)], "picture 1"),

@@ -209,7 +209,7 @@ def test_frozen_weights_that_training_moves_are_an_error_or_kept(tmp_path):
         again = run_ranks(world, fitted, follower, ["*.bias", "teacher.*"], 6, tmp_path / case / "cut")[0]
         assert set(whole) == {f"{part}.{name}" for part in ("student", "teacher") for name in ("weight", "bias")}
         assert runs.difference(whole, {name: again[name] for name in whole}) == 0, case
-    with pytest.raises(LockstepError, match=r"'student\.\*' matches no frozen parameter"):
+    with pytest.raises(LockstepError, match=r"'student\.\*' does not match any frozen parameter"):
         Follows(True, ["student.*"]).model()
 
 

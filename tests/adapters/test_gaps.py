@@ -121,7 +121,7 @@ def own_rank(self):
 
 
 REFUSED = [
-    ({"training_step": no_metric}, {}, "got a Counts, which is no torchmetrics.Metric in the module", no_metric, 1),
+    ({"training_step": no_metric}, {}, "got a Counts, which is not a torchmetrics.Metric of the module", no_metric, 1),
     ({"training_step": steps_itself}, {}, "only param_groups can be read", steps_itself, 1),
     ({"training_step": asks_for_schedulers}, {}, "param_groups[0]['lr']", asks_for_schedulers, 1),
     ({}, {"train_dataloader": own_rank}, "all ranks have the same data", own_rank, 1),
@@ -185,7 +185,7 @@ def test_labels_may_be_missing_where_samples_that_were_tried_lacked_some():
     assert loss_and_weight(adapters.lightning(OfSamples(), SeveralLabels()), 64)[1] is None  # the sample
     data = SeveralLabels()
     data.missing_from = 1  # every fourth sample is tried, from the first
-    with pytest.raises(LockstepError, match=r"batch\[1\] has the number -100.*no sample that was tried had it there"):
+    with pytest.raises(LockstepError, match=r"batch\[1\] contains -100.*no sample that was tried had it there"):
         loss_and_weight(adapters.lightning(OfSamples(), data), 64)
 
 

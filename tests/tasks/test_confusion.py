@@ -123,7 +123,7 @@ def test_of_many_classes_the_pairs_confused_most_are_shown():
 def test_only_pairs_that_were_confused_are_shown():
     matrix = torch.diag(torch.full((13,), 5))
     labels = [f"c{number}" for number in range(13)]
-    assert confusion.confusions(matrix, labels) == "  nothing was confused"
+    assert confusion.confusions(matrix, labels) == "  no sample was misclassified"
     matrix[2, 1] = 1
     assert confusion.confusions(matrix, labels) == "  confused most:\n       1  c2 taken for c1"
 

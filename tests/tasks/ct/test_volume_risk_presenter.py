@@ -241,7 +241,7 @@ def test_each_folder_with_a_series_is_a_volume(tmp_path):
     assert inputs(tmp_path).names == [str(tmp_path / name) for name in ("a", "b", "c/more")]
 
 
-# ---- text and pictures
+# ---- text and images
 
 
 def test_the_report_says_undefined_and_why():

@@ -145,7 +145,7 @@ def test_tsv_with_quoted_fields_is_read_with_the_option_that_is_named_without_it
     assert "task.quoting=minimal" in caught.value.remedy
     quoted = read(put(tmp_path, "b.tsv", 'text\tlabel\n"one ""two"""\ta\n"three"\tb\nfour\ta\n'))
     assert quoted.columns["text"] == ['"one ""two"""', '"three"', "four"]
-    assert "2 fields stand in" in quoted.notes[0]
+    assert "2 fields are in" in quoted.notes[0]
     assert "task.quoting=minimal" in quoted.notes[0]
 
 
@@ -193,7 +193,11 @@ def test_the_delimiter_may_be_any(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "note"),
     [
-        ("a.csv", b"text;label\na;1,5\n", "the delimiter of a.csv is ';', by its header; task.delimiter sets it"),
+        (
+            "a.csv",
+            b"text;label\na;1,5\n",
+            "the delimiter of a.csv is ';', according to its header; task.delimiter overrides it",
+        ),
         ("a.csv", b"\ntext\tlabel\na\t1,5\n", "the delimiter of a.csv is a tab"),
         ("a.tsv", b'text,label\na,"1,5"\n', "the delimiter of a.tsv is ','"),
         ("a.csv", 'text,label\na,"1,5"\n'.encode("utf-16-le"), "no byte order mark and is read as UTF-16-LE"),
@@ -323,7 +327,7 @@ def test_a_folder_that_is_no_data_set_names_its_files(tmp_path):
 
 @pytest.mark.usefixtures("offline")
 def test_a_name_that_the_hub_does_not_give_says_so(tmp_path):
-    with pytest.raises(DataError, match="nor a data set that the Hugging Face hub gives now") as caught:
+    with pytest.raises(DataError, match="no data set that the Hugging Face hub provides now") as caught:
         Source.parse("nobody/nothing:test").files()
     assert caught.value.where == "nobody/nothing:test"
     assert "offline, give a file" in caught.value.remedy
@@ -477,7 +481,7 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
             "a.csv",
             "\ufefftext,label\na,b\n".encode("utf-16-be")[:-1],
             "",
-            "not UTF-16-BE, as its byte order mark says: byte 30",
+            "not UTF-16-BE, although its byte order mark says so: byte 30",
             "cut off",
         ),
         ("a.csv", b"\x1f\x8b\x08\x00\xff\xff", "", "gzip-compressed, not text", "gunzip"),
@@ -492,8 +496,8 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
             "the header has 'label', 'text' more than once",
             "task.header=false",
         ),
-        ("a.csv", "", "", "no rows", "one row per sample below its header"),
-        ("a.csv", "text,label\n\n", "", "no rows", "one row per sample below its header"),
+        ("a.csv", "", "", "no rows", "one row per sample after its header"),
+        ("a.csv", "text,label\n\n", "", "no rows", "one row per sample after its header"),
         ("a.jsonl", '{"text": "a"}\n\n{"text": "b"\n', ":3", "not JSON", "one JSON object per line"),
         ("a.jsonl", '{"text": "a"}\n["b"]\n', ":2", "a JSON list, not an object", "write objects such as"),
         ("a.jsonl", " \n", "", "no rows", "one object per sample"),

@@ -1,4 +1,4 @@
-"""Pictures that tests make: smooth colours with an edge, so that a wrong turn, scale or channel is seen."""
+"""Images that tests make: smooth colours with an edge, so that a wrong turn, scale or channel is seen."""
 
 import io
 

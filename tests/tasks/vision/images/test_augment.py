@@ -1,4 +1,4 @@
-"""Training and evaluation pictures: what is random, what stays, and that targets move with the image."""
+"""Training and evaluation images: what is random, what stays, and that targets move with the image."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The cache of decoded pictures gives what the decoder gives, whoever fills it, and whenever its writers die."""
+"""The cache of decoded images gives what the decoder gives, whoever fills it, and whenever its writers die."""
 
 import contextlib
 import errno
@@ -38,13 +38,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
 
 
 def picture(index, channels=3):
-    """The pixels of picture `index`. Sizes differ."""
+    """The pixels of image `index`. Sizes differ."""
     draw = np.random.default_rng(index)
     return draw.integers(0, 256, (5 + index % 7, 9 + index % 3, channels), dtype=np.uint8)
 
 
 def absent():
-    raise AssertionError("the picture should be in the cache")
+    raise AssertionError("the image should be in the cache")
 
 
 def get(cache, index, channels=3):
@@ -73,7 +73,7 @@ def test_pixels_are_decoded_once(folder):
     assert 3 in cache
     assert_whole(cache, range(20))
     assert_whole(DecodedCache(folder, 20), range(20))  # and in the next run
-    assert cache.summary().startswith(f"decoded pictures: 20 of 20 in {folder}, ")
+    assert cache.summary().startswith(f"decoded images: 20 of 20 in {folder}, ")
     assert [path.name for path in sorted(folder.iterdir())] == ["00000.slab", "index"]
 
 
@@ -320,7 +320,7 @@ def test_the_shorter_side_is_limited_with_and_without_space(folder):
         for _ in range(2):
             np.testing.assert_array_equal(cache.pixels(0, lambda: large), expected)
     assert (0 in cache) is False
-    np.testing.assert_array_equal(get(cache, 1), picture(1))  # small pictures stay
+    np.testing.assert_array_equal(get(cache, 1), picture(1))  # small images stay
     assert reduced(large.transpose(1, 0, 2), 20).shape == (31, 20, 3)
     assert reduced(large[:, :, :1], 20).shape == (20, 31, 1)
 
@@ -370,7 +370,7 @@ def test_a_part_of_the_disk_stays_free(folder, monkeypatch):
     monkeypatch.setattr(cache_slabs, "_KEPT_FREE", (free.f_bavail + 1) * free.f_frsize)
     monkeypatch.setattr(os, "fstatvfs", lambda handle: os.statvfs_result((1, 1, *[1 << 40] * 2, 0, *[0] * 5)))
     cache = DecodedCache(folder, 3)
-    with pytest.warns(RuntimeWarning, match="of the disk stay free"):
+    with pytest.warns(RuntimeWarning, match="of the disk free"):
         fill(cache, range(3))
     assert 0 not in cache
 

@@ -34,7 +34,7 @@ def same(one, other):
 
 
 def marked(boxes, height=60, width=80):
-    """A picture in which box i has the grey level and the mask i + 1, and there is 0 elsewhere."""
+    """An image in which box i has the grey level and the mask i + 1, and there is 0 elsewhere."""
     pixels = np.zeros((height, width, 3), np.uint8)
     for number, (left, top, right, bottom) in enumerate(boxes, 1):
         pixels[top:bottom, left:right] = 50 * number
@@ -277,7 +277,7 @@ def test_pictures_without_boxes_or_masks():
     assert result.boxes is None
     empty = [AnnotatedImage.from_pixels(colours(), boxes=torch.zeros(0, 4)) for _ in range(4)]
     assert mosaic(empty, 4, options()).boxes.shape == (0, 4)
-    with pytest.raises(ValueError, match="4 pictures, not 3"):
+    with pytest.raises(ValueError, match="4 images, not 3"):
         mosaic(plain[:3], 32, options())
 
 

@@ -48,7 +48,7 @@ def test_every_way_to_write_classes(content, expected, tmp_path):
 
 
 def test_the_description_of_a_yolo_data_set_without_names_is_said_so():
-    with pytest.raises(DataError, match="describes the folders of a YOLO data set, and has no list `names`"):
+    with pytest.raises(DataError, match="describes the folders of a YOLO data set, but does not have a list `names`"):
         read_class_table({"train": "images/train", "val": "images/val"})
 
 
@@ -206,7 +206,9 @@ def test_colours_become_class_numbers():
     colors = np.array([[SKY, (0, 0, 1)], [ROAD, SKY]], dtype=np.uint8)
     np.testing.assert_array_equal(lookup(MaskValues(colors), where=""), [[0, 2], [1, 0]])
     colors[1, 1] = 127
-    with pytest.raises(DataError, match=r"1 colours that no class has: \[127, 127, 127\] \(1 pixels.*row 1, column 1"):
+    with pytest.raises(
+        DataError, match=r"1 colours that do not belong to a class: \[127, 127, 127\] \(1 pixels.*row 1, column 1"
+    ):
         lookup(MaskValues(colors), where="m.png")
 
 

@@ -100,7 +100,7 @@ OF_TRAINER = {
 }
 """Arguments of transformers' Trainer that the adapter does not take, with what to do instead."""
 _WHY = {
-    "auto_find_batch_size": " (Lockstep halves the micro-batch if memory runs out; `lockstep tune batch` finds the largest)"
+    "auto_find_batch_size": " (out of memory, Lockstep halves the micro-batch; `lockstep tune batch` finds the largest)"
 }
 OPTIMIZERS = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "sgd": "SGD"}
 _STATEFUL = ("reduce_lr_on_plateau", "greedy")
