@@ -57,7 +57,7 @@ def write(path: Path, picture: ImageArray) -> None:
 
 
 def sheet(
-    pictures: Sequence[Any], captions: Sequence[str], *, columns: int, side: int = _SIDE, width: int | None = None
+    images: Sequence[Any], captions: Sequence[str], *, columns: int, side: int = _SIDE, width: int | None = None
 ) -> ImageArray:
     """Images side by side, row by row, with their captions below. Small images are enlarged, large ones reduced.
 
@@ -76,7 +76,7 @@ def sheet(
     """
     from PIL import Image, ImageDraw
 
-    tiles = [_tile(picture, side) for picture in pictures]
+    tiles = [_tile(picture, side) for picture in images]
     if tiles:
         tallest = max(min(side, _SIDE), round(_TALLER * float(np.median([tile.height for tile in tiles]))))
         tiles = [_at_most(tile, tallest) for tile in tiles]
@@ -273,7 +273,7 @@ def _common(one: Any, others: Any) -> Any:
     return sides.clip(min=0).prod(axis=1)
 
 
-def side_by_side(pictures: Sequence[Any], titles: Sequence[str] = (), *, side: int | None = None) -> ImageArray:
+def side_by_side(images: Sequence[Any], titles: Sequence[str] = (), *, side: int | None = None) -> ImageArray:
     """Images in one row with a narrow gap, such as image, truth and prediction.
 
     Args:
@@ -283,15 +283,15 @@ def side_by_side(pictures: Sequence[Any], titles: Sequence[str] = (), *, side: i
     """
     from PIL import Image, ImageDraw
 
-    images = [Image.fromarray(_rgb(picture)) for picture in pictures]
-    gaps = _NARROW * (len(images) - 1)
-    shapes = [image.width / image.height for image in images]
-    height = max(1, int((side - gaps) / sum(shapes))) if side else images[0].height
-    images = [_resized(image, max(1, int(height * shape)), height) for image, shape in zip(images, shapes, strict=True)]
+    tiles = [Image.fromarray(_rgb(picture)) for picture in images]
+    gaps = _NARROW * (len(tiles) - 1)
+    shapes = [image.width / image.height for image in tiles]
+    height = max(1, int((side - gaps) / sum(shapes))) if side else tiles[0].height
+    tiles = [_resized(image, max(1, int(height * shape)), height) for image, shape in zip(tiles, shapes, strict=True)]
     head = _LINE + 2 if titles else 0
-    row = Image.new("RGB", (side or sum(image.width for image in images) + gaps, height + head), _PAPER)
+    row = Image.new("RGB", (side or sum(image.width for image in tiles) + gaps, height + head), _PAPER)
     draw, font, left = ImageDraw.Draw(row), font_of(), 0
-    for number, image in enumerate(images):
+    for number, image in enumerate(tiles):
         row.paste(image, (left, head))
         if titles:
             draw.text((left, 0), fitted(titles[number], image.width, font), fill=_INK, font=font)

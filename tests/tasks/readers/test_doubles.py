@@ -50,7 +50,7 @@ def test_equal_pictures_are_found_within_training_and_between_training_and_evalu
     )
     assert "b/copy.jpg = a/2.jpg" in copies
     assert "b/copy-3.jpg" in copies
-    assert leaks.startswith("WARNING: evaluation: 2 images are training images too (equal byte by byte)")
+    assert leaks.startswith("WARNING: evaluation: 2 images are also training images (equal byte by byte)")
     assert "a/leak.jpg = a/4.jpg" in leaks
     assert "b/link.jpg = b/5.jpg" in leaks
 
@@ -62,7 +62,7 @@ def test_parts_of_one_data_set_and_shards_are_compared_too(folder):
     held = [names.index("b/copy.jpg")]
     kept = [index for index in range(len(train)) if index not in held]
     (leak,) = lines(train.part(np.array(kept)), train.part(np.array(held)))  # as `task.eval_fraction` holds back
-    assert "1 images are training images too" in leak
+    assert "1 images are also training images" in leak
     members = [
         (f"{key}.{kind}", content)
         for key, number in (("x", 1), ("y", 2), ("z", 1))
@@ -85,8 +85,8 @@ def test_pictures_in_columns_of_data_sets_are_compared(folder, embed):
     train, evaluation = records(folder / "saved-train"), records(folder / "saved-val", classes=None)
     assert [train.pictures.size(row) for row in range(6)] == [len(train[row].data) for row in range(6)]
     (leak,) = lines(train, evaluation)
-    assert "evaluation: 1 images are training images too" in leak
-    assert "looked at" not in leak
+    assert "evaluation: 1 images are also training images" in leak
+    assert "compared" not in leak
     turned = train.pictures.data.select([5, 0, 3])  # rows by their numbers, without a copy
     assert data_set_images(turned, "image", name="x").size(0) == train.pictures.size(5)
 
@@ -100,7 +100,7 @@ def test_the_search_is_limited_and_says_so(folder, monkeypatch):
     put(folder / "val/a/0.jpg", jpeg(0))
     monkeypatch.setattr(doubles, "MOST_IMAGES", 10)
     found = lines(train, records(folder / "val"))
-    assert "looked at 9 of 11" in found[-1] or "looked at 10 of 11" in found[-1]
+    assert "compared 9 of 11" in found[-1] or "compared 10 of 11" in found[-1]
     (folder / "train/a/again.jpg").unlink()
     lines(train)  # what cannot be read is not compared
 
@@ -148,7 +148,7 @@ def test_equal_texts_are_found_within_training_and_between_training_and_evaluati
     )
     monkeypatch.setattr(doubles, "MOST_TEXTS", 4)
     found = doubles.of_texts(training, texts(("good", "1"), ("bad", "0")))
-    assert all("looked at 4 of 6" in line for line in found)
+    assert all("compared 4 of 6" in line for line in found)
     assert len(found) == 2
 
 
@@ -158,5 +158,5 @@ def test_the_head_of_the_log_has_these_lines(folder):
         Image.new("RGB", (9, 9)).save(put(folder / part / "A" / f"{part}.png"))
     task = Classification(ClassificationOptions(), str(folder))
     header = "\n".join(task.presenter(task).log_header())
-    assert "2 images are training images too" in header
+    assert "2 images are also training images" in header
     assert "'A' and 'a'" in header

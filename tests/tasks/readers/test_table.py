@@ -139,7 +139,7 @@ def test_tsv_with_quoted_fields_is_read_with_the_option_that_is_named_without_it
     path = put(tmp_path, "a.tsv", as_csv(TABLE, delimiter="\t"))
     assert read(path, quoting="minimal").columns == COLUMNS
     assert [read(path, quoting="minimal").where(row).removeprefix(str(path)) for row in range(3)] == LINES
-    with pytest.raises(DataError, match="1 fields where the header has 2") as caught:
+    with pytest.raises(DataError, match="1 fields, but the header has 2") as caught:
         read(path)
     assert caught.value.where == f"{path}:3"
     assert "task.quoting=minimal" in caught.value.remedy
@@ -421,16 +421,16 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
 @pytest.mark.parametrize(
     ("name", "content", "place", "what", "remedy"),
     [
-        ("a.csv", "text,label\na,b\nc,d,e\nf\n", ":3", "3 fields where the header has 2 (text, label)", "quotes"),
+        ("a.csv", "text,label\na,b\nc,d,e\nf\n", ":3", "3 fields, but the header has 2 (text, label)", "quotes"),
         (
             "a.csv",
             'text,label\r\n"a\r\nb\r\nc",x\r\nd\r\n',
             ":5",
-            "1 fields where the header has 2 (text, label)",
+            "1 fields, but the header has 2 (text, label)",
             "quotes",
         ),
-        ("a.csv", 'text,label\n"a\nb",x,y\n', ":2", "3 fields where", "quotes"),
-        ("a.csv", "\ntext,label\n\n\na\n", ":5", "1 fields where", "quotes"),
+        ("a.csv", 'text,label\n"a\nb",x,y\n', ":2", "3 fields, but", "quotes"),
+        ("a.csv", "\ntext,label\n\n\na\n", ":5", "1 fields, but", "quotes"),
         (
             "a.csv",
             'text,label\n"a\n\nb",c\n"d,e\nf,g\n',
@@ -439,8 +439,8 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
             "quoted field must end",
         ),
         ("a.csv", 'text,label\na,b\n"c"d,e\n', ":3", "not CSV: ',' expected after '\"'", "quoted field must end"),
-        ("a.csv", 'text,label\na,b\n"c,d\ne,f"\n', ":3", "1 fields where the header has 2", "task.quoting=none"),
-        ("a.tsv", "text\tlabel\na\tb\tc\n", ":2", "3 fields where the header has 2", "task.quoting=minimal"),
+        ("a.csv", 'text,label\na,b\n"c,d\ne,f"\n', ":3", "1 fields, but the header has 2", "task.quoting=none"),
+        ("a.tsv", "text\tlabel\na\tb\tc\n", ":2", "3 fields, but the header has 2", "task.quoting=minimal"),
         (
             "a.csv",
             b"text,label\na,b\ncaf\xe9,c\n",
@@ -474,7 +474,7 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
             "a.csv",
             "text,label\na,b\n".encode("utf-16-le")[:-1],
             "",
-            "as UTF-16-LE has them",
+            "as in UTF-16-LE",
             "iconv -c -f utf-16-le -t utf-8 a.csv",
         ),
         (
@@ -482,7 +482,7 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
             "\ufefftext,label\na,b\n".encode("utf-16-be")[:-1],
             "",
             "not UTF-16-BE, although its byte order mark says so: byte 30",
-            "cut off",
+            "truncated",
         ),
         ("a.csv", b"\x1f\x8b\x08\x00\xff\xff", "", "gzip-compressed, not text", "gunzip"),
         ("a.csv", b"PK\x03\x04\xff", "", "a ZIP archive", "save the sheet as CSV"),
@@ -493,7 +493,7 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
             "a.csv",
             "text,label,text,other,label\n",
             ":1",
-            "the header has 'label', 'text' more than once",
+            "the header contains 'label', 'text' more than once",
             "task.header=false",
         ),
         ("a.csv", "", "", "no rows", "one row per sample after its header"),
@@ -525,7 +525,7 @@ def test_rows_are_compared_with_the_first_where_there_is_no_header(tmp_path):
     with pytest.raises(DataError) as caught:
         read(path, header=False)
     assert caught.value.where == f"{path}:3"
-    assert caught.value.what == "1 fields where the first line has 2 (0, 1)"
+    assert caught.value.what == "1 fields, but the first line has 2 (0, 1)"
     assert read(put(tmp_path, "b.csv", "a,a\n"), header=False).columns == {"0": ["a"], "1": ["a"]}
     with pytest.raises(DataError, match="no rows") as caught:
         read(put(tmp_path, "c.csv", "\n"), header=False)

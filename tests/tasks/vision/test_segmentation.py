@@ -535,7 +535,7 @@ def test_predicted_masks_have_the_values_of_the_training_masks(tmp_path, kind):
 
 def test_predicted_masks_of_coco_data_have_the_ids_of_the_categories():
     annotations = types.SimpleNamespace(classes=("cat", "dog"), category_ids=np.array([3, 17]))
-    masks = coco_masks.CocoMasks(annotations, np.array([1, 2]), background=0, pictures=None)
+    masks = coco_masks.CocoMasks(annotations, np.array([1, 2]), background=0, images=None)
     assert masks.form().ids == {"background": 0, "cat": 3, "dog": 17}
     annotations.category_ids = np.array([0, 17])
     assert masks.form().ids == {"background": 18, "cat": 0, "dog": 17}

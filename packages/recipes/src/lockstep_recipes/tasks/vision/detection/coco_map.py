@@ -83,7 +83,7 @@ class CocoMap(Metric):
             boxes=rows[:, :4] if len(rows) else np.zeros((0, 4), np.float32),
             scores=rows[:, 4] if len(rows) else np.zeros(0, np.float32),
             labels=labels,
-            pictures=np.repeat(ids, counts),
+            images=np.repeat(ids, counts),
         )
         return summary(precision, recall, self.classes)
 
@@ -112,7 +112,7 @@ def among_best(scores: Tensor, labels: Tensor, most: int = MOST) -> Tensor:
 
 
 def evaluate_classes(
-    truth: BoxedImages, *, seen: Array, boxes: Array, scores: Array, labels: Array, pictures: Array
+    truth: BoxedImages, *, seen: Array, boxes: Array, scores: Array, labels: Array, images: Array
 ) -> tuple[Array, Array]:
     """The arrays `precision` and `recall` of pycocotools' `COCOeval.accumulate` over all classes.
 
@@ -146,7 +146,7 @@ def evaluate_classes(
         true = [_box(number, image, category, box, area, crowd) for number, image, box, area, crowd in rows]
         found = []
         for number, place in enumerate(np.flatnonzero(labels == label).tolist(), start=1):
-            box = _box(number, pictures[place], category, xywh[place], xywh[place, 2] * xywh[place, 3])
+            box = _box(number, images[place], category, xywh[place], xywh[place, 2] * xywh[place, 3])
             found.append({**box, "score": float(scores[place])})
         arrays[label] = _evaluate_class(category, true, found)
     precision, recall = (

@@ -30,7 +30,7 @@ def draw_others(samples: int, probability: float) -> list[int]:
 
 
 def mosaic(
-    pictures: Sequence[AnnotatedImage], size: int | Size, options: AugmentOptions, *, mask_fill: int = 255
+    images: Sequence[AnnotatedImage], size: int | Size, options: AugmentOptions, *, mask_fill: int = 255
 ) -> AnnotatedImage:
     """Four training images in the quarters of one. The point where the quarters meet is random.
 
@@ -53,7 +53,7 @@ def mosaic(
     Raises:
         ValueError: there are not four images.
     """
-    if (count := len(pictures)) != 4:
+    if (count := len(images)) != 4:
         raise ValueError(f"a mosaic has 4 images, not {count}")
     height, width = frame = (size, size) if isinstance(size, int) else size
     down, across = (_LEAST + (1 - 2 * _LEAST) * torch.rand(2, dtype=torch.float64)).tolist()
@@ -61,10 +61,10 @@ def mosaic(
     places = [
         (lines, columns) for lines in ((0, middle), (middle, height)) for columns in ((0, centre), (centre, width))
     ]
-    image = rows(pictures[0].image).new_empty((height, width, len(pictures[0].image)))
-    mask = None if pictures[0].mask is None else pictures[0].mask.new_empty(frame)
+    image = rows(images[0].image).new_empty((height, width, len(images[0].image)))
+    mask = None if images[0].mask is None else images[0].mask.new_empty(frame)
     boxes, indices, before = [], [], 0
-    for picture, ((top, bottom), (left, right)) in zip(pictures, places, strict=True):
+    for picture, ((top, bottom), (left, right)) in zip(images, places, strict=True):
         part = train_image(picture, (bottom - top, right - left), options, mask_fill=mask_fill, fit=frame)
         image[top:bottom, left:right] = rows(part.image)
         if mask is not None and part.mask is not None:

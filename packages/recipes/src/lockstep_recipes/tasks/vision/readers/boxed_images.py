@@ -19,7 +19,7 @@ from lockstep_recipes.tasks.vision.readers.box_files import read_voc, read_yolo
 from lockstep_recipes.tasks.vision.readers.box_layouts import Layout, evaluation_part, find_layout
 from lockstep_recipes.tasks.vision.readers.class_table import unknown_class
 from lockstep_recipes.tasks.vision.readers.coco_file import Annotations, read_coco
-from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedImages
+from lockstep_recipes.tasks.vision.readers.decoded_images import ImageDataset
 from lockstep_recipes.tasks.vision.readers.image_files import ImageFiles, missing_files, size_of_file
 from lockstep_recipes.tasks.vision.readers.image_records import Split
 
@@ -51,7 +51,7 @@ class BoxedImage(NamedTuple):
     """(height, width) of the original image in pixels. `pixels` has this size, unless the cache reduces images."""
 
 
-class BoxedImages(DecodedImages):
+class BoxedImages(ImageDataset):
     """Decoded images with boxes: samples are `BoxedImage`.
 
     Args:
@@ -59,15 +59,15 @@ class BoxedImages(DecodedImages):
         images: the files.
         classes: the names of the classes, by class number.
         numbers: (classes of the file) the class number of each class of the file, or -1 for classes without a number.
-        kept: `channels`, `cache` and `notes` of `DecodedImages`.
+        kept: `channels`, `cache` and `notes` of `ImageDataset`.
     """
 
     sample_labels = None  # an image itself has no label: `labels` are those of the boxes
 
     def __init__(
-        self, annotations: Annotations, pictures: ImageFiles, *, classes: Sequence[str], numbers: Array, **kept: Any
+        self, annotations: Annotations, images: ImageFiles, *, classes: Sequence[str], numbers: Array, **kept: Any
     ) -> None:
-        super().__init__(pictures, **kept)
+        super().__init__(images, **kept)
         self.annotations = annotations
         self.classes = list(classes)
         """The names of the classes, by number."""

@@ -14,7 +14,7 @@ from lockstep.core.errors import DataError
 from lockstep_recipes.tasks.vision.readers.box_layouts import find_layout
 from lockstep_recipes.tasks.vision.readers.boxed_images import BoxedImage
 from lockstep_recipes.tasks.vision.readers.coco_file import read_coco_images
-from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedImages
+from lockstep_recipes.tasks.vision.readers.decoded_images import ImageDataset
 from lockstep_recipes.tasks.vision.readers.image_files import ImageFiles, missing_files
 from lockstep_recipes.tasks.vision.readers.image_records import ImageRecords, Split, unlabelled_images
 
@@ -41,7 +41,7 @@ class RunSource:
     """The folder of its images. None: a usual location."""
 
 
-class UnlabelledImages(DecodedImages):
+class UnlabelledImages(ImageDataset):
     """Images to predict, as samples without boxes. A sample has an `image_id` only if `numbers` has the image.
 
     Args:

@@ -107,13 +107,13 @@ class CocoMasks:
         images: the images of the annotations, for sizes that the file lacks.
     """
 
-    def __init__(self, annotations: Annotations, numbers: Array, *, background: int, pictures: EncodedImages) -> None:
+    def __init__(self, annotations: Annotations, numbers: Array, *, background: int, images: EncodedImages) -> None:
         self.annotations, self.numbers, self.background = annotations, numbers, background
-        self.pictures = pictures
+        self.pictures = images
 
     @classmethod
     def of_classes(
-        cls, annotations: Annotations, table: ClassTable, *, names: Sequence[str] | None, pictures: EncodedImages
+        cls, annotations: Annotations, table: ClassTable, *, names: Sequence[str] | None, images: EncodedImages
     ) -> CocoMasks:
         """Masks in which class numbers are indices into `names`, or into the classes of `table` if it is None.
 
@@ -122,7 +122,7 @@ class CocoMasks:
         """
         names = table.names if names is None else list(names)
         background = names.index(BACKGROUND) if BACKGROUND in names else IGNORED
-        return cls(annotations, category_numbers(annotations, table, names), background=background, pictures=pictures)
+        return cls(annotations, category_numbers(annotations, table, names), background=background, images=images)
 
     def __len__(self) -> int:
         return len(self.annotations.image_ids)

@@ -32,7 +32,7 @@ class DecodedImage(NamedTuple):
     """The name of the image in its source."""
 
 
-class DecodedImages(Dataset[Any]):
+class ImageDataset(Dataset[Any]):
     """Decoded images, from which data sets make samples with labels, masks or boxes. The cache does not change samples.
 
     Args:
@@ -45,16 +45,16 @@ class DecodedImages(Dataset[Any]):
 
     def __init__(
         self,
-        pictures: EncodedImages,
+        images: EncodedImages,
         *,
         channels: int = 3,
         cache: CacheOptions | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self.pictures, self.channels = pictures, channels
+        self.pictures, self.channels = images, channels
         self.notes = tuple(notes)
         """Remarks about how the source was read."""
-        self.cache = None if cache is None else open_cache(pictures, channels=channels, options=cache)
+        self.cache = None if cache is None else open_cache(images, channels=channels, options=cache)
         """The cache, whose `summary` is a line for the log. None: there is no cache."""
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class DecodedImages(Dataset[Any]):
         return self.pictures.where(index)
 
 
-class DecodedImages(DecodedImages):
+class DecodedImages(ImageDataset):
     """Decoded images with class numbers: samples are `DecodedImage`."""
 
     def __init__(self, records: ImageRecords, *, channels: int = 3, cache: CacheOptions | None = None) -> None:

@@ -60,10 +60,8 @@ class ImageRecords(Dataset[ImageRecord]):
         notes: remarks about how the source was read.
     """
 
-    def __init__(
-        self, pictures: EncodedImages, labels: Array, classes: Sequence[str], notes: Sequence[str] = ()
-    ) -> None:
-        self.pictures = pictures
+    def __init__(self, images: EncodedImages, labels: Array, classes: Sequence[str], notes: Sequence[str] = ()) -> None:
+        self.pictures = images
         self.labels: Array = labels.astype(np.int64, copy=False)
         """The class number of each image, or -1: (images,) int64."""
         self.classes = list(classes)

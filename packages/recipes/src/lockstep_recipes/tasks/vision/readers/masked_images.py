@@ -20,7 +20,7 @@ from lockstep_recipes.tasks.vision.readers.box_layouts import find_layout
 from lockstep_recipes.tasks.vision.readers.boxed_images import picture_files
 from lockstep_recipes.tasks.vision.readers.class_table import ClassesOption, ClassTable, Color
 from lockstep_recipes.tasks.vision.readers.coco_file import read_coco
-from lockstep_recipes.tasks.vision.readers.decoded_images import DecodedImages, open_cache
+from lockstep_recipes.tasks.vision.readers.decoded_images import ImageDataset, open_cache
 from lockstep_recipes.tasks.vision.readers.image_files import EncodedImages, ImageFiles, left_out_below
 from lockstep_recipes.tasks.vision.readers.image_records import Split
 from lockstep_recipes.tasks.vision.readers.image_table import IMAGE, data_set_images, image_column
@@ -65,7 +65,7 @@ class ClassPixels:
     """Masks of the data set."""
 
 
-class MaskedImages(DecodedImages):
+class MaskedImages(ImageDataset):
     """Decoded images with masks: samples are `MaskedImage`.
 
     Args:
@@ -73,12 +73,12 @@ class MaskedImages(DecodedImages):
         masks: a mask for each. None: the images have none.
         classes: the names of the classes, by number.
         colors: a colour to draw each class. None: the colours of the first mask's palette, or default ones.
-        channels, cache, notes: as for `DecodedImages`. Images and masks share the limit of the cache.
+        channels, cache, notes: as for `ImageDataset`. Images and masks share the limit of the cache.
     """
 
     def __init__(
         self,
-        pictures: EncodedImages,
+        images: EncodedImages,
         masks: Masks | None,
         classes: Sequence[str],
         *,
@@ -91,7 +91,7 @@ class MaskedImages(DecodedImages):
         limit = None if cache is None else cache.limit_bytes
         each = None if limit is None else limit // (channels + (kept is not None))
         own = cache if cache is None or each is None else replace(cache, limit_bytes=each * channels)
-        super().__init__(pictures, channels=channels, cache=own, notes=notes)
+        super().__init__(images, channels=channels, cache=own, notes=notes)
         self.masks, self.classes, self.colors = masks, list(classes), list(colors)
         self.shorter_side = None if cache is None else cache.shorter_side
         self.mask_cache: DecodedCache | None = None
@@ -255,7 +255,7 @@ def read_masked_images(
         found = read_coco(layout.annotations, key=key, boxes=False, segmentations=True)
         table = coco_masks.class_table(found, options.classes, options.ignore, names=names)
         pictures: EncodedImages = picture_files(found, layout.images, key)
-        masks, notes = coco_masks.CocoMasks.of_classes(found, table, names=names, pictures=pictures), found.notes
+        masks, notes = coco_masks.CocoMasks.of_classes(found, table, names=names, images=pictures), found.notes
     else:
         pictures, files, folder = _files(source, split, options)
         classes, foreign = options.classes, list[str]()

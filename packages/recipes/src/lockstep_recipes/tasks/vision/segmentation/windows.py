@@ -64,8 +64,8 @@ class Windows(Dataset[Window]):
         side, overlap: as for `tiles`.
     """
 
-    def __init__(self, pictures: Any, sizes: Sequence[tuple[int, int]], *, side: int, overlap: float) -> None:
-        self.pictures, self.sizes = pictures, sizes
+    def __init__(self, images: Any, sizes: Sequence[tuple[int, int]], *, side: int, overlap: float) -> None:
+        self.pictures, self.sizes = images, sizes
         self.tiles = [tiles(size, side=side, overlap=overlap) for size in sizes]
         self.first = np.cumsum([0, *(len(of_picture) for of_picture in self.tiles)])
         self._last: tuple[int, Any] | None = None
