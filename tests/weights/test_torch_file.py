@@ -280,7 +280,7 @@ def test_a_state_that_does_not_fit_is_not_taken():
     saved = saved_by(adamw)
     assert why_not(saved) is None
     assert why_not(saved, saved_class="AdamW") is None
-    assert why_not(saved, saved_class="Adam") == "it is of Adam, and the config has AdamW"
+    assert why_not(saved, saved_class="Adam") == "it belongs to Adam, but the config has AdamW"
     assert why_not({"state": {}, "param_groups": saved["param_groups"]}) == "it is empty"
     assert why_not("text") == "it is not in the format of torch.optim"
     wider = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -375,7 +375,7 @@ def test_an_export_begins_another_run_with_all_its_state(tmp_path):
     assert torch.equal(content["optimizer"]["state"][0]["exp_avg"], saved["optimizer.2.weight.exp_avg"])
     _, said = begin(tmp_path / "a.pt", tmp_path / "next")  # without groups
     assert "the state of AdamW is loaded for 4 parameters" in said
-    assert "not taken: step=6, epoch=0" in said
+    assert "not loaded: step=6, epoch=0" in said
 
 
 def test_the_export_of_fp16_has_the_loss_scale(tmp_path):
@@ -406,5 +406,5 @@ def test_the_code_of_the_page_on_checkpoints_runs(tmp_path, monkeypatch):
         exec(compile(block, "docs/checkpoints.md", "exec"), places)
     for number, name in enumerate(("theirs.pt", "whole.pt")):
         Trainer(settings | {"train": {"steps": 1, "init_from": name}}, run_dir=f"runs/{number}", quiet=True).fit()
-        assert "of AdamW is taken" in Path(f"runs/{number}/train.log").read_text()
+        assert "of AdamW is loaded" in Path(f"runs/{number}/train.log").read_text()
     shutil.rmtree("runs")

@@ -114,7 +114,7 @@ def test_what_does_not_suit_is_named():
         make_backbone(backbone_options(sizes=VIT | {"num_channels": 1}))
     with pytest.raises(UsageError, match=r"ResNetModel has no class token"):
         make_backbone(backbone_options("resnet", RESNET, pooling="class_token"))
-    with pytest.raises(UsageError, match=r"a width of 10 suits no 4 heads"):
+    with pytest.raises(UsageError, match=r"a width of 10 is not a multiple of 4 heads"):
         make_aggregator(AggregatorOptions(width=10, layers=1, heads=4), 8)
 
 

@@ -125,7 +125,7 @@ def test_a_volume_in_both_parts(table, tmp_path):
 
 
 def test_a_part_that_is_none(table):
-    with pytest.raises(DataError, match="'later' in column 'split' is no part"):
+    with pytest.raises(DataError, match="'later' in column 'split' is not a split"):
         read(table(*ROWS, "p5,e.npz,later,A,0,0,"))
     source = table(*ROWS[:2])
     with pytest.raises(DataError, match="contains no volume for eval: column 'split' has 'train' in 2 rows") as caught:

@@ -217,7 +217,7 @@ def test_weights_that_a_model_lacks_are_told_and_a_model_of_another_kind_is_refu
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     task = text_task(few["train"], model=str(folder), eval_fraction=0.0, max_length=16)
     task.model()
-    assert f"not in {folder}, so new: classifier.bias, classifier.weight" in task.presenter(task).log_header()
+    assert f"not in {folder}, so initialised: classifier.bias, classifier.weight" in task.presenter(task).log_header()
     DistilBertConfig(
         vocab_size=200, dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=18
     ).save_pretrained(folder)

@@ -33,7 +33,7 @@ def test_windows_that_are_none():
     with pytest.raises(UsageError, match="did you mean lung"):
         windows_of(["lungs"])
     for pair in ([0, 0], [0, -5], [1], [float("nan"), 1]):
-        with pytest.raises(UsageError, match="is no HU window"):
+        with pytest.raises(UsageError, match="is not an HU window"):
             windows_of([pair])
 
 

@@ -341,7 +341,7 @@ def test_truncated_and_unknown_files(tmp_path):
     with pytest.raises(DataError, match="not readable as NumPy"):
         read_volume(tmp_path / "b.npy")
     (tmp_path / "b.jpg").write_text("nothing")
-    with pytest.raises(DataError, match="unknown kind"):
+    with pytest.raises(DataError, match="unknown file type"):
         read_volume(tmp_path / "b.jpg")
     with pytest.raises(DataError, match="there is no such volume"):
         read_volume(tmp_path / "c.nii")

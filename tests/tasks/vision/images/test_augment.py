@@ -318,7 +318,7 @@ def test_without_a_shorter_side_the_whole_picture_is_resized():
 
 
 def test_a_cut_larger_than_the_picture_is_an_error():
-    with pytest.raises(UsageError, match="resized to 200 pixels, but 224"):
+    with pytest.raises(UsageError, match="resized to 200 pixels, but the crop needs 224"):
         eval_image(rectangle(), 224, resize=200)
 
 

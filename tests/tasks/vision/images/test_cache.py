@@ -289,7 +289,7 @@ def test_the_limit_of_bytes_is_kept(folder, limit, monkeypatch):
     assert held * 250 > limit // 2
     assert told_before == 1
     assert "is full" in str(told[0].message)
-    assert "training goes on" in str(told[0].message)
+    assert "training continues" in str(told[0].message)
     assert "is full" in again.summary()
 
 
@@ -330,7 +330,7 @@ def test_the_shorter_side_is_limited_with_and_without_space(folder):
 
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.warns(RuntimeWarning, match="cannot be written .*training goes on") as told:
+    with pytest.warns(RuntimeWarning, match="cannot be written .*training continues") as told:
         cache = DecodedCache(tmp_path / "file" / "cache", 10)
     assert len(told) == 1
     fill(cache, range(10))

@@ -96,7 +96,7 @@ def test_an_annotation_with_the_id_0_is_noted(tmp_path):
 IMAGE, CAR = {"id": 1, "file_name": "c.jpg"}, {"id": 3, "name": "car"}
 FAULTS = {
     "empty file": ("  \n", "the file is empty"),
-    "no JSON": ('{"images": [', "no JSON"),
+    "no JSON": ('{"images": [', "is not JSON"),
     "a list": ([{"image_id": 1, "id": 1}], "a list, as in result files"),
     "no annotations": (content(annotations=[]), "`annotations` is empty"),
     "no categories": ({"images": [IMAGE], "annotations": []}, "`annotations` is empty"),

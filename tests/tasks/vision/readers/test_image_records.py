@@ -283,7 +283,7 @@ def test_data_of_another_recipe_are_no_classes(tmp_path, other, recipe):
     for split in ("train", "eval"):
         fault(
             tmp_path,
-            " and ".join(f"{name}/" for name in sorted([images, other])) + " are no classes",
+            " and ".join(f"{name}/" for name in sorted([images, other])) + " are not classes",
             f"lockstep train {recipe}",
             split=split,
         )

@@ -290,7 +290,7 @@ def test_a_description_of_a_data_set_is_no_file_of_classes_and_is_passed_over(fo
     for content in ("train: images/train\nval: images/val\nnc: 2\n", "path: .\ntrain: [a, b]\n"):
         (folder / "classes.yaml").write_text(content)
         (folder / "classes.txt").unlink(missing_ok=True)
-        fault(folder, "the class names are unknown", "classes.yaml describes folders", classes=None)
+        fault(folder, "the class names are unknown", "classes.yaml describes the folders", classes=None)
         (folder / "classes.txt").write_text("\n".join(NAMES))
         found = read(folder, classes=None)
         assert found.classes == NAMES

@@ -167,7 +167,7 @@ def _read(source: str, split: Split, options: ClassificationOptions, classes: Se
             return ImageRecords(*image_shards.read_shards(str(folder), label=field))
         return ImageRecords(*image_files.read_class_folders(folder, classes))
     remedy = f"Give a folder with one folder per class, a table ({', '.join(_TABLES)}), or .tar shards"
-    data, name = open_data_set(source, split, options.subset, what="pictures", remedy=remedy)
+    data, name = open_data_set(source, split, options.subset, what="images", remedy=remedy)
     return ImageRecords(*image_table.read_data_set(data, columns, name=name))
 
 
