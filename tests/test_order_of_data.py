@@ -116,7 +116,7 @@ def test_weights_are_seen_behind_subsets_and_in_joined_data():
     with pytest.raises(UsageError, match="not all data sets have `sample_weights`"):
         order_of(config(), joined)
     other.order = lockstep.WeightedSampler([1, 2, 3])
-    with pytest.raises(UsageError, match="the TensorDataset behind a Subset has an `order`"):
+    with pytest.raises(UsageError, match="the TensorDataset inside a Subset has an `order`"):
         order_of(config(), Subset(other, [0]))
 
 
@@ -175,7 +175,7 @@ def test_digits_can_be_balanced():
 @pytest.mark.parametrize(
     ("attributes", "keys", "said"),
     [
-        ({}, {"balance": "label"}, "data.balance: the labels of the samples are not known: Rows has none"),
+        ({}, {"balance": "label"}, "data.balance: the labels of the samples are unknown: Rows has no"),
         ({"labels": LABELS[:5]}, {"balance": "label"}, r"`labels` of Rows has the shape \(5,\)"),
         ({"labels": np.zeros((LENGTH, 2))}, {"balance": "label"}, r"`labels` of Rows has the shape \(90, 2\)"),
         ({"sample_labels": None, "labels": LABELS}, {"balance": "label"}, "has no attribute with one label per sample"),
@@ -206,11 +206,11 @@ def test_digits_can_be_balanced():
         ),
         ({"labels": LABELS / 3}, {"balance": "label"}, "the type float64"),
         ({"labels": LABELS, "sample_weights": WEIGHTS}, {"balance": "label"}, "`sample_weights` and data.balance"),
-        ({"order": EasyFirst(), "sample_weights": WEIGHTS}, {}, "`order` and `sample_weights` are given"),
+        ({"order": EasyFirst(), "sample_weights": WEIGHTS}, {}, "`order` and `sample_weights` are both given"),
         ({}, {"samples_per_epoch": 7}, "data.samples_per_epoch: samples are not drawn by weights"),
         ({"order": EasyFirst()}, {"samples_per_epoch": 7}, "has its own length"),
-        ({"sample_weights": WEIGHTS[:-1]}, {}, "there are 89 weights, and 90 samples"),
-        ({"order": lockstep.WeightedSampler(np.ones(91))}, {}, "there are 91 weights, and 90 samples"),
+        ({"sample_weights": WEIGHTS[:-1]}, {}, "there are 89 weights, but 90 samples"),
+        ({"order": lockstep.WeightedSampler(np.ones(91))}, {}, "there are 91 weights, but 90 samples"),
         ({"order": np.arange(LENGTH)}, {}, "it is of the type ndarray, which cannot be called"),
         ({"order": lambda positions, seed, epoch: positions}, {}, "its `length` is None"),
         (

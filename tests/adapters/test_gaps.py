@@ -140,7 +140,7 @@ def test_what_is_refused_names_its_line_and_a_remedy(members, of_data, message, 
 def test_a_metric_of_the_training_that_keeps_all_samples_is_named_in_the_log():
     task = adapters.lightning(KeepsAll(), cases.Data())
     made(task)
-    assert any("no 'curve' of the training" in note and "thresholds=100" in note for note in task.notes)
+    assert any("'curve' is not logged during training" in note and "thresholds=100" in note for note in task.notes)
 
 
 class InSinglePrecision(cases.Net):

@@ -103,7 +103,7 @@ def test_columns_are_named(tmp_path):
     with pytest.raises(DataError, match=r"task.columns: columns for prompt\n.*prompt and answer"):
         read(name, columns={"prompt": "x"})
     numbers = json_lines(tmp_path / "b.jsonl", [{"text": "a"}, {"text": 5}])
-    with pytest.raises(DataError, match=r"b.jsonl:2: column 'text' holds 5 \(int\), not text"):
+    with pytest.raises(DataError, match=r"b.jsonl:2: column 'text' contains 5 \(int\), not text"):
         read(numbers)
 
 
@@ -201,7 +201,7 @@ def test_an_answer_that_is_written_otherwise_where_messages_follow_is_found(tmp_
         return thinking([*kept, messages[-1]], add_generation_prompt)
 
     name = json_lines(tmp_path / "b.jsonl", [{"messages": changed}])
-    with pytest.raises(DataError, match=r"b.jsonl:1: the chat template writes message 2 otherwise"):
+    with pytest.raises(DataError, match=r"b.jsonl:1: the chat template writes message 2 differently"):
         read(name, forgetting_thoughts)
 
 
@@ -249,7 +249,7 @@ def test_chats_that_cannot_be_written_are_named(tmp_path):
     name = json_lines(tmp_path / "a.jsonl", [{"messages": CHAT}])
     with pytest.raises(DataError, match=r"a.jsonl:1: the chat template cannot write this chat: ValueError: roles must"):
         read(name, refusing)
-    with pytest.raises(DataError, match=r"a.jsonl:1: .* message 2 otherwise[\s\S]*task.loss_on=all"):
+    with pytest.raises(DataError, match=r"a.jsonl:1: .* message 2 differently[\s\S]*task.loss_on=all"):
         read(name, forgetting)
     name = json_lines(tmp_path / "b.jsonl", [{"messages": [{"role": "user"}]}])
     with pytest.raises(DataError, match=r"b.jsonl:1: \{'role': 'user'\} is not a message"):

@@ -271,7 +271,7 @@ def test_a_class_that_is_not_known_is_no_label(tmp_path):
 
 def test_a_column_that_holds_no_text_is_an_error(lines):
     source = lines([("a", "x"), (3, "x")])
-    with pytest.raises(DataError, match=r"column 'text' holds 3 \(int\), not text") as caught:
+    with pytest.raises(DataError, match=r"column 'text' contains 3 \(int\), not text") as caught:
         read_texts(source)
     assert caught.value.where == f"{source.name}:2"
     assert caught.value.remedy == "set task.columns.text to one of: text, label"

@@ -264,7 +264,7 @@ def test_voc_has_lists_of_splits(tmp_path):
     assert list(plain(read(tmp_path, "eval", classes=NAMES))) == ["b"]
     assert evaluation_part(str(tmp_path)) == str(tmp_path)
     (lists / "val.txt").write_text("d\n")
-    fault(tmp_path, "there is no d.xml", split="eval")
+    fault(tmp_path, "d.xml, from the list of the split, does not exist", split="eval")
 
 
 def test_voc_sizes_that_are_missing_are_read_from_the_pictures(tmp_path):
@@ -367,7 +367,7 @@ def test_bad_boxes_are_errors_or_are_left_out(tmp_path, name):
     data = read(tmp_path, on_bad_boxes="skip")
     assert plain(data) == BOXES | {"a": BOXES["a"][1:]}
     assert sorted(entry["id"] for entry in data.ground_truth()["annotations"]) == [98, 99]
-    assert "bad boxes are left out: 1. The first" in data.notes[0]
+    assert "1 bad boxes are left out. The first" in data.notes[0]
     assert text in data.notes[0]
 
 
@@ -513,7 +513,7 @@ LINES = {
     "scores": ("0 0.5 0.5 0.1 0.1 0.9", "b.txt:2: the line has 6 numbers"),
     "class": ("2 0.5 0.5 0.1 0.1", "b.txt:2: the class is 2, but must be 0 to 1"),
     "half a class": ("0.5 0.5 0.5 0.1 0.1", "b.txt:2: the class is 0.5"),
-    "pixels": ("0 30 30 10 10", "b.txt: box 2: the box [600, 1000, 240, 400] lies outside"),
+    "pixels": ("0 30 30 10 10", "b.txt: box 2: the box [600, 1000, 240, 400] is outside"),
     "not finite": ("0 nan 0.5 0.1 0.1", "b.txt: box 2: the box [nan"),
 }
 

@@ -203,7 +203,7 @@ BAD = {
     "outside": ([[20, 1, 30, 1, 30, 9]], "outside its image of 16x12"),
     "RLE of another size": ({"size": [WIDTH, HEIGHT], "counts": [192]}, "its RLE has [16, 12] pixels"),
     "RLE too short": ({"size": [HEIGHT, WIDTH], "counts": [100, 20]}, "add up to 120, but its image has 192"),
-    "negative RLE": ({"size": [HEIGHT, WIDTH], "counts": [200, -8]}, "whole numbers"),
+    "negative RLE": ({"size": [HEIGHT, WIDTH], "counts": [200, -8]}, "integers of 0 or more"),
     "RLE without size": ({"counts": [192]}, "size"),
     "RLE of a number": ({"size": [HEIGHT, WIDTH], "counts": 3}, "counts of its RLE are 3"),
 }
