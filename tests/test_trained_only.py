@@ -98,7 +98,9 @@ def test_a_run_does_not_go_on_over_other_frozen_weights(base, tmp_path):
     with torch.no_grad():
         model.bert.encoder.layer[1].output.dense.bias[3] += 1e-6
     model.save_pretrained(other)
-    with pytest.raises(LockstepError, match=rf"of the weights of {base} \(digest \w+\), and {other} has digest \w+"):
+    with pytest.raises(
+        LockstepError, match=rf"of the weights of {base} \(digest \w+\), but {other} has the digest \w+"
+    ):
         trained(str(other), settings(4), tmp_path / "run")
 
 

@@ -239,7 +239,7 @@ def test_going_on_over_other_weights_is_refused(corpus, bases, tmp_path):
     Trainer(config, run_dir=tmp_path / "run", **allowed).fit()
     config["train"]["steps"] = 8
     config["task"]["model"] = other = save_base(tmp_path / "other", corpus, "llama", seed=2)
-    said = rf"the adapters belong to the weights of {moved} \(digest \w{{32}}\), and {other} has digest \w{{32}}"
+    said = rf"the adapters belong to the weights of {moved} \(digest \w{{32}}\), but {other} has the digest \w{{32}}"
     with pytest.raises(UsageError, match=said):
         Trainer(config, run_dir=tmp_path / "run", **allowed).fit()
     config["task"]["model"] = bases["gpt2"]

@@ -282,7 +282,9 @@ def test_training_pictures_have_the_size_of_the_epoch_and_evaluation_its_own(fol
 
 
 def test_a_cut_larger_than_the_resized_picture_is_an_error_before_a_picture_is_read(folder):
-    with pytest.raises(LockstepError, match=r"task\.eval_resize: images are resized to 30 pixels, but the crop needs 32"):
+    with pytest.raises(
+        LockstepError, match=r"task\.eval_resize: images are resized to 30 pixels, but the crop needs 32"
+    ):
         make_task({"eval_resize": 30}, folder, double=False).model()  # the convnet says 32
 
 
